@@ -1,0 +1,47 @@
+"""The one interface of every detector: images (and boxes) in, `Regions` out."""
+
+from __future__ import annotations
+
+import abc
+
+from torch import Tensor, nn
+
+from detector.structures import DetectionTargets, ImageBatch, Regions
+
+
+class Detector(nn.Module, abc.ABC):
+    """images (+ boxes) -> regions with differentiable features, and detection losses from the same backbone pass."""
+
+    feature_dim: int  # D, width of a region feature
+    num_classes: int  # K, foreground classes
+
+    @abc.abstractmethod
+    def forward(
+        self,
+        images: ImageBatch,
+        boxes: list[Tensor] | None = None,
+        targets: DetectionTargets | None = None,
+        *,
+        pixel_masks: list[Tensor] | None = None,
+        roi_masks: list[Tensor] | None = None,
+        whole_image: bool = False,
+    ) -> Regions:
+        """One backbone pass over all images.
+
+        Args:
+            images: N resized and normalised images.
+            boxes: N x [R, 4] boxes to describe (R may be 0), or None: the detector proposes them itself. Without boxes,
+                in training mode with `targets`, the regions are the RoIs its head was trained on in this step
+                (sampled proposals with the annotated boxes appended, Faster R-CNN section 3.2); otherwise they are its
+                final detections, best score first.
+            targets: annotated objects; adds `loss_rpn_cls`, `loss_rpn_loc`, `loss_cls`, `loss_box_reg` (and
+                `loss_attribute` with an attribute head) to the result.
+            pixel_masks: N x [P, 4] boxes whose pixels become 0 in the network input (that is the mean colour)
+                before the backbone sees them.
+            roi_masks: N x [R, S, S] instance masks in 0..1 that multiply the last RoI map (S = its side) before it is
+                averaged; the divisor stays S * S (VL-BERT on VCR). Only together with `boxes`.
+            whole_image: put the box [0, 0, width - 1, height - 1] in front of each image's regions as row 0.
+
+        Raises:
+            ValueError: a box that is not finite or has no area, naming the image and the row.
+        """
