@@ -1,0 +1,250 @@
+"""A run's settings: typed dataclasses, read from YAML by OmegaConf.
+
+Order of precedence: command line (`train.lr=1e-5`) beats the file, the file beats its `base:` file, and that beats the
+defaults below. A key that is not a field here is an error. The resolved settings are saved with the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+@dataclass
+class DetectorSettings:
+    """Which detector, and how it is trained beside the task."""
+
+    backend: str = "builtin"  # builtin
+    config: str = "configs/detector/R_101_C4.yaml"  # a Detectron2 YAML file
+    overrides: dict[str, Any] = field(default_factory=dict)  # nested Detectron2 keys that beat the file
+    weights: str | None = None  # checkpoint to start from; None = random
+    freeze: bool = False  # True: the whole detector keeps its starting values (and batch statistics)
+    loss_weight: float = 0.0  # weight of the detection losses beside the task's; 0 = they are not computed
+    loss_weights: dict[str, float] = field(default_factory=dict)  # weights of single detection losses; 1 unless named
+
+
+@dataclass
+class EncoderSettings:
+    """Which encoder, and the fields of its own config."""
+
+    name: str = "vl_bert"
+    config: dict[str, Any] = field(default_factory=dict)  # fields of the encoder's config class
+    weights: str | None = None  # a `save_pretrained` folder to start from; None = random
+
+
+@dataclass
+class TaskSettings:
+    name: str = "refcoco"
+    config: dict[str, Any] = field(default_factory=dict)  # fields of the task's config class
+
+
+@dataclass
+class SyntheticSettings:
+    """Draw a data set in the official formats before the run, if it is not there yet."""
+
+    scenes: dict[str, int] = field(default_factory=dict)  # split -> number of scenes; empty = no synthetic data
+    seed: int = 0
+    config: dict[str, Any] = field(default_factory=dict)  # fields of the scene and language settings
+
+
+@dataclass
+class SelectionSettings:
+    """Which boxes of a detector are kept (VL-BERT section 4.1: score at least 0.5, 10 to 100 boxes)."""
+
+    min_score: float = 0.5
+    min_regions: int = 10
+    max_regions: int = 100
+
+
+@dataclass
+class BoxSettings:
+    """Where boxes come from: gt, detections, detections+gt, or online (the detector's own)."""
+
+    train: str = "gt"
+    selection: SelectionSettings = field(default_factory=SelectionSettings)
+
+
+@dataclass
+class ResizeSettings:
+    short_edge: list[int] = field(default_factory=lambda: [600])  # pixels; training picks one at random, testing the last
+    long_edge: int = 1000
+    rounding: str = "vl_bert"  # vl_bert | detectron2
+
+
+@dataclass
+class DataSettings:
+    name: str = "refcoco"  # which reader
+    root: str = MISSING  # folder of the data set
+    files: dict[str, str] = field(default_factory=dict)  # the reader's files, relative to root; its docstring lists them
+    vocabulary: str | None = None  # vocab.txt, saved tokenizer or hub name; None = built from the training texts
+    train_split: str = "train"
+    eval_splits: list[str] = field(default_factory=lambda: ["val"])
+    boxes: BoxSettings = field(default_factory=BoxSettings)
+    resize: ResizeSettings = field(default_factory=ResizeSettings)
+    flip: float = 0.5  # probability of mirroring a training image
+    texts_per_image: int | None = 1  # texts of one image in one batch; None = all of them
+    blank_text: bool = False  # text-blind control: every text is empty
+    max_text_length: int | None = None  # wordpieces, [CLS] and [SEP] included; None = no cut
+    workers: int = 2
+    synthetic: SyntheticSettings = field(default_factory=SyntheticSettings)
+
+
+@dataclass
+class TrainSettings:
+    images_per_batch: int = 32  # per optimiser step, over all processes and accumulated micro-batches
+    accumulate: int = 1  # micro-batches per optimiser step
+    epochs: float = 20.0
+    max_steps: int | None = None  # stop earlier (the schedule is then laid over these steps)
+    lr: float = 2.56e-5
+    detector_lr: float | None = None  # None = lr
+    head_lr: float | None = None  # None = lr
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-6
+    weight_decay: float = 1e-4
+    decay_norm_and_bias: bool = True  # the official code decays them too
+    warmup_steps: int = 0
+    schedule: str = "linear"  # after the warm-up: linear (to 0) | cosine (to 0) | constant
+    clip_norm: float | None = 1.0
+    mixed_precision: str = "no"  # no | bf16 | fp16
+    channels_last: bool = True
+    save_every_epochs: float = 1.0
+    keep_checkpoints: int = 2
+    log_every: int = 10
+
+
+@dataclass
+class EvalSettings:
+    every_epochs: float = 1.0
+    boxes: list[str] = field(default_factory=lambda: ["gt"])  # each is evaluated: gt | detections | online
+    iou: str = "mattnet"  # mattnet | vlbert | strict
+    images_per_batch: int = 16
+    max_images: int | None = None  # evaluations between epochs only look at the first so many images
+    report_pictures: int = 12
+
+
+@dataclass
+class RunConfig:
+    output: str = MISSING  # run directory
+    seed: int = 12345
+    detector: DetectorSettings = field(default_factory=DetectorSettings)
+    encoder: EncoderSettings = field(default_factory=EncoderSettings)
+    task: TaskSettings = field(default_factory=TaskSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    eval: EvalSettings = field(default_factory=EvalSettings)
+
+
+CHOICES = {
+    "detector.backend": ("builtin",),
+    "encoder.name": ("vl_bert",),
+    "task.name": ("refcoco",),
+    "data.name": ("refcoco",),
+    "data.boxes.train": ("gt", "detections", "detections+gt", "online"),
+    "data.resize.rounding": ("vl_bert", "detectron2"),
+    "train.schedule": ("linear", "cosine", "constant"),
+    "train.mixed_precision": ("no", "bf16", "fp16"),
+    "eval.iou": ("mattnet", "vlbert", "strict"),
+}
+EVAL_BOXES = ("gt", "detections", "online")
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a run's settings.
+
+    Args:
+        path: YAML file; its `base:` key names a file (relative to it) whose settings it changes.
+        overrides: `key=value` words of the command line; dots go down (`train.lr=1e-5`).
+
+    Raises:
+        FileNotFoundError: the file or a base of it does not exist.
+        ValueError: an unknown key, a value of the wrong type, or settings that contradict each other; the message
+            names the file and the key.
+    """
+    merged = OmegaConf.structured(RunConfig)
+    for layer in _layers(Path(path), seen=[]):
+        merged = _merge(merged, layer[1], str(layer[0]))
+    for word in overrides or []:
+        key, separator, _ = word.partition("=")
+        if not separator or not key:
+            raise ValueError(f"Command line: '{word}' is not of the form key=value, such as train.lr=1e-5.")
+        merged = _merge(merged, OmegaConf.from_dotlist([word]), f"command line ({word})")
+    missing = OmegaConf.missing_keys(merged)
+    if missing:
+        raise ValueError(f"{path}: no value for {', '.join(sorted(missing))}; set it in the file or as key=value.")
+    config: RunConfig = OmegaConf.to_object(merged)
+    _check(config, str(path))
+    return config
+
+
+def save_config(config: RunConfig, path: str | Path) -> None:
+    """Write the resolved settings; `load_config` reads them back equal."""
+    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+
+
+def differences(first: Any, second: Any, prefix: str = "") -> list[str]:
+    """Where two settings objects differ, as `key: one -> other` lines."""
+    if dataclasses.is_dataclass(first) and dataclasses.is_dataclass(second):
+        first, second = dataclasses.asdict(first), dataclasses.asdict(second)
+    if isinstance(first, dict) and isinstance(second, dict):
+        lines = []
+        for key in sorted({*first, *second}):
+            lines += differences(first.get(key), second.get(key), f"{prefix}.{key}" if prefix else str(key))
+        return lines
+    return [] if first == second else [f"{prefix}: {first} -> {second}"]
+
+
+def _layers(path: Path, seen: list[Path]) -> list[tuple[Path, DictConfig]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"Config file {path} does not exist.")
+    if path.resolve() in seen:
+        raise ValueError(f"{path}: `base:` leads back to the file itself.")
+    try:
+        own = OmegaConf.load(path)
+    except Exception as error:  # OmegaConf passes on the YAML parser's own exceptions
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(own, DictConfig):
+        raise ValueError(f"{path} must hold settings as `key: value` lines.")
+    base = own.pop("base", None)
+    if base is None:
+        return [(path, own)]
+    return [*_layers(path.parent / base, [*seen, path.resolve()]), (path, own)]
+
+
+def _merge(config: DictConfig, layer: DictConfig, source: str) -> DictConfig:
+    try:
+        return OmegaConf.merge(config, layer)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "?"
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{source}: setting '{key}' cannot be used: {reason}") from error
+
+
+def _check(config: RunConfig, source: str) -> None:
+    for key, choices in CHOICES.items():
+        value: Any = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        if value not in choices:
+            raise ValueError(f"{source}: {key} is '{value}'; it must be one of {', '.join(choices)}.")
+    for source_name in config.eval.boxes:
+        if source_name not in EVAL_BOXES:
+            raise ValueError(f"{source}: eval.boxes has '{source_name}'; it must be one of {', '.join(EVAL_BOXES)}.")
+    wants_detections = [name for name in (config.data.boxes.train, *config.eval.boxes) if "detections" in name]
+    if wants_detections and "detections" not in config.data.files:
+        raise ValueError(f"{source}: boxes '{wants_detections[0]}' need data.files.detections, the detections file.")
+    train = config.train
+    if train.images_per_batch < 1 or train.accumulate < 1 or train.images_per_batch % train.accumulate:
+        raise ValueError(
+            f"{source}: train.images_per_batch ({train.images_per_batch}) must be a multiple of train.accumulate "
+            f"({train.accumulate})."
+        )
+    if config.data.boxes.train == "online" and config.detector.loss_weight == 0 and config.detector.weights is None:
+        raise ValueError(
+            f"{source}: data.boxes.train is online, but the detector starts at random and detector.loss_weight is 0, "
+            "so its boxes would never become useful; set detector.loss_weight or detector.weights."
+        )

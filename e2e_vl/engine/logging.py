@@ -1,0 +1,45 @@
+"""A run's own record: `log.jsonl`, one JSON object a line, beside whatever trackers Accelerate feeds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class RunLog:
+    """Appends to `log.jsonl`; only the main process writes.
+
+    Args:
+        path: the file.
+        enabled: False on all but the main process.
+        resume_step: drop lines beyond this step (they are about to be computed again); None starts a new file.
+    """
+
+    def __init__(self, path: Path, *, enabled: bool, resume_step: int | None = None):
+        self.path = path
+        self.enabled = enabled
+        if not enabled:
+            return
+        kept = [line for line in read_log(path) if line["step"] <= resume_step] if resume_step is not None else []
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+
+    def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        """Append one line; kind is "train" or "eval"."""
+        if self.enabled:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """All lines of a `log.jsonl`; an absent file has none."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file in one step, so that a killed run never leaves half of one."""
+    temporary = path.with_suffix(path.suffix + ".part")
+    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(path)

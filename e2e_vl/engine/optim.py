@@ -1,0 +1,53 @@
+"""Optimiser with one parameter group each for detector, encoder and head, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from transformers import get_linear_schedule_with_warmup as get_linear
+
+from e2e_vl.config import TrainSettings
+from e2e_vl.model import VisionLanguageModel
+
+
+def build_optimizer(model: VisionLanguageModel, settings: TrainSettings) -> torch.optim.AdamW:
+    """AdamW over groups named detector, encoder and head (and `*_no_decay` if norms and biases are not decayed).
+
+    Raises:
+        ValueError: nothing is trainable.
+    """
+    parts = {
+        "detector": (model.detector, settings.detector_lr),
+        "encoder": (model.encoder, None),
+        "head": (model.task, settings.head_lr),
+    }
+    groups = []
+    for name, (module, lr) in parts.items():
+        decayed, undecayed = _split_by_decay(module)
+        if settings.decay_norm_and_bias:
+            decayed, undecayed = decayed + undecayed, []
+        rate = settings.lr if lr is None else lr
+        if decayed:
+            groups.append({"name": name, "params": decayed, "lr": rate, "weight_decay": settings.weight_decay})
+        if undecayed:
+            groups.append({"name": f"{name}_no_decay", "params": undecayed, "lr": rate, "weight_decay": 0.0})
+    if not groups:
+        raise ValueError("No parameter of detector, encoder or task is trainable.")
+    return torch.optim.AdamW(groups, betas=tuple(settings.betas), eps=settings.eps)
+
+
+def _split_by_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Trainable parameters of a module: matrices and kernels | vectors (biases, scales of norms)."""
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [p for p in trainable if p.dim() > 1], [p for p in trainable if p.dim() <= 1]
+
+
+def build_schedule(
+    optimizer: torch.optim.Optimizer, settings: TrainSettings, total_steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Linear warm-up, then the chosen decay to 0 at `total_steps` optimiser steps (not micro-batches)."""
+    if settings.schedule == "constant":
+        return get_constant_schedule_with_warmup(optimizer, settings.warmup_steps)
+    build = get_linear if settings.schedule == "linear" else get_cosine_schedule_with_warmup
+    return build(optimizer, settings.warmup_steps, total_steps)

@@ -1,0 +1,75 @@
+"""The whole model: detector -> regions of each text -> encoder -> task. Read this file first.
+
+    images --> detector --> Regions (per image) --> gather --> TextRegions (per text) --+
+                  |                                                                     |
+                  +--> detection losses                                      texts --> encoder --> task --> losses,
+                                                                                                            predictions
+
+One detector pass serves all texts about an image: `looks_at` says which text reads which image, the regions are copied
+per text just before the encoder, and on the way back the gradients of all texts add up in that one pass.
+
+Shape legend: N images, M texts, K images a text looks at, R regions, D region feature, H hidden size
+(see `e2e_vl/structures.py`).
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from detector.interface import Detector
+from e2e_vl.structures import Batch, ModelOutput, gather_regions
+from e2e_vl.tasks.base import Task
+
+
+class VisionLanguageModel(nn.Module):
+    """A detector, an encoder and a task, trained together.
+
+    Args:
+        detector: images (+ boxes) -> regions with differentiable features.
+        encoder: texts + regions -> one vector per wordpiece and region. It says with `uses_whole_image` whether the
+            whole image is to be region 0.
+        task: batch + encoder output -> losses and predictions.
+        freeze_detector: keep the detector exactly as it starts: no gradients, and no new batch statistics.
+    """
+
+    def __init__(self, detector: Detector, encoder: nn.Module, task: Task, *, freeze_detector: bool = False):
+        super().__init__()
+        self.detector = detector
+        self.encoder = encoder
+        self.task = task
+        self.freeze_detector = freeze_detector
+        if freeze_detector:
+            detector.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> VisionLanguageModel:
+        """As in `nn.Module`; batch norms of a frozen detector stay in evaluation mode."""
+        super().train(mode)
+        if self.freeze_detector:
+            for module in self.detector.modules():
+                if isinstance(module, _BatchNorm):
+                    module.eval()
+        return self
+
+    def forward(self, batch: Batch, *, output_attentions: bool = False) -> ModelOutput:
+        """One pass over N images and the M texts that look at them.
+
+        Args:
+            batch: images, boxes (or None: the detector proposes them), texts, `looks_at` and targets.
+            output_attentions: also return the encoder's attention maps.
+
+        Returns:
+            The task's losses and logits, the regions per image and per text, the encoder's output; detection losses
+            too when the batch carries detection targets.
+        """
+        regions = self.detector(
+            batch.images,
+            batch.boxes,
+            batch.detection_targets,
+            pixel_masks=batch.pixel_masks,
+            whole_image=self.encoder.uses_whole_image,
+        )
+        text_regions = gather_regions(regions, batch.images.sizes, batch.looks_at)
+        encoded = self.encoder(batch.texts, text_regions, output_attentions=output_attentions)
+        task = self.task(batch, text_regions, encoded)
+        return ModelOutput(task=task, regions=regions, text_regions=text_regions, encoded=encoded)
