@@ -1,0 +1,207 @@
+"""Imports go down the layers only, and files stay small."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("detector", "e2e_vl", "tools")
+MAX_LINES = 450
+
+# Layer -> layers it may import besides itself, from the bottom up. Encoders, readers and metrics never meet: the model,
+# the tasks and the engine bring them together. `synthetic` writes the official formats and must not read them with the
+# readers, so that each checks the other.
+BELOW_ENCODERS = {"base", "detector"}
+BELOW_MODEL = BELOW_ENCODERS | {"encoders", "data", "evaluation", "synthetic", "tasks"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "detector": set(),
+    "base": {"detector"},
+    "encoders": BELOW_ENCODERS,
+    "data": BELOW_ENCODERS,
+    "evaluation": set(),  # and EVALUATION_EXTRA
+    "synthetic": BELOW_ENCODERS,
+    "tasks": BELOW_ENCODERS | {"evaluation"},  # a task reads `EncoderOutput` (e2e_vl/structures.py), not an encoder
+    "model": BELOW_MODEL,
+    "engine": BELOW_MODEL | {"model", "analysis", "weights"},
+    "analysis": BELOW_MODEL | {"model", "engine", "weights"},
+    "weights": BELOW_MODEL | {"model", "engine", "analysis"},
+    "tools": BELOW_MODEL | {"model", "engine", "analysis", "weights"},
+}
+# Modules and packages directly in e2e_vl/ whose layer is not their own name.
+LAYER_OF_NAME = dict.fromkeys(("__init__", "structures", "text", "config", "drawing"), "base")
+LAYER_OF_NAME |= {name: name for name in MAY_IMPORT if name not in ("detector", "base", "tools")}
+
+EVALUATION_EXTRA = "detector.boxes"
+THIRD_PARTY = {
+    "detector": {"torch", "torchvision", "numpy", "cv2", "PIL", "yaml", "safetensors"},
+    "evaluation": {"numpy"},
+}
+
+
+def source_files() -> list[str]:
+    """Paths of the Python files of all packages, relative to the repository, with forward slashes."""
+    return sorted(path.relative_to(ROOT).as_posix() for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+
+
+def layer_of_file(file: str) -> str:
+    """Raises ValueError for a file that no layer holds."""
+    package, name = file.removesuffix(".py").split("/")[:2]
+    if package in ("detector", "tools"):
+        return package
+    if name not in LAYER_OF_NAME:
+        raise ValueError(f"{file} belongs to no layer; add '{name}' to the layers in tests/test_layers.py.")
+    return LAYER_OF_NAME[name]
+
+
+def layer_of_import(target: str) -> str | None:
+    """Layer of a dotted name, or None for another project's. What is no module is taken as a name in `__init__`."""
+    package, _, rest = target.partition(".")
+    if package in ("detector", "tools"):
+        return package
+    return LAYER_OF_NAME.get(rest.split(".")[0], "base") if package == "e2e_vl" else None
+
+
+def imports(file: str, source: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of all imports, those inside functions too; `from a import b` gives `a.b`."""
+    package = file.split("/")[:-1]
+    for node in ast.walk(ast.parse(source, filename=file)):
+        match node:
+            case ast.Import(names=names):
+                yield from ((node.lineno, alias.name) for alias in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                parents = package[: len(package) - level + 1] if level else []
+                prefix = ".".join([*parents, *([module] if module else [])])
+                yield from ((node.lineno, f"{prefix}.{alias.name}") for alias in names)
+            case ast.Call(
+                func=ast.Name(id="__import__" | "import_module") | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                yield node.lineno, name
+
+
+def violations(file: str, source: str) -> list[str]:
+    """One sentence for each import that the file's layer forbids."""
+    layer = layer_of_file(file)
+    found = []
+    for line, target in imports(file, source):
+        other = layer_of_import(target)
+        if other is None:
+            top = target.split(".")[0]
+            known = top in sys.stdlib_module_names or top in THIRD_PARTY.get(layer, {top})
+            if not known:
+                found.append(f"{file}:{line} imports {target}; {layer} may only use {sorted(THIRD_PARTY[layer])}.")
+        elif other == "tools":
+            found.append(f"{file}:{line} imports {target}; nothing imports tools.")
+        elif other not in MAY_IMPORT[layer] | {layer}:
+            is_extra = layer == "evaluation" and f"{target}.".startswith(f"{EVALUATION_EXTRA}.")
+            if not is_extra:
+                found.append(f"{file}:{line} imports {target}; layer '{layer}' must not import layer '{other}'.")
+    return found
+
+
+def import_circle(sources: dict[str, str]) -> list[str]:
+    """Modules that import each other in a circle, or an empty list; `sources` maps files to their text."""
+    module_of = {file: file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in sources}
+    graph: dict[str, set[str]] = {module: set() for module in module_of.values()}
+    for file, module in module_of.items():
+        for _, target in imports(file, sources[file]):
+            imported = target if target in graph else target.rpartition(".")[0]  # `from module import name`
+            if imported in graph and imported != module:
+                graph[module].add(imported)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_every_file_belongs_to_a_layer() -> None:
+    files = source_files()
+    assert {"detector/structures.py", "e2e_vl/structures.py"} <= set(files)
+    for file in files:
+        layer_of_file(file)
+
+
+def test_imports_go_down() -> None:
+    found = [line for file in source_files() for line in violations(file, (ROOT / file).read_text(encoding="utf-8"))]
+    assert not found, "\n".join(found)
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    sources = {file: (ROOT / file).read_text(encoding="utf-8") for file in source_files()}
+    assert not (circle := import_circle(sources)), "Modules import each other in a circle: " + " <- ".join(circle)
+
+
+def test_files_stay_small() -> None:
+    lengths = {file: len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in source_files()}
+    long = {file: length for file, length in lengths.items() if length > MAX_LINES}
+    assert not long, f"Split these files; none may have more than {MAX_LINES} lines: {long}"
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("detector/boxes.py", "from e2e_vl.structures import Batch"),
+        ("detector/boxes.py", "import transformers"),
+        ("detector/boxes.py", "def late():\n    import e2e_vl"),
+        ("e2e_vl/__init__.py", "from e2e_vl.model import Model"),
+        ("e2e_vl/text.py", "from e2e_vl import data"),
+        ("e2e_vl/drawing.py", "from .engine.train import train"),
+        ("e2e_vl/encoders/vl_bert.py", "from ..data.collate import collate"),
+        ("e2e_vl/encoders/vl_bert.py", "from .. import tasks"),
+        ("e2e_vl/data/refcoco.py", "def late():\n    from e2e_vl.evaluation import refexp"),
+        ("e2e_vl/data/refcoco.py", "import e2e_vl.model as model"),
+        ("e2e_vl/data/refcoco.py", "import importlib\nimportlib.import_module('e2e_vl.tasks.refcoco')"),
+        ("e2e_vl/evaluation/refexp.py", "import torch"),
+        ("e2e_vl/evaluation/refexp.py", "from e2e_vl.structures import Batch"),
+        ("e2e_vl/evaluation/refexp.py", "from detector.boxes_extra import area"),
+        ("e2e_vl/evaluation/refexp.py", "import detector"),
+        ("e2e_vl/synthetic/writers.py", "from e2e_vl.data.refcoco import ReferFiles"),
+        ("e2e_vl/tasks/refcoco.py", "from e2e_vl.model import Model"),
+        ("e2e_vl/tasks/refcoco.py", "from e2e_vl.encoders.vl_bert import VLBertModel"),
+        ("e2e_vl/model.py", "if True:\n    from e2e_vl.engine import train"),
+        ("e2e_vl/engine/train.py", "from tools.train import main"),
+        ("tools/train.py", "import tools.evaluate"),
+    ],
+)
+def test_checker_flags_a_forbidden_import(file: str, source: str) -> None:
+    assert len(violations(file, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("detector/boxes.py", "import math\nimport cv2\nfrom . import structures\nfrom torchvision.ops import nms"),
+        ("e2e_vl/text.py", "import transformers\nfrom e2e_vl.structures import TextBatch\nfrom e2e_vl import __doc__"),
+        ("e2e_vl/data/refcoco.py", "from e2e_vl import config, text\nfrom detector.images import load_image"),
+        (
+            "e2e_vl/evaluation/refexp.py",
+            "import numpy as np\nfrom detector import boxes\nfrom detector.boxes import area",
+        ),
+        ("e2e_vl/tasks/refcoco.py", "from ..evaluation import refexp\nfrom e2e_vl.structures import EncoderOutput"),
+        ("e2e_vl/model.py", "from e2e_vl.encoders.vl_bert import VLBertModel\nfrom e2e_vl.tasks import refcoco"),
+        ("e2e_vl/engine/train.py", "from e2e_vl.model import Model\nfrom e2e_vl.synthetic import scenes"),
+        ("tools/train.py", "from e2e_vl.engine import train"),
+    ],
+)
+def test_checker_allows_a_downward_import(file: str, source: str) -> None:
+    assert violations(file, source) == []
+
+
+@pytest.mark.parametrize("file", ["e2e_vl/helpers.py", "e2e_vl/misc/tricks.py"])
+def test_checker_rejects_a_file_without_a_layer(file: str) -> None:
+    with pytest.raises(ValueError, match=f"{file} belongs to no layer"):
+        layer_of_file(file)
+
+
+def test_checker_finds_a_circle() -> None:
+    line = {"e2e_vl/a.py": "from e2e_vl.b import x", "e2e_vl/b.py": "from . import c", "e2e_vl/c.py": "import os"}
+    assert import_circle(line) == []
+    circle = import_circle(line | {"e2e_vl/c.py": "def late():\n    import e2e_vl.a"})
+    assert set(circle) == {"e2e_vl.a", "e2e_vl.b", "e2e_vl.c"}
