@@ -24,7 +24,7 @@ TEST_COMMAND = 'python3.11 -m venv .venv && .venv/bin/pip install -q -e ".[test]
 # What only means something on one machine. None of these expressions matches its own source.
 MACHINE_BOUND = {
     "absolute path": re.compile(r"(?<![\w.~$}-])/(?:work|root|opt|srv|home|Users|tmp)/\w"),
-    "package index": re.compile(r"--(?:extra-)?index-url|--find-links|pythonhosted[.]org|pypi[.]org/simple"),
+    "package index": re.compile(r"--(?:extra-)?index-url|--find[-]links|pythonhosted[.]org|pypi[.]org/simple"),
     "private address": re.compile(r"\b(?:10|192[.]168)(?:[.]\d{1,3}){2,3}:\d+"),
 }
 
@@ -68,6 +68,7 @@ def test_tracked_text_is_not_bound_to_a_machine() -> None:
         "see " + "/".join(["", "tmp", "x.txt"]),
         "('" + "/".join(["", "home", "me"]) + "')",
         "pip install -" + "-index-url https://example.com/",
+        "--find" + "-links wheels",
         "https://files.pythonhosted" + ".org/packages",
         "http://" + "10.0.0.1" + ":8080/",
     ],
