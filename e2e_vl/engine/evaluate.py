@@ -1,0 +1,119 @@
+"""The evaluation loop: every text of a split exactly once, over any number of processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast, gather_object
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from e2e_vl.config import RunConfig
+from e2e_vl.data.grouping import GroupedBatchSampler
+from e2e_vl.engine.build import Run, build_dataset
+from e2e_vl.engine.logging import write_json
+from e2e_vl.model import VisionLanguageModel
+
+# How a box source is called in metric names.
+METRIC_SUFFIX = {"gt": "gt_boxes", "detections": "detected_boxes", "online": "own_boxes"}
+
+
+def evaluate_splits(
+    config: RunConfig,
+    run: Run,
+    accelerator: Accelerator,
+    *,
+    max_images: int | None = None,
+    output: Path | None = None,
+) -> dict[str, Any]:
+    """Evaluate all of `data.eval_splits` with all of `eval.boxes`.
+
+    Args:
+        max_images: look at the first so many images of each split only; None = all.
+        output: folder for `predictions_<split>_<boxes>.json`; None writes none.
+
+    Returns:
+        Metrics under names such as `val/accuracy_own_boxes` and `val/accuracy_own_boxes/relation`.
+    """
+    metrics: dict[str, Any] = {}
+    model = accelerator.unwrap_model(run.model)
+    for split in config.data.eval_splits:
+        for boxes in config.eval.boxes:
+            dataset = build_dataset(config, run.tokenizer, split, boxes=boxes)
+            records = evaluate(config, run, model, dataset, accelerator, max_images=max_images, name=f"{split}, {boxes}")
+            scores = model.task.metrics(records, config.eval.iou)
+            metrics.update(named_metrics(scores, split, boxes))
+            if output is not None and accelerator.is_main_process:
+                write_predictions(output / f"predictions_{split}_{boxes}.json", records)
+    return metrics
+
+
+def evaluate(
+    config: RunConfig,
+    run: Run,
+    model: VisionLanguageModel,
+    dataset: Any,
+    accelerator: Accelerator,
+    *,
+    max_images: int | None = None,
+    name: str = "evaluation",
+) -> list[dict[str, Any]]:
+    """Predictions for every text of the data set, as plain records, the same list on every process.
+
+    Whole batches are dealt to the processes: a box's features depend a little on how far its image is padded, so the
+    make-up of a batch must not depend on how many processes there are.
+
+    Raises:
+        RuntimeError: a text was predicted twice or not at all.
+    """
+    groups = dataset.groups[:max_images] if max_images is not None else dataset.groups
+    sampler = GroupedBatchSampler(
+        groups,
+        images_per_batch=config.eval.images_per_batch,
+        texts_per_image=None,
+        seed=config.seed,
+        shuffle=False,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=run.collate,
+        num_workers=config.data.workers,
+        generator=torch.Generator().manual_seed(config.seed),
+    )
+    was_training = model.training
+    model.eval()
+    if accelerator.num_processes > 1:  # batch statistics of the main process count, as when the model is saved
+        for buffer in model.buffers():
+            broadcast(buffer, from_process=0)
+    records: list[dict[str, Any]] = []
+    with torch.no_grad(), accelerator.autocast():
+        for batch in tqdm(loader, desc=name, unit="batch", leave=False, disable=not accelerator.is_local_main_process):
+            batch = batch.to(accelerator.device)
+            records += model.task.predict(batch, model(batch))
+    model.train(was_training)
+    records = gather_object(records)
+    records.sort(key=lambda record: record["text_index"])
+    expected = sorted(index for group in groups for index in group)
+    if [record["text_index"] for record in records] != expected:
+        raise RuntimeError(f"{name}: {len(records)} predictions for {len(expected)} texts; some are missing or double.")
+    return records
+
+
+def named_metrics(scores: dict[str, Any], split: str, boxes: str) -> dict[str, Any]:
+    """`accuracy` -> `val/accuracy_own_boxes`; `accuracy/relation` -> `val/accuracy_own_boxes/relation`."""
+    named = {}
+    for key, value in scores.items():
+        metric, separator, detail = key.partition("/")
+        named[f"{split}/{metric}_{METRIC_SUFFIX[boxes]}{separator}{detail}"] = value
+    return named
+
+
+def write_predictions(path: Path, records: list[dict[str, Any]]) -> None:
+    """One JSON list, one object per text; all boxes xyxy in pixels of the original image."""
+    write_json(path, records)

@@ -1,0 +1,274 @@
+"""The training loop: batches in, a run directory out.
+
+A run directory holds `config.yaml`, `log.jsonl`, `metrics.json`, TensorBoard events, `checkpoints/step_*`, `model/` (the
+final model in `save_pretrained` form), `predictions_*.json` and `report.html`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from detector.structures import Loss
+from e2e_vl.config import RunConfig, save_config
+from e2e_vl.data.grouping import GroupedBatchSampler
+from e2e_vl.engine import checkpoint
+from e2e_vl.engine.build import Run, build_run
+from e2e_vl.engine.evaluate import evaluate_splits
+from e2e_vl.engine.logging import RunLog, write_json
+from e2e_vl.engine.optim import build_optimizer, build_schedule
+from e2e_vl.engine.report import write_report
+from e2e_vl.structures import Batch
+
+
+def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
+    """Train as the config says.
+
+    Args:
+        config: the resolved settings; `config.output` becomes the run directory.
+        resume: continue from the newest checkpoint of the run directory, exactly as if the run had not stopped.
+
+    Returns:
+        What `metrics.json` holds.
+
+    Raises:
+        ValueError, FileNotFoundError: settings, data or a checkpoint that do not fit, in one sentence.
+    """
+    started = time.perf_counter()
+    output = Path(config.output)
+    accelerator = Accelerator(
+        mixed_precision=config.train.mixed_precision,
+        log_with="tensorboard",
+        project_dir=output,
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+    )
+    resume_from = checkpoint.find_resumable(output, config) if resume else None
+    if resume_from is None:
+        checkpoint.refuse_to_overwrite(output)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        output.mkdir(parents=True, exist_ok=True)
+    set_seed(config.seed)  # the same on all processes, so that all start from the same weights
+    with accelerator.main_process_first():
+        run = build_run(config)
+    if accelerator.is_main_process:
+        save_config(config, output / "config.yaml")
+        run.tokenizer.save_pretrained(output / "tokenizer")
+    return _Training(config, accelerator, run, resume_from).run(started)
+
+
+class _Training:
+    """One run in progress: its position (epoch, batch, step) and everything that changes with it."""
+
+    def __init__(self, config: RunConfig, accelerator: Accelerator, run: Run, resume_from: Path | None):
+        self.config, self.accelerator, self.built = config, accelerator, run
+        settings = config.train
+        self.output = Path(config.output)
+        self.sampler = GroupedBatchSampler(
+            run.train_dataset.groups,
+            images_per_batch=settings.images_per_batch // settings.accumulate,
+            texts_per_image=config.data.texts_per_image,
+            seed=config.seed,
+            shuffle=True,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+        )
+        self.steps_per_epoch = max(len(self.sampler) // settings.accumulate, 1)
+        self.total_steps = settings.max_steps or math.ceil(settings.epochs * self.steps_per_epoch)
+        optimizer = build_optimizer(run.model, settings)
+        self.schedule = build_schedule(optimizer, settings, self.total_steps)
+        if settings.channels_last:
+            run.model.detector.to(memory_format=torch.channels_last)
+        self.model, self.optimizer = accelerator.prepare(run.model, optimizer)
+        accelerator.register_for_checkpointing(self.schedule)
+        # After the weights: processes draw different dropout masks and RoI samples, but reproducibly.
+        set_seed(config.seed, device_specific=True)
+        self.step = checkpoint.load_state(accelerator, resume_from) if resume_from else 0
+        self.first_step = self.step
+        self.log = RunLog(
+            self.output / "log.jsonl",
+            enabled=accelerator.is_main_process,
+            resume_step=self.step if resume_from else None,
+        )
+        accelerator.init_trackers("tensorboard")
+        self.seconds_training = 0.0
+
+    def run(self, started: float) -> dict[str, Any]:
+        settings = self.config.train
+        metrics: dict[str, Any] = {}
+        bar = tqdm(
+            total=self.total_steps,
+            initial=self.step,
+            desc="training",
+            unit="step",
+            disable=not self.accelerator.is_local_main_process,
+        )
+        loss_sums: dict[str, float] = {}
+        since = time.perf_counter()
+        for micro_batches in self._steps():
+            values = self._update(micro_batches)
+            self.step += 1
+            bar.update()
+            for name, value in values.items():
+                loss_sums[name] = loss_sums.get(name, 0.0) + value
+            if self.step % settings.log_every == 0 or self.step == self.total_steps:
+                steps = (self.step - 1) % settings.log_every + 1
+                averages = {name: value / steps for name, value in loss_sums.items()}
+                self._log_training(averages, bar)
+                loss_sums = {}
+            is_last = self.step == self.total_steps
+            if self._is_due(settings.save_every_epochs) and not is_last:
+                self._save(self.output / "checkpoints" / f"step_{self.step:08d}")
+            if self._is_due(self.config.eval.every_epochs) and not is_last:
+                self.seconds_training += time.perf_counter() - since
+                metrics = self._evaluate(self.config.eval.max_images)
+                since = time.perf_counter()
+        self.seconds_training += time.perf_counter() - since
+        bar.close()
+        self._save(self.output / "checkpoints" / f"step_{self.step:08d}")
+        metrics = self._evaluate(None, final=True)
+        return self._finish(metrics, started)
+
+    def _steps(self) -> Iterator[list[Batch]]:
+        """Micro-batches of each optimiser step still to be done, across epochs."""
+        accumulate = self.config.train.accumulate
+        per_epoch = self.steps_per_epoch
+        if self.step >= self.total_steps:
+            return
+        # A generator of its own: DataLoader draws a worker seed from it, which must not move the model's randomness.
+        loader = DataLoader(
+            self.built.train_dataset,
+            batch_sampler=self.sampler,
+            collate_fn=self.built.collate,
+            num_workers=self.config.data.workers,
+            persistent_workers=self.config.data.workers > 0,
+            pin_memory=self.accelerator.device.type == "cuda",
+            generator=torch.Generator().manual_seed(self.config.seed),
+        )
+        while True:
+            epoch, done = divmod(self.step, per_epoch)
+            self.sampler.set_epoch(epoch)
+            self.sampler.start_batch = done * accumulate
+            micro_batches: list[Batch] = []
+            for batch in loader:
+                micro_batches.append(batch)
+                if len(micro_batches) == accumulate:
+                    yield micro_batches
+                    micro_batches = []
+                    if self.step >= self.total_steps:
+                        return
+                    if self.step % per_epoch == 0:
+                        break
+
+    def _update(self, micro_batches: list[Batch]) -> dict[str, float]:
+        """One optimiser step; returns the (weighted) losses that were minimised and the gradient norm."""
+        self.model.train()
+        logged: dict[str, Tensor] = {}
+        for number, batch in enumerate(micro_batches):
+            is_last = number == len(micro_batches) - 1
+            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model):
+                output = self.model(batch.to(self.accelerator.device))
+                loss = self._total_loss(output.losses, logged, len(micro_batches))
+                self.accelerator.backward(loss)
+        if self.config.train.clip_norm is not None:
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.train.clip_norm)
+            logged["grad_norm"] = torch.as_tensor(norm, dtype=torch.float32)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()
+        values = {name: float(value) for name, value in logged.items()}
+        bad = [name for name, value in values.items() if name != "grad_norm" and not math.isfinite(value)]
+        if bad:
+            names = [name for batch in micro_batches for name in batch.images.names]
+            raise ValueError(
+                f"{', '.join(bad)} became NaN or infinite in step {self.step + 1} (images {', '.join(names[:4])}, ...); "
+                "lower train.lr, set train.clip_norm, or look at these images' annotations."
+            )
+        return values
+
+    def _total_loss(self, losses: dict[str, Loss], logged: dict[str, Tensor], micro_batches: int) -> Tensor:
+        """Weighted sum of all losses, each divided by the number of its items on *all* processes."""
+        names = sorted(losses)
+        sums = torch.stack([torch.stack([losses[name].total.detach().float(), losses[name].count.float()]) for name in names])
+        everywhere = self.accelerator.reduce(sums, reduction="sum")
+        total = torch.zeros((), device=sums.device)
+        for name, (loss_sum, count) in zip(names, everywhere, strict=True):
+            weight = self._loss_weight(name)
+            divisor = count.clamp(min=1) * micro_batches
+            # DDP averages gradients over processes, hence the factor
+            total = total + weight * losses[name].total * self.accelerator.num_processes / divisor
+            logged[name] = logged.get(name, 0) + loss_sum / divisor
+            logged["loss"] = logged.get("loss", 0) + weight * loss_sum / divisor
+        return total
+
+    def _loss_weight(self, name: str) -> float:
+        if name in self.built.task_losses:
+            return 1.0
+        return self.config.detector.loss_weight * self.config.detector.loss_weights.get(name, 1.0)
+
+    def _is_due(self, every_epochs: float) -> bool:
+        return every_epochs > 0 and self.step % max(round(every_epochs * self.steps_per_epoch), 1) == 0
+
+    def _log_training(self, values: dict[str, float], bar: tqdm) -> None:
+        epoch = self.step / self.steps_per_epoch
+        lr = {f"lr_{group['name']}": group["lr"] for group in self.optimizer.param_groups}
+        self.log.write(self.step, "train", {"epoch": epoch, **values, **lr})
+        self.accelerator.log({f"train/{name}": value for name, value in {**values, **lr}.items()}, step=self.step)
+        bar.set_postfix({"loss": f"{values['loss']:.3f}"}, refresh=False)
+
+    def _evaluate(self, max_images: int | None, *, final: bool = False) -> dict[str, Any]:
+        metrics = evaluate_splits(
+            self.config,
+            self.built,
+            self.accelerator,
+            max_images=max_images,
+            output=self.output if final else None,
+        )
+        self.log.write(self.step, "eval", metrics)
+        self.accelerator.log({name: value for name, value in metrics.items() if value is not None}, step=self.step)
+        return metrics
+
+    def _save(self, folder: Path) -> None:
+        checkpoint.save_state(
+            self.accelerator,
+            folder,
+            self.config,
+            self.accelerator.unwrap_model(self.model),
+            self.built.tokenizer,
+            step=self.step,
+            keep=self.config.train.keep_checkpoints,
+        )
+
+    def _finish(self, metrics: dict[str, Any], started: float) -> dict[str, Any]:
+        model = self.accelerator.unwrap_model(self.model)
+        steps = self.step - self.first_step
+        summary = {
+            **metrics,
+            "steps": self.step,
+            "seconds": time.perf_counter() - started,
+            "seconds_training": self.seconds_training,
+            "images_per_second": steps * self.config.train.images_per_batch / max(self.seconds_training, 1e-9),
+            "processes": self.accelerator.num_processes,
+            "parameters": {
+                name: sum(p.numel() for p in part.parameters())
+                for name, part in (("detector", model.detector), ("encoder", model.encoder), ("task", model.task))
+            },
+        }
+        if self.accelerator.is_main_process:
+            checkpoint.save_model(self.output / "model", self.config, model, self.built.tokenizer)
+            write_json(self.output / "metrics.json", summary)
+            write_report(self.output, self.config)
+        self.accelerator.end_training()
+        self.accelerator.wait_for_everyone()
+        return summary

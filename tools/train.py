@@ -1,0 +1,35 @@
+"""Train detector, encoder and task together.
+
+    accelerate launch tools/train.py --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
+
+Everything after the options is `key=value` and beats the file. `--resume` continues the run in `output` exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from e2e_vl.config import load_config
+from e2e_vl.engine.train import train
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="YAML file of the run")
+    parser.add_argument("--resume", action="store_true", help="continue from the run directory's newest checkpoint")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that beat the file")
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        metrics = train(load_config(arguments.config, arguments.overrides), resume=arguments.resume)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for name, value in metrics.items():
+        if "/" in name and isinstance(value, float):
+            print(f"{name:45s} {value:.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
