@@ -1,0 +1,272 @@
+"""From an image file to the pixels a network sees: reading, resizing, normalising, padding.
+
+An image is a uint8 array [h, w, 3]. Images are resized as uint8 with PIL's antialiased bilinear filter, as Detectron2
+and the official VL-BERT code do; filters without antialiasing change the features of a shrunken photo by a fifth.
+
+Shape legend
+    N        images in the batch
+    h, w     height and width of one image
+    H, W     height and width of the padded batch
+    R        boxes of one image
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from PIL import Image, JpegImagePlugin, PngImagePlugin
+
+from detector.structures import ImageBatch
+
+MAX_PIXELS = 2**29  # of one file, about 23000 x 23000; a decoded pixel takes 4 bytes, so 2 GiB (twice that if rotated)
+
+_CHANNEL_ORDERS = ("BGR", "RGB")
+_ROUNDINGS = ("detectron2", "vl_bert")
+_EXIF_ORIENTATION = 0x0112
+_UPRIGHT = {  # EXIF orientation -> what turns the stored pixels upright; 1 is upright already
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# What PIL raises for a damaged file, depending on the format and on where the damage is.
+_DAMAGED = (OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, struct.error, zlib.error)
+
+
+@dataclass(frozen=True)
+class ResizeRule:
+    """Size of the network input: the short edge gets a fixed length unless the long one would pass its limit.
+
+    Args:
+        short_edge: wanted length of the short edge, pixels.
+        long_edge: limit for the long edge, pixels.
+        rounding: "detectron2" (`ResizeShortestEdge`: both edges are rounded) or "vl_bert" (the official VL-BERT code: a
+            short edge that had to give way is cut to an integer first, the other edge is computed from it and cut too,
+            so that it may end just under `long_edge`).
+
+    Raises:
+        ValueError: an edge that is not positive, a long edge shorter than the short one, or an unknown rounding.
+    """
+
+    short_edge: int = 800
+    long_edge: int = 1333
+    rounding: str = "detectron2"
+
+    def __post_init__(self) -> None:
+        if self.short_edge < 1 or self.long_edge < self.short_edge:
+            raise ValueError(
+                f"Resize rule: short_edge {self.short_edge} and long_edge {self.long_edge} must be positive, "
+                "and the long edge must not be the shorter one."
+            )
+        if self.rounding not in _ROUNDINGS:
+            raise ValueError(f"Resize rule: rounding '{self.rounding}' is unknown; use one of {', '.join(_ROUNDINGS)}.")
+
+    def target_size(self, h: int, w: int) -> tuple[int, int]:
+        """(height, width) after resizing an image of h x w pixels; no side is ever less than 1."""
+        if h < 1 or w < 1:
+            raise ValueError(f"An image of {w} x {h} pixels cannot be resized.")
+        new_h, new_w = self._detectron2(h, w) if self.rounding == "detectron2" else self._vl_bert(h, w)
+        return max(new_h, 1), max(new_w, 1)
+
+    def _detectron2(self, h: int, w: int) -> tuple[int, int]:
+        scale = self.short_edge / min(h, w)
+        new_h, new_w = (float(self.short_edge), scale * w) if h < w else (scale * h, float(self.short_edge))
+        longer = max(new_h, new_w)
+        if longer > self.long_edge:
+            new_h, new_w = new_h * (self.long_edge / longer), new_w * (self.long_edge / longer)
+        return int(new_h + 0.5), int(new_w + 0.5)
+
+    def _vl_bert(self, h: int, w: int) -> tuple[int, int]:
+        short, long = min(h, w), max(h, w)
+        new_short = self.short_edge
+        if long * new_short > self.long_edge * short:
+            new_short = max(self.long_edge * short // long, 1)
+        new_long = min(new_short * long // short, self.long_edge)
+        return (new_long, new_short) if w < h else (new_short, new_long)
+
+
+def load_image(path: str | Path, channel_order: str = "BGR") -> np.ndarray:
+    """Read a JPEG or PNG file at its full size.
+
+    Every kind becomes three 8-bit channels: grey is repeated, palettes are looked up, CMYK is converted, 16-bit values
+    keep their upper byte, and transparency is dropped, not blended (stored colours stay, as Detectron2's reader does).
+    The EXIF orientation is applied; an unreadable EXIF block counts as upright. The file's content decides about its
+    format, not its name. Other formats than JPEG and PNG are read if PIL can read them.
+
+    Args:
+        path: the file.
+        channel_order: "BGR" or "RGB".
+
+    Returns:
+        uint8 [h, w, 3], contiguous.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file is empty, damaged, cut off, not an image, or has more than `MAX_PIXELS` pixels.
+    """
+    return _to_array(_read(path), channel_order)
+
+
+def load_resized(path: str | Path, rule: ResizeRule, channel_order: str = "BGR") -> tuple[np.ndarray, tuple[int, int]]:
+    """Read a file and resize it: `load_image` and `resize_image` in one, with less memory for very large files.
+
+    Returns:
+        The resized image, uint8 [new_h, new_w, 3], and the (height, width) of the file's image after its rotation.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_image`.
+    """
+    image = _read(path)
+    size = (image.height, image.width)
+    return _to_array(_resize(image, rule.target_size(*size)), channel_order), size
+
+
+def resize_image(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Resize a uint8 image [h, w, 3] to (new_h, new_w) with PIL's antialiased bilinear filter."""
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        raise ValueError(f"An image must be uint8 [h, w, 3]; this one is {image.dtype} {list(image.shape)}.")
+    return np.array(_resize(Image.fromarray(np.ascontiguousarray(image)), size))
+
+
+def resize_boxes(boxes, size: tuple[int, int], new_size: tuple[int, int]):
+    """Move boxes along when their image is resized: x by new_w / w and y by new_h / h, with the rounded new size.
+
+    Args:
+        boxes: array or tensor [..., 4], float, xyxy in pixels of the image before.
+        size, new_size: (height, width) of the image before and after; exchange them to go back.
+
+    Returns:
+        New boxes of the same type, in pixels of the image after.
+    """
+    x, y = new_size[1] / size[1], new_size[0] / size[0]
+    factors = boxes.new_tensor([x, y, x, y]) if isinstance(boxes, torch.Tensor) else np.array([x, y, x, y], boxes.dtype)
+    return boxes * factors
+
+
+def make_image_batch(
+    images: Sequence[np.ndarray],
+    original_sizes: Sequence[tuple[int, int]],
+    names: Sequence[str],
+    pixel_mean: Sequence[float],
+    pixel_std: Sequence[float],
+    pad_to: tuple[int, int] | None = None,
+) -> ImageBatch:
+    """Normalise images and put them into one batch, padded with zeros (the mean colour) at the right and the bottom.
+
+    Args:
+        images: N resized images, uint8 [h, w, 3].
+        original_sizes: N (height, width) before the resize.
+        names: N names for error messages.
+        pixel_mean, pixel_std: 3 values in grey levels, in the images' channel order.
+        pad_to: (H, W) of the batch; None = that of its largest image, as Detectron2 does. A box's features depend a
+            little on the padding, so a fixed size makes them independent of the other images in the batch.
+
+    Raises:
+        ValueError: an image of another type or shape, or one that is larger than `pad_to`; the message has its name.
+    """
+    assert len(images) == len(original_sizes) == len(names)
+    if not images:
+        raise ValueError("A batch needs at least one image.")
+    for image, name in zip(images, names, strict=True):
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
+            raise ValueError(
+                f"{name}: an image must be uint8 [h, w, 3]; this one is {image.dtype} {list(image.shape)}."
+            )
+        if pad_to is not None and (image.shape[0] > pad_to[0] or image.shape[1] > pad_to[1]):
+            raise ValueError(
+                f"{name}: the resized image has {image.shape[0]} x {image.shape[1]} pixels (height x width) and does "
+                f"not fit into the fixed batch size {pad_to[0]} x {pad_to[1]}; enlarge it or use another resize rule."
+            )
+    sizes = torch.tensor([image.shape[:2] for image in images])
+    height, width = pad_to if pad_to is not None else sizes.amax(0).tolist()
+    mean = torch.tensor(pixel_mean, dtype=torch.float32)[:, None, None]
+    std = torch.tensor(pixel_std, dtype=torch.float32)[:, None, None]
+    pixels = torch.zeros(len(images), 3, height, width)
+    for row, image in zip(pixels, images, strict=True):
+        content = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1).float()
+        row[:, : image.shape[0], : image.shape[1]] = (content - mean) / std
+    return ImageBatch(pixels, sizes, torch.tensor([tuple(size) for size in original_sizes]), list(names))
+
+
+def _resize(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    return image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+
+
+def _to_array(image: Image.Image, channel_order: str) -> np.ndarray:
+    if channel_order not in _CHANNEL_ORDERS:
+        raise ValueError(f"Channel order '{channel_order}' is unknown; use one of {', '.join(_CHANNEL_ORDERS)}.")
+    pixels = np.array(image)
+    return np.ascontiguousarray(pixels[:, :, ::-1]) if channel_order == "BGR" else pixels
+
+
+def _read(path: str | Path) -> Image.Image:
+    """An upright RGB image."""
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"Image {path} does not exist; check the path, or the folder of the data set's images.")
+    if not path.is_file():
+        raise ValueError(f"Image {path} is not a file; name a JPEG or PNG file.")
+    if path.stat().st_size == 0:
+        raise ValueError(f"Image {path} is empty (0 bytes); get the file again.")
+    with path.open("rb") as stream:
+        try:
+            image = _open(stream)
+        except _DAMAGED as error:
+            raise ValueError(f"Image {path} is not a readable JPEG or PNG file; get or convert it again.") from error
+        if image.width * image.height > MAX_PIXELS:
+            raise ValueError(
+                f"Image {path} has {image.width} x {image.height} pixels; the limit is {MAX_PIXELS} pixels, "
+                "so make it smaller first."
+            )
+        try:
+            image.load()
+        except _DAMAGED as error:
+            raise ValueError(f"Image {path} is damaged or cut off ({error}); get the file again.") from error
+    rgb = _to_rgb(image, path)
+    turn = _UPRIGHT.get(_orientation(image))
+    return rgb if turn is None else rgb.transpose(turn)
+
+
+def _open(stream: BinaryIO) -> Image.Image:
+    """Read the header. JPEG and PNG skip `Image.open`, whose size limit (a warning at 89 million pixels, an error at
+    twice that) can only be changed for the whole process; `MAX_PIXELS` is checked instead."""
+    signature = stream.read(8)
+    stream.seek(0)
+    if signature == b"\x89PNG\r\n\x1a\n":
+        return PngImagePlugin.PngImageFile(stream)
+    if signature.startswith(b"\xff\xd8\xff"):
+        return JpegImagePlugin.JpegImageFile(stream)
+    try:
+        return Image.open(stream)
+    except Image.DecompressionBombError as error:
+        raise ValueError(str(error)) from error
+
+
+def _to_rgb(image: Image.Image, path: Path) -> Image.Image:
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I"):  # 16-bit grey; PIL's own conversion would clip it at 255
+        values = np.asarray(image)
+        if image.mode == "I" and (values.min() < 0 or values.max() > 65535):
+            raise ValueError(f"Image {path} has 32-bit pixels; save it with 8 or 16 bits a channel.")
+        return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
+        raise ValueError(f"Image {path} has floating-point pixels; save it with 8 or 16 bits a channel.")
+    return image.convert("RGB")
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return image.getexif().get(_EXIF_ORIENTATION, 1)
+    except Exception:  # whatever is wrong inside an EXIF block, the picture itself is fine
+        return 1

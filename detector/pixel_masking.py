@@ -1,0 +1,76 @@
+"""Hide boxes from the detector by zeroing their pixels before the backbone sees them.
+
+Masked RoI classification (VL-BERT section 3.3) asks for the class of a region from its surroundings and the text.
+Hiding only its feature is not enough: neighbouring features and the whole-image feature have seen the pixels too.
+
+Shape legend
+    N, H, W   images of the batch, padded height and width
+    P         boxes to hide in one image
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ROUNDINGS = ("outward", "vl_bert")
+
+
+def mask_rectangles(boxes: Tensor, size: tuple[int, int], rounding: str = "outward") -> Tensor:
+    """Whole-pixel rectangles that boxes hide.
+
+    Args:
+        boxes: float [P, 4], xyxy in pixels of the resized image.
+        size: (height, width) of that image without padding.
+        rounding: "outward" takes every pixel the box touches (floor, floor, ceil, ceil); "vl_bert" does as the official
+            VL-BERT code: rows int(y1) to int(y2) and columns int(x1) to int(x2), the last ones included.
+
+    Returns:
+        int64 [P, 4] x1, y1, x2, y2, half-open (pixels [y1:y2, x1:x2]) and clipped to the image.
+
+    Raises:
+        ValueError: a box that is not finite or is inverted, or an unknown rounding.
+    """
+    if rounding not in _ROUNDINGS:
+        raise ValueError(f"Pixel masking: rounding '{rounding}' is unknown; use one of {', '.join(_ROUNDINGS)}.")
+    boxes = boxes.reshape(-1, 4)
+    is_bad = ~boxes.isfinite().all(1) | (boxes[:, 2:] < boxes[:, :2]).any(1)
+    if is_bad.any():
+        row = int(is_bad.nonzero()[0])
+        raise ValueError(
+            f"Pixel masking: box {row} is {boxes[row].tolist()}; it must be finite with x1 <= x2, y1 <= y2."
+        )
+    if rounding == "outward":
+        corners = torch.cat([boxes[:, :2].floor(), boxes[:, 2:].ceil()], dim=1)
+    else:
+        corners = boxes.trunc()
+        corners[:, 2:] += 1
+    height, width = (int(side) for side in size)
+    return corners.clamp(min=0).minimum(corners.new_tensor([width, height, width, height])).long()
+
+
+def mask_pixels(pixels: Tensor, sizes: Tensor, masks: list[Tensor], rounding: str = "outward") -> Tensor:
+    """Zero the pixels of boxes in a normalised batch, where 0 is the mean colour.
+
+    Args:
+        pixels: float [N, 3, H, W], network input after normalisation; it is not changed.
+        sizes: int64 [N, 2], (height, width) of each image without padding.
+        masks: N x float [P, 4], xyxy in pixels of the resized image; P may be 0.
+        rounding: see `mask_rectangles`.
+
+    Returns:
+        A new tensor like `pixels`.
+
+    Raises:
+        ValueError: see `mask_rectangles`; the message has the image's number in the batch.
+    """
+    assert len(pixels) == len(sizes) == len(masks)
+    masked = pixels.clone()
+    for number, (image, size, boxes) in enumerate(zip(masked, sizes.tolist(), masks, strict=True)):
+        try:
+            rectangles = mask_rectangles(boxes, size, rounding)
+        except ValueError as error:
+            raise ValueError(f"Image {number} of the batch: {error}") from error
+        for x1, y1, x2, y2 in rectangles.tolist():
+            image[:, y1:y2, x1:x2] = 0
+    return masked

@@ -1,0 +1,144 @@
+"""Which of a detector's boxes are kept.
+
+Shape legend
+    R   boxes, detections or proposals of one image
+    K   foreground classes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.ops import clip_boxes_to_image, nms
+
+MAX_NMS_THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+@dataclass(frozen=True)
+class SelectionRule:
+    """Keep scores of at least `min_score`, but never fewer than `min_regions` nor more than `max_regions` boxes.
+
+    The defaults are VL-BERT's (section 4.1). Bottom-up attention uses 0.2 with 10 to 100; a fixed number, such as
+    LXMERT's 36, is `min_regions == max_regions`.
+
+    Raises:
+        ValueError: numbers that contradict each other.
+    """
+
+    min_score: float = 0.5
+    min_regions: int = 10
+    max_regions: int = 100
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_regions <= self.max_regions or self.max_regions < 1:
+            raise ValueError(
+                f"Selection rule: min_regions {self.min_regions} and max_regions {self.max_regions} must satisfy "
+                "0 <= min_regions <= max_regions and max_regions >= 1."
+            )
+        if not np.isfinite(self.min_score):
+            raise ValueError(f"Selection rule: min_score {self.min_score} must be a finite number.")
+
+
+def select_regions(scores: Tensor | np.ndarray, rule: SelectionRule) -> Tensor:
+    """VL-BERT's rule: the boxes that score high enough, filled up or cut by score.
+
+    Args:
+        scores: float [R].
+        rule: the numbers.
+
+    Returns:
+        int64 [kept] rows by falling score, equal scores in their given order, on the device of `scores`. Fewer than
+        `rule.min_regions` only where R is smaller.
+
+    Raises:
+        ValueError: a score that is not a number.
+    """
+    scores = _checked(torch.as_tensor(scores))
+    return scores.argsort(descending=True, stable=True)[: _kept(scores, rule)]
+
+
+def select_max_conf(boxes: Tensor, class_probs: Tensor, rule: SelectionRule, nms_threshold: float = 0.3) -> Tensor:
+    """Bottom-up attention's rule (its Caffe code): proposals by their best probability that survives class-wise NMS.
+
+    Args:
+        boxes: float [R, 4], proposals (not refined boxes), xyxy in pixels of the original image.
+        class_probs: float [R, K], softmax probabilities without the background's column.
+        rule: the numbers; the original uses `SelectionRule(0.2, 10, 100)` or 36 and 36.
+        nms_threshold: boxes of one class that overlap more are suppressed, with areas counted as (x2 - x1 + 1).
+
+    Returns:
+        int64 [kept] rows: in the order of the proposals when their number lies within the rule's bounds, otherwise
+        (filled up or cut) by falling confidence.
+    """
+    confidence = max_conf(boxes, class_probs, nms_threshold)
+    passing = int((confidence >= rule.min_score).sum())
+    if rule.min_regions <= passing <= rule.max_regions:
+        return (confidence >= rule.min_score).nonzero()[:, 0]
+    return confidence.argsort(descending=True, stable=True)[: _kept(confidence, rule)]
+
+
+def max_conf(boxes: Tensor, class_probs: Tensor, nms_threshold: float = 0.3) -> Tensor:
+    """Each proposal's best class probability after class-wise NMS; 0 where it was suppressed in every class.
+
+    Arguments as in `select_max_conf`. Returns float [R].
+    """
+    assert boxes.shape[0] == class_probs.shape[0]
+    _checked(class_probs)
+    # NMS with inclusive corners is NMS of boxes whose far corners lie one pixel further.
+    inclusive = boxes.float() + boxes.new_tensor([0, 0, 1, 1])
+    confidence = class_probs.new_zeros(len(boxes))
+    for probs in class_probs.unbind(1):
+        kept = nms(inclusive, probs.float(), nms_threshold)
+        confidence[kept] = confidence[kept].maximum(probs[kept])
+    return confidence
+
+
+def select_max_nms(boxes: Tensor, scores: Tensor, rule: SelectionRule) -> tuple[Tensor, float]:
+    """The rule behind LXMERT's 36 boxes (airsplay/py-bottom-up-attention): class-agnostic NMS, loosened as needed.
+
+    Args:
+        boxes: float [R, 4], one refined box per proposal, see `best_class_boxes`.
+        scores: float [R], their scores.
+        rule: the numbers; `min_score` is not applied, as in the original.
+
+    Returns:
+        int64 [kept] rows by falling score, and the IoU threshold used: the first of 0.3, 0.4, ... 0.9 that keeps
+        `rule.min_regions` boxes (0.9 where none does).
+    """
+    _checked(scores)
+    for threshold in MAX_NMS_THRESHOLDS:
+        kept = nms(boxes.float(), scores.float(), threshold)
+        if len(kept) >= rule.min_regions:
+            break
+    return kept[: rule.max_regions], threshold
+
+
+def best_class_boxes(class_probs: Tensor, class_boxes: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Each proposal's most probable foreground class and the box refined for it.
+
+    Args:
+        class_probs: float [R, K], without the background's column.
+        class_boxes: float [R, K, 4] (or [R, 4 * K]), refined boxes of every class.
+        size: (height, width) of the image; boxes are clipped to it.
+
+    Returns:
+        boxes float [R, 4], scores float [R], classes int64 [R].
+    """
+    scores, classes = class_probs.max(1)
+    boxes = class_boxes.reshape(len(class_probs), -1, 4)[torch.arange(len(classes), device=classes.device), classes]
+    return clip_boxes_to_image(boxes, (int(size[0]), int(size[1]))), scores, classes
+
+
+def _kept(scores: Tensor, rule: SelectionRule) -> int:
+    """How many rows stay when they are taken by falling score."""
+    passing = int((scores >= rule.min_score).sum())
+    return min(max(passing, rule.min_regions), rule.max_regions)
+
+
+def _checked(scores: Tensor) -> Tensor:
+    if scores.isnan().any():
+        raise ValueError("Selection: a score is not a number (NaN); the detector has diverged or its input is broken.")
+    return scores
