@@ -1,0 +1,185 @@
+"""Wordpieces: load a tokenizer, build a vocabulary from sentences, pad sequences into a `TextBatch`.
+
+Shape legend
+    M   texts in the batch
+    L   wordpieces of the longest text
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
+
+from e2e_vl.structures import TextBatch
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+class EncodedText(Protocol):
+    """What `pad_texts` reads from a text; `e2e_vl.data.examples.TextExample` has these fields."""
+
+    input_ids: Sequence[int] | np.ndarray
+    segment_ids: Sequence[int] | np.ndarray
+    positions: Mapping[str, int]
+    region_of_token: Sequence[int] | np.ndarray | None
+
+
+def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a vocabulary file, from a folder, or from the Hugging Face hub.
+
+    Args:
+        name_or_path: a BERT-style `vocab.txt` (one wordpiece a line, lower-cased vocabulary), a folder written by
+            `save_pretrained`, or a hub name such as `bert-base-uncased`. Only a text that cannot be a path is taken
+            for a hub name, so a mistyped path never reaches for the network.
+
+    Raises:
+        FileNotFoundError: nothing is at the path, or the hub has no such tokenizer within reach.
+        ValueError: the vocabulary lacks a special token, or the folder holds no tokenizer.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return _read_vocabulary(path)
+    if path.is_dir():
+        if not ((path / "tokenizer.json").is_file() or (path / "vocab.txt").is_file()):
+            raise ValueError(
+                f"{path}: the folder holds neither tokenizer.json nor vocab.txt; give the folder that the tokenizer's "
+                "save_pretrained wrote, or a vocab.txt"
+            )
+        if not (path / "tokenizer_config.json").is_file() and (path / "vocab.txt").is_file():
+            return _read_vocabulary(path / "vocab.txt")
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    if not _looks_like_hub_name(str(name_or_path)):
+        raise FileNotFoundError(
+            f"{path}: no tokenizer there; give an existing vocab.txt (e2e_vl.text.build_vocabulary writes one), a "
+            "folder written by save_pretrained, or a hub name such as bert-base-uncased"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(str(name_or_path))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"{name_or_path}: neither a local file or folder nor a tokenizer that could be loaded from the hub "
+            f"({str(error).splitlines()[0]}); check the name and the connection, or give a local vocab.txt"
+        ) from error
+
+
+def _looks_like_hub_name(name: str) -> bool:
+    if not _HUB_ID.fullmatch(name) or name.endswith((".txt", ".json")):
+        return False
+    owner, slash, _ = name.partition("/")
+    return not (slash and Path(owner).exists())  # "runs/old" beside an existing folder "runs" is a path
+
+
+def _read_vocabulary(path: Path) -> BertTokenizer:
+    try:
+        # split("\n"): other line breaks, such as U+2028, may be wordpieces
+        words = [line.rstrip("\r") for line in path.read_text(encoding="utf-8").split("\n")]
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: not a UTF-8 text file, so not a vocabulary; one wordpiece a line is expected"
+        ) from error
+    if words and not words[-1]:
+        words.pop()
+    vocabulary = {word: index for index, word in enumerate(words)}
+    missing = [token for token in SPECIAL_TOKENS if token not in vocabulary]
+    if missing:
+        raise ValueError(f"{path}: the vocabulary lacks {', '.join(missing)}; a BERT-style vocab.txt has them as lines")
+    if len(vocabulary) != len(words):
+        word = next(word for word, count in collections.Counter(words).items() if count > 1)
+        raise ValueError(f"{path}: the wordpiece {word!r} is on several lines; remove all but one")
+    return BertTokenizer(vocab=vocabulary)
+
+
+def split_words(sentence: str) -> list[str]:
+    """Lower-case, strip accents, split at white space and punctuation: BERT's steps before wordpieces."""
+    normal = BertNormalizer(lowercase=True).normalize_str(sentence)
+    return [word for word, _ in BertPreTokenizer().pre_tokenize_str(normal)]
+
+
+def build_vocabulary(sentences: Iterable[str], path: str | Path, min_count: int = 1) -> list[str]:
+    """Write a BERT-style vocab.txt of all words of some sentences, for training from scratch.
+
+    The order is fixed: [PAD] 0, [UNK] 1, [CLS] 2, [SEP] 3, [MASK] 4; words by falling count, then alphabetically; then
+    single characters and their `##` continuations (those of the sentences, a-z and 0-9), with which rarer and unseen
+    words are spelled.
+
+    Args:
+        sentences: raw text.
+        path: file to write, UTF-8, one wordpiece a line.
+        min_count: words seen less often get no line of their own.
+
+    Returns:
+        The lines; the index is the wordpiece id.
+
+    Raises:
+        ValueError: there is no word in the sentences.
+    """
+    counts = collections.Counter(word for sentence in sentences for word in split_words(sentence))
+    if not counts:
+        raise ValueError(f"{path}: no vocabulary can be built, there is no word in the sentences")
+    words = sorted(
+        (word for word, count in counts.items() if count >= min_count), key=lambda word: (-counts[word], word)
+    )
+    characters = sorted({*"".join(counts), *string.ascii_lowercase, *string.digits})
+    vocabulary = list(dict.fromkeys([*SPECIAL_TOKENS, *words, *characters, *(f"##{char}" for char in characters)]))
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{word}\n" for word in vocabulary), encoding="utf-8", newline="\n")
+    return vocabulary
+
+
+def pad_texts(texts: Sequence[EncodedText], pad_id: int = 0) -> TextBatch:
+    """Pad wordpiece sequences at the end.
+
+    Args:
+        texts: M encoded texts with the same names in `positions`.
+        pad_id: wordpiece id of the padding ([PAD] is 0 in BERT's vocabularies).
+
+    Returns:
+        `TextBatch` with L = the longest sequence (at least 1). `region_of_token` is there if any text has it.
+
+    Raises:
+        ValueError: segment ids of another length than the wordpieces, a position outside its text, or texts with
+            different named positions.
+    """
+    longest = max((len(text.input_ids) for text in texts), default=0) or 1
+    shape = (len(texts), longest)
+    input_ids = torch.full(shape, pad_id, dtype=torch.int64)
+    segment_ids = torch.zeros(shape, dtype=torch.int64)
+    attend = torch.zeros(shape, dtype=torch.bool)
+    has_regions = any(text.region_of_token is not None for text in texts)
+    region_of_token = torch.full(shape, -1, dtype=torch.int64) if has_regions else None
+    names = list(texts[0].positions) if len(texts) else []
+    for row, text in enumerate(texts):
+        length = len(text.input_ids)
+        if len(text.segment_ids) != length:
+            raise ValueError(f"text {row} of the batch has {length} wordpieces but {len(text.segment_ids)} segment ids")
+        if set(text.positions) != set(names):
+            raise ValueError(
+                f"text {row} of the batch names the positions {sorted(text.positions)}, the first text "
+                f"{sorted(names)}; all texts of a batch must come from datasets of the same task"
+            )
+        outside = [name for name, position in text.positions.items() if not 0 <= position < length]
+        if outside:
+            raise ValueError(f"text {row} of the batch: position {outside[0]!r} lies outside its {length} wordpieces")
+        input_ids[row, :length] = torch.as_tensor(np.asarray(text.input_ids, dtype=np.int64))
+        segment_ids[row, :length] = torch.as_tensor(np.asarray(text.segment_ids, dtype=np.int64))
+        attend[row, :length] = True
+        if region_of_token is not None and text.region_of_token is not None:
+            if len(text.region_of_token) != length:
+                raise ValueError(
+                    f"text {row} of the batch has {length} wordpieces but {len(text.region_of_token)} region indices"
+                )
+            region_of_token[row, :length] = torch.as_tensor(np.asarray(text.region_of_token, dtype=np.int64))
+    positions = {name: torch.tensor([text.positions[name] for text in texts], dtype=torch.int64) for name in names}
+    return TextBatch(input_ids, segment_ids, attend, positions, region_of_token)
