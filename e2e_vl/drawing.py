@@ -1,0 +1,123 @@
+"""Pictures of boxes with labels, for reports and demos."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+Colour = tuple[int, int, int]
+
+PALETTE: tuple[Colour, ...] = (
+    (230, 60, 60),
+    (50, 120, 230),
+    (30, 150, 60),
+    (240, 150, 0),
+    (150, 70, 200),
+    (0, 160, 170),
+    (220, 70, 160),
+    (120, 100, 20),
+)
+SHORTEST, LONGEST = 480, 1280  # the long side of a picture, pixels: smaller images are enlarged, larger ones shrunk
+_MIN_SIDE = 160  # a very thin image gets a margin, so that labels have room
+_MARGIN = (235, 235, 235)
+_FONT_SIZE = 14
+
+
+def draw_boxes(
+    image: np.ndarray,
+    boxes: Sequence[Sequence[float]] | np.ndarray,
+    labels: Sequence[str] | None = None,
+    colours: Sequence[Colour] | None = None,
+    title: str | None = None,
+) -> np.ndarray:
+    """Draw boxes at a size at which lines and labels can be read, whatever the size of the image.
+
+    Args:
+        image: uint8 [h, w, 3]; it is not changed.
+        boxes: [R, 4] xyxy in pixels of `image`; the first box is drawn last, on top.
+        labels: R texts, each written at its box's upper left corner; an empty text is left out.
+        colours: R colours in the image's own channel order; None = one after the other from `PALETTE`.
+        title: a line of text above the picture.
+
+    Returns:
+        A new uint8 picture [h', w', 3] in the channel order of `image`; its long side has between 480 and 1280 pixels.
+    """
+    boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
+    labels = [""] * len(boxes) if labels is None else list(labels)
+    colours = [PALETTE[row % len(PALETTE)] for row in range(len(boxes))] if colours is None else list(colours)
+    if not len(boxes) == len(labels) == len(colours):
+        raise ValueError(f"{len(boxes)} boxes, {len(labels)} labels and {len(colours)} colours: numbers must be equal.")
+    font = ImageFont.load_default(_FONT_SIZE)
+    lines = _wrap(title, max(_picture_size(image)[0], _MIN_SIDE), font) if title else []
+    picture, scale, top = _canvas(image, header=len(lines) * (_FONT_SIZE + 6))
+    draw = ImageDraw.Draw(picture)
+    for number, line in enumerate(lines):
+        draw.text((4, 2 + number * (_FONT_SIZE + 6)), line, fill=(0, 0, 0), font=font)
+    placed = boxes * np.tile(scale, 2) + np.array([0, top, 0, top])
+    drawn = list(zip(placed.tolist(), labels, colours, strict=True))[::-1]
+    for box, _, colour in drawn:
+        _rectangle(draw, box, colour)
+    for box, label, colour in drawn:  # after all rectangles, so that no line crosses a label
+        if label:
+            _label(draw, box, label, colour, picture.size, top, font)
+    return np.array(picture)
+
+
+def _picture_size(image: np.ndarray) -> tuple[int, int]:
+    """(width, height) of the image in the picture."""
+    height, width = image.shape[:2]
+    longer = max(height, width)
+    factor = min(max(longer, SHORTEST), LONGEST) / longer
+    return max(round(width * factor), 1), max(round(height * factor), 1)
+
+
+def _canvas(image: np.ndarray, header: int) -> tuple[Image.Image, np.ndarray, int]:
+    """The enlarged or shrunken image on its margin, its (x, y) scale, and how many pixels from the top it starts."""
+    width, height = _picture_size(image)
+    # Enlarged pixels stay squares: what the network saw is then what is shown.
+    enlarged = width > image.shape[1]
+    content = Image.fromarray(image).resize(
+        (width, height), Image.Resampling.NEAREST if enlarged else Image.Resampling.BILINEAR
+    )
+    picture = Image.new("RGB", (max(width, _MIN_SIDE), header + max(height, _MIN_SIDE)), _MARGIN)
+    picture.paste(content, (0, header))
+    return picture, np.array([width / image.shape[1], height / image.shape[0]]), header
+
+
+def _rectangle(draw: ImageDraw.ImageDraw, box: list[float], colour: Colour) -> None:
+    x1, y1, x2, y2 = box
+    right, bottom = max(x2 - 1, x1), max(y2 - 1, y1)  # PIL counts the last pixel in
+    draw.rectangle((x1, y1, right, bottom), outline=colour, width=2)
+
+
+def _label(
+    draw: ImageDraw.ImageDraw,
+    box: list[float],
+    text: str,
+    colour: Colour,
+    size: tuple[int, int],
+    top: int,
+    font: ImageFont.ImageFont | ImageFont.FreeTypeFont,
+) -> None:
+    """White text on the box's colour, above the box if there is room, never outside the picture."""
+    left, upper, right, lower = draw.textbbox((0, 0), text, font=font)
+    width, height = right - left + 6, lower - upper + 4
+    x = min(max(box[0], 0), max(size[0] - width, 0))
+    y = box[1] - height if box[1] - height >= top else box[1]
+    y = min(max(y, top), max(size[1] - height, 0))
+    draw.rectangle((x, y, x + width, y + height), fill=colour)
+    draw.text((x + 3 - left, y + 2 - upper), text, fill=(255, 255, 255), font=font)
+
+
+def _wrap(text: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> list[str]:
+    """The text in lines of at most `width` pixels; a single longer word stays whole."""
+    lines: list[str] = []
+    for word in text.split():
+        joined = f"{lines[-1]} {word}" if lines else word
+        if lines and font.getlength(joined) <= width - 8:
+            lines[-1] = joined
+        else:
+            lines.append(word)
+    return lines
