@@ -1,0 +1,238 @@
+"""VL-BERT (Su et al., ICLR 2020): one BERT over words and regions.
+
+Shape legend
+    M   texts in the batch
+    L   wordpieces of the longest text
+    R   regions of the text with the most regions
+    S   positions of the longest packed sequence
+    H   hidden size
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import BertConfig
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.bert.modeling_bert import BertAttention, BertIntermediate, BertOutput, BertSelfAttention
+
+from e2e_vl.encoders.base import Encoder
+from e2e_vl.encoders.geometry import PairwiseGeometryBias
+from e2e_vl.encoders.sequence import SequenceLayout
+from e2e_vl.encoders.vl_bert_embeddings import RegionProjection, ScalarFactor, ScaledLayerNorm, VLBertEmbeddings
+from e2e_vl.structures import EncoderOutput, TextBatch, TextRegions
+
+OWN_START = (RegionProjection, ScaledLayerNorm, ScalarFactor, PairwiseGeometryBias)  # not initialised as in BERT
+
+
+class VLBertConfig(BertConfig):
+    """BERT's fields (`vocab_size`, `hidden_size`, `num_hidden_layers`, ... `initializer_range`) and those below.
+
+    The defaults are VL-BERT base as in the official code. The fields marked "scratch" depart from it: they let a small
+    model learn without a pre-trained BERT.
+
+    Attributes:
+        type_vocab_size: segments: two of the text, one of the regions.
+        feature_dim: width of the detector's region features.
+        visual_size: width of a region vector; None = `hidden_size`.
+        geometry: "centre_size" (official code) or "corners" (paper), see `geometry_embedding`.
+        geometry_dim: width of the geometry embedding, a multiple of 8.
+        region_dropout_prob: dropout before the Linear that joins geometry and feature.
+        visual_layer_norm: LayerNorm on the visual part; False = a scalar factor.
+        visual_scale_text_init: start of that LayerNorm's weight (or of the factor) for words.
+        visual_scale_object_init: the same for regions.
+        uses_whole_image: region 0 is the whole image.
+        image_feature_on_words: words carry the vector of region 0 (scratch: False).
+        text_only_embedding: a learned vector that words of texts without a region carry (pre-training).
+        with_pooler: tanh pooler on the first position.
+        embedding_init_std: standard deviation of the embedding tables at the start (scratch); None =
+            `initializer_range`.
+        norm_first: LayerNorm before attention and feed-forward instead of after ("pre-LN", scratch).
+        pairwise_geometry: a learned bias between regions from their relative position, see `PairwiseGeometryBias`.
+        pairwise_geometry_dim: width of the embedding of that relative position, a multiple of 8.
+    """
+
+    model_type = "vl_bert"
+
+    type_vocab_size: int = 3
+    feature_dim: int = 2048
+    visual_size: int | None = None
+    geometry: str = "centre_size"
+    geometry_dim: int = 2048
+    region_dropout_prob: float = 0.1
+    visual_layer_norm: bool = True
+    visual_scale_text_init: float = 0.0
+    visual_scale_object_init: float = 0.0
+    uses_whole_image: bool = True
+    image_feature_on_words: bool = True
+    text_only_embedding: bool = False
+    with_pooler: bool = False
+    embedding_init_std: float | None = None
+    norm_first: bool = False
+    pairwise_geometry: bool = False
+    pairwise_geometry_dim: int = 64
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if self.visual_size is None:
+            self.visual_size = self.hidden_size
+        if self.geometry not in ("centre_size", "corners"):
+            raise ValueError(f'geometry is "{self.geometry}"; it must be "centre_size" or "corners".')
+        for name in ("geometry_dim", "pairwise_geometry_dim"):
+            if getattr(self, name) <= 0 or getattr(self, name) % 8:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a positive multiple of 8.")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}."
+            )
+        if self.type_vocab_size < 3:
+            raise ValueError(f"type_vocab_size is {self.type_vocab_size}; VL-BERT needs 3: two of text, regions.")
+        if self.image_feature_on_words and not self.uses_whole_image:
+            raise ValueError(
+                "image_feature_on_words needs the whole image as region 0; set uses_whole_image to true, or both to "
+                "false."
+            )
+
+
+class VLBertLayer(GradientCheckpointingLayer):
+    """A BERT layer, post-LN as in BERT or pre-LN; parameter names are those of transformers' `BertLayer`."""
+
+    def __init__(self, config: VLBertConfig, index: int):
+        super().__init__()
+        self.norm_first = config.norm_first
+        self.attention = BertAttention(config, layer_idx=index)
+        self.intermediate = BertIntermediate(config)
+        self.output = BertOutput(config)
+
+    def forward(self, hidden: Tensor, mask: Tensor, output_attentions: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Args: float [M, S, H]; additive mask, broadcast to [M, heads, S, S]. Returns: [M, S, H] and attention."""
+        attention, output = self.attention.output, self.output
+        attended_to = attention.LayerNorm(hidden) if self.norm_first else hidden
+        probabilities = attention_probabilities(self.attention.self, attended_to, mask) if output_attentions else None
+        context, _ = self.attention.self(attended_to, mask)
+        if self.norm_first:
+            hidden = hidden + attention.dropout(attention.dense(context))
+            expanded = self.intermediate(output.LayerNorm(hidden))
+            return hidden + output.dropout(output.dense(expanded)), probabilities
+        hidden = attention(context, hidden)
+        return output(self.intermediate(hidden), hidden), probabilities
+
+
+def attention_probabilities(attention: BertSelfAttention, hidden: Tensor, mask: Tensor) -> Tensor:
+    """Attention maps [M, heads, S, S] before dropout, computed apart because fused attention does not return them."""
+    split = (*hidden.shape[:-1], -1, attention.attention_head_size)
+    query = attention.query(hidden).view(split).transpose(1, 2)
+    key = attention.key(hidden).view(split).transpose(1, 2)
+    return (query @ key.transpose(2, 3) * attention.scaling + mask).softmax(dim=-1)
+
+
+class VLBertPooler(nn.Module):
+    """tanh(Linear(first position)): [M, S, H] -> [M, H]."""
+
+    def __init__(self, config: VLBertConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.dense(hidden[:, 0]))
+
+
+class VLBertModel(Encoder):
+    """Words and regions in one sequence through BERT layers.
+
+    The sequence of a text is `words, regions, [END]`; see `VLBertEmbeddings` for what each position is made of.
+    Attention maps come back over the L + R + 1 slots [words | regions | END] of the padded batch.
+    """
+
+    config_class = VLBertConfig
+    base_model_prefix = "vl_bert"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _no_split_modules = ("VLBertLayer",)
+
+    def __init__(self, config: VLBertConfig):
+        super().__init__(config)
+        self.embeddings = VLBertEmbeddings(config)
+        self.layers = nn.ModuleList(VLBertLayer(config, index) for index in range(config.num_hidden_layers))
+        self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.norm_first else None
+        self.pooler = VLBertPooler(config) if config.with_pooler else None
+        self.pairwise_geometry = None
+        if config.pairwise_geometry:
+            self.pairwise_geometry = PairwiseGeometryBias(
+                config.num_hidden_layers, config.num_attention_heads, config.pairwise_geometry_dim
+            )
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The word table [vocabulary, H]; a masked-language-modelling head shares it."""
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embeddings.word_embeddings = value
+
+    def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
+        """Encode M texts with the regions they look at.
+
+        Args:
+            texts: M wordpiece sequences.
+            regions: their regions; with `config.uses_whole_image`, row 0 is the whole image.
+            output_attentions: also return each layer's attention, float [M, heads, L + R + 1, L + R + 1] (query, key).
+
+        Returns:
+            text [M, L, H] and regions [M, R, H], zero at padding; pooled [M, H] with `config.with_pooler`.
+
+        Raises:
+            ValueError: see `VLBertEmbeddings.forward`.
+        """
+        hidden, layout = self.embeddings(texts, regions)
+        hidden, attentions = self.encode(hidden, layout, regions, output_attentions)
+        length, count = texts.attend.shape[1], regions.attend.shape[1]
+        words, objects, _ = layout.unpack(hidden).split([length, count, 1], dim=1)
+        return EncoderOutput(
+            text=words,
+            regions=objects,
+            pooled=None if self.pooler is None else self.pooler(hidden),
+            attentions=tuple(layout.unpack_pairs(maps) for maps in attentions) if output_attentions else None,
+        )
+
+    def encode(
+        self, hidden: Tensor, layout: SequenceLayout, regions: TextRegions | None, output_attentions: bool = False
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run the layers over the packed sequence.
+
+        Args:
+            hidden: float [M, S, H].
+            layout: which positions are real.
+            regions: for the pairwise geometry; not used without it.
+            output_attentions: collect attention maps.
+
+        Returns:
+            float [M, S, H], and a map [M, heads, S, S] per layer if asked for.
+        """
+        mask = torch.zeros(layout.attend.shape, dtype=hidden.dtype, device=hidden.device)
+        mask = mask.masked_fill(~layout.attend, torch.finfo(hidden.dtype).min)[:, None, None, :]
+        masks = [mask] * len(self.layers)
+        if self.pairwise_geometry is not None:
+            words = layout.is_real.shape[1] - regions.attend.shape[1] - 1
+            biases = F.pad(self.pairwise_geometry(regions), (words, 1, words, 1))  # from regions to all slots
+            masks = [mask + layout.pack_pairs(bias).to(mask.dtype) for bias in biases]
+        attentions = []
+        for layer, layer_mask in zip(self.layers, masks, strict=True):
+            hidden, attention = layer(hidden, layer_mask, output_attentions)
+            attentions.append(attention)
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        return hidden, attentions
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Start values of a module's own parameters; those that a checkpoint has loaded stay as they are."""
+        if isinstance(module, OWN_START):
+            module.reset_parameters()
+        elif isinstance(module, nn.Embedding):
+            std = self.config.embedding_init_std
+            init.normal_(module.weight, std=self.config.initializer_range if std is None else std)
+        else:
+            super()._init_weights(module)

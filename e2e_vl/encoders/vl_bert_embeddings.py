@@ -1,0 +1,207 @@
+"""What goes into VL-BERT's first layer: word + visual + position + segment embeddings (paper, section 3.2).
+
+Shape legend
+    M   texts in the batch
+    L   wordpieces of the longest text
+    R   regions of the text with the most regions
+    S   positions of the longest packed sequence
+    D   width of a region feature
+    V   width of a region vector ("visual size")
+    H   hidden size
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from e2e_vl.encoders.geometry import geometry_embedding
+from e2e_vl.encoders.sequence import SequenceLayout
+from e2e_vl.structures import TextBatch, TextRegions
+
+REGION_SEGMENT = 2  # segment of regions and [END]; words have 0 or 1
+
+
+class RegionProjection(nn.Linear):
+    """ReLU(Linear(Dropout([geometry, feature]))), the vector of a region; keeps torch's default start values."""
+
+    def __init__(self, geometry_dim: int, feature_dim: int, visual_size: int, dropout: float):
+        super().__init__(geometry_dim + feature_dim, visual_size)
+        self.dropout = dropout
+
+    def forward(self, geometry: Tensor, features: Tensor) -> Tensor:
+        joined = torch.cat([geometry.to(features.dtype), features], dim=-1)
+        return super().forward(F.dropout(joined, self.dropout, self.training)).relu()
+
+
+class ScaledLayerNorm(nn.LayerNorm):
+    """A LayerNorm whose weight starts at `scale` instead of 1."""
+
+    def __init__(self, hidden_size: int, scale: float, eps: float):
+        self.scale = scale  # before the parent's constructor, which calls reset_parameters
+        super().__init__(hidden_size, eps=eps)
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, self.scale)
+        nn.init.zeros_(self.bias)
+
+
+class ScalarFactor(nn.Module):
+    """One learned factor that starts at `scale`."""
+
+    def __init__(self, scale: float):
+        super().__init__()
+        self.scale = scale
+        self.weight = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, self.scale)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        return vectors * self.weight
+
+
+class VisualPart(nn.Module):
+    """What a region vector adds to the embedding of a word or a region: [..., V] -> [..., H].
+
+    A Linear where V differs from H, then LayerNorm, or a scalar factor without `layer_norm`. The weight of either
+    starts at `scale`; at the official 0.0 the visual part is exactly zero at first, and no gradient gets through it.
+    """
+
+    def __init__(self, visual_size: int, hidden_size: int, scale: float, layer_norm: bool, eps: float):
+        super().__init__()
+        self.projection = nn.Linear(visual_size, hidden_size) if visual_size != hidden_size else nn.Identity()
+        self.norm = ScaledLayerNorm(hidden_size, scale, eps) if layer_norm else ScalarFactor(scale)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        return self.norm(self.projection(vectors))
+
+
+class VLBertEmbeddings(nn.Module):
+    """Texts and their regions -> the packed input sequence `words, regions, [END]`.
+
+    Facts of the official VL-BERT code that the paper does not state: a region's word is one learned vector; all
+    regions share the position after the last word and [END] has the one after that; [END] is a learned vector without
+    a visual part; regions and [END] are segment 2.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        hidden, visual = config.hidden_size, config.visual_size
+        self.word_embeddings = nn.Embedding(config.vocab_size, hidden)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, hidden)
+        self.segment_embeddings = nn.Embedding(config.type_vocab_size, hidden)
+        self.region_word_embedding = nn.Embedding(1, hidden)
+        self.end_embedding = nn.Embedding(1, hidden)
+        self.text_only_embedding = nn.Embedding(1, visual) if config.text_only_embedding else None
+        self.region_projection = RegionProjection(
+            config.geometry_dim, config.feature_dim, visual, config.region_dropout_prob
+        )
+        scales = {"layer_norm": config.visual_layer_norm, "eps": config.layer_norm_eps}
+        self.text_visual = None
+        if config.image_feature_on_words:
+            self.text_visual = VisualPart(visual, hidden, config.visual_scale_text_init, **scales)
+        self.region_visual = VisualPart(visual, hidden, config.visual_scale_object_init, **scales)
+        self.norm = nn.LayerNorm(hidden, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, texts: TextBatch, regions: TextRegions) -> tuple[Tensor, SequenceLayout]:
+        """Args: M texts and their regions. Returns: float [M, S, H] and which slot sits at which position.
+
+        Raises:
+            ValueError: texts longer than the position table, or words that name regions in a model whose words have
+                no visual part.
+        """
+        vectors = self.region_vectors(regions)
+        word_vectors = self.word_vectors(texts, vectors, regions.attend)
+        region_words = self.region_word_embedding.weight.expand(*regions.attend.shape, -1)
+        return self.join(texts, word_vectors, region_words, vectors, regions.attend)
+
+    def region_vectors(self, regions: TextRegions) -> Tensor:
+        """Geometry and feature of each region as one vector, float [M, R, V]; meaningless at padding."""
+        geometry = geometry_embedding(
+            regions.boxes, regions.image_sizes, self.config.geometry_dim, self.config.geometry
+        )
+        return self.region_projection(geometry, regions.features)
+
+    def word_vectors(self, texts: TextBatch, vectors: Tensor, region_attend: Tensor) -> Tensor | None:
+        """The region vector each word carries: that of region 0, or of the region it names.
+
+        Args:
+            texts: M texts; `region_of_token` may name a region.
+            vectors: float [M, R, V], region vectors.
+            region_attend: bool [M, R].
+
+        Returns:
+            float [M, L, V], or [M, 1, V] where all words of a text carry the same; None in a model whose words have
+            no visual part. Texts without a region get the learned text-only vector, or zero without one.
+        """
+        if self.text_visual is None:
+            if texts.region_of_token is not None:
+                raise ValueError(
+                    "Words name regions (region_of_token), but image_feature_on_words is off in the encoder's config; "
+                    "switch it on."
+                )
+            return None
+        if texts.region_of_token is None:
+            word_vectors = vectors[:, :1]
+        else:
+            rows = texts.region_of_token.clamp(min=0)
+            word_vectors = vectors.gather(1, rows[..., None].expand(-1, -1, vectors.shape[-1]))
+        has_region = region_attend.any(dim=1)[:, None, None]
+        if self.text_only_embedding is None:
+            return word_vectors * has_region
+        return torch.where(has_region, word_vectors, self.text_only_embedding.weight)
+
+    def join(
+        self,
+        texts: TextBatch,
+        word_vectors: Tensor | None,
+        region_words: Tensor,
+        vectors: Tensor,
+        region_attend: Tensor,
+    ) -> tuple[Tensor, SequenceLayout]:
+        """Add up the embeddings and pack them.
+
+        Args:
+            texts: M texts.
+            word_vectors: float [M, L or 1, V], region vector that each word carries, or None.
+            region_words: float [M, R, H], what stands in a region's place of a word.
+            vectors: float [M, R, V], region vectors.
+            region_attend: bool [M, R].
+
+        Returns:
+            float [M, S, H] after LayerNorm and dropout; the layout.
+        """
+        words = self.word_embeddings(texts.input_ids)
+        if word_vectors is not None:
+            words = words + self.text_visual(word_vectors)
+        objects = region_words + self.region_visual(vectors)
+        end = self.end_embedding.weight.expand(len(texts), 1, -1)
+        slots = torch.cat([words, objects.to(words.dtype), end], dim=1)
+
+        positions = self.position_ids(texts.attend, region_attend)
+        segments = self.segment_ids(texts.segment_ids, region_attend)
+        slots = slots + self.position_embeddings(positions) + self.segment_embeddings(segments)
+        layout = SequenceLayout.from_masks(texts.attend, region_attend)
+        return self.dropout(self.norm(layout.pack(slots))), layout
+
+    def position_ids(self, text_attend: Tensor, region_attend: Tensor) -> Tensor:
+        """int64 [M, L + R + 1]: words 0 .. T - 1, every region T, [END] T + 1 for a text of T wordpieces."""
+        longest, limit = text_attend.shape[1] + 2, self.config.max_position_embeddings
+        if longest > limit:
+            raise ValueError(
+                f"A text of {longest - 2} wordpieces (with the regions' and [END]'s positions {longest}) does not fit "
+                f"into max_position_embeddings = {limit}; cut the texts or raise the encoder's limit."
+            )
+        length = text_attend.sum(dim=1, keepdim=True)
+        words = (text_attend.cumsum(dim=1) - 1).clamp(min=0)
+        return torch.cat([words, length.expand_as(region_attend), length + 1], dim=1)
+
+    def segment_ids(self, text_segments: Tensor, region_attend: Tensor) -> Tensor:
+        """int64 [M, L + R + 1]: the words' own segments, then 2 for regions and [END]."""
+        rest = (len(text_segments), region_attend.shape[1] + 1)
+        return torch.cat([text_segments, text_segments.new_full(rest, REGION_SEGMENT)], dim=1)

@@ -1,0 +1,36 @@
+"""What every task is: a head on the encoder's output with its loss, its predictions and the metric that scores them."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+from torch import nn
+
+from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
+
+
+class Task(nn.Module, abc.ABC):
+    """batch + encoder output -> losses, predictions and their metric. Works with any encoder that gives what it reads.
+
+    Each task is built as `Task(hidden_size, config)` with a config dataclass of its own, and documents which keys of
+    `batch.targets` and `batch.records` it reads.
+    """
+
+    @abc.abstractmethod
+    def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
+        """Losses (where the batch has targets) and logits, the same in training and in evaluation.
+
+        Args:
+            batch: M texts with their targets.
+            regions: the texts' regions, padded to [M, R].
+            encoded: what the encoder made of them.
+        """
+
+    @abc.abstractmethod
+    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+        """One plain, JSON-able record per text: the batch's record plus the prediction; boxes in original pixels."""
+
+    @abc.abstractmethod
+    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        """Score the records that `predict` returned for a whole split."""

@@ -1,0 +1,185 @@
+"""Referring expressions (RefCOCO, RefCOCO+, RefCOCOg): which region does the expression mean?
+
+Reads `batch.targets["box"]`, float32 [M, 4]: the box that each expression refers to, in pixels of the resized image.
+
+Shape legend
+    M   texts in the batch
+    R   regions of the text with the most regions
+    H   hidden size of the encoder
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from detector.boxes import pairwise_iou
+from detector.structures import Loss
+from e2e_vl.evaluation.refexp import CONVENTIONS, referring_metrics
+from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
+from e2e_vl.tasks.base import Task
+
+
+@dataclasses.dataclass
+class ReferringConfig:
+    """The defaults are those of the official VL-BERT code.
+
+    Attributes:
+        dropout: dropout between the two Linears of the head.
+        loss: "binary": a binary cross entropy per region (official). "softmax": a cross entropy over the regions of a
+            text, whose truth is all positive regions together; texts without one are left out.
+        positive_iou: a region is positive if its IoU with the referred box is *above* this.
+        plus_one: that IoU counts inclusive pixels, (x2 - x1 + 1) * (y2 - y1 + 1).
+        positive_weight: factor on the binary loss of positive regions.
+        whole_image_can_win: the box of the whole image is a candidate like every other. False: it is neither trained
+            nor predicted, unless a text has no other region.
+        no_region_is_miss: a text without any region counts as a wrong answer (`box` None) instead of an error; for a
+            detector that may find nothing.
+        iou_convention: how `metrics` compares boxes, one of `e2e_vl.evaluation.refexp.CONVENTIONS`.
+    """
+
+    dropout: float = 0.0
+    loss: Literal["binary", "softmax"] = "binary"
+    positive_iou: float = 0.5
+    plus_one: bool = True
+    positive_weight: float = 1.0
+    whole_image_can_win: bool = True
+    no_region_is_miss: bool = False
+    iou_convention: str = "mattnet"
+
+    def __post_init__(self) -> None:
+        if self.loss not in ("binary", "softmax"):
+            raise ValueError(f'The referring loss is "{self.loss}"; it must be "binary" or "softmax".')
+        if not 0 <= self.positive_iou < 1:
+            raise ValueError(f"positive_iou is {self.positive_iou}; it must be at least 0 and below 1.")
+        if self.iou_convention not in CONVENTIONS:
+            raise ValueError(
+                f'The IoU convention is "{self.iou_convention}"; it must be one of {", ".join(CONVENTIONS)}.'
+            )
+
+
+class ReferringHead(nn.Module):
+    """Linear + GELU, dropout, Linear to one score: [M, R, H] -> [M, R]."""
+
+    def __init__(self, hidden_size: int, dropout: float):
+        super().__init__()
+        self.transform = nn.ModuleDict({"dense": nn.Linear(hidden_size, hidden_size)})
+        self.dropout = nn.Dropout(dropout)
+        self.output = nn.Linear(hidden_size, 1)
+        for linear in (self.transform["dense"], self.output):
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, regions: Tensor) -> Tensor:
+        return self.output(self.dropout(F.gelu(self.transform["dense"](regions)))).squeeze(-1)
+
+
+class ReferringTask(Task):
+    """A score per region; the highest real region is the answer, padding never.
+
+    (In the official code the padded boxes of a batch can win, because it does not mask them.)
+    """
+
+    def __init__(self, hidden_size: int, config: ReferringConfig | None = None):
+        super().__init__()
+        self.config = config or ReferringConfig()
+        self.head = ReferringHead(hidden_size, self.config.dropout)
+
+    def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
+        """Score the regions of M texts.
+
+        Returns:
+            `logits` float32 [M, R], -inf where a region cannot win (padding; the whole image if it may not win), and
+            the loss `referring` if the batch has the target `box`. Its count is the number of candidate regions
+            ("binary") or of texts with a positive region ("softmax").
+        """
+        scores = self.head(encoded.regions)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))  # losses never in half precision
+        candidates = self.candidates(regions)
+        losses = {}
+        if "box" in batch.targets:
+            positive = self.positive_regions(regions, batch.targets["box"]) & candidates
+            loss = self._binary_loss if self.config.loss == "binary" else self._softmax_loss
+            losses["referring"] = loss(scores, positive, candidates)
+        return TaskOutput(losses=losses, logits=scores.masked_fill(~candidates, -torch.inf))
+
+    def candidates(self, regions: TextRegions) -> Tensor:
+        """bool [M, R]: regions that may be the answer.
+
+        The whole image is recognised as the first region of an image that has the box [0, 0, width - 1, height - 1].
+        """
+        if self.config.whole_image_can_win:
+            return regions.attend
+        height, width = regions.image_sizes.unbind(-1)
+        zero = torch.zeros_like(width)
+        whole_box = torch.stack([zero, zero, width - 1, height - 1], dim=-1)
+        is_first = F.pad(regions.image_slot[:, 1:] != regions.image_slot[:, :-1], (1, 0), value=True)
+        is_whole = is_first & ((regions.boxes - whole_box).abs() < 0.01).all(dim=-1)
+        others = regions.attend & ~is_whole
+        return torch.where(others.any(dim=1, keepdim=True), others, regions.attend)
+
+    def positive_regions(self, regions: TextRegions, referred: Tensor) -> Tensor:
+        """bool [M, R]: regions whose IoU with the referred boxes [M, 4] is above `positive_iou`."""
+        iou_of_each = torch.vmap(functools.partial(pairwise_iou, plus_one=self.config.plus_one))
+        return iou_of_each(regions.boxes, referred[:, None])[..., 0] > self.config.positive_iou
+
+    def _binary_loss(self, scores: Tensor, positive: Tensor, candidates: Tensor) -> Loss:
+        weight = scores.new_tensor(self.config.positive_weight)
+        truth = positive.to(scores.dtype)
+        each = F.binary_cross_entropy_with_logits(scores, truth, pos_weight=weight, reduction="none")
+        return Loss(total=(each * candidates).sum(), count=candidates.sum().float())
+
+    def _softmax_loss(self, scores: Tensor, positive: Tensor, candidates: Tensor) -> Loss:
+        labelled = positive.any(dim=1)
+        # the lowest number instead of -inf: rows that are left out must not turn gradients into NaN
+        lowest = torch.finfo(scores.dtype).min
+        over_all = scores.masked_fill(~candidates, lowest).logsumexp(dim=1)
+        over_positive = scores.masked_fill(~positive, lowest).logsumexp(dim=1)
+        each = torch.where(labelled, over_all - over_positive, torch.zeros_like(over_all))
+        return Loss(total=each.sum(), count=labelled.sum().float())
+
+    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+        """Add the answer to each record; boxes are [x1, y1, x2, y2] in pixels of the original image.
+
+        Keys: `box`, `score` (the sigmoid of the region's logit; with the softmax loss its share among the candidates),
+        `candidate_boxes` (all regions that could have won, in their order) and `image_size` (height, width).
+
+        Raises:
+            ValueError: a text without any region, naming its image, unless `no_region_is_miss`.
+        """
+        logits, regions = output.task.logits, output.text_regions
+        candidates = logits > -torch.inf
+        if not self.config.no_region_is_miss:
+            self._check_candidates(batch, candidates)
+        image = batch.looks_at.clamp(min=0).gather(1, regions.image_slot)  # [M, R]
+        scales = batch.images.scales[image]  # [M, R, 2]
+        boxes = (regions.boxes / torch.cat([scales, scales], dim=-1)).cpu()
+        shares = logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)
+        best = logits.argmax(dim=1)
+        best_shares = shares.gather(1, best[:, None])[:, 0].tolist()
+        sizes = batch.images.original_sizes[image[:, 0]].tolist()
+        predictions = []
+        for row, (winner, kept) in enumerate(zip(best.tolist(), candidates.cpu(), strict=True)):
+            answer = {"box": boxes[row, winner].tolist(), "score": best_shares[row]}
+            if not kept.any():
+                answer = {"box": None, "score": 0.0}
+            answer |= {"candidate_boxes": boxes[row, kept].tolist(), "image_size": sizes[row]}
+            predictions.append({**(batch.records[row] if batch.records else {}), **answer})
+        return predictions
+
+    def _check_candidates(self, batch: Batch, candidates: Tensor) -> None:
+        for row in (~candidates.any(dim=1)).nonzero().flatten().tolist():
+            images = [batch.images.names[index] for index in batch.looks_at[row].tolist() if index >= 0]
+            raise ValueError(
+                f"There is no region to choose from in {', '.join(images) or 'a text without an image'}; give boxes, "
+                "keep at least one detection per image, or set the task's no_region_is_miss."
+            )
+
+    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        """Accuracies and the ceiling of the candidate boxes, see `e2e_vl.evaluation.refexp`."""
+        return referring_metrics(records, self.config.iou_convention)
