@@ -262,6 +262,8 @@ def _to_rgb(image: Image.Image, path: Path) -> Image.Image:
         return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
     if image.mode == "F":
         raise ValueError(f"Image {path} has floating-point pixels; save it with 8 or 16 bits a channel.")
+    if "transparency" in image.info:  # PIL warns about dropping this kind at once
+        image = image.convert("RGBA")
     return image.convert("RGB")
 
 

@@ -66,11 +66,11 @@ def mask_pixels(pixels: Tensor, sizes: Tensor, masks: list[Tensor], rounding: st
     """
     assert len(pixels) == len(sizes) == len(masks)
     masked = pixels.clone()
-    for number, (image, size, boxes) in enumerate(zip(masked, sizes.tolist(), masks, strict=True)):
+    for number, (size, boxes) in enumerate(zip(sizes.tolist(), masks, strict=True)):
         try:
             rectangles = mask_rectangles(boxes, size, rounding)
         except ValueError as error:
             raise ValueError(f"Image {number} of the batch: {error}") from error
         for x1, y1, x2, y2 in rectangles.tolist():
-            image[:, y1:y2, x1:x2] = 0
+            masked[number, :, y1:y2, x1:x2] = 0
     return masked

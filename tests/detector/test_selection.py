@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from detector.selection import (
+    SelectionRule,
+    best_class_boxes,
+    max_conf,
+    select_max_conf,
+    select_max_nms,
+    select_regions,
+)
+
+
+def test_scores_above_the_threshold_by_falling_score():
+    scores = torch.tensor([0.1, 0.9, 0.5, 0.49, 0.7])
+    rows = select_regions(scores, SelectionRule(0.5, 1, 10))
+    assert rows.tolist() == [1, 4, 2] and rows.dtype == torch.int64
+
+
+def test_filled_up_and_cut():
+    scores = torch.tensor([0.1, 0.9, 0.5, 0.49, 0.7])
+    assert select_regions(scores, SelectionRule(0.5, 4, 10)).tolist() == [1, 4, 2, 3]
+    assert select_regions(scores, SelectionRule(0.5, 10, 20)).tolist() == [1, 4, 2, 3, 0]
+    assert select_regions(scores, SelectionRule(0.5, 1, 2)).tolist() == [1, 4]
+    assert select_regions(scores, SelectionRule(0.5, 3, 3)).tolist() == [1, 4, 2]
+
+
+def test_ties_keep_their_order_and_numpy_works():
+    scores = np.array([0.6, 0.8] * 20, dtype=np.float32)
+    rows = select_regions(scores, SelectionRule(0.7, 0, 100))
+    assert rows.tolist() == list(range(1, 40, 2))
+
+
+def test_no_boxes():
+    assert select_regions(torch.zeros(0), SelectionRule()).tolist() == []
+    assert select_regions(torch.zeros(5), SelectionRule(0.5, 0, 10)).tolist() == []
+    assert select_max_conf(torch.zeros(0, 4), torch.zeros(0, 7), SelectionRule()).tolist() == []
+    rows, _ = select_max_nms(torch.zeros(0, 4), torch.zeros(0), SelectionRule())
+    assert rows.tolist() == []
+
+
+def test_rule_errors():
+    with pytest.raises(ValueError, match="min_regions 5 and max_regions 4"):
+        SelectionRule(0.5, 5, 4)
+    with pytest.raises(ValueError, match="max_regions 0"):
+        SelectionRule(0.5, 0, 0)
+    with pytest.raises(ValueError, match="nan"):
+        SelectionRule(float("nan"), 1, 2)
+    with pytest.raises(ValueError, match="NaN"):
+        select_regions(torch.tensor([0.3, float("nan")]), SelectionRule())
+
+
+BOXES = torch.tensor([[0.0, 0.0, 10.0, 10.0], [0.0, 0.0, 10.0, 9.0], [50.0, 50.0, 60.0, 60.0], [0.0, 1.0, 10.0, 10.0]])
+
+
+def test_max_conf_suppresses_within_a_class_only():
+    probs = torch.tensor([[0.6, 0.10], [0.5, 0.30], [0.15, 0.2], [0.4, 0.05]])
+    # class 0: row 0 suppresses 1 and 3; class 1: row 1 suppresses 0 and 3
+    assert torch.equal(max_conf(BOXES, probs), torch.tensor([0.6, 0.3, 0.2, 0.0]))
+    assert select_max_conf(BOXES, probs, SelectionRule(0.2, 1, 4)).tolist() == [0, 1, 2]
+    assert select_max_conf(BOXES, probs.flip(0), SelectionRule(0.35, 1, 4)).tolist() == [2, 3]
+    assert select_max_conf(BOXES, probs, SelectionRule(0.9, 2, 4)).tolist() == [0, 1]
+    assert select_max_conf(BOXES, probs, SelectionRule(0.0, 1, 3)).tolist() == [0, 1, 2]
+
+
+def test_max_conf_within_bounds_keeps_the_order_of_proposals():
+    boxes = torch.tensor([[0.0, 0.0, 5.0, 5.0], [20.0, 0.0, 25.0, 5.0], [40.0, 0.0, 45.0, 5.0]])
+    probs = torch.tensor([[0.3], [0.9], [0.6]])
+    assert select_max_conf(boxes, probs, SelectionRule(0.2, 1, 3)).tolist() == [0, 1, 2]
+    assert select_max_conf(boxes, probs, SelectionRule(0.2, 1, 2)).tolist() == [1, 2]
+
+
+def test_max_conf_counts_inclusive_pixels():
+    # continuous IoU 1/3; counted with inclusive pixels 12/32 = 0.375
+    boxes = torch.tensor([[0.0, 0.0, 1.0, 10.0], [0.0, 5.0, 1.0, 15.0]])
+    assert max_conf(boxes, torch.tensor([[0.9], [0.8]]), nms_threshold=0.35).tolist() == [pytest.approx(0.9), 0.0]
+    assert max_conf(boxes, torch.tensor([[0.9], [0.8]]), nms_threshold=0.40)[1] > 0
+
+
+def test_max_nms_loosens_until_enough():
+    scores = torch.tensor([0.5, 0.9, 0.8, 0.7])
+    # row 1 overlaps row 0 by 0.95 and row 3 by 0.55
+    boxes = torch.tensor([[0.0, 0, 10, 9.5], [0, 0, 10, 10], [50, 50, 60, 60], [0, 0, 10, 5.5]])
+    rows, threshold = select_max_nms(boxes, scores, SelectionRule(0.2, 2, 4))
+    assert rows.tolist() == [1, 2] and threshold == 0.3
+    rows, threshold = select_max_nms(boxes, scores, SelectionRule(0.99, 3, 4))
+    assert rows.tolist() == [1, 2, 3] and threshold == 0.6
+    rows, threshold = select_max_nms(boxes, scores, SelectionRule(0.2, 4, 4))
+    assert rows.tolist() == [1, 2, 3] and threshold == 0.9  # no threshold keeps four
+    rows, threshold = select_max_nms(boxes, scores, SelectionRule(0.2, 1, 1))
+    assert rows.tolist() == [1] and threshold == 0.3
+
+
+def test_best_class_boxes():
+    probs = torch.tensor([[0.1, 0.6], [0.3, 0.2]])
+    refined = torch.tensor([[[0.0, 0, 1, 1], [-5, 2, 3, 99]], [[1, 1, 2, 2], [0, 0, 9, 9]]])
+    boxes, scores, classes = best_class_boxes(probs, refined.reshape(2, 8), (20, 30))
+    assert boxes.tolist() == [[0, 2, 3, 20], [1, 1, 2, 2]]
+    assert torch.equal(scores, torch.tensor([0.6, 0.3])) and classes.tolist() == [1, 0]
