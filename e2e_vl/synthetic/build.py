@@ -1,0 +1,284 @@
+"""Writes a RefCOCO+-style data set of drawn scenes in the official formats.
+
+Layout under the output folder:
+
+    images/train2014/COCO_train2014_000000000001.jpg    all splits, as in the release
+    refcoco+/instances.json                              COCO frame, with attributes (see ``coco``)
+    refcoco+/refs(unc).p                                 REFER pickle; each sentence also has its ``family``
+    detections/refcoco+_unc/res101_coco_minus_refer_notime_dets.json
+    annotations/instances_train2014.json, captions_train2014.json
+    synthetic.json                                       written last: settings and statistics
+
+A scene depends only on the seed, the name of its split and its number in it: more training scenes leave the
+validation scenes as they are, and the number of processes changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+from tqdm import tqdm
+
+from e2e_vl.synthetic import coco, refer
+from e2e_vl.synthetic.captions import draw_captions
+from e2e_vl.synthetic.detections import DetectionConfig, draw_detections, write_detections
+from e2e_vl.synthetic.language import as_typed
+from e2e_vl.synthetic.relations import SceneFacts
+from e2e_vl.synthetic.sampling import LanguageConfig, draw_references
+from e2e_vl.synthetic.scenes import Scene, SceneConfig, draw_scene
+
+VERSION = 1  # raise it when the same settings give other files
+STAMP = "synthetic.json"
+_UNFINISHED = "synthetic.json.unfinished"
+_IMAGE_FORMATS = {"jpg": [cv2.IMWRITE_JPEG_QUALITY, 95], "png": [cv2.IMWRITE_PNG_COMPRESSION, 3]}
+_SCENES_PER_CHUNK = 16
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One scene to be made: its place in the data set and its file."""
+
+    split: str
+    number: int
+    path: Path
+
+
+def make_refcoco(
+    output: Path,
+    *,
+    scenes: Mapping[str, int],
+    seed: int = 0,
+    config: SceneConfig | None = None,
+    language: LanguageConfig | None = None,
+    detections: DetectionConfig | None = None,
+    image_format: str = "jpg",
+    workers: int = 0,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Write the data set, or do nothing when the folder already holds it.
+
+    Args:
+        output: folder to write to; new, empty, or one of an interrupted run with the same settings.
+        scenes: number of scenes per split, for example {"train": 3500, "val": 200}.
+        seed: of everything drawn.
+        config, language, detections: what is drawn, said and detected; None for the defaults.
+        image_format: "jpg" (quality 95) or "png".
+        workers: processes that draw; 0 draws in this process.
+        progress: whether a progress bar is shown.
+
+    Returns:
+        the content of ``synthetic.json``: "version", "settings" and "statistics" (see ``_statistics``).
+
+    Raises:
+        ValueError: a setting is impossible, or the folder holds other data.
+    """
+    config, language, detections = (
+        config or SceneConfig(),
+        language or LanguageConfig(),
+        detections or DetectionConfig(),
+    )
+    _check(scenes, seed, image_format, workers)
+    settings = _as_json(
+        {
+            "scenes": dict(scenes),
+            "seed": seed,
+            "image_format": image_format,
+            "scene": asdict(config),
+            "language": asdict(language),
+            "detections": asdict(detections),
+        }
+    )
+    output = Path(output)
+    finished = _look_into(output, settings)
+    if finished is not None:
+        return finished
+
+    images_folder = output / "images" / "train2014"
+    images_folder.mkdir(parents=True, exist_ok=True)
+    (output / _UNFINISHED).write_text(json.dumps({"version": VERSION, "settings": settings}), encoding="utf-8")
+    places = [(split, number) for split, count in scenes.items() for number in range(count)]
+    jobs = [
+        _Job(split, number, images_folder / coco.image_file_name(image_id, image_format))
+        for image_id, (split, number) in enumerate(places, start=1)
+    ]
+    make = partial(_make_scene, seed=seed, config=config, language=language, detections=detections)
+    with _mapped(make, jobs, workers) as made:
+        records = list(tqdm(made, total=len(jobs), desc="scenes", unit="scene", disable=not progress))
+
+    dataset = _Dataset()
+    for job, record in zip(jobs, records, strict=True):
+        dataset.add(job, record)
+    dataset.write(output, np.random.default_rng([seed, 0]))
+    stamp = {"version": VERSION, "settings": settings, "statistics": _statistics(jobs, records)}
+    unfinished = output / _UNFINISHED
+    unfinished.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(output / STAMP)
+    return stamp
+
+
+def _check(scenes: Mapping[str, int], seed: int, image_format: str, workers: int) -> None:
+    if sum(scenes.values()) < 1 or min(scenes.values()) < 0 or not all(scenes):
+        raise ValueError(
+            f"scenes must name splits and their numbers of scenes, at least one in all; found {dict(scenes)}"
+        )
+    if seed < 0:
+        raise ValueError(f"seed must not be negative; found {seed}")
+    if workers < 0:
+        raise ValueError(f"workers must not be negative; found {workers}")
+    if image_format not in _IMAGE_FORMATS:
+        raise ValueError(f"image_format must be one of {', '.join(_IMAGE_FORMATS)}; found {image_format!r}")
+
+
+def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings as they come back from a JSON file: tuples as lists."""
+    return json.loads(json.dumps(settings))
+
+
+def _look_into(output: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The stamp of a folder that already holds this data; None when it is to be written."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is a file, not a folder: choose another output folder")
+    if not output.exists() or not any(output.iterdir()):
+        return None
+    for name in (STAMP, _UNFINISHED):
+        path = output / name
+        if not path.exists():
+            continue
+        try:
+            stamp = json.loads(path.read_text(encoding="utf-8"))
+            found = {"version": stamp["version"], **stamp["settings"]}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} cannot be read ({error}): remove the folder {output} and start again") from error
+        wanted = {"version": VERSION, **settings}
+        differing = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
+        if differing:
+            raise ValueError(
+                f"{output} holds synthetic data made with other settings ({', '.join(differing)}): remove the folder "
+                "or choose another one"
+            )
+        return stamp if name == STAMP else None
+    raise ValueError(f"{output} is not empty and was not written by this tool: choose another output folder")
+
+
+@contextmanager
+def _mapped(function: Any, jobs: list[_Job], workers: int) -> Iterator[Iterator[dict[str, Any]]]:
+    """``map`` in this process or over several, in order."""
+    if workers == 0:
+        yield map(function, jobs)
+        return
+    # Spawned, not forked: the caller may have threads running (torch).
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=cv2.setNumThreads, initargs=(1,)) as pool:
+        yield pool.map(function, jobs, chunksize=_SCENES_PER_CHUNK)
+
+
+def _make_scene(
+    job: _Job, *, seed: int, config: SceneConfig, language: LanguageConfig, detections: DetectionConfig
+) -> dict[str, Any]:
+    """Draw a scene, write its image, and return what is said and annotated about it."""
+    rng = np.random.default_rng([seed, zlib.crc32(job.split.encode()), job.number])
+    scene = draw_scene(config, rng)
+    facts = SceneFacts(scene)
+    extension = job.path.suffix[1:]
+    if not cv2.imwrite(str(job.path), scene.image[..., ::-1], _IMAGE_FORMATS[extension]):
+        raise OSError(f"{job.path} cannot be written")
+    return {
+        "size": scene.image.shape[:2],
+        "objects": [(item.look, _xywh(item.box), item.area, coco.polygons(item.visible)) for item in scene.objects],
+        "references": [
+            (item.target, item.sentence, as_typed(item.sentence, rng), item.expression.family)
+            for item in draw_references(facts, language, rng)
+        ],
+        "captions": draw_captions(facts, rng),
+        "detections": draw_detections(scene, detections, rng),
+        "baselines": _baselines(scene),
+    }
+
+
+def _xywh(box: tuple[int, int, int, int]) -> list[float]:
+    x1, y1, x2, y2 = box
+    return [float(x1), float(y1), float(x2 - x1), float(y2 - y1)]
+
+
+class _Dataset:
+    """Collects the records of all scenes and gives them their ids."""
+
+    def __init__(self) -> None:
+        self.images: list[dict[str, Any]] = []
+        self.annotations: list[dict[str, Any]] = []
+        self.refs: list[dict[str, Any]] = []
+        self.captions: dict[int, list[str]] = {}
+        self.detections: dict[int, list[dict[str, Any]]] = {}
+        self._sentences = 0
+
+    def add(self, job: _Job, record: dict[str, Any]) -> None:
+        image_id = len(self.images) + 1
+        height, width = record["size"]
+        self.images.append(coco.image_record(image_id, job.path.name, height, width))
+        annotations = [
+            coco.annotation_record(number, image_id, *entry)
+            for number, entry in enumerate(record["objects"], start=len(self.annotations) + 1)
+        ]
+        self.annotations += annotations
+        said: dict[int, list[dict[str, Any]]] = {}
+        for target, sentence, raw, family in record["references"]:
+            entry = refer.sentence_record(self._sentences, sentence, raw, family)
+            said.setdefault(target, []).append(entry)
+            self._sentences += 1
+        for target, sentences in said.items():
+            ref = refer.ref_record(len(self.refs), annotations[target], job.path.name, job.split, sentences)
+            self.refs.append(ref)
+        self.captions[image_id] = record["captions"]
+        self.detections[image_id] = record["detections"]
+
+    def write(self, output: Path, rng: np.random.Generator) -> None:
+        coco.write_instances(output / "refcoco+" / "instances.json", self.images, self.annotations)
+        coco.write_instances(output / "annotations" / "instances_train2014.json", self.images, self.annotations)
+        coco.write_captions(output / "annotations" / "captions_train2014.json", self.images, self.captions)
+        refer.write_refs(output / "refcoco+" / "refs(unc).p", self.refs)
+        name = "res101_coco_minus_refer_notime_dets.json"
+        write_detections(output / "detections" / "refcoco+_unc" / name, self.detections, rng)
+
+
+def _baselines(scene: Scene) -> dict[str, int]:
+    """What someone would choose who does not read the sentence: indices of objects."""
+    boxes = np.array([item.box for item in scene.objects], float)
+    centres = (boxes[:, :2] + boxes[:, 2:]) / 2
+    h, w = scene.image.shape[:2]
+    return {
+        "biggest": int(np.argmax([item.area for item in scene.objects])),
+        "most_central": int(np.argmin(np.linalg.norm(centres - (w / 2, h / 2), axis=1))),
+    }
+
+
+def _statistics(jobs: list[_Job], records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Numbers about the data: sizes, shares of the families, and the accuracy of choices that ignore the sentence."""
+    said = [(reference, record) for record in records for reference in record["references"]]
+    families = Counter(family for (_, _, _, family), _ in said)
+    refs = sum(len({target for target, *_ in record["references"]}) for record in records)
+    blind = {
+        name: round(float(np.mean([record["baselines"][name] == target for (target, *_), record in said])), 4)
+        for name in ("biggest", "most_central")
+    }
+    return {
+        "images": dict(Counter(job.split for job in jobs)),
+        "objects_per_image": round(float(np.mean([len(record["objects"]) for record in records])), 3),
+        "refs_per_image": round(refs / len(records), 3),
+        "expressions_per_image": round(len(said) / len(records), 3),
+        "words_per_expression": round(float(np.mean([len(item[1].split()) for item, _ in said])), 3),
+        "families": {name: round(count / len(said), 4) for name, count in sorted(families.items())},
+        "blind_accuracy": blind
+        | {"chance": round(float(np.mean([1 / len(record["objects"]) for _, record in said])), 4)},
+    }

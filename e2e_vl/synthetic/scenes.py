@@ -1,0 +1,288 @@
+"""Drawn scenes: objects that differ in shape, colour, size and texture, partly occluded, on a textured ground.
+
+Objects are painted in order, later ones over earlier ones. What is annotated is what can be seen: an object's mask
+and box are those of its visible part, as people outline objects in COCO.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cv2
+import numpy as np
+
+from e2e_vl.synthetic import drawing
+
+SHAPES = tuple(drawing.SHAPES)
+COLOURS = tuple(drawing.COLOURS)
+TEXTURES = drawing.TEXTURES
+SIZES = ("small", "big")
+
+_ATTEMPTS_PER_OBJECT = 40
+_ATTEMPTS_PER_SCENE = 200
+_MAX_ROTATION = 0.2  # radians; less than a square needs to look like a diamond
+_MIN_VISIBLE_SIDE = 0.85  # share of an object's longer side: a big object never shrinks to a small one's box
+_MIN_OVERLAP = 0.04  # share of the smaller object: objects overlap visibly or keep apart, never graze
+_MIN_GAP = 3  # pixels between objects that keep apart
+
+
+@dataclass(frozen=True)
+class SceneConfig:
+    """What scenes contain.
+
+    Attributes:
+        min_side, max_side: height and width of a scene are drawn from this range, pixels.
+        min_objects, max_objects: number of objects.
+        small, big: ranges of the longer side of unoccluded small and big objects, pixels.
+        shapes, colours, textures: what objects are drawn from.
+        min_visible: least visible share of every object's pixels.
+        max_box_iou: largest IoU between the boxes of two objects; below 0.5, so that IoU 0.5 identifies one object.
+        share: probability that an object repeats attributes of an earlier one, so that few words are not enough.
+        twin: probability that such an object repeats all of them.
+        touch: probability that an object is put close to or over an earlier one.
+
+    Raises:
+        ValueError: a value is impossible; the message names it.
+    """
+
+    min_side: int = 128
+    max_side: int = 128
+    min_objects: int = 5
+    max_objects: int = 10
+    small: tuple[int, int] = (16, 22)
+    big: tuple[int, int] = (29, 40)
+    shapes: tuple[str, ...] = SHAPES
+    colours: tuple[str, ...] = COLOURS
+    textures: tuple[str, ...] = ("plain", "striped")
+    min_visible: float = 0.6
+    max_box_iou: float = 0.4
+    share: float = 0.65
+    twin: float = 0.06
+    touch: float = 0.4
+
+    def __post_init__(self) -> None:
+        for name in ("small", "big", "shapes", "colours", "textures"):  # lists when they come from a YAML file
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, known in (("shapes", SHAPES), ("colours", COLOURS), ("textures", TEXTURES)):
+            unknown = [value for value in getattr(self, name) if value not in known]
+            if unknown or not getattr(self, name):
+                raise ValueError(f"scene.{name} must be some of {', '.join(known)}; found {unknown or 'none'}")
+        if not 1 <= self.min_objects <= self.max_objects:
+            raise ValueError(
+                f"scene.min_objects {self.min_objects} and max_objects {self.max_objects} are not a range from 1 up"
+            )
+        if not 4 <= self.small[0] <= self.small[1] < self.big[0] <= self.big[1]:
+            raise ValueError(
+                f"scene.small {self.small} must lie below scene.big {self.big}, both as (least, most) >= 4"
+            )
+        if not self.big[1] + 4 <= self.min_side <= self.max_side:
+            raise ValueError(
+                f"scene.min_side {self.min_side} and max_side {self.max_side} must be a range that holds the "
+                f"biggest object, {self.big[1]} pixels and a margin of 4"
+            )
+        for name in ("min_visible", "share", "twin", "touch"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"scene.{name} must lie in [0, 1]; found {getattr(self, name)}")
+        if not 0 <= self.max_box_iou < 0.5:
+            raise ValueError(f"scene.max_box_iou must lie in [0, 0.5); found {self.max_box_iou}")
+
+
+@dataclass(frozen=True)
+class Look:
+    """The four attributes that words can name."""
+
+    shape: str
+    colour: str
+    texture: str
+    size: str  # "small" or "big"
+
+
+@dataclass(frozen=True, eq=False)
+class SceneObject:
+    """One object of a scene.
+
+    Attributes:
+        look: its attributes.
+        extent: longer side of its unoccluded outline, pixels.
+        full: bool [H, W], its pixels before anything was painted over it.
+        visible: bool [H, W], its pixels that can be seen.
+        box: (x1, y1, x2, y2) around the visible pixels, edges of pixels, so x2 - x1 is the width.
+    """
+
+    look: Look
+    extent: float
+    full: np.ndarray
+    visible: np.ndarray
+    box: tuple[int, int, int, int]
+
+    @property
+    def area(self) -> int:
+        """Number of visible pixels."""
+        return int(np.count_nonzero(self.visible))
+
+    @property
+    def visible_extent(self) -> int:
+        """Longer side of the box, pixels."""
+        return max(self.box[2] - self.box[0], self.box[3] - self.box[1])
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """A picture and its objects, in the order of painting: later objects lie in front of earlier ones.
+
+    Attributes:
+        image: uint8 [H, W, 3], RGB.
+        objects: the objects, back to front.
+    """
+
+    image: np.ndarray
+    objects: list[SceneObject]
+
+
+def draw_scene(config: SceneConfig, rng: np.random.Generator) -> Scene:
+    """Draw one scene; the same generator state gives the same scene.
+
+    Raises:
+        ValueError: the objects do not fit into a scene of this size.
+    """
+    h, w = (int(side) for side in rng.integers(config.min_side, config.max_side + 1, 2))
+    count = int(rng.integers(config.min_objects, config.max_objects + 1))
+    for _ in range(_ATTEMPTS_PER_SCENE):
+        placed = _place_objects(config, h, w, count, rng)
+        if placed is not None:
+            break
+    else:
+        raise ValueError(
+            f"{count} objects do not fit into a scene of {w} x {h} pixels: use fewer or smaller objects, a larger "
+            "scene, or a lower scene.min_visible"
+        )
+    image = drawing.paint_background(h, w, rng)
+    for item, patch in placed:
+        drawing.paint(image, patch, item.look.colour, item.look.texture, rng)
+    image += rng.standard_normal((h, w), np.float32)[..., None] * 2.5
+    image = np.clip(np.rint(image), 0, 255).astype(np.uint8)
+    return Scene(image=image, objects=[item for item, _ in placed])
+
+
+_Patch = tuple[np.ndarray, np.ndarray, tuple[int, int]]
+
+
+def _place_objects(
+    config: SceneConfig, h: int, w: int, count: int, rng: np.random.Generator
+) -> list[tuple[SceneObject, _Patch]] | None:
+    """Looks and places of all objects, or None when one of them found no place."""
+    objects: list[SceneObject] = []
+    patches: list[_Patch] = []
+    for _ in range(count):
+        look = _draw_look(config, [item.look for item in objects], rng)
+        extent = float(rng.uniform(*(config.small if look.size == "small" else config.big)))
+        points = drawing.outline(look.shape, extent, rng.uniform(-_MAX_ROTATION, _MAX_ROTATION))
+        for _ in range(_ATTEMPTS_PER_OBJECT):
+            centre = _draw_centre(config, h, w, points, objects, rng)
+            if centre is None or _boxes_overlap_too_much(points, centre, objects, config.max_box_iou):
+                continue
+            patch = drawing.cover(points, centre)
+            full = np.zeros((h, w), bool)
+            (x0, y0), (ph, pw) = patch[2], patch[0].shape
+            full[y0 : y0 + ph, x0 : x0 + pw] = patch[0] >= 0.5
+            updated = _put_in_front(objects, SceneObject(look, extent, full, full, _tight_box(full)), config)
+            if updated is not None:
+                objects = updated
+                patches.append(patch)
+                break
+        else:
+            return None
+    return list(zip(objects, patches, strict=True))
+
+
+def _draw_look(config: SceneConfig, earlier: list[Look], rng: np.random.Generator) -> Look:
+    choices = {"shape": config.shapes, "colour": config.colours, "texture": config.textures, "size": SIZES}
+    if not earlier or rng.random() >= config.share:
+        return Look(**{name: str(rng.choice(values)) for name, values in choices.items()})
+    look = earlier[rng.integers(len(earlier))]
+    if rng.random() < config.twin:
+        return look
+    changed = rng.permutation(list(choices))[: rng.integers(1, 3)]
+    for name in changed:
+        others = [value for value in choices[name] if value != getattr(look, name)]
+        if others:
+            look = replace(look, **{str(name): str(rng.choice(others))})
+    return look
+
+
+def _draw_centre(
+    config: SceneConfig,
+    h: int,
+    w: int,
+    points: np.ndarray,
+    objects: list[SceneObject],
+    rng: np.random.Generator,
+) -> tuple[float, float] | None:
+    """A centre (x, y) that keeps the whole outline inside the scene, or None."""
+    margin_x, margin_y = points.max(axis=0) + 2
+    if objects and rng.random() < config.touch:
+        other = objects[rng.integers(len(objects))]
+        x1, y1, x2, y2 = other.box
+        reach = (points.max() + other.extent / 2) * rng.uniform(0.6, 1.2)
+        angle = rng.uniform(0, 2 * np.pi)
+        x, y = (x1 + x2) / 2 + reach * np.cos(angle), (y1 + y2) / 2 + reach * np.sin(angle)
+    else:
+        x, y = rng.uniform(margin_x, w - margin_x), rng.uniform(margin_y, h - margin_y)
+    inside = margin_x <= x <= w - margin_x and margin_y <= y <= h - margin_y
+    return (float(x), float(y)) if inside else None
+
+
+def _boxes_overlap_too_much(
+    points: np.ndarray, centre: tuple[float, float], objects: list[SceneObject], limit: float
+) -> bool:
+    """A quick look at the boxes before anything is rasterised."""
+    (x1, y1), (x2, y2) = points.min(axis=0) + centre, points.max(axis=0) + centre
+    return any(_box_iou((x1, y1, x2, y2), item.box) > limit for item in objects)
+
+
+def _put_in_front(objects: list[SceneObject], new: SceneObject, config: SceneConfig) -> list[SceneObject] | None:
+    """The objects with ``new`` in front of them all, or None when that hides too much or leaves a doubtful contact."""
+    updated = []
+    reach = _MIN_GAP
+    nx1, ny1, nx2, ny2 = new.box
+    window = (slice(max(ny1 - reach, 0), ny2 + reach), slice(max(nx1 - reach, 0), nx2 + reach))
+    grown = None
+    for item in objects:
+        overlap = np.count_nonzero(item.full[window] & new.full[window])
+        if overlap == 0:
+            if item.full[window].any():
+                if grown is None:
+                    grown = cv2.dilate(new.full[window].view(np.uint8), np.ones((2 * reach + 1,) * 2, np.uint8)) > 0
+                if (grown & item.full[window]).any():
+                    return None
+            updated.append(item)
+            continue
+        full_area = np.count_nonzero(item.full)
+        if overlap < _MIN_OVERLAP * min(full_area, new.area) or overlap > 0.75 * new.area:
+            return None
+        visible = item.visible & ~new.full
+        if np.count_nonzero(visible) < config.min_visible * full_area:
+            return None
+        item = replace(item, visible=visible, box=_tight_box(visible))
+        if item.visible_extent < _MIN_VISIBLE_SIDE * item.extent:
+            return None
+        updated.append(item)
+    updated.append(new)
+    boxes = [item.box for item in updated]
+    for i, box in enumerate(boxes):
+        if any(_box_iou(box, other) > config.max_box_iou for other in boxes[:i]):
+            return None
+    return updated
+
+
+def _tight_box(mask: np.ndarray) -> tuple[int, int, int, int]:
+    x, y, w, h = cv2.boundingRect(mask.view(np.uint8))
+    return x, y, x + w, y + h
+
+
+def _box_iou(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> float:
+    w, h = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    if w <= 0 or h <= 0:
+        return 0.0
+    inter = w * h
+    return inter / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - inter)

@@ -1,0 +1,84 @@
+"""Make a RefCOCO+-style data set of drawn scenes in the official formats.
+
+    python tools/make_synthetic.py --output data/synthetic --train 3500 --val 200 --testA 100 --testB 100
+
+The layout is described in ``e2e_vl/synthetic/build.py``. The same settings give the same files; a second call with
+the same settings does nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from e2e_vl.synthetic import LanguageConfig, SceneConfig, make_refcoco
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Arguments of the command line."""
+    scene = SceneConfig()
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
+    for split, count in (("train", 3500), ("val", 200), ("testA", 100), ("testB", 100)):
+        parser.add_argument(f"--{split}", type=int, default=count, metavar="N", help=f"number of {split} scenes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything drawn")
+    parser.add_argument("--min-objects", type=int, default=scene.min_objects, help="fewest objects in a scene")
+    parser.add_argument("--max-objects", type=int, default=scene.max_objects, help="most objects in a scene")
+    parser.add_argument("--min-side", type=int, default=scene.min_side, help="least height and width, pixels")
+    parser.add_argument("--max-side", type=int, default=scene.max_side, help="largest height and width, pixels")
+    parser.add_argument("--textures", nargs="+", default=list(scene.textures), help="textures of the objects")
+    parser.add_argument(
+        "--families",
+        nargs="+",
+        default=[f"{name}={share}" for name, share in LanguageConfig().family_mix.items()],
+        metavar="NAME=SHARE",
+        help="mix of the families of expressions",
+    )
+    parser.add_argument("--image-format", choices=("jpg", "png"), default="jpg", help="format of the images")
+    parser.add_argument("--workers", type=int, default=0, help="processes that draw; 0 draws in this process")
+    parser.add_argument("--quiet", action="store_true", help="show no progress bar")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Make the data set and print what it holds."""
+    options = parse_arguments(arguments)
+    try:
+        stamp = make_refcoco(
+            options.output,
+            scenes={split: getattr(options, split) for split in ("train", "val", "testA", "testB")},
+            seed=options.seed,
+            config=SceneConfig(
+                min_objects=options.min_objects,
+                max_objects=options.max_objects,
+                min_side=options.min_side,
+                max_side=options.max_side,
+                textures=tuple(options.textures),
+            ),
+            language=LanguageConfig(family_mix=_parse_shares(options.families)),
+            image_format=options.image_format,
+            workers=options.workers,
+            progress=not options.quiet,
+        )
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(json.dumps(stamp["statistics"], indent=2))
+
+
+def _parse_shares(items: list[str]) -> dict[str, float]:
+    shares = {}
+    for item in items:
+        name, _, share = item.partition("=")
+        try:
+            shares[name] = float(share)
+        except ValueError:
+            raise ValueError(f"--families needs NAME=SHARE such as attribute=0.55; found {item!r}") from None
+    return shares
+
+
+if __name__ == "__main__":
+    main()
