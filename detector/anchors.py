@@ -1,0 +1,64 @@
+"""Anchors of a single feature map: one set of cell anchors, repeated at every position.
+
+Shape legend
+    C     anchors per cell = sizes * aspect ratios
+    h, w  height and width of the feature map
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def make_cell_anchors(sizes: Sequence[float], aspect_ratios: Sequence[float]) -> Tensor:
+    """float32 [C, 4], anchors centred on (0, 0): sizes in the outer loop, ratios (height / width) in the inner one.
+
+    A size is the square root of the area in pixels of the network input. Corners are not rounded (torchvision's are).
+    """
+    anchors = []
+    for size in sizes:
+        for ratio in aspect_ratios:
+            width = math.sqrt(size**2 / ratio)
+            height = ratio * width
+            anchors.append((-width / 2, -height / 2, width / 2, height / 2))
+    return torch.tensor(anchors)
+
+
+class AnchorGenerator(nn.Module):
+    """Anchors of a feature map of known stride.
+
+    The cell anchors are a buffer that is not saved, as in Detectron2 since May 2021; older checkpoints hold them under
+    `cell_anchors.0`, and `detector.checkpoint` compares those with the configured ones.
+    """
+
+    cell_anchors: Tensor
+
+    def __init__(
+        self, *, sizes: Sequence[float], aspect_ratios: Sequence[float], stride: int, offset: float = 0.0
+    ) -> None:
+        """
+        Args:
+            stride: pixels of the network input per cell of the feature map.
+            offset: place of the first anchor's centre, as a fraction of the stride.
+        """
+        super().__init__()
+        self.stride = stride
+        self.offset = offset
+        self.register_buffer("cell_anchors", make_cell_anchors(sizes, aspect_ratios), persistent=False)
+
+    def __len__(self) -> int:
+        return len(self.cell_anchors)
+
+    def forward(self, height: int, width: int) -> Tensor:
+        """float32 [h * w * C, 4], rows ordered by (y, x, cell anchor), the last running fastest."""
+        options = {"dtype": torch.float32, "device": self.cell_anchors.device}
+        start = self.offset * self.stride
+        x = torch.arange(start, start + width * self.stride, self.stride, **options)[:width]
+        y = torch.arange(start, start + height * self.stride, self.stride, **options)[:height]
+        grid_y, grid_x = torch.meshgrid(y, x, indexing="ij")
+        shifts = torch.stack((grid_x, grid_y, grid_x, grid_y), dim=-1)
+        return (shifts[:, :, None] + self.cell_anchors).reshape(-1, 4)

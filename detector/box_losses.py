@@ -1,0 +1,35 @@
+"""Box regression losses shared by the RPN and the box head, as Detectron2 sums them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.ops import complete_box_iou_loss, distance_box_iou_loss, generalized_box_iou_loss
+
+from detector.boxes import decode_deltas, encode_deltas
+
+IOU_LOSSES = {"giou": generalized_box_iou_loss, "diou": distance_box_iou_loss, "ciou": complete_box_iou_loss}
+
+
+def box_regression_loss(
+    deltas: Tensor, boxes: Tensor, targets: Tensor, *, weights: Sequence[float], kind: str, smooth_l1_beta: float
+) -> Tensor:
+    """Sum over positive boxes of how far their predicted deltas are from the annotated boxes.
+
+    Args:
+        deltas: float [P, 4], predicted for P positive anchors or proposals.
+        boxes: float [P, 4], the anchors or proposals.
+        targets: float [P, 4], the annotated box of each.
+        weights: of the box coder.
+        kind: "smooth_l1" compares deltas; "giou", "diou" and "ciou" compare decoded boxes.
+        smooth_l1_beta: where L1 becomes L2; 0 is plain L1.
+
+    Returns:
+        scalar; 0 (with a gradient of 0) when P is 0.
+    """
+    if kind == "smooth_l1":
+        wanted = encode_deltas(boxes, targets, weights)
+        return F.smooth_l1_loss(deltas.float(), wanted, beta=smooth_l1_beta, reduction="sum")
+    return IOU_LOSSES[kind](decode_deltas(deltas, boxes, weights), targets, reduction="sum")

@@ -1,0 +1,227 @@
+"""The built-in detector: a C4 ResNet Faster R-CNN that gives the numbers of Detectron2's, on torchvision's operators.
+
+Shape legend
+    N     images
+    H, W  height and width of the padded batch
+    R     regions of one image
+    D     width of a region feature = channels of res5
+    K     foreground classes, background is class K
+
+One forward pass runs the trunk once, and res5 once for everything described: whole images, regions, RoIs of the losses.
+(Where the detector finds its own boxes, a pass over the proposals comes before.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from detector.boxes import check_boxes, is_larger
+from detector.config import DetectorConfig
+from detector.interface import Detector
+from detector.pixel_masking import mask_pixels
+from detector.resnet import ResNet
+from detector.roi_heads import Detections, Res5ROIHeads, to_rois
+from detector.rpn import RPN
+from detector.structures import DetectionTargets, ImageBatch, Regions
+
+
+class FasterRCNN(Detector):
+    """Faster R-CNN with Detectron2's parameter names: its checkpoints load with `strict=True`."""
+
+    def __init__(self, config: DetectorConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.feature_dim = config.resnet.res5_channels
+        self.num_classes = config.roi_heads.num_classes
+        self.backbone = ResNet(config.resnet)
+        self.proposal_generator = RPN(config)
+        self.roi_heads = Res5ROIHeads(config)
+
+    def forward(
+        self,
+        images: ImageBatch,
+        boxes: list[Tensor] | None = None,
+        targets: DetectionTargets | None = None,
+        *,
+        pixel_masks: list[Tensor] | None = None,
+        roi_masks: list[Tensor] | None = None,
+        whole_image: bool = False,
+    ) -> Regions:
+        """See `Detector.forward`.
+
+        Scores and classes of RoIs sampled in training are those of their best foreground class; a whole-image row has
+        score 1 and class K (background). Losses whose `mean` is Detectron2's value, weights included.
+        """
+        self._check_input(images, boxes, targets, roi_masks)
+        sizes = [(height, width) for height, width in images.sizes.tolist()]
+        features = self.features(images, pixel_masks)
+
+        losses = {}
+        sampled = detections = None
+        if boxes is None or targets is not None:
+            rpn_output = self.proposal_generator(features)
+            proposals = self.proposal_generator.propose(rpn_output, sizes).boxes
+        if targets is not None:
+            losses |= self.proposal_generator.losses(rpn_output, targets, sizes)
+            sampled = self.roi_heads.label_and_sample(proposals, targets)
+        if boxes is None and (sampled is None or not self.training):
+            detections, proposal_features = self.detect(features, proposals, sizes)
+
+        groups: dict[str, list[Tensor]] = {}
+        if whole_image:
+            groups["whole"] = _whole_image_boxes(images.sizes)
+        if boxes is not None:
+            groups["regions"] = boxes
+        elif detections is not None and proposal_features is None:
+            groups["regions"] = detections.boxes
+        if sampled is not None:
+            groups["sampled"] = sampled.boxes
+        pooled = self._describe(features, groups, roi_masks)
+
+        if sampled is not None:
+            losses |= self.roi_heads.losses(torch.cat(pooled["sampled"]), sampled, targets)
+        if boxes is not None:
+            region_boxes, region_features = boxes, pooled["regions"]
+        elif detections is None:
+            region_boxes, region_features = sampled.boxes, pooled["sampled"]
+        else:
+            region_boxes = detections.boxes
+            region_features = pooled["regions"] if proposal_features is None else proposal_features
+        if whole_image:
+            region_boxes = _prepend(groups["whole"], region_boxes)
+            region_features = _prepend(pooled["whole"], region_features)
+        regions = self._make_regions(region_boxes, region_features)
+        regions.losses = losses
+        if boxes is None:
+            self._add_scores(regions, detections, whole_image)
+        return regions
+
+    def features(self, images: ImageBatch, pixel_masks: list[Tensor] | None = None) -> Tensor:
+        """res4 of the padded batch, float [N, channels, H / stride, W / stride]."""
+        pixels = images.pixels
+        if pixel_masks is not None:
+            pixels = mask_pixels(pixels, images.sizes, pixel_masks)
+        return self.backbone(pixels.contiguous(memory_format=torch.channels_last))
+
+    def detect(
+        self, features: Tensor, proposals: list[Tensor], sizes: list[tuple[int, int]]
+    ) -> tuple[Detections, list[Tensor] | None]:
+        """Final boxes from proposals (N x [P, 4]), and the features of the proposals they came from.
+
+        The features are None where FEATURES_OF is "final": then nothing here is differentiable.
+        """
+        keep_features = self.config.roi_heads.features_of == "proposal"
+        with torch.set_grad_enabled(torch.is_grad_enabled() and keep_features):
+            pooled = self.roi_heads.describe(features, to_rois(proposals))
+            logits, deltas = self.roi_heads.box_predictor(pooled)
+        detections = self.roi_heads.detect(logits, deltas, proposals, sizes)
+        if not keep_features:
+            return detections, None
+        split = pooled.split([len(boxes) for boxes in proposals])
+        return detections, [rows[index] for rows, index in zip(split, detections.proposal_index, strict=True)]
+
+    def _describe(
+        self, features: Tensor, groups: dict[str, list[Tensor]], roi_masks: list[Tensor] | None
+    ) -> dict[str, list[Tensor]]:
+        """Pooled features of several groups of N x [R, 4] boxes in one pass; masks belong to the group "regions"."""
+        if not groups:
+            return {}
+        masks = None
+        if roi_masks is not None:
+            side = roi_masks[0].shape[-1]
+            ones = {
+                name: [mask.new_ones(len(b), side, side) for b, mask in zip(boxes, roi_masks, strict=True)]
+                for name, boxes in groups.items()
+            }
+            masks = torch.cat([mask for group in (ones | {"regions": roi_masks}).values() for mask in group])
+        rois = torch.cat([to_rois(boxes) for boxes in groups.values()])
+        pooled = self.roi_heads.describe(features, rois, masks)
+        split = iter(pooled.split([len(rows) for boxes in groups.values() for rows in boxes]))
+        return {name: [next(split) for _ in boxes] for name, boxes in groups.items()}
+
+    def _make_regions(self, boxes: list[Tensor], features: list[Tensor]) -> Regions:
+        counts = [len(rows) for rows in boxes]
+        joined = torch.cat(features)
+        predictor = self.roi_heads.box_predictor
+        logits = predictor.class_logits(joined)
+        attributes = None
+        if predictor.has_attributes:
+            attributes = predictor.attributes(joined, logits.argmax(dim=1))[:, :-1].split(counts)
+        return Regions(
+            boxes=boxes,
+            features=features,
+            class_logits=list(logits.split(counts)),
+            attribute_logits=None if attributes is None else list(attributes),
+        )
+
+    @torch.no_grad()
+    def _add_scores(self, regions: Regions, detections: Detections | None, whole_image: bool) -> None:
+        if detections is None:
+            best = [logits.softmax(dim=1)[:, :-1].max(dim=1) for logits in regions.class_logits]
+            scores, classes = [pair.values for pair in best], [pair.indices for pair in best]
+            if whole_image:
+                scores, classes = [rows[1:] for rows in scores], [rows[1:] for rows in classes]
+        else:
+            scores, classes = detections.scores, detections.classes
+        if whole_image:
+            scores = [torch.cat((rows.new_ones(1), rows)) for rows in scores]
+            classes = [torch.cat((rows.new_full((1,), self.num_classes), rows)) for rows in classes]
+        regions.scores, regions.classes = scores, classes
+
+    def _check_input(
+        self,
+        images: ImageBatch,
+        boxes: list[Tensor] | None,
+        targets: DetectionTargets | None,
+        roi_masks: list[Tensor] | None,
+    ) -> None:
+        if roi_masks is not None and boxes is None:
+            raise ValueError("roi_masks belong to given boxes: pass boxes too.")
+        if boxes is not None:
+            _check_all_boxes(boxes, images.names, "box")
+        if targets is None:
+            return
+        _check_all_boxes(targets.boxes, images.names, "annotated box")
+        _check_labels(targets.classes, targets.boxes, images.names, "class", 0, self.num_classes)
+        if targets.attributes is not None and self.roi_heads.box_predictor.has_attributes:
+            number = self.config.attributes.num_classes
+            _check_labels(targets.attributes, targets.boxes, images.names, "attribute", -1, number)
+
+
+def _whole_image_boxes(sizes: Tensor) -> list[Tensor]:
+    """N x [1, 4]: [0, 0, width - 1, height - 1], VL-BERT's box of the whole image."""
+    corner = sizes.flip(1).float() - 1
+    return list(torch.cat((torch.zeros_like(corner), corner), dim=1)[:, None])
+
+
+def _prepend(first: list[Tensor], rest: list[Tensor]) -> list[Tensor]:
+    return [torch.cat(pair) for pair in zip(first, rest, strict=True)]
+
+
+def _check_all_boxes(boxes: list[Tensor], names: list[str], what: str) -> None:
+    if len(boxes) != len(names):
+        raise ValueError(f"{len(boxes)} lists of boxes were given for {len(names)} images.")
+    if all(rows.ndim == 2 and rows.shape[1] == 4 for rows in boxes):  # one synchronisation for the whole batch
+        joined = torch.cat(boxes)
+        if bool((torch.isfinite(joined).all(dim=1) & is_larger(joined)).all()):
+            return
+    for rows, name in zip(boxes, names, strict=True):
+        check_boxes(rows, name, what)
+
+
+def _check_labels(
+    labels: list[Tensor], boxes: list[Tensor], names: list[str], what: str, lowest: int, number: int
+) -> None:
+    """Labels N x [G, ...] must lie in lowest .. number - 1, one row per annotated box."""
+    for rows, image_boxes, name in zip(labels, boxes, names, strict=True):
+        if len(rows) != len(image_boxes):
+            raise ValueError(f"{name}: {len(image_boxes)} annotated boxes, but {len(rows)} rows of {what} labels.")
+    joined = torch.cat([rows.flatten() for rows in labels])
+    if bool(((joined >= lowest) & (joined < number)).all()):
+        return
+    for rows, name in zip(labels, names, strict=True):
+        wrong = ((rows < lowest) | (rows >= number)).nonzero()
+        if len(wrong):
+            row, value = int(wrong[0, 0]), int(rows[tuple(wrong[0])])
+            raise ValueError(f"{name}: annotated object {row} has {what} label {value}, not {lowest} .. {number - 1}.")

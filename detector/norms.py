@@ -1,0 +1,73 @@
+"""Normalisation layers of the ResNet, chosen by Detectron2's `MODEL.RESNETS.NORM`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
+from torchvision.ops.misc import FrozenBatchNorm2d
+
+GROUPS = 32  # of GroupNorm (Wu & He, section 4.1)
+BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """torch's SyncBatchNorm, which also works between CPU processes (torch's own refuses CPU tensors)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if x.is_cuda or not self.training or not distributed or torch.distributed.get_world_size() == 1:
+            return super().forward(x)
+        values = x.float()
+        count = values.new_tensor([values.numel() / values.shape[1]])
+        sums = torch.cat((values.sum(dim=(0, 2, 3)), values.square().sum(dim=(0, 2, 3)), count))
+        total, total_square, count = all_reduce(sums).split((self.num_features, self.num_features, 1))
+        mean = total / count
+        variance = (total_square / count - mean.square()).clamp(min=0)
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean, momentum)
+            self.running_var.lerp_(variance * count / (count - 1).clamp(min=1), momentum)
+        scale = self.weight * torch.rsqrt(variance + self.eps)
+        shift = self.bias - mean * scale
+        return (values * scale[:, None, None] + shift[:, None, None]).to(x.dtype)
+
+
+def make_norm(name: str, channels: int) -> nn.Module:
+    """A normalisation layer of `channels` channels.
+
+    Args:
+        name: FrozenBN (fixed affine map), BN, SyncBN (statistics of all processes) or GN (32 groups; where 32 does
+            not divide the channels, which Detectron2 refuses, the greatest common divisor).
+    """
+    if name == "FrozenBN":
+        norm = FrozenBatchNorm2d(channels)
+        norm.running_var -= norm.eps  # as Detectron2: exactly the identity until statistics are loaded
+        return norm
+    if name == "BN":
+        return nn.BatchNorm2d(channels)
+    if name == "SyncBN":
+        return SyncBatchNorm(channels)
+    if name == "GN":
+        return nn.GroupNorm(math.gcd(GROUPS, channels), channels)
+    raise ValueError(f"MODEL.RESNETS.NORM = {name!r} is not supported.")
+
+
+def freeze(module: nn.Module) -> None:
+    """Take all gradients from a module and turn its batch norms into FrozenBN, as Detectron2's `freeze`."""
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, BATCH_NORMS):
+                setattr(parent, name, _frozen(child))
+
+
+def _frozen(norm: nn.BatchNorm2d | nn.SyncBatchNorm) -> FrozenBatchNorm2d:
+    frozen = FrozenBatchNorm2d(norm.num_features, eps=norm.eps).to(norm.weight.device)
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        getattr(frozen, name).copy_(getattr(norm, name).detach())
+    return frozen

@@ -1,0 +1,108 @@
+"""Box predictor: class logits, box deltas and, optionally, attribute logits of a pooled RoI feature.
+
+Shape legend
+    R   RoIs of all images
+    D   width of a RoI feature
+    K   foreground classes; class logits have K + 1 columns, background last
+    A   attributes; attribute logits have A + 1 columns, "no attribute" last
+    L   attribute labels of an object, -1 = none in this slot
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from detector.box_losses import box_regression_loss
+from detector.config import AttributeConfig, ROIHeadsConfig
+from detector.structures import Loss
+
+
+class BoxPredictor(nn.Module):
+    """Linear layers on the pooled feature (Fast R-CNN, section 2), named as in Detectron2.
+
+    The attribute head is that of bottom-up attention (Anderson et al., section 3.1): an embedding of the class joined
+    to the feature, a hidden layer, and the attribute scores; names `cls_embedding`, `fc_attr`, `attr_score`.
+    """
+
+    def __init__(self, feature_dim: int, config: ROIHeadsConfig, attributes: AttributeConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.attribute_config = attributes
+        self.num_classes = config.num_classes
+        self.cls_score = nn.Linear(feature_dim, config.num_classes + 1)
+        self.bbox_pred = nn.Linear(feature_dim, 4 * (1 if config.class_agnostic_boxes else config.num_classes))
+        nn.init.normal_(self.cls_score.weight, std=0.01)
+        nn.init.normal_(self.bbox_pred.weight, std=0.001)
+        nn.init.zeros_(self.cls_score.bias)
+        nn.init.zeros_(self.bbox_pred.bias)
+        if self.has_attributes:
+            self.cls_embedding = nn.Embedding(config.num_classes + 1, attributes.embedding_dim)
+            self.fc_attr = nn.Linear(feature_dim + attributes.embedding_dim, attributes.hidden_dim)
+            self.attr_score = nn.Linear(attributes.hidden_dim, attributes.num_classes + 1)
+            nn.init.normal_(self.cls_embedding.weight, std=0.01)
+            nn.init.normal_(self.attr_score.weight, std=0.01)
+            nn.init.zeros_(self.attr_score.bias)
+
+    @property
+    def has_attributes(self) -> bool:
+        return self.attribute_config.num_classes > 0
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """[R, D] -> class logits float32 [R, K + 1], box deltas float32 [R, 4 * K] (or [R, 4] if class-agnostic)."""
+        return self.class_logits(features), self.bbox_pred(features).float()
+
+    def class_logits(self, features: Tensor) -> Tensor:
+        """[R, D] -> float32 [R, K + 1]."""
+        return self.cls_score(features).float()
+
+    def attributes(self, features: Tensor, classes: Tensor) -> Tensor:
+        """Attribute logits float32 [R, A + 1] of features [R, D] for the classes int64 [R], 0 .. K (K = background)."""
+        joined = torch.cat((features, self.cls_embedding(classes).to(features.dtype)), dim=1)
+        return self.attr_score(F.relu(self.fc_attr(joined))).float()
+
+    def box_losses(
+        self, logits: Tensor, deltas: Tensor, boxes: Tensor, classes: Tensor, matched_boxes: Tensor
+    ) -> dict[str, Loss]:
+        """`loss_cls` and `loss_box_reg`, both divided by the number of RoIs.
+
+        Args:
+            logits: [R, K + 1].
+            deltas: [R, 4 * K] or [R, 4].
+            boxes: float32 [R, 4], the RoIs.
+            classes: int64 [R], target class, K = background.
+            matched_boxes: float32 [R, 4], annotated box of each foreground RoI (anything for background).
+        """
+        foreground = (classes < self.num_classes).nonzero()[:, 0]
+        per_class = deltas.unflatten(1, (-1, 4))
+        column = torch.zeros_like(foreground) if self.config.class_agnostic_boxes else classes[foreground]
+        reg = box_regression_loss(
+            per_class[foreground, column],
+            boxes[foreground],
+            matched_boxes[foreground],
+            weights=self.config.box_weights,
+            kind=self.config.box_loss_type,
+            smooth_l1_beta=self.config.smooth_l1_beta,
+        )
+        count = reg.new_tensor(float(len(classes)))
+        return {
+            "loss_cls": Loss(F.cross_entropy(logits, classes, reduction="sum"), count),
+            "loss_box_reg": Loss(reg * self.config.box_loss_weight, count),
+        }
+
+    def attribute_loss(self, features: Tensor, classes: Tensor, labels: Tensor) -> Loss:
+        """Cross entropy averaged over an object's labels, summed over the foreground RoIs that have any.
+
+        Args:
+            features: [R, D].
+            classes: int64 [R], target class, K = background; its embedding is the head's second input.
+            labels: int64 [R, L], attributes of the object a RoI is matched with.
+        """
+        labelled = ((classes < self.num_classes) & (labels >= 0).any(dim=1)).nonzero()[:, 0]
+        labels = labels[labelled]
+        log_probs = self.attributes(features[labelled], classes[labelled]).log_softmax(dim=1)
+        is_label = labels >= 0
+        picked = -log_probs.gather(1, labels.clamp(min=0)) * is_label
+        total = (picked.sum(dim=1) / is_label.sum(dim=1)).sum() * self.attribute_config.loss_weight
+        return Loss(total, total.detach().new_tensor(float(len(labelled))))

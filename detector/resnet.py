@@ -1,0 +1,218 @@
+"""ResNet trunk up to res4, and the res5 stage of the RoI head, with Detectron2's module and parameter names.
+
+Shape legend
+    N     images (or RoIs, for res5)
+    H, W  height and width of the padded batch
+    C     channels; stage s has RES2_OUT_CHANNELS * 2 ** (s - 2)
+
+All feature maps are kept in channels-last memory: convolutions on CPU run markedly faster so.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.ops.misc import FrozenBatchNorm2d
+
+from detector.config import ResNetConfig
+from detector.norms import freeze, make_norm
+
+BLOCKS_PER_STAGE = {18: (2, 2, 2), 34: (3, 4, 6), 50: (3, 4, 6), 101: (3, 4, 23), 152: (3, 8, 36)}
+RES5_BLOCKS = 3
+FROZEN_BRANCH_SCALE = 0.2  # of residual branches under FrozenBN, see `ResidualBlock`
+
+
+class ConvNorm(nn.Conv2d):
+    """Bias-free convolution followed by its `norm` child (names `weight`, `norm.weight`, ... as in Detectron2).
+
+    A frozen batch norm is an affine map per channel and is folded into the convolution: one multiplication of the
+    weights instead of two passes over the feature map. The gradient still reaches the weights.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, *, norm: str, **options: int) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, bias=False, **options)
+        self.norm = make_norm(norm, out_channels)
+        nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(self.norm, FrozenBatchNorm2d):
+            return self.norm(super().forward(x))
+        scale = self.norm.weight * (self.norm.running_var + self.norm.eps).rsqrt()
+        shift = self.norm.bias - self.norm.running_mean * scale
+        return self._conv_forward(x, self.weight * scale[:, None, None, None], shift)
+
+
+class BasicStem(nn.Module):
+    """7x7 convolution of stride 2, then a 3x3 max-pool of stride 2 (or none)."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        self.pool = config.stem_pool
+        self.conv1 = ConvNorm(3, config.stem_out_channels, 7, norm=config.norm, stride=2, padding=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3, H, W] -> [N, C, H/4, W/4] (or H/2, W/2 without a pool)."""
+        x = F.relu_(self.conv1(x))
+        if self.pool == "none":
+            return x
+        if self.pool == "caffe_max":
+            return F.max_pool2d(x, kernel_size=3, stride=2, padding=0, ceil_mode=True)
+        return F.max_pool2d(x, kernel_size=3, stride=2, padding=1)
+
+
+class ResidualBlock(nn.Module):
+    """Common part of both block types: shortcut, sum, ReLU.
+
+    A network that is trained from scratch needs a norm that learns; with FrozenBN a random network has nothing to keep
+    its activations in range, so its residual branches start scaled down. Loaded weights replace this.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, *, stride: int, norm: str) -> None:
+        super().__init__()
+        self.shortcut = (
+            ConvNorm(in_channels, out_channels, 1, norm=norm, stride=stride) if in_channels != out_channels else None
+        )
+
+    def branch(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.branch(x)
+        out += x if self.shortcut is None else self.shortcut(x)
+        return F.relu_(out)
+
+
+class BasicBlock(ResidualBlock):
+    """Two 3x3 convolutions (ResNet-18 and -34)."""
+
+    def __init__(self, in_channels: int, out_channels: int, *, stride: int, norm: str) -> None:
+        super().__init__(in_channels, out_channels, stride=stride, norm=norm)
+        self.conv1 = ConvNorm(in_channels, out_channels, 3, norm=norm, stride=stride, padding=1)
+        self.conv2 = ConvNorm(out_channels, out_channels, 3, norm=norm, padding=1)
+        _scale_down(self.conv2)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.conv2(F.relu_(self.conv1(x)))
+
+
+class BottleneckBlock(ResidualBlock):
+    """1x1, 3x3, 1x1 convolutions. The stride sits in the first 1x1 (MSRA, Caffe) or in the 3x3 (torchvision)."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        bottleneck_channels: int,
+        stride: int,
+        dilation: int,
+        num_groups: int,
+        stride_in_1x1: bool,
+        norm: str,
+    ) -> None:
+        super().__init__(in_channels, out_channels, stride=stride, norm=norm)
+        stride_1x1, stride_3x3 = (stride, 1) if stride_in_1x1 else (1, stride)
+        self.conv1 = ConvNorm(in_channels, bottleneck_channels, 1, norm=norm, stride=stride_1x1)
+        self.conv2 = ConvNorm(
+            bottleneck_channels,
+            bottleneck_channels,
+            3,
+            norm=norm,
+            stride=stride_3x3,
+            padding=dilation,
+            dilation=dilation,
+            groups=num_groups,
+        )
+        self.conv3 = ConvNorm(bottleneck_channels, out_channels, 1, norm=norm)
+        _scale_down(self.conv3)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.conv3(F.relu_(self.conv2(F.relu_(self.conv1(x)))))
+
+
+class ResNet(nn.Module):
+    """Stem, res2, res3, res4. Stages up to `freeze_at` get no gradient and their batch norms become FrozenBN."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        self.stem = BasicStem(config)
+        channels = config.stem_out_channels
+        for stage, num_blocks in enumerate(BLOCKS_PER_STAGE[config.depth], start=2):
+            out_channels = config.res2_out_channels * 2 ** (stage - 2)
+            first_stride = 1 if stage == 2 else 2
+            make = _basic_stage if config.depth < 50 else _bottleneck_stage
+            setattr(self, f"res{stage}", make(config, stage, num_blocks, channels, out_channels, first_stride))
+            channels = out_channels
+        for level, name in enumerate(("stem", "res2", "res3", "res4"), start=1):
+            if level <= config.freeze_at:
+                freeze(getattr(self, name))
+
+    def stages(self, pixels: Tensor) -> dict[str, Tensor]:
+        """Outputs of stem (stride 4), res2 (4), res3 (8) and res4 (16) for pixels [N, 3, H, W]."""
+        outputs = {}
+        x = pixels
+        for name in ("stem", "res2", "res3", "res4"):
+            x = outputs[name] = getattr(self, name)(x)
+        return outputs
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """[N, 3, H, W] -> res4 [N, C, H/16, W/16]."""
+        return self.stages(pixels)["res4"]
+
+
+def make_res5(config: ResNetConfig) -> nn.Sequential:
+    """The res5 stage of the RoI head: always three bottleneck blocks, as in Detectron2, also for depths 18 and 34.
+
+    With RES5_DILATION 2 all blocks have stride 1 and dilation 2, so the output keeps the side of the RoI map. (Stock
+    Detectron2 ignores that key in `Res5ROIHeads`; VL-BERT and bottom-up attention need it.) FREEZE_AT 5 freezes res5.
+    """
+    stride = 1 if config.res5_dilation == 2 else 2
+    stage = _bottleneck_stage(
+        config, 5, RES5_BLOCKS, config.res4_channels, config.res5_channels, stride, config.res5_dilation
+    )
+    if config.freeze_at >= 5:
+        freeze(stage)
+    return stage
+
+
+def _basic_stage(
+    config: ResNetConfig, stage: int, num_blocks: int, channels: int, out_channels: int, first_stride: int
+) -> nn.Sequential:
+    blocks = []
+    for index in range(num_blocks):
+        stride = first_stride if index == 0 else 1
+        blocks.append(BasicBlock(channels, out_channels, stride=stride, norm=config.norm))
+        channels = out_channels
+    return nn.Sequential(*blocks)
+
+
+def _bottleneck_stage(
+    config: ResNetConfig,
+    stage: int,
+    num_blocks: int,
+    channels: int,
+    out_channels: int,
+    first_stride: int,
+    dilation: int = 1,
+) -> nn.Sequential:
+    blocks = []
+    for index in range(num_blocks):
+        blocks.append(
+            BottleneckBlock(
+                channels,
+                out_channels,
+                bottleneck_channels=config.num_groups * config.width_per_group * 2 ** (stage - 2),
+                stride=first_stride if index == 0 else 1,
+                dilation=dilation,
+                num_groups=config.num_groups,
+                stride_in_1x1=config.stride_in_1x1,
+                norm=config.norm,
+            )
+        )
+        channels = out_channels
+    return nn.Sequential(*blocks)
+
+
+def _scale_down(conv: ConvNorm) -> None:
+    if isinstance(conv.norm, FrozenBatchNorm2d):
+        conv.norm.weight.fill_(FROZEN_BRANCH_SCALE)

@@ -1,0 +1,199 @@
+"""Region proposal network on one feature map (Faster R-CNN, section 3.1), with Detectron2's arithmetic.
+
+Shape legend
+    N     images
+    h, w  height and width of the feature map (res4)
+    C     anchors per cell
+    A     anchors of an image = h * w * C, ordered by (y, x, cell anchor)
+    G     annotated objects of one image
+    P     proposals of one image
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.ops import nms
+
+from detector.anchors import AnchorGenerator
+from detector.box_losses import box_regression_loss
+from detector.boxes import clip, decode_deltas, is_larger, pairwise_iou
+from detector.config import DetectorConfig, RPNConfig
+from detector.sampling import match, subsample
+from detector.structures import DetectionTargets, Loss
+
+
+class RPNOutput(NamedTuple):
+    """What the network says about every anchor."""
+
+    anchors: Tensor  # float32 [A, 4], shared by all images
+    objectness: Tensor  # float32 [N, A], logits
+    deltas: Tensor  # float32 [N, A, 4]
+
+
+class Proposals(NamedTuple):
+    """Proposed boxes of N images, best first. No gradient flows through them."""
+
+    boxes: list[Tensor]  # N x float32 [P, 4], clipped to the image
+    objectness: list[Tensor]  # N x float32 [P], logits
+    anchor_index: list[Tensor]  # N x int64 [P], row of the anchor each proposal came from
+
+
+class AnchorLabels(NamedTuple):
+    """Training targets of every anchor."""
+
+    labels: Tensor  # int8 [N, A]: 1 positive, 0 negative, -1 ignored
+    matched: Tensor  # int64 [N, A], row of the object an anchor overlaps most (0 if there is none)
+
+
+class RPNHead(nn.Module):
+    """3x3 convolution(s) with ReLU, then 1x1 convolutions to objectness and deltas."""
+
+    def __init__(self, in_channels: int, num_cell_anchors: int, conv_dims: tuple[int, ...]) -> None:
+        super().__init__()
+        convs = []
+        channels = in_channels
+        for dim in conv_dims:
+            width = in_channels if dim == -1 else dim
+            convs.append(nn.Conv2d(channels, width, kernel_size=3, padding=1))
+            channels = width
+        if len(convs) == 1:
+            self.conv = convs[0]
+        else:  # Detectron2 names them conv.conv0, conv.conv1, ...
+            self.conv = nn.Sequential()
+            for index, conv in enumerate(convs):
+                self.conv.add_module(f"conv{index}", conv)
+        self.objectness_logits = nn.Conv2d(channels, num_cell_anchors, kernel_size=1)
+        self.anchor_deltas = nn.Conv2d(channels, num_cell_anchors * 4, kernel_size=1)
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d):
+                nn.init.normal_(layer.weight, std=0.01)
+                nn.init.zeros_(layer.bias)
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, channels, h, w] -> objectness [N, C, h, w], deltas [N, 4 * C, h, w] (channel = anchor * 4 + delta)."""
+        x = features
+        for conv in self.conv if isinstance(self.conv, nn.Sequential) else [self.conv]:
+            x = F.relu_(conv(x))
+        return self.objectness_logits(x), self.anchor_deltas(x)
+
+
+class RPN(nn.Module):
+    """Anchors, head, losses and the choice of proposals."""
+
+    def __init__(self, config: DetectorConfig) -> None:
+        super().__init__()
+        self.config: RPNConfig = config.rpn
+        self.anchor_generator = AnchorGenerator(
+            sizes=config.anchors.sizes[0],
+            aspect_ratios=config.anchors.aspect_ratios[0],
+            stride=config.resnet.res4_stride,
+            offset=config.anchors.offset,
+        )
+        self.rpn_head = RPNHead(config.resnet.res4_channels, len(self.anchor_generator), config.rpn.conv_dims)
+
+    def forward(self, features: Tensor) -> RPNOutput:
+        """features [N, channels, h, w] of res4."""
+        objectness, deltas = self.rpn_head(features)
+        num_images, _, height, width = objectness.shape
+        return RPNOutput(
+            anchors=self.anchor_generator(height, width),
+            objectness=objectness.float().permute(0, 2, 3, 1).reshape(num_images, -1),
+            deltas=deltas.float().permute(0, 2, 3, 1).reshape(num_images, -1, 4),
+        )
+
+    @torch.no_grad()
+    def propose(self, output: RPNOutput, sizes: list[tuple[int, int]]) -> Proposals:
+        """Choose proposals: top-k by logit, decode, clip, drop sides not above MIN_SIZE, NMS, cut.
+
+        Args:
+            sizes: N x (height, width) of the images without padding.
+
+        Raises:
+            FloatingPointError: a proposal is not finite in training mode, that is, the training has diverged. In
+                evaluation such proposals are dropped, as in Detectron2.
+        """
+        config = self.config
+        before, after = (
+            (config.pre_nms_topk_train, config.post_nms_topk_train)
+            if self.training
+            else (config.pre_nms_topk_test, config.post_nms_topk_test)
+        )
+        scores, index = output.objectness.topk(min(before, output.objectness.shape[1]), dim=1)
+        chosen = output.deltas.gather(1, index[..., None].expand(-1, -1, 4))
+        decoded = decode_deltas(chosen, output.anchors[index], config.box_weights)
+        is_finite = torch.isfinite(decoded).all(dim=2) & torch.isfinite(scores)
+        if self.training and not bool(is_finite.all()):
+            raise FloatingPointError("Proposals are NaN or infinite: the training has diverged; lower the rate.")
+        proposals = Proposals([], [], [])
+        for boxes, logits, rows, finite, size in zip(decoded, scores, index, is_finite, sizes, strict=True):
+            boxes = clip(boxes, size)
+            usable = finite & is_larger(boxes, config.min_size)
+            boxes, logits, rows = boxes[usable], logits[usable], rows[usable]
+            kept = nms(boxes, logits, config.nms_thresh)[:after]
+            proposals.boxes.append(boxes[kept])
+            proposals.objectness.append(logits[kept])
+            proposals.anchor_index.append(rows[kept])
+        return proposals
+
+    @torch.no_grad()
+    def label_anchors(self, anchors: Tensor, objects: list[Tensor], sizes: list[tuple[int, int]]) -> AnchorLabels:
+        """Compare all anchors with each image's annotated boxes (N x [G, 4]); no sampling yet."""
+        labels, matches = [], []
+        for boxes, size in zip(objects, sizes, strict=True):
+            matched, label = match(
+                pairwise_iou(boxes, anchors),
+                self.config.iou_thresholds,
+                self.config.iou_labels,
+                allow_low_quality=True,
+            )
+            if self.config.boundary_thresh >= 0:
+                label[~_is_inside(anchors, size, self.config.boundary_thresh)] = -1
+            labels.append(label)
+            matches.append(matched)
+        return AnchorLabels(torch.stack(labels), torch.stack(matches))
+
+    @torch.no_grad()
+    def sample(self, labels: Tensor) -> Tensor:
+        """Ignore all but a random, limited set of positives and negatives of each image: int8 [N, A]."""
+        sampled = torch.full_like(labels, -1)
+        for row, label in zip(sampled, labels, strict=True):
+            positive, negative = subsample(
+                label == 1, label == 0, self.config.batch_size_per_image, self.config.positive_fraction
+            )
+            row[positive] = 1
+            row[negative] = 0
+        return sampled
+
+    def losses(self, output: RPNOutput, targets: DetectionTargets, sizes: list[tuple[int, int]]) -> dict[str, Loss]:
+        """`loss_rpn_cls` and `loss_rpn_loc`, both divided by BATCH_SIZE_PER_IMAGE * N (not by the sampled number)."""
+        anchor_labels = self.label_anchors(output.anchors, targets.boxes, sizes)
+        labels = self.sample(anchor_labels.labels)
+        image, anchor = (labels == 1).nonzero(as_tuple=True)
+        starts = torch.tensor([0] + [len(boxes) for boxes in targets.boxes[:-1]], device=labels.device).cumsum(0)
+        wanted = torch.cat(targets.boxes)[starts[image] + anchor_labels.matched[image, anchor]]
+        loc = box_regression_loss(
+            output.deltas[image, anchor],
+            output.anchors[anchor],
+            wanted,
+            weights=self.config.box_weights,
+            kind=self.config.box_loss_type,
+            smooth_l1_beta=self.config.smooth_l1_beta,
+        )
+        used = labels >= 0
+        cls = F.binary_cross_entropy_with_logits(output.objectness[used], labels[used].float(), reduction="sum")
+        count = cls.new_tensor(float(self.config.batch_size_per_image * len(sizes)))
+        weight = self.config.loss_weight
+        return {
+            "loss_rpn_cls": Loss(cls * weight, count),
+            "loss_rpn_loc": Loss(loc * (weight * self.config.box_loss_weight), count),
+        }
+
+
+def _is_inside(anchors: Tensor, size: tuple[int, int], margin: float) -> Tensor:
+    """bool [A]: the anchor reaches at most `margin` pixels beyond an image of (height, width)."""
+    height, width = size
+    return (anchors[:, :2] >= -margin).all(dim=1) & (anchors[:, 2] < width + margin) & (anchors[:, 3] < height + margin)
