@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import collections
+
+import pytest
+from torch.utils.data import DataLoader
+
+from e2e_vl.data.grouping import GroupedBatchSampler
+
+GROUPS = [[0, 1, 2, 3, 4], [5], [6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17], [18, 19, 20]]
+TEXTS = list(range(21))
+
+
+def texts_of(batches) -> list[int]:
+    return [text for batch in batches for request in batch for text in request.texts]
+
+
+@pytest.mark.parametrize("texts_per_image", [1, 2, 3, None])
+def test_every_text_once_an_epoch_and_only_the_last_batch_is_filled_up(texts_per_image):
+    sampler = GroupedBatchSampler(GROUPS, 4, texts_per_image, seed=3)
+    batches = list(sampler)
+    requests = [request for batch in batches for request in batch]
+    once, filling = requests[: sampler.num_groups], requests[sampler.num_groups :]
+    assert sorted(text for request in once for text in request.texts) == TEXTS
+    assert filling == requests[: len(filling)]
+    assert {len(batch) for batch in batches} == {4}
+    assert len(filling) < 4
+    for request in requests:
+        assert set(request.texts) <= set(GROUPS[request.group])
+        assert len(request.texts) <= (texts_per_image or 99)
+
+
+def test_an_epoch_smaller_than_a_batch_fills_up_by_repeating():
+    [batch] = GroupedBatchSampler([[0], [1, 2]], 7, seed=1)
+    assert len(batch) == 7
+    assert set(texts_of([batch])) == {0, 1, 2}
+
+
+def test_one_text_per_image_is_sampling_of_single_texts():
+    requests = [request for batch in GroupedBatchSampler(GROUPS, 3, 1, shuffle=False) for request in batch]
+    assert [request.texts for request in requests] == [(text,) for text in TEXTS]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_batches_of_all_ranks_joined_are_those_of_one_process(shuffle, world_size):
+    one = GroupedBatchSampler(GROUPS, 6, 2, seed=5, shuffle=shuffle, epoch=2)
+    ranks = [
+        GroupedBatchSampler(GROUPS, 6, 2, seed=5, shuffle=shuffle, rank=rank, world_size=world_size, epoch=2)
+        for rank in range(world_size)
+    ]
+    parts = [list(sampler) for sampler in ranks]
+    assert [len(part) for part in parts] == [len(sampler) for sampler in ranks]
+    joined = [
+        [request for part in parts if number < len(part) for request in part[number]]
+        for number in range(len(list(one)))
+    ]
+    assert joined == list(one)
+    if shuffle:
+        assert {len(batch) for part in parts for batch in part} == {6 // world_size}
+
+
+def test_evaluation_repeats_nothing_and_keeps_the_order():
+    for world_size in (1, 2, 3, 6):
+        parts = [
+            list(GroupedBatchSampler(GROUPS, 6, 2, shuffle=False, rank=rank, world_size=world_size))
+            for rank in range(world_size)
+        ]
+        assert sorted(text for part in parts for text in texts_of(part)) == TEXTS
+    assert texts_of(GroupedBatchSampler(GROUPS, 6, 2, shuffle=False)) == TEXTS
+
+
+def test_a_rank_without_a_share_of_the_last_evaluation_batch_skips_it():
+    ranks = [GroupedBatchSampler([[0], [1], [2]], 2, shuffle=False, rank=rank, world_size=2) for rank in range(2)]
+    assert sorted(len(sampler) for sampler in ranks) == [1, 2]
+    for sampler in ranks:
+        assert len(list(sampler)) == len(sampler)
+        assert all(list(sampler))
+
+
+def test_epochs_and_seeds_differ_but_are_repeatable():
+    def order(seed: int, epoch: int) -> list[int]:
+        return texts_of(GroupedBatchSampler(GROUPS, 4, 2, seed=seed, epoch=epoch))
+
+    assert order(1, 0) == order(1, 0)
+    assert len({tuple(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1, 2)}) == 6
+    sampler = GroupedBatchSampler(GROUPS, 4, 2, seed=1)
+    sampler.set_epoch(2)
+    assert texts_of(sampler) == order(1, 2)
+    assert {request.epoch for batch in sampler for request in batch} == {2}
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_resuming_gives_the_rest_of_the_epoch(shuffle, world_size):
+    arguments = {"seed": 9, "shuffle": shuffle, "rank": world_size - 1, "world_size": world_size, "epoch": 1}
+    full = list(GroupedBatchSampler(GROUPS, 4, 2, **arguments))
+    for start in range(len(full) + 1):
+        rest = GroupedBatchSampler(GROUPS, 4, 2, start_batch=start, **arguments)
+        assert list(rest) == full[start:]
+        assert len(rest) == len(full) - start
+    rest.set_epoch(1)
+    assert list(rest) == full
+
+
+def test_images_without_texts_keep_the_numbers_of_the_others():
+    groups = [[], [0], [], [1, 2]]
+    requests = [request for batch in GroupedBatchSampler(groups, 2, shuffle=False) for request in batch]
+    assert [(request.group, request.texts) for request in requests] == [(1, (0,)), (3, (1, 2))]
+
+
+def test_all_texts_of_one_image_appear_in_all_arrangements():
+    seen = collections.Counter(
+        request.texts
+        for epoch in range(40)
+        for batch in GroupedBatchSampler([[0, 1, 2]], 1, epoch=epoch)
+        for request in batch
+    )
+    assert len(seen) == 6
+
+
+def test_works_as_the_batch_sampler_of_a_data_loader():
+    class Echo:
+        def __getitem__(self, request):
+            return request
+
+    sampler = GroupedBatchSampler(GROUPS, 4, 2, seed=3)
+    loader = DataLoader(Echo(), batch_sampler=sampler, collate_fn=list)
+    assert list(loader) == list(sampler)
+    assert len(loader) == len(sampler)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"images_per_batch": 3, "world_size": 2}, "cannot be split evenly over 2 processes"),
+        ({"images_per_batch": 0}, "cannot be split evenly"),
+        ({"images_per_batch": 2, "texts_per_image": 0}, "texts_per_image is 0"),
+        ({"images_per_batch": 2, "rank": 1}, "rank 1 does not exist among 1"),
+        ({"images_per_batch": 2, "start_batch": 4}, "cannot start at batch 4, an epoch has 3 batches"),
+        ({"images_per_batch": 2, "groups": [[], []]}, "no texts to sample from"),
+    ],
+)
+def test_numbers_that_do_not_fit(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GroupedBatchSampler(**{"groups": GROUPS, **arguments})
