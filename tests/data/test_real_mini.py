@@ -1,0 +1,140 @@
+"""Ten real photos in the official formats: do expressions, boxes, detections and pixels line up?
+
+The photos are not part of the repository. E2E_VL_REAL_MINI names their folder; default: ../shared/real_mini.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from detector.images import ResizeRule
+from e2e_vl.data.collate import collate
+from e2e_vl.data.detections import DetectionsFile
+from e2e_vl.data.grouping import GroupedBatchSampler
+from e2e_vl.data.refcoco import RefCOCODataset
+from e2e_vl.data.refer import ReferFiles, read_refs
+from e2e_vl.evaluation.refexp import box_iou
+from e2e_vl.text import build_vocabulary, load_tokenizer
+
+DEFAULT = Path(__file__).resolve().parents[2].parent / "shared" / "real_mini"
+SPLITS = ("train", "val", "testA", "testB")
+VL_BERT = ResizeRule(short_edge=600, long_edge=1000, rounding="vl_bert")
+
+
+@pytest.fixture(scope="module")
+def root() -> Path:
+    root = Path(os.environ.get("E2E_VL_REAL_MINI", DEFAULT))
+    if not (root / "images" / "train2014").is_dir():
+        pytest.skip(f"the ten real photos are not at {root}; set E2E_VL_REAL_MINI to their folder")
+    return root
+
+
+@pytest.fixture(scope="module")
+def refer(root) -> ReferFiles:
+    return ReferFiles(root / "refcoco+" / "refs(unc).p", root / "refcoco+" / "instances.json")
+
+
+@pytest.fixture(scope="module")
+def detections(root) -> DetectionsFile:
+    return DetectionsFile(root / "detections" / "refcoco+_unc" / "res101_coco_minus_refer_notime_dets.json")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(refer, tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "vocab.txt"
+    build_vocabulary((expression.sentence for expression in refer.expressions), path)
+    return load_tokenizer(path)
+
+
+def make(root, refer, tokenizer, split, resize=VL_BERT, **options) -> RefCOCODataset:
+    refs_file = root / "refcoco+" / "refs(unc).p"
+    return RefCOCODataset(
+        root / "images" / "train2014", refer.instances, refs_file, split, tokenizer, resize, **options
+    )
+
+
+def test_the_files_hold_what_they_should(root, refer, detections):
+    assert len(refer.expressions) == 78
+    assert len({expression.ref_id for expression in refer.expressions}) == 31
+    assert [len({e.image_id for e in refer.in_split(split)}) for split in SPLITS] == [6, 2, 1, 1]
+    assert len(refer.instances.images) == 10
+    assert len(refer.instances.annotations) == 47
+    assert refer.instances.num_classes == 80
+    assert sum(annotation.is_crowd for annotation in refer.instances.annotations.values()) == 1
+    assert sum(len(found.boxes) for found in detections.by_image.values()) == 158
+    assert read_refs(root / "refcoco+" / "refs.json") == read_refs(root / "refcoco+" / "refs(unc).p")
+
+
+def test_every_referred_box_is_within_reach_of_a_detection(refer, detections):
+    for expression in refer.expressions:
+        gt_box = refer.annotation(expression).box
+        best = box_iou(detections.by_image[expression.image_id].boxes, np.array(gt_box), "mattnet").max()
+        assert 0.6 <= best <= 0.95 + 1e-6, expression
+
+
+def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, refer, detections, tokenizer):
+    seen = 0
+    for split in SPLITS:
+        dataset = make(
+            root,
+            refer,
+            tokenizer,
+            split,
+            box_source="detections+gt",
+            detections_file=detections,
+            with_objects=True,
+        )
+        sampler = GroupedBatchSampler(dataset.groups, 2, shuffle=False)
+        for requests in sampler:
+            batch = collate([dataset[request] for request in requests], (0, 0, 0), (1, 1, 1))
+            scales = batch.images.scales.repeat(1, 2)
+            for row, record in enumerate(batch.records):
+                image = int(batch.looks_at[row, 0])
+                info = refer.instances.images[record["image_id"]]
+                assert record["file_name"].endswith(info.file_name)
+                assert batch.images.original_sizes[image].tolist() == [info.height, info.width]
+                assert max(batch.images.sizes[image].tolist()) <= 1000
+
+                back = (batch.targets["box"][row] / scales[image]).numpy()
+                np.testing.assert_allclose(back, record["gt_box"], atol=1e-3)
+
+                num_detections = len(detections.by_image[record["image_id"]].boxes)
+                annotations = refer.instances.by_image[record["image_id"]]
+                assert len(batch.boxes[image]) == num_detections + len(annotations)
+                referred = num_detections + [a.id for a in annotations].index(record["ann_id"])
+                # candidates are clamped to the last pixel, targets are not
+                np.testing.assert_allclose(batch.boxes[image][referred], batch.targets["box"][row], atol=1.01)
+                num_objects = len(batch.detection_targets.boxes[image])
+                assert num_objects == sum(not annotation.is_crowd for annotation in annotations)
+
+                ids = batch.texts.input_ids[row][batch.texts.attend[row]].tolist()
+                assert ids[0] == tokenizer.cls_token_id
+                assert ids[-1] == tokenizer.sep_token_id
+                assert tokenizer.unk_token_id not in ids
+                assert tokenizer.decode(ids[1:-1]).split() == " ".join(tokenizer.tokenize(record["sent"])).split()
+                seen += 1
+    assert seen == 78
+
+
+def test_a_flipped_photo_shows_the_same_pixels_in_its_boxes(root, refer, tokenizer):
+    small = ResizeRule(short_edge=200, long_edge=400)
+    plain = make(root, refer, tokenizer, "val", small)
+    flipped = make(root, refer, tokenizer, "val", small, flip_probability=1.0)
+    for request in (request for batch in GroupedBatchSampler(plain.groups, 1, shuffle=False) for request in batch):
+        one, other = plain[request].images[0], flipped[request].images[0]
+        np.testing.assert_array_equal(one.pixels, other.pixels[:, ::-1])
+        width = one.pixels.shape[1]
+        mirrored = other.boxes.copy()
+        mirrored[:, [0, 2]] = width - 1 - other.boxes[:, [2, 0]]
+        np.testing.assert_allclose(mirrored, one.boxes, atol=1.01)
+
+
+def test_the_folder_holds_every_photo_that_is_annotated(root, refer):
+    for image in refer.instances.images.values():
+        assert (root / "images" / "train2014" / image.file_name).is_file()
+    assert len(json.loads((root / "refcoco+" / "instances.json").read_text())["images"]) == 10

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from e2e_vl.text import build_vocabulary, load_tokenizer, pad_texts, split_words
+
+SENTENCES = ["the red, red circle!", "The RED café", "the 2 circles"]
+
+
+@pytest.fixture
+def vocabulary_file(tmp_path):
+    build_vocabulary(SENTENCES, tmp_path / "vocab.txt")
+    return tmp_path / "vocab.txt"
+
+
+def test_the_vocabulary_has_a_fixed_order(vocabulary_file):
+    lines = vocabulary_file.read_text(encoding="utf-8").split("\n")
+    assert lines.pop() == ""
+    assert lines[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert lines[5:13] == ["red", "the", "!", ",", "2", "cafe", "circle", "circles"]
+    characters = [line for line in lines[13:] if not line.startswith("##")]
+    assert characters == sorted(characters)
+    assert all(len(character) == 1 for character in characters)
+    assert [line for line in lines[13:] if line.startswith("##")][-1] == "##z"
+    assert len(set(lines)) == len(lines)
+    assert build_vocabulary(reversed(SENTENCES), vocabulary_file) == lines
+
+
+def test_rare_words_are_spelled(tmp_path):
+    build_vocabulary(SENTENCES, tmp_path / "vocab.txt", min_count=2)
+    tokenizer = load_tokenizer(tmp_path / "vocab.txt")
+    assert tokenizer.tokenize("the red CAFÉ") == ["the", "red", "c", "##a", "##f", "##e"]
+    assert tokenizer.tokenize("new word €") == [*["n", "##e", "##w", "w", "##o", "##r", "##d"], "[UNK]"]
+
+
+def test_a_vocabulary_needs_words(tmp_path):
+    with pytest.raises(ValueError, match="no word in the sentences"):
+        build_vocabulary(["", "  "], tmp_path / "vocab.txt")
+
+
+def test_splitting_follows_the_tokenizer(vocabulary_file):
+    tokenizer = load_tokenizer(vocabulary_file)
+    assert split_words("The red, CAFÉ!") == tokenizer.tokenize("The red, CAFÉ!") == ["the", "red", ",", "cafe", "!"]
+
+
+def test_loading_a_file_and_a_saved_folder_give_the_same_ids(vocabulary_file, tmp_path):
+    tokenizer = load_tokenizer(vocabulary_file)
+    assert (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.cls_token_id) == (0, 1, 2)
+    assert (tokenizer.sep_token_id, tokenizer.mask_token_id) == (3, 4)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    saved = load_tokenizer(str(tmp_path / "saved"))
+    sentence = "the red circles unseen [MASK]"
+    assert saved(sentence)["input_ids"] == tokenizer(sentence)["input_ids"]
+    (tmp_path / "plain").mkdir()
+    vocabulary_file.rename(tmp_path / "plain" / "vocab.txt")
+    assert load_tokenizer(tmp_path / "plain")(sentence)["input_ids"] == tokenizer(sentence)["input_ids"]
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    asked = []
+
+    def refuse(name, **_):
+        asked.append(name)
+        raise OSError("no connection in this test")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    return asked
+
+
+@pytest.mark.parametrize(
+    "name", ["gone/vocab.txt", "vocab.txt", "./gone", "/gone/there", "a/b/c", "~/gone-folder", "here/gone"]
+)
+def test_a_missing_path_names_the_remedy_and_stays_off_the_network(name, no_network, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer there; give an existing vocab\.txt"):
+        load_tokenizer(name)
+    assert no_network == []
+
+
+@pytest.mark.parametrize("name", ["bert-base-uncased", "google-bert/bert-base-uncased"])
+def test_a_hub_name_out_of_reach_is_one_sentence(name, no_network, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=rf"{name}: neither a local file.*no connection in this test"):
+        load_tokenizer(name)
+    assert no_network == [name]
+
+
+def test_bad_vocabularies_are_named(tmp_path):
+    path = tmp_path / "vocab.txt"
+    path.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\nred\n")
+    with pytest.raises(ValueError, match=r"vocab\.txt: the vocabulary lacks \[MASK\]"):
+        load_tokenizer(path)
+    path.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nred\nred\n")
+    with pytest.raises(ValueError, match=r"vocab\.txt: the wordpiece 'red' is on several lines"):
+        load_tokenizer(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"vocab\.txt: not a UTF-8 text file"):
+        load_tokenizer(path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty: the folder holds neither"):
+        load_tokenizer(tmp_path / "empty")
+
+
+def text(ids, segments=None, positions=None, regions=None):
+    return types.SimpleNamespace(
+        input_ids=np.array(ids),
+        segment_ids=np.array(segments if segments is not None else [0] * len(ids)),
+        positions=positions or {},
+        region_of_token=regions,
+    )
+
+
+def test_texts_are_padded_at_the_end():
+    batch = pad_texts([text([2, 9, 3], [0, 1, 1]), text([2, 3])], pad_id=7)
+    assert batch.input_ids.tolist() == [[2, 9, 3], [2, 3, 7]]
+    assert batch.segment_ids.tolist() == [[0, 1, 1], [0, 0, 0]]
+    assert batch.attend.tolist() == [[True] * 3, [True, True, False]]
+    assert batch.positions == {}
+    assert batch.region_of_token is None
+    assert len(batch) == 2
+
+
+def test_positions_and_regions_of_tokens():
+    batch = pad_texts([text([2, 9, 3], positions={"mask": 1}), text([4, 3], positions={"mask": 0}, regions=[1, -1])])
+    assert batch.positions["mask"].tolist() == [1, 0]
+    assert batch.region_of_token.tolist() == [[-1, -1, -1], [1, -1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (text([2, 3], [0]), "text 1 of the batch has 2 wordpieces but 1 segment ids"),
+        (text([2, 3], positions={"mask": 0}), "text 1 of the batch names the positions"),
+        (text([2, 3], regions=[0]), "text 1 of the batch has 2 wordpieces but 1 region indices"),
+    ],
+)
+def test_texts_that_do_not_fit(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        pad_texts([text([2, 3]), wrong])
+    with pytest.raises(ValueError, match="position 'mask' lies outside its 2 wordpieces"):
+        pad_texts([text([2, 3], positions={"mask": 2})])
