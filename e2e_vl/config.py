@@ -71,7 +71,7 @@ class BoxSettings:
 
 @dataclass
 class ResizeSettings:
-    short_edge: list[int] = field(default_factory=lambda: [600])  # pixels; training picks one at random, testing the last
+    short_edge: list[int] = field(default_factory=lambda: [600])  # pixels; training draws one, testing takes the last
     long_edge: int = 1000
     rounding: str = "vl_bert"  # vl_bert | detectron2
 
@@ -80,7 +80,7 @@ class ResizeSettings:
 class DataSettings:
     name: str = "refcoco"  # which reader
     root: str = MISSING  # folder of the data set
-    files: dict[str, str] = field(default_factory=dict)  # the reader's files, relative to root; its docstring lists them
+    files: dict[str, str] = field(default_factory=dict)  # the reader's files, relative to root
     vocabulary: str | None = None  # vocab.txt, saved tokenizer or hub name; None = built from the training texts
     train_split: str = "train"
     eval_splits: list[str] = field(default_factory=lambda: ["val"])
@@ -121,7 +121,6 @@ class TrainSettings:
 class EvalSettings:
     every_epochs: float = 1.0
     boxes: list[str] = field(default_factory=lambda: ["gt"])  # each is evaluated: gt | detections | online
-    iou: str = "mattnet"  # mattnet | vlbert | strict
     images_per_batch: int = 16
     max_images: int | None = None  # evaluations between epochs only look at the first so many images
     report_pictures: int = 12
@@ -148,7 +147,6 @@ CHOICES = {
     "data.resize.rounding": ("vl_bert", "detectron2"),
     "train.schedule": ("linear", "cosine", "constant"),
     "train.mixed_precision": ("no", "bf16", "fp16"),
-    "eval.iou": ("mattnet", "vlbert", "strict"),
 }
 EVAL_BOXES = ("gt", "detections", "online")
 

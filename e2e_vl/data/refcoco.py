@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.images import ResizeRule
 from detector.selection import SelectionRule, select_regions
+from e2e_vl.config import DataSettings
 from e2e_vl.data.coco import CocoAnnotation, CocoInstances, object_labels
 from e2e_vl.data.detections import DetectionsFile
 from e2e_vl.data.examples import Example, ImageExample, Objects, Request, TextExample, random_generator
@@ -116,6 +117,62 @@ class RefCOCODataset(Dataset):
             self.detections = detections_file if is_read else DetectionsFile(detections_file)
             self.detections.require_images(by_image)
 
+    @classmethod
+    def from_settings(
+        cls,
+        settings: DataSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        split: str,
+        *,
+        boxes: BoxSource,
+        training: bool,
+        seed: int,
+        channel_order: str,
+        with_objects: bool,
+    ) -> RefCOCODataset:
+        """Build from a run's settings; `data.files` holds `images`, `instances`, `refs` and maybe `detections`.
+
+        In evaluation the last of the short edges is used and nothing is mirrored.
+        """
+        root, files = Path(settings.root), settings.files
+        for name in ("images", "instances", "refs"):
+            if name not in files:
+                raise ValueError(f"data.files.{name} is not set; it names the {name} of {settings.name}.")
+        sizes = settings.resize.short_edge if training else settings.resize.short_edge[-1:]
+        selection = settings.boxes.selection
+        return cls(
+            root / files["images"],
+            root / files["instances"],
+            root / files["refs"],
+            split,
+            tokenizer,
+            [ResizeRule(size, settings.resize.long_edge, settings.resize.rounding) for size in sizes],
+            box_source=boxes,
+            detections_file=root / files["detections"] if "detections" in files else None,
+            selection=SelectionRule(selection.min_score, selection.min_regions, selection.max_regions),
+            flip_probability=settings.flip if training else 0.0,
+            seed=seed,
+            channel_order=channel_order,
+            with_objects=with_objects,
+            blank_text=settings.blank_text,
+            max_text_length=settings.max_text_length,
+        )
+
+    @classmethod
+    def texts_of(cls, settings: DataSettings, split: str) -> list[str]:
+        """All expressions of a split, to build a vocabulary from."""
+        root = Path(settings.root)
+        refer = ReferFiles(root / settings.files["refs"], root / settings.files["instances"])
+        return [expression.sentence for expression in refer.in_split(split)]
+
+    def check_classes(self, num_classes: int) -> None:
+        """Raises ValueError if a detector with `num_classes` foreground classes cannot learn these annotations."""
+        if self.instances.num_classes > num_classes:
+            raise ValueError(
+                f"{self.instances.path} has {self.instances.num_classes} categories, but the detector has "
+                f"{num_classes} classes; set MODEL.ROI_HEADS.NUM_CLASSES in its config."
+            )
+
     def __len__(self) -> int:
         """Number of texts (expressions)."""
         return len(self.expressions)
@@ -150,7 +207,7 @@ class RefCOCODataset(Dataset):
             boxes=self._candidates(image.id, placement),
             objects=self._objects(annotations, placement) if self.with_objects else None,
         )
-        texts = [self._text(self.expressions[index], path, placement) for index in request.texts]
+        texts = [self._text(index, path, placement) for index in request.texts]
         return Example([example_image], texts)
 
     def _candidates(self, image_id: int, placement: Placement) -> np.ndarray | None:
@@ -176,7 +233,8 @@ class RefCOCODataset(Dataset):
         classes, attributes = object_labels(single, len(self.instances.attribute_names))
         return Objects(placement.move_and_clamp_boxes(boxes, str(self.instances.path)), classes, attributes)
 
-    def _text(self, expression: Expression, path: Path, placement: Placement) -> TextExample:
+    def _text(self, index: int, path: Path, placement: Placement) -> TextExample:
+        expression = self.expressions[index]
         tokens = [] if self.blank_text else self.tokenizer.tokenize(expression.sentence)
         if placement.flipped:
             tokens = [_MIRRORED_WORDS.get(token, token) for token in tokens]
@@ -191,7 +249,7 @@ class RefCOCODataset(Dataset):
             segment_ids=np.zeros(len(tokens), dtype=np.int64),
             looks_at=(0,),
             targets={"box": placement.move_boxes(box)[0].astype(np.float32)},
-            record=self._record(expression, path, placement, num_cut),
+            record={"text_index": index, **self._record(expression, path, placement, num_cut)},
         )
 
     def _record(self, expression: Expression, path: Path, placement: Placement, num_cut: int) -> dict[str, Any]:

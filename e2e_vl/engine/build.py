@@ -1,6 +1,6 @@
 """From settings to objects: the only place that knows which detectors, encoders, tasks and data sets there are.
 
-A new encoder, task or data set is one file of its own and one entry in the dicts below.
+A new encoder, task or data set is a file of its own and one entry in a dict below.
 """
 
 from __future__ import annotations
@@ -11,28 +11,158 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import yaml
 from transformers import PreTrainedTokenizerBase
 
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
-from detector.images import ResizeRule
 from detector.interface import Detector
-from detector.selection import SelectionRule
 from e2e_vl.config import RunConfig
 from e2e_vl.data.collate import collate
-from e2e_vl.data.refcoco import RefCOCODataset, referring_texts
+from e2e_vl.data.refcoco import RefCOCODataset
+from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.engine.weights import load_strictly
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.structures import Batch
 from e2e_vl.synthetic.build import make_refcoco
+from e2e_vl.synthetic.sampling import LanguageConfig
 from e2e_vl.synthetic.scenes import SceneConfig
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
-DETECTORS = {"builtin": FasterRCNN}
+DETECTORS: dict[str, type[Detector]] = {"builtin": FasterRCNN}
 ENCODERS = {"vl_bert": (VLBertConfig, VLBertModel)}
 TASKS = {"refcoco": (ReferringConfig, ReferringTask)}
 DATASETS = {"refcoco": RefCOCODataset}
-TRAINING_TEXTS = {"refcoco": referring_texts}
-SYNTHETIC = {"refcoco": make_refcoco}
+
+
+@dataclasses.dataclass
+class Run:
+    """What a run is made of."""
+
+    model: VisionLanguageModel
+    tokenizer: PreTrainedTokenizerBase
+    train_dataset: Any  # has `groups` and answers `Request`s; None when only evaluating
+    collate: Callable[..., Batch]
+
+
+def build_run(config: RunConfig) -> Run:
+    """Data (drawn first if the settings ask for it), tokenizer and a model with its starting weights."""
+    make_synthetic_data(config)
+    tokenizer = build_tokenizer(config)
+    model = build_model(config, vocab_size=len(tokenizer))
+    dataset = build_dataset(config, tokenizer, config.data.train_split, boxes=config.data.boxes.train, training=True)
+    if config.detector.loss_weight > 0:
+        dataset.check_classes(model.detector.num_classes)
+    return Run(model=model, tokenizer=tokenizer, train_dataset=dataset, collate=build_collate(model))
+
+
+def make_synthetic_data(config: RunConfig) -> None:
+    """Draw the data set that `data.synthetic` describes into `data.root`, unless it is there already."""
+    synthetic = config.data.synthetic
+    if not synthetic.scenes:
+        return
+    unknown = set(synthetic.config) - {"scene", "language"}
+    if unknown:
+        raise ValueError(f"data.synthetic.config has {', '.join(sorted(unknown))}; it takes scene and language.")
+    make_refcoco(
+        Path(config.data.root),
+        scenes=synthetic.scenes,
+        seed=synthetic.seed,
+        config=_filled(SceneConfig, synthetic.config.get("scene", {}), "data.synthetic.config.scene"),
+        language=_filled(LanguageConfig, synthetic.config.get("language", {}), "data.synthetic.config.language"),
+        workers=config.data.workers,
+    )
+
+
+def build_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """The named vocabulary, or one built from the training texts and kept with the run."""
+    if config.data.vocabulary is not None:
+        return load_tokenizer(config.data.vocabulary)
+    path = Path(config.output) / "tokenizer" / "vocab.txt"
+    build_vocabulary(DATASETS[config.data.name].texts_of(config.data, config.data.train_split), path)
+    return load_tokenizer(path)
+
+
+def build_dataset(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, split: str, *, boxes: str, training: bool = False
+) -> Any:
+    """One split with candidate boxes from `boxes`; training adds random resizing, mirroring and detection targets."""
+    return DATASETS[config.data.name].from_settings(
+        config.data,
+        tokenizer,
+        split,
+        boxes=boxes,
+        training=training,
+        seed=config.seed,
+        channel_order=build_detector_config(config).input.format,
+        with_objects=training and config.detector.loss_weight > 0,
+    )
+
+
+def build_collate(model: VisionLanguageModel) -> Callable[..., Batch]:
+    """Examples -> batch, with the colour statistics of the model's detector."""
+    settings = model.detector.config.input
+    return partial(collate, pixel_mean=settings.pixel_mean, pixel_std=settings.pixel_std)
+
+
+def build_model(config: RunConfig, *, vocab_size: int) -> VisionLanguageModel:
+    """Detector, encoder and task with random or (`detector.weights`, `encoder.weights`) given starting values."""
+    detector = build_detector(config)
+    encoder = build_encoder(config, vocab_size=vocab_size, feature_dim=detector.feature_dim)
+    task = build_task(config, encoder.hidden_size)
+    return VisionLanguageModel(detector, encoder, task, freeze_detector=config.detector.freeze)
+
+
+def build_detector_config(config: RunConfig) -> DetectorConfig:
+    """The Detectron2 YAML file, with `detector.overrides` on top."""
+    path = Path(config.detector.config)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"Detector config {path} does not exist; set detector.config to a Detectron2 YAML file."
+        )
+    if not config.detector.overrides:
+        return DetectorConfig.from_yaml(path)
+    return DetectorConfig.from_yaml({"_BASE_": str(path.resolve()), **config.detector.overrides})
+
+
+def build_detector(config: RunConfig) -> Detector:
+    detector = DETECTORS[config.detector.backend](build_detector_config(config))
+    if config.detector.weights is not None:
+        load_strictly(detector, Path(config.detector.weights))
+    return detector
+
+
+def build_encoder(config: RunConfig, *, vocab_size: int, feature_dim: int) -> Encoder:
+    config_class, model_class = ENCODERS[config.encoder.name]
+    known = {field.name for field in dataclasses.fields(config_class)}
+    unknown = sorted(set(config.encoder.config) - known)
+    if unknown:
+        raise ValueError(
+            f"encoder.config has the unknown key '{unknown[0]}'; see the fields of {config_class.__name__}."
+        )
+    encoder = model_class(config_class(vocab_size=vocab_size, feature_dim=feature_dim, **config.encoder.config))
+    if config.encoder.weights is not None:
+        load_strictly(encoder, Path(config.encoder.weights) / "model.safetensors")
+    return encoder
+
+
+def build_task(config: RunConfig, hidden_size: int) -> Task:
+    config_class, task_class = TASKS[config.task.name]
+    return task_class(hidden_size, _filled(config_class, config.task.config, "task.config"))
+
+
+def _filled(cls: type, values: dict[str, Any], name: str) -> Any:
+    """A dataclass from settings; an unknown key is an error that lists the known ones."""
+    known = [field.name for field in dataclasses.fields(cls)]
+    unknown = [key for key in values if key not in known]
+    if unknown:
+        raise ValueError(f"{name} has the unknown key '{unknown[0]}'; it takes {', '.join(known)}.")
+    return cls(**values)
+
+
+def detector_yaml(config: RunConfig) -> dict[str, Any]:
+    """The detector's settings as nested Detectron2 keys, to compare two runs."""
+    return yaml.safe_load(build_detector_config(config).to_yaml())

@@ -1,38 +1,31 @@
 """Checkpoints: the model in `save_pretrained` form, and Accelerate's state to continue exactly.
 
-    step_00001000/
-      model/       config.yaml, detector/, encoder/, task/, tokenizer/: loads with `load_model`, needs no training code
-      state/       optimiser, schedule and random states of every process (Accelerate)
-      step.json    position in the run; written last, so a folder without it was cut off while saving
+step_00001000/
+  model/       config.yaml, detector/, encoder/, task/, tokenizer/: loads with `load_model`, needs no training code
+  state/       optimiser, schedule and random states of every process (Accelerate)
+  step.json    position in the run; written last, so a folder without it was cut off while saving
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import nn
+from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from e2e_vl.config import RunConfig, differences, load_config, save_config
-from e2e_vl.engine.build import build_model
+from e2e_vl.engine.build import build_model, detector_yaml
 from e2e_vl.engine.logging import write_json
+from e2e_vl.engine.weights import load_strictly
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.text import load_tokenizer
 
-_ARCHITECTURE = ("detector", "encoder", "task")
 
-
-def save_model(
-    folder: Path, config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write settings, weights (safetensors) and tokenizer; the encoder folder is a transformers checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     save_config(config, folder / "config.yaml")
@@ -47,9 +40,12 @@ def save_model(
 
 
 def load_model(
-    folder: Path, *, device: torch.device | str = "cpu"
+    folder: Path, *, overrides: list[str] | None = None
 ) -> tuple[RunConfig, VisionLanguageModel, PreTrainedTokenizerBase]:
-    """Read what `save_model` wrote (the folder itself, or a run directory that holds it as `model/`).
+    """Read what `save_model` wrote: the folder itself, or a run directory that holds it as `model/`.
+
+    Args:
+        overrides: `key=value` settings that change the saved ones, such as `data.root=DIR`.
 
     Raises:
         FileNotFoundError: no model there.
@@ -62,7 +58,7 @@ def load_model(
                 f"{folder} holds no trained model (no model/config.yaml); give a run directory of tools/train.py."
             )
         folder = folder / "model"
-    config = load_config(folder / "config.yaml")
+    config = load_config(folder / "config.yaml", overrides)
     config.detector.config = str(folder / "detector" / "config.yaml")
     config.detector.overrides = {}
     config.detector.weights = config.encoder.weights = None
@@ -71,36 +67,7 @@ def load_model(
     for name in ("detector", "task"):
         load_strictly(getattr(model, name), folder / name / "model.safetensors")
     load_strictly(model.encoder, folder / "encoder" / "model.safetensors")
-    return config, model.to(device).eval(), tokenizer
-
-
-def load_strictly(module: nn.Module, path: Path) -> None:
-    """Load a safetensors file into a module; every key must be there, in its shape, and no other.
-
-    Raises:
-        FileNotFoundError, ValueError: naming the file and the first keys that do not fit.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"Weights file {path} does not exist.")
-    try:
-        tensors = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a readable safetensors file ({error}); copy it again.") from error
-    own = module.state_dict()
-    problems = [f"missing {key}" for key in own if key not in tensors]
-    problems += [f"unexpected {key}" for key in tensors if key not in own]
-    problems += [
-        f"{key} is {tuple(value.shape)} in the file, {tuple(own[key].shape)} in the model"
-        for key, value in tensors.items()
-        if key in own and own[key].shape != value.shape
-    ]
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise ValueError(
-            f"{path} was saved from another architecture: {'; '.join(problems[:3])}{more}; "
-            "use the settings that it was trained with."
-        )
-    module.load_state_dict(tensors)
+    return config, model.eval(), tokenizer
 
 
 def save_state(
@@ -147,6 +114,7 @@ def find_resumable(output: Path, config: RunConfig) -> Path | None:
         return None
     folder = complete[-1]
     saved = load_config(folder / "model" / "config.yaml")
+    saved.detector.config, saved.detector.overrides = str(folder / "model" / "detector" / "config.yaml"), {}
     changed = differences(_architecture(saved), _architecture(config))
     if changed:
         raise ValueError(
@@ -163,12 +131,12 @@ def refuse_to_overwrite(output: Path) -> None:
 
 
 def _architecture(config: RunConfig) -> dict[str, Any]:
-    """The settings that decide which parameters exist."""
-    described = {name: dataclasses.asdict(getattr(config, name)) for name in _ARCHITECTURE}
-    for key in ("weights", "loss_weight", "loss_weights", "freeze"):
-        described["detector"].pop(key)
-    described["encoder"].pop("weights")
-    return described
+    """The settings that decide which parameters exist and what they mean."""
+    return {
+        "detector": detector_yaml(config),
+        "encoder": {"name": config.encoder.name, **config.encoder.config},
+        "task": {"name": config.task.name, **config.task.config},
+    }
 
 
 def _complete(folder: Path) -> list[Path]:

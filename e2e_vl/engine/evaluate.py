@@ -13,9 +13,11 @@ from tqdm.auto import tqdm
 
 from e2e_vl.config import RunConfig
 from e2e_vl.data.grouping import GroupedBatchSampler
-from e2e_vl.engine.build import Run, build_dataset
+from e2e_vl.engine.build import Run, build_collate, build_dataset
+from e2e_vl.engine.checkpoint import load_model
 from e2e_vl.engine.logging import write_json
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.tasks.base import Task
 
 # How a box source is called in metric names.
 METRIC_SUFFIX = {"gt": "gt_boxes", "detections": "detected_boxes", "online": "own_boxes"}
@@ -43,11 +45,13 @@ def evaluate_splits(
     for split in config.data.eval_splits:
         for boxes in config.eval.boxes:
             dataset = build_dataset(config, run.tokenizer, split, boxes=boxes)
-            records = evaluate(config, run, model, dataset, accelerator, max_images=max_images, name=f"{split}, {boxes}")
-            scores = model.task.metrics(records, config.eval.iou)
+            records = evaluate(
+                config, run, model, dataset, accelerator, max_images=max_images, name=f"{split}, {boxes}"
+            )
+            scores = model.task.metrics(records)
             metrics.update(named_metrics(scores, split, boxes))
             if output is not None and accelerator.is_main_process:
-                write_predictions(output / f"predictions_{split}_{boxes}.json", records)
+                write_predictions(output / f"predictions_{split}_{boxes}.json", records, model.task)
     return metrics
 
 
@@ -114,6 +118,40 @@ def named_metrics(scores: dict[str, Any], split: str, boxes: str) -> dict[str, A
     return named
 
 
-def write_predictions(path: Path, records: list[dict[str, Any]]) -> None:
-    """One JSON list, one object per text; all boxes xyxy in pixels of the original image."""
-    write_json(path, records)
+def write_predictions(path: Path, records: list[dict[str, Any]], task: Task) -> None:
+    """One JSON list, one object per text, each with `correct`; all boxes xyxy in pixels of the original image."""
+    write_json(path, [{**record, "correct": task.correct(record)} for record in records])
+
+
+def evaluate_run(
+    run_dir: Path,
+    *,
+    split: str,
+    boxes: str,
+    iou: str | None = None,
+    output: Path | None = None,
+    overrides: list[str] | None = None,
+) -> tuple[dict[str, Any], Path | None]:
+    """Load a trained run and evaluate it; what tools/evaluate.py does.
+
+    Returns:
+        The metrics (as in `evaluate_splits`), and the predictions file on the main process (None on the others).
+
+    Raises:
+        FileNotFoundError, ValueError: no model there, an unknown split, or data that do not fit.
+    """
+    convention = [f"task.config.iou_convention={iou}"] if iou is not None else []
+    config, model, tokenizer = load_model(run_dir, overrides=[*(overrides or []), *convention])
+    accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
+    model.to(accelerator.device)
+    dataset = build_dataset(config, tokenizer, split, boxes=boxes)
+    run = Run(model=model, tokenizer=tokenizer, train_dataset=None, collate=build_collate(model))
+    records = evaluate(config, run, model, dataset, accelerator, name=f"{split}, {boxes}")
+    metrics = named_metrics(model.task.metrics(records), split, boxes)
+    path = None
+    if accelerator.is_main_process:
+        path = output or run_dir / f"predictions_{split}_{boxes}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_predictions(path, records, model.task)
+    accelerator.wait_for_everyone()
+    return metrics, path

@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from detector.images import load_image, resize_image
-from e2e_vl.data.collate import collate
+from detector.images import ResizeRule, load_resized
 from e2e_vl.data.examples import Example, ImageExample, TextExample
-from e2e_vl.engine.build import resize_rules
+from e2e_vl.engine.build import build_collate
 from e2e_vl.engine.checkpoint import load_model
-from e2e_vl.text import encode_text
 
 
 def ground_phrase(run_dir: Path, image_path: Path, text: str) -> dict[str, Any]:
@@ -34,24 +32,23 @@ def ground_phrase(run_dir: Path, image_path: Path, text: str) -> dict[str, Any]:
     if not text.strip():
         raise ValueError("The phrase is empty; say what to look for.")
     config, model, tokenizer = load_model(Path(run_dir))
-    detector_config = model.detector.config
-    image = load_image(image_path, detector_config.input_format)
-    height, width = image.shape[:2]
-    resized = resize_image(image, resize_rules(config)[-1].target_size(height, width))
-    ids = encode_text(tokenizer, text.lower(), config.data.max_text_length)
+    resize = config.data.resize
+    rule = ResizeRule(resize.short_edge[-1], resize.long_edge, resize.rounding)
+    pixels, original_size = load_resized(image_path, rule, model.detector.config.input.format)
+    ids = np.array(tokenizer(text)["input_ids"], dtype=np.int64)
     example = Example(
-        images=[ImageExample(pixels=resized, original_size=(height, width), name=str(image_path))],
+        images=[ImageExample(pixels=pixels, original_size=original_size, name=str(image_path))],
         texts=[
             TextExample(
                 input_ids=ids,
-                segment_ids=[0] * len(ids),
-                looks_at=[0],
+                segment_ids=np.zeros_like(ids),
+                looks_at=(0,),
                 targets={"box": np.zeros(4, dtype=np.float32)},  # unknown; only the loss would read it
                 record={"sent": text, "file_name": str(image_path)},
             )
         ],
     )
-    batch = collate([example], detector_config.pixel_mean, detector_config.pixel_std)
+    batch = build_collate(model)([example])
     with torch.no_grad():
         record = model.task.predict(batch, model(batch))[0]
     return {

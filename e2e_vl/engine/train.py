@@ -1,7 +1,7 @@
 """The training loop: batches in, a run directory out.
 
-A run directory holds `config.yaml`, `log.jsonl`, `metrics.json`, TensorBoard events, `checkpoints/step_*`, `model/` (the
-final model in `save_pretrained` form), `predictions_*.json` and `report.html`.
+A run directory holds `config.yaml`, `log.jsonl`, `metrics.json`, TensorBoard events, `checkpoints/step_*`, `model/`
+(the final model in `save_pretrained` form), `predictions_*.json` and `report.html`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
-from detector.structures import Loss
 from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.grouping import GroupedBatchSampler
 from e2e_vl.engine import checkpoint
@@ -29,7 +28,7 @@ from e2e_vl.engine.evaluate import evaluate_splits
 from e2e_vl.engine.logging import RunLog, write_json
 from e2e_vl.engine.optim import build_optimizer, build_schedule
 from e2e_vl.engine.report import write_report
-from e2e_vl.structures import Batch
+from e2e_vl.structures import Batch, ModelOutput
 
 
 def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
@@ -179,7 +178,7 @@ class _Training:
             is_last = number == len(micro_batches) - 1
             with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model):
                 output = self.model(batch.to(self.accelerator.device))
-                loss = self._total_loss(output.losses, logged, len(micro_batches))
+                loss = self._total_loss(output, logged, len(micro_batches))
                 self.accelerator.backward(loss)
         if self.config.train.clip_norm is not None:
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.train.clip_norm)
@@ -192,30 +191,34 @@ class _Training:
         if bad:
             names = [name for batch in micro_batches for name in batch.images.names]
             raise ValueError(
-                f"{', '.join(bad)} became NaN or infinite in step {self.step + 1} (images {', '.join(names[:4])}, ...); "
-                "lower train.lr, set train.clip_norm, or look at these images' annotations."
+                f"{', '.join(bad)} became NaN or infinite in step {self.step + 1} (images {', '.join(names[:4])}, "
+                "...); lower train.lr, set train.clip_norm, or look at these images' annotations."
             )
         return values
 
-    def _total_loss(self, losses: dict[str, Loss], logged: dict[str, Tensor], micro_batches: int) -> Tensor:
+    def _total_loss(self, output: ModelOutput, logged: dict[str, Tensor], micro_batches: int) -> Tensor:
         """Weighted sum of all losses, each divided by the number of its items on *all* processes."""
+        losses, weights = output.losses, self._loss_weights(output)
         names = sorted(losses)
-        sums = torch.stack([torch.stack([losses[name].total.detach().float(), losses[name].count.float()]) for name in names])
+        sums = torch.stack(
+            [torch.stack([losses[name].total.detach().float(), losses[name].count.float()]) for name in names]
+        )
         everywhere = self.accelerator.reduce(sums, reduction="sum")
         total = torch.zeros((), device=sums.device)
         for name, (loss_sum, count) in zip(names, everywhere, strict=True):
-            weight = self._loss_weight(name)
             divisor = count.clamp(min=1) * micro_batches
             # DDP averages gradients over processes, hence the factor
-            total = total + weight * losses[name].total * self.accelerator.num_processes / divisor
+            total = total + weights[name] * losses[name].total * self.accelerator.num_processes / divisor
             logged[name] = logged.get(name, 0) + loss_sum / divisor
-            logged["loss"] = logged.get("loss", 0) + weight * loss_sum / divisor
+            logged["loss"] = logged.get("loss", 0) + weights[name] * loss_sum / divisor
         return total
 
-    def _loss_weight(self, name: str) -> float:
-        if name in self.built.task_losses:
-            return 1.0
-        return self.config.detector.loss_weight * self.config.detector.loss_weights.get(name, 1.0)
+    def _loss_weights(self, output: ModelOutput) -> dict[str, float]:
+        settings = self.config.detector
+        detection = {
+            name: settings.loss_weight * settings.loss_weights.get(name, 1.0) for name in output.regions.losses
+        }
+        return {**dict.fromkeys(output.task.losses, 1.0), **detection}
 
     def _is_due(self, every_epochs: float) -> bool:
         return every_epochs > 0 and self.step % max(round(every_epochs * self.steps_per_epoch), 1) == 0

@@ -14,13 +14,14 @@ import dataclasses
 import functools
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detector.boxes import pairwise_iou
 from detector.structures import Loss
-from e2e_vl.evaluation.refexp import CONVENTIONS, referring_metrics
+from e2e_vl.evaluation.refexp import CONVENTIONS, hits, referring_metrics
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.base import Task
 
@@ -147,7 +148,8 @@ class ReferringTask(Task):
         """Add the answer to each record; boxes are [x1, y1, x2, y2] in pixels of the original image.
 
         Keys: `box`, `score` (the sigmoid of the region's logit; with the softmax loss its share among the candidates),
-        `candidate_boxes` (all regions that could have won, in their order) and `image_size` (height, width).
+        `candidate_boxes` and `candidate_scores` (all regions that could have won, in their order) and `image_size`
+        (height, width).
 
         Raises:
             ValueError: a text without any region, naming its image, unless `no_region_is_miss`.
@@ -168,7 +170,11 @@ class ReferringTask(Task):
             answer = {"box": boxes[row, winner].tolist(), "score": best_shares[row]}
             if not kept.any():
                 answer = {"box": None, "score": 0.0}
-            answer |= {"candidate_boxes": boxes[row, kept].tolist(), "image_size": sizes[row]}
+            answer |= {
+                "candidate_boxes": boxes[row, kept].tolist(),
+                "candidate_scores": shares[row].cpu()[kept].tolist(),
+                "image_size": sizes[row],
+            }
             predictions.append({**(batch.records[row] if batch.records else {}), **answer})
         return predictions
 
@@ -179,6 +185,15 @@ class ReferringTask(Task):
                 f"There is no region to choose from in {', '.join(images) or 'a text without an image'}; give boxes, "
                 "keep at least one detection per image, or set the task's no_region_is_miss."
             )
+
+    def correct(self, record: dict[str, Any]) -> float:
+        """1 if the predicted box hits the referred one under the task's IoU convention."""
+        if record["box"] is None:
+            return 0.0
+        hit = hits(
+            np.array([record["box"]]), np.array([record["gt_box"]]), self.config.iou_convention, record["image_size"]
+        )
+        return float(hit.all())
 
     def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Accuracies and the ceiling of the candidate boxes, see `e2e_vl.evaluation.refexp`."""
