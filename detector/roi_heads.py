@@ -66,7 +66,9 @@ class Res5ROIHeads(nn.Module):
         """res4 [N, channels, h, w] and rois [R, 5] -> RoI maps float32 [R, channels, resolution, resolution]."""
         config = self.config
         side = (config.pooler_resolution, config.pooler_resolution)
-        features = features.float()  # pooling coordinates need more than bfloat16's 8 bits
+        # pooling coordinates need more than bfloat16's 8 bits; float64 stays
+        features = features.to(torch.promote_types(features.dtype, torch.float32))
+        rois = rois.to(features.dtype)
         if config.pooler_type == "ROIPool":
             return roi_pool(features, rois, side, self.spatial_scale)
         return roi_align(

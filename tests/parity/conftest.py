@@ -1,0 +1,24 @@
+"""Makes the helper modules of this folder available to its tests."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+def load_helper(name: str) -> ModuleType:
+    """Import NAME.py of this folder, which is no package."""
+    spec = spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def vl_bert_keys() -> ModuleType:
+    return load_helper("vl_bert_keys")
