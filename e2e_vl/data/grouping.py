@@ -17,23 +17,27 @@ from e2e_vl.data.examples import Request
 class GroupedBatchSampler(Sampler[list[Request]]):
     """Yields the `Request`s of one process for each batch; made for `DataLoader(batch_sampler=...)`.
 
-    Every text is seen once an epoch. All processes draw the same order and take neighbouring slices of each global
-    batch, so the slices of ranks 0, 1, ... joined are the batch of a single process.
+    Every text is seen once an epoch, and the batches do not depend on the number of processes.
 
     With `shuffle` (training), the texts of an image and the groups are in random order, which depends on (seed, epoch)
-    only, and the last batch is filled up from the start of the epoch's order: all batches have the same size and all
-    ranks equal work. Without (evaluation), the order is that of `groups` and nothing is repeated: the last batch may be
-    smaller, and a rank that would get nothing of it skips it, so ranks may differ by one batch.
+    only. Each rank takes its slice of every batch: the slices of ranks 0, 1, ... joined are the batch of one process.
+    The last batch is filled up from the start of the epoch's order: all batches have the same size and all ranks equal
+    work.
+
+    Without (evaluation), the order is that of `groups`, nothing is repeated, and the last batch may be smaller. Whole
+    batches are dealt to the ranks in turn, because the features of a box depend a little on the padding, so on the
+    other images of its batch. Ranks may differ by one batch.
 
     Args:
         groups: text indices of each image (`dataset.groups`).
-        images_per_batch: groups in a global batch, over all processes; a multiple of `world_size`.
+        images_per_batch: groups in a batch; with `shuffle` over all processes, so a multiple of `world_size`.
         texts_per_image: most texts in a group; None = all texts of the image.
         seed: of the order.
         shuffle: True in training.
         rank: index of this process.
         world_size: number of processes.
-        start_batch: batches to leave out at the start of the current epoch, to resume in its middle.
+        start_batch: batches (counted over all ranks) to leave out at the start of the current epoch, to resume in its
+            middle.
         epoch: the current epoch.
 
     Raises:
@@ -52,7 +56,7 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         start_batch: int = 0,
         epoch: int = 0,
     ) -> None:
-        if images_per_batch < 1 or images_per_batch % world_size:
+        if images_per_batch < 1 or (shuffle and images_per_batch % world_size):
             raise ValueError(
                 f"images_per_batch is {images_per_batch}, which cannot be split evenly over {world_size} processes; "
                 "choose a multiple of the number of processes"
@@ -83,29 +87,26 @@ class GroupedBatchSampler(Sampler[list[Request]]):
 
     @property
     def batches_per_epoch(self) -> int:
-        """Global batches of a whole epoch."""
+        """Batches of a whole epoch, over all ranks."""
         return -(-self.num_groups // self.images_per_batch)
 
     def __len__(self) -> int:
-        """Batches this rank will yield: those from `start_batch` to the end of the epoch."""
-        remaining = self.batches_per_epoch - self.start_batch
-        if self.shuffle or not remaining:
-            return remaining
-        last = self.num_groups - (self.batches_per_epoch - 1) * self.images_per_batch
-        return remaining - (not self._share(range(last)))
+        """Batches this rank will yield: its own from `start_batch` to the end of the epoch."""
+        return len(self._own_batches())
 
     def __iter__(self) -> Iterator[list[Request]]:
         order = self._epoch_order()
-        for batch in range(self.start_batch, self.batches_per_epoch):
+        share = self.images_per_batch // self.world_size
+        for batch in self._own_batches():
             requests = order[batch * self.images_per_batch : (batch + 1) * self.images_per_batch]
-            share = self._share(requests)
-            if share:
-                yield list(share)
+            yield requests[self.rank * share : (self.rank + 1) * share] if self.shuffle else requests
 
-    def _share(self, requests: Sequence) -> Sequence:
-        """This rank's slice of a global batch; slices differ by at most one in length."""
-        start, stop = (len(requests) * rank // self.world_size for rank in (self.rank, self.rank + 1))
-        return requests[start:stop]
+    def _own_batches(self) -> range:
+        """Numbers of the batches this rank has a part in."""
+        if self.shuffle:
+            return range(self.start_batch, self.batches_per_epoch)
+        first = self.start_batch + (self.rank - self.start_batch) % self.world_size
+        return range(first, self.batches_per_epoch, self.world_size)
 
     def _epoch_order(self) -> list[Request]:
         generator = np.random.default_rng([self.seed, self.epoch])
