@@ -12,81 +12,20 @@ Anything else is an error that names the key.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
-import types
 import typing
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from detector.config_file import FIXED, IGNORED, convert, decode, flatten, load_tree, merge_bases, plain
+
 POOLER_TYPES = ("ROIAlignV2", "ROIAlign", "ROIPool")
 NORMS = ("FrozenBN", "BN", "SyncBN", "GN")
 BOX_LOSSES = ("smooth_l1", "giou", "diou", "ciou")
 STEM_POOLS = ("max", "caffe_max", "none")
-
-FIXED: dict[str, Any] = {
-    "VERSION": 2,
-    "MODEL.META_ARCHITECTURE": "GeneralizedRCNN",
-    "MODEL.LOAD_PROPOSALS": False,
-    "MODEL.MASK_ON": False,
-    "MODEL.KEYPOINT_ON": False,
-    "MODEL.BACKBONE.NAME": "build_resnet_backbone",
-    "MODEL.RESNETS.OUT_FEATURES": ["res4"],
-    "MODEL.RESNETS.DEFORM_ON_PER_STAGE": [False, False, False, False],
-    "MODEL.PROPOSAL_GENERATOR.NAME": "RPN",
-    "MODEL.ANCHOR_GENERATOR.NAME": "DefaultAnchorGenerator",
-    "MODEL.RPN.HEAD_NAME": "StandardRPNHead",
-    "MODEL.RPN.IN_FEATURES": ["res4"],
-    "MODEL.ROI_HEADS.NAME": "Res5ROIHeads",
-    "MODEL.ROI_HEADS.IN_FEATURES": ["res4"],
-    "MODEL.ROI_BOX_HEAD.USE_FED_LOSS": False,
-    "MODEL.ROI_BOX_HEAD.USE_SIGMOID_CE": False,
-    "INPUT.CROP.ENABLED": False,
-    "TEST.AUG.ENABLED": False,
-}
-
-# Prefixes of keys (or whole keys) that do not change what this model computes.
-IGNORED: tuple[str, ...] = (
-    "CUDNN_BENCHMARK",
-    "DATALOADER.",
-    "DATASETS.",
-    "FLOAT32_PRECISION",
-    "GLOBAL.",
-    "OUTPUT_DIR",
-    "SEED",
-    "SOLVER.",
-    "VIS_PERIOD",
-    "INPUT.CROP.",
-    "INPUT.MASK_FORMAT",
-    "INPUT.RANDOM_FLIP",  # augmentation belongs to the data config
-    "MODEL.DEVICE",
-    "MODEL.ANCHOR_GENERATOR.ANGLES",
-    "MODEL.FPN.",
-    "MODEL.PANOPTIC_FPN.",
-    "MODEL.RESNETS.DEFORM_MODULATED",
-    "MODEL.RESNETS.DEFORM_NUM_GROUPS",
-    "MODEL.RETINANET.",
-    "MODEL.ROI_BOX_CASCADE_HEAD.",
-    "MODEL.ROI_BOX_HEAD.CONV_DIM",
-    "MODEL.ROI_BOX_HEAD.FC_DIM",
-    "MODEL.ROI_BOX_HEAD.FED_LOSS_",
-    "MODEL.ROI_BOX_HEAD.NAME",
-    "MODEL.ROI_BOX_HEAD.NORM",
-    "MODEL.ROI_BOX_HEAD.NUM_CONV",
-    "MODEL.ROI_BOX_HEAD.NUM_FC",
-    "MODEL.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES",
-    "MODEL.ROI_KEYPOINT_HEAD.",
-    "MODEL.ROI_MASK_HEAD.",
-    "MODEL.SEM_SEG_HEAD.",
-    "TEST.AUG.",
-    "TEST.EVAL_PERIOD",
-    "TEST.EXPECTED_RESULTS",
-    "TEST.KEYPOINT_OKS_SIGMAS",
-    "TEST.PRECISE_BN.",
-)
 
 
 def _key(key: str, default: Any, *, ours: bool = False) -> Any:
@@ -236,10 +175,10 @@ class DetectorConfig:
             ValueError: a key is unknown, has a value of the wrong type, or a value that is not supported.
         """
         if isinstance(source, dict):
-            name, tree = "detector config", _merge_bases(source, Path())
+            name, tree = "detector config", merge_bases(source, Path())
         else:
-            name, tree = str(source), _load(Path(source), ())
-        return cls.from_flat(_flatten(tree), name)
+            name, tree = str(source), load_tree(Path(source))
+        return cls.from_flat(flatten(tree), name)
 
     @classmethod
     def from_flat(cls, flat: dict[str, Any], name: str = "detector config") -> DetectorConfig:
@@ -249,7 +188,7 @@ class DetectorConfig:
             if key in known:
                 continue
             if key in FIXED:
-                if _decode(value) != FIXED[key]:
+                if decode(value) != FIXED[key]:
                     raise ValueError(f"{name}: {key} = {value!r} is not supported; the only value is {FIXED[key]!r}.")
             elif not key.startswith(IGNORED):
                 close = difflib.get_close_matches(key, [*known, *FIXED], n=1)
@@ -258,7 +197,7 @@ class DetectorConfig:
         groups: dict[str, dict[str, Any]] = {}
         for group, field, key, hint in _fields(cls):
             if key in flat:
-                groups.setdefault(group, {})[field.name] = _convert(flat[key], hint, f"{name}: {key}")
+                groups.setdefault(group, {})[field.name] = convert(flat[key], hint, f"{name}: {key}")
         parts = {field.name: field.default_factory for field in dataclasses.fields(cls) if field.name != "weights"}
         try:
             return cls(**groups.get("", {}), **{part: make(**groups.get(part, {})) for part, make in parts.items()})
@@ -271,7 +210,7 @@ class DetectorConfig:
         for group, field, key, _ in _fields(type(self)):
             value = getattr(getattr(self, group) if group else self, field.name)
             if not field.metadata["ours"] or value != field.default:
-                flat[key] = _plain(value)
+                flat[key] = plain(value)
         return flat
 
     def to_yaml(self) -> str:
@@ -284,16 +223,6 @@ class DetectorConfig:
                 node = node.setdefault(parent, {})
             node[leaf] = value
         return yaml.safe_dump(tree, default_flow_style=None, sort_keys=True)
-
-
-OUR_KEYS: tuple[str, ...] = (
-    "MODEL.RESNETS.STEM_POOL",
-    "MODEL.ROI_HEADS.FEATURES_OF",
-    "MODEL.ROI_BOX_HEAD.ATTRIBUTES.NUM_CLASSES",
-    "MODEL.ROI_BOX_HEAD.ATTRIBUTES.EMBEDDING_DIM",
-    "MODEL.ROI_BOX_HEAD.ATTRIBUTES.HIDDEN_DIM",
-    "MODEL.ROI_BOX_HEAD.ATTRIBUTES.LOSS_WEIGHT",
-)
 
 
 def check(config: DetectorConfig) -> None:
@@ -357,75 +286,4 @@ def _fields(cls: type) -> list[tuple[str, dataclasses.Field, str, Any]]:
     return leaves
 
 
-def _load(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such config file" + (f" (_BASE_ of {chain[-1]})." if chain else "."))
-    if path.resolve() in chain:
-        raise ValueError(f"{path}: _BASE_ leads back to this file.")
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not a YAML file that can be read safely: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path}: expected a mapping of keys, found {type(tree).__name__}.")
-    return _merge_bases(tree, path.parent, (*chain, path.resolve()))
-
-
-def _merge_bases(tree: dict[str, Any], folder: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    tree = dict(tree)
-    bases = tree.pop("_BASE_", [])
-    merged: dict[str, Any] = {}
-    for base in [bases] if isinstance(bases, str) else bases:
-        merged = _merge(merged, _load(folder / Path(base).expanduser(), chain))
-    return _merge(merged, tree)
-
-
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
-def _decode(value: Any) -> Any:
-    """Detectron2 files write tuples as strings, "(640, 672)": read them as Python literals, like Detectron2."""
-    if isinstance(value, str):
-        try:
-            value = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            return value
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _convert(value: Any, hint: Any, name: str) -> Any:
-    if hint is str:
-        if isinstance(value, str):
-            return value
-    else:
-        value = _decode(value)
-        if hint is bool and isinstance(value, bool):
-            return value
-        if hint is int and isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(hint, types.GenericAlias):
-            item = hint.__args__[0]
-            if isinstance(value, list):
-                return tuple(_convert(part, item, name) for part in value)
-            if item is int and isinstance(value, int):  # Detectron2 takes a single size too
-                return (value,)
-    shown = hint.__name__ if isinstance(hint, type) else str(hint)
-    raise ValueError(f"{name} = {value!r} has the wrong type; expected {shown}.")
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+OUR_KEYS: tuple[str, ...] = tuple(key for _, field, key, _ in _fields(DetectorConfig) if field.metadata["ours"])

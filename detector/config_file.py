@@ -1,0 +1,155 @@
+"""Reading Detectron2 YAML: `_BASE_` files, dotted keys, values written as Python literals, keys that are not built."""
+
+from __future__ import annotations
+
+import ast
+import types
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+FIXED: dict[str, Any] = {
+    "VERSION": 2,
+    "MODEL.META_ARCHITECTURE": "GeneralizedRCNN",
+    "MODEL.LOAD_PROPOSALS": False,
+    "MODEL.MASK_ON": False,
+    "MODEL.KEYPOINT_ON": False,
+    "MODEL.BACKBONE.NAME": "build_resnet_backbone",
+    "MODEL.RESNETS.OUT_FEATURES": ["res4"],
+    "MODEL.RESNETS.DEFORM_ON_PER_STAGE": [False, False, False, False],
+    "MODEL.PROPOSAL_GENERATOR.NAME": "RPN",
+    "MODEL.ANCHOR_GENERATOR.NAME": "DefaultAnchorGenerator",
+    "MODEL.RPN.HEAD_NAME": "StandardRPNHead",
+    "MODEL.RPN.IN_FEATURES": ["res4"],
+    "MODEL.ROI_HEADS.NAME": "Res5ROIHeads",
+    "MODEL.ROI_HEADS.IN_FEATURES": ["res4"],
+    "MODEL.ROI_BOX_HEAD.USE_FED_LOSS": False,
+    "MODEL.ROI_BOX_HEAD.USE_SIGMOID_CE": False,
+    "INPUT.CROP.ENABLED": False,
+    "TEST.AUG.ENABLED": False,
+}
+
+# Prefixes of keys (or whole keys) that do not change what this model computes.
+IGNORED: tuple[str, ...] = (
+    "CUDNN_BENCHMARK",
+    "DATALOADER.",
+    "DATASETS.",
+    "FLOAT32_PRECISION",
+    "GLOBAL.",
+    "OUTPUT_DIR",
+    "SEED",
+    "SOLVER.",
+    "VIS_PERIOD",
+    "INPUT.CROP.",
+    "INPUT.MASK_FORMAT",
+    "INPUT.RANDOM_FLIP",  # augmentation belongs to the data config
+    "MODEL.DEVICE",
+    "MODEL.ANCHOR_GENERATOR.ANGLES",
+    "MODEL.FPN.",
+    "MODEL.PANOPTIC_FPN.",
+    "MODEL.RESNETS.DEFORM_MODULATED",
+    "MODEL.RESNETS.DEFORM_NUM_GROUPS",
+    "MODEL.RETINANET.",
+    "MODEL.ROI_BOX_CASCADE_HEAD.",
+    "MODEL.ROI_BOX_HEAD.CONV_DIM",
+    "MODEL.ROI_BOX_HEAD.FC_DIM",
+    "MODEL.ROI_BOX_HEAD.FED_LOSS_",
+    "MODEL.ROI_BOX_HEAD.NAME",
+    "MODEL.ROI_BOX_HEAD.NORM",
+    "MODEL.ROI_BOX_HEAD.NUM_CONV",
+    "MODEL.ROI_BOX_HEAD.NUM_FC",
+    "MODEL.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES",
+    "MODEL.ROI_KEYPOINT_HEAD.",
+    "MODEL.ROI_MASK_HEAD.",
+    "MODEL.SEM_SEG_HEAD.",
+    "TEST.AUG.",
+    "TEST.EVAL_PERIOD",
+    "TEST.EXPECTED_RESULTS",
+    "TEST.KEYPOINT_OKS_SIGMAS",
+    "TEST.PRECISE_BN.",
+)
+
+
+def load_tree(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A YAML file with its `_BASE_` files merged below it; `chain` holds the files that led here.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it is no YAML mapping, or it is its own base.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such config file" + (f" (_BASE_ of {chain[-1]})." if chain else "."))
+    if path.resolve() in chain:
+        raise ValueError(f"{path}: _BASE_ leads back to this file.")
+    try:
+        tree = yaml.safeload_tree(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not a YAML file that can be read safely: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: expected a mapping of keys, found {type(tree).__name__}.")
+    return merge_bases(tree, path.parent, (*chain, path.resolve()))
+
+
+def merge_bases(tree: dict[str, Any], folder: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """`tree` on top of the files its `_BASE_` names (one or a list), which lie relative to `folder`."""
+    tree = dict(tree)
+    bases = tree.pop("_BASE_", [])
+    merged: dict[str, Any] = {}
+    for base in [bases] if isinstance(bases, str) else bases:
+        merged = _merge(merged, load_tree(folder / Path(base).expanduser(), chain))
+    return _merge(merged, tree)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"A": {"B": 1}} -> {"A.B": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def decode(value: Any) -> Any:
+    """Detectron2 files write tuples as strings, "(640, 672)": read them as Python literals, like Detectron2."""
+    if isinstance(value, str):
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            return value
+    return list(value) if isinstance(value, tuple) else value
+
+
+def convert(value: Any, hint: Any, name: str) -> Any:
+    """A YAML value as the type of its field; `name` begins the ValueError for a value of another type."""
+    if hint is str:
+        if isinstance(value, str):
+            return value
+    else:
+        value = decode(value)
+        if hint is bool and isinstance(value, bool):
+            return value
+        if hint is int and isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(hint, types.GenericAlias):
+            item = hint.__args__[0]
+            if isinstance(value, list):
+                return tuple(convert(part, item, name) for part in value)
+            if item is int and isinstance(value, int):  # Detectron2 takes a single size too
+                return (value,)
+    shown = hint.__name__ if isinstance(hint, type) else str(hint)
+    raise ValueError(f"{name} = {value!r} has the wrong type; expected {shown}.")
+
+
+def plain(value: Any) -> Any:
+    """Tuples as lists, for YAML."""
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
