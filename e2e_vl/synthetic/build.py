@@ -43,7 +43,7 @@ VERSION = 1  # raise it when the same settings give other files
 STAMP = "synthetic.json"
 _UNFINISHED = "synthetic.json.unfinished"
 _IMAGE_FORMATS = {"jpg": [cv2.IMWRITE_JPEG_QUALITY, 95], "png": [cv2.IMWRITE_PNG_COMPRESSION, 3]}
-_SCENES_PER_CHUNK = 16
+_MAX_CHUNK = 16  # scenes handed to a process at once
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,8 @@ def _mapped(function: Any, jobs: list[_Job], workers: int) -> Iterator[Iterator[
     # Spawned, not forked: the caller may have threads running (torch).
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=cv2.setNumThreads, initargs=(1,)) as pool:
-        yield pool.map(function, jobs, chunksize=_SCENES_PER_CHUNK)
+        chunk = max(1, min(_MAX_CHUNK, len(jobs) // (2 * workers)))
+        yield pool.map(function, jobs, chunksize=chunk)
 
 
 def _make_scene(

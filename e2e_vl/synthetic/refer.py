@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -39,5 +40,7 @@ def ref_record(
 def write_refs(path: Path, refs: list[dict[str, Any]]) -> None:
     """Write the refs with pickle protocol 2, the newest that Python 2 reads."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A pickle also records which equal strings are one object, and that depends on the processes that made them.
+    refs = json.loads(json.dumps(refs))
     with path.open("wb") as file:
         pickle.dump(refs, file, protocol=2)

@@ -77,7 +77,7 @@ class Reference:
 
 
 def draw_references(facts: SceneFacts, config: LanguageConfig, rng: np.random.Generator) -> list[Reference]:
-    """Expressions about a scene, no sentence twice, each clearly true of exactly one object.
+    """Expressions about a scene, none said twice, each clearly true of exactly one object.
 
     The families are drawn first and the objects second, uniformly, so that the mix of families is kept; the order is
     that of the drawing. A scene in which a family finds no object gets an attribute expression instead, or one less.
@@ -89,7 +89,7 @@ def draw_references(facts: SceneFacts, config: LanguageConfig, rng: np.random.Ge
     chosen = [int(i) for i in rng.permutation(facts.count)[: rng.integers(low, high + 1)]]
     low, high = config.sentences_per_ref
     planned = int(rng.integers(low, high + 1, len(chosen)).sum())
-    said: dict[str, Reference] = {}
+    said: dict[Expression, Reference] = {}
     counts = dict.fromkeys(chosen, 0)
     for family in rng.choice(families, planned, p=shares / shares.sum()):
         order = sorted(counts, key=counts.__getitem__)  # the least described first
@@ -98,7 +98,7 @@ def draw_references(facts: SceneFacts, config: LanguageConfig, rng: np.random.Ge
         if reference is None and family != "attribute" and "attribute" in families:
             reference = speaker.first("attribute", order, said)
         if reference is not None:
-            said[reference.sentence] = reference
+            said[reference.expression] = reference
             counts[reference.target] = counts.get(reference.target, 0) + 1
     return list(said.values())
 
@@ -131,17 +131,16 @@ class _Speaker:
                 ]
             )
 
-    def first(self, family: str, targets: list[int], said: dict[str, Reference]) -> Reference | None:
+    def first(self, family: str, targets: list[int], said: dict[Expression, Reference]) -> Reference | None:
         """An expression about the first target that has one of this family which has not been said."""
         propose = getattr(self, f"_{family}")
         for target in targets:
             for _ in range(_PROPOSALS):
                 expression = propose(target)
-                if expression is None or referent(expression, self.facts) != target:
+                if expression is None or expression in said:
                     continue
-                sentence = to_words(expression, self.rng)
-                if sentence not in said:
-                    return Reference(target, expression, sentence)
+                if referent(expression, self.facts) == target:
+                    return Reference(target, expression, to_words(expression, self.rng))
         return None
 
     def _attribute(self, target: int) -> Expression | None:

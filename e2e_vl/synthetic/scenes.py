@@ -54,7 +54,7 @@ class SceneConfig:
     shapes: tuple[str, ...] = SHAPES
     colours: tuple[str, ...] = COLOURS
     textures: tuple[str, ...] = ("plain", "striped")
-    min_visible: float = 0.6
+    min_visible: float = 0.65
     max_box_iou: float = 0.4
     share: float = 0.65
     twin: float = 0.06
@@ -198,15 +198,15 @@ def _place_objects(
 def _draw_look(config: SceneConfig, earlier: list[Look], rng: np.random.Generator) -> Look:
     choices = {"shape": config.shapes, "colour": config.colours, "texture": config.textures, "size": SIZES}
     if not earlier or rng.random() >= config.share:
-        return Look(**{name: str(rng.choice(values)) for name, values in choices.items()})
+        return Look(**{name: values[rng.integers(len(values))] for name, values in choices.items()})
     look = earlier[rng.integers(len(earlier))]
     if rng.random() < config.twin:
         return look
-    changed = rng.permutation(list(choices))[: rng.integers(1, 3)]
-    for name in changed:
-        others = [value for value in choices[name] if value != getattr(look, name)]
+    names = list(choices)
+    for i in rng.permutation(len(names))[: rng.integers(1, 3)]:
+        others = [value for value in choices[names[i]] if value != getattr(look, names[i])]
         if others:
-            look = replace(look, **{str(name): str(rng.choice(others))})
+            look = replace(look, **{names[i]: others[rng.integers(len(others))]})
     return look
 
 

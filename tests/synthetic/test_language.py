@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from e2e_vl.synthetic.language import Description, Expression, as_typed, parse, referent, to_words
+from e2e_vl.synthetic.relations import SceneFacts, members
+from e2e_vl.synthetic.sampling import LanguageConfig, draw_references
+from e2e_vl.synthetic.scenes import Look, Scene, SceneConfig, SceneObject, draw_scene
+
+
+def make_scene(*boxes: tuple[str, tuple[int, int, int, int]]) -> Scene:
+    """Rectangles named "size texture colour shape", painted in this order."""
+    masks = []
+    for _, (x1, y1, x2, y2) in boxes:
+        mask = np.zeros((100, 100), bool)
+        mask[y1:y2, x1:x2] = True
+        masks.append(mask)
+    objects = []
+    for i, (name, _) in enumerate(boxes):
+        size, texture, colour, shape = name.split()
+        visible = masks[i].copy()
+        for later in masks[i + 1 :]:
+            visible &= ~later
+        rows, columns = np.nonzero(visible)
+        box = (int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1)
+        rows, columns = np.nonzero(masks[i])
+        extent = float(max(np.ptp(rows), np.ptp(columns)) + 1)
+        objects.append(SceneObject(Look(shape, colour, texture, size), extent, masks[i], visible, box))
+    return Scene(np.zeros((100, 100, 3), np.uint8), objects)
+
+
+SCENE = make_scene(
+    ("big plain red circle", (0, 0, 30, 30)),  # 0: hidden in part by 1
+    ("small striped red star", (24, 0, 40, 16)),  # 1
+    ("small plain blue circle", (44, 0, 60, 16)),  # 2: 5 pixels from 1
+    ("big striped blue circle", (60, 60, 95, 95)),  # 3
+    ("small plain blue square", (0, 70, 20, 90)),  # 4
+    ("small plain blue cross", (0, 50, 19, 69)),  # 5: a pixel from 4
+)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "expected"),
+    [
+        ("the star", 1),
+        ("blue circle", None),  # two of them
+        ("big blue circle", 3),
+        ("large circle with stripes", 3),
+        ("the striped big red circle", None),  # none
+        ("the biggest thing", 3),
+        ("biggest red thing", 0),
+        ("smallest thing", None),  # two of nearly the same size
+        ("smallest circle", 2),
+        ("the smallest star", None),  # the only star: nothing to compare with
+        ("circle smaller than the others", 2),
+        ("circle smaller than the big red circle", 2),
+        ("blue thing bigger than the square", 3),
+        ("circle bigger than the star", None),  # two of them, and one as big
+        ("circle next to the star", None),  # both are
+        ("blue circle next to the star", 2),
+        ("thing next to the square", 5),
+        ("circle closest to the square", None),  # 0 and 3 are about as far
+        ("blue circle nearest to the star", 2),
+        ("circle farthest from the star", 3),
+        ("thing behind the star", 0),
+        ("thing in front of the red circle", 1),
+        ("the red thing touching the star", 0),
+        ("blue thing touching the star", None),
+        ("circle next to the blue circle", None),  # the anchor is not one object
+    ],
+)
+def test_referent(sentence, expected):
+    assert referent(parse(sentence), SceneFacts(SCENE)) == expected
+
+
+def test_an_unclear_object_spoils_an_expression():
+    """A second circle at a doubtful distance makes "next to" unclear, though the first one is certainly near."""
+    near = ("small plain red circle", (26, 10, 46, 30))
+    square = ("small plain blue square", (4, 10, 24, 30))
+    for gap, expected in ((4, None), (8, None), (15, 0)):
+        below = ("small plain green circle", (4, 30 + gap, 24, 50 + gap))
+        facts = SceneFacts(make_scene(near, square, below))
+        assert referent(parse("the circle next to the square"), facts) == expected
+
+
+def test_facts_about_overlap():
+    facts = SceneFacts(SCENE)
+    assert members(facts.holds["in front"][0]) == [1]
+    assert members(facts.holds["behind"][1]) == [0]
+    assert members(facts.holds["overlapping"][0]) == [1]
+    assert members(facts.fails["overlapping"][0]) == [2, 3, 4, 5]
+    assert members(facts.holds["near"][1]) == [0, 2]
+    assert facts.gap[1, 2] == pytest.approx(5, rel=0.03)
+    assert facts.gap[0, 1] == pytest.approx(1, rel=0.03)
+    assert facts.distance[2, 4] == pytest.approx(np.hypot(42, 72))
+
+
+def _random_expression(rng: np.random.Generator) -> Expression:
+    def describe() -> Description:
+        values = {
+            "size": rng.choice(["small", "big"]),
+            "texture": rng.choice(["plain", "striped", "dotted"]),
+            "colour": rng.choice(["red", "white"]),
+            "shape": rng.choice(["star", "cross"]),
+        }
+        return Description(**{slot: str(value) for slot, value in values.items() if rng.random() < 0.5})
+
+    operators = [None, "biggest", "smallest", "bigger", "smaller"]
+    operators += ["near", "nearest", "farthest", "overlapping", "in front", "behind"]
+    operator = operators[rng.integers(len(operators))]
+    if operator in (None, "biggest", "smallest"):
+        return Expression(describe(), operator)
+    alone = operator in ("bigger", "smaller") and rng.random() < 0.5
+    return Expression(describe(), operator, None if alone else describe())
+
+
+def test_parse_inverts_to_words():
+    rng = np.random.default_rng(0)
+    expressions = [_random_expression(rng) for _ in range(1500)]
+    assert {expression.family for expression in expressions} == {"attribute", "superlative", "comparison", "relation"}
+    for expression in expressions:
+        sentence = to_words(expression, rng)
+        assert parse(sentence) == expression, sentence
+        assert sentence == " ".join(sentence.lower().split())
+        assert sentence.replace(" ", "").isalpha()
+
+
+@pytest.mark.parametrize(
+    ("sentence", "words"),
+    [
+        ("the red banana", '"banana" is not a noun'),
+        ("the fast star", '"fast" is not a word'),
+        ("red blue star", "the colour is said twice"),
+        ("striped star with stripes", "the texture is said twice"),
+        ("", "is not a noun"),
+        ("star next to the", "is not a noun"),
+    ],
+)
+def test_sentences_outside_the_language(sentence, words):
+    with pytest.raises(ValueError, match=words):
+        parse(sentence)
+
+
+def test_as_typed_only_changes_capitals_spaces_and_a_full_stop():
+    rng = np.random.default_rng(0)
+    sentence = "the circle next to the red star"
+    typed = [as_typed(sentence, rng) for _ in range(300)]
+    assert all(" ".join(raw.lower().rstrip(".").split()) == sentence for raw in typed)
+    assert 0.5 < typed.count(sentence) / len(typed) < 0.9
+    assert len(set(typed)) >= 6
+
+
+def test_references_of_a_scene():
+    config = LanguageConfig(family_mix={"relation": 1.0}, relation_mix={"nearest": 1.0}, refs_per_image=[3, 3])
+    for i in range(10):
+        rng = np.random.default_rng(i)
+        facts = SceneFacts(draw_scene(SceneConfig(), rng))
+        references = draw_references(facts, config, rng)
+        assert all(item.expression.operator == "nearest" for item in references)
+        assert len({item.expression for item in references}) == len(references) <= 9
+        for item in references:
+            assert referent(item.expression, facts) == item.target
+            # The words before the relation alone would not do.
+            anchor = item.expression.anchor.mask(facts)
+            assert (item.expression.description.mask(facts) & ~anchor).bit_count() >= 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"family_mix": {"colour": 1.0}}, "language.family_mix"),
+        ({"family_mix": {"attribute": 0.0}}, "language.family_mix"),
+        ({"relation_mix": {"under": 1.0}}, "language.relation_mix"),
+        ({"refs_per_image": (0, 2)}, "language.refs_per_image"),
+        ({"sentences_per_ref": (3, 2)}, "language.sentences_per_ref"),
+        ({"redundant": 2}, "language.redundant"),
+    ],
+)
+def test_impossible_settings_are_named(settings, words):
+    with pytest.raises(ValueError, match=words):
+        LanguageConfig(**settings)

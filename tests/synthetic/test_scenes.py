@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import cv2
+import numpy as np
+import pytest
+
+from e2e_vl.synthetic import drawing
+from e2e_vl.synthetic.scenes import COLOURS, SHAPES, Scene, SceneConfig, draw_scene
+
+CONFIG = SceneConfig()
+
+
+@pytest.fixture(scope="module")
+def scenes() -> list[Scene]:
+    return [draw_scene(CONFIG, np.random.default_rng([7, i])) for i in range(60)]
+
+
+def test_same_seed_same_scene():
+    one, two, other = (draw_scene(CONFIG, np.random.default_rng(seed)) for seed in (3, 3, 4))
+    assert (one.image == two.image).all()
+    assert [item.box for item in one.objects] == [item.box for item in two.objects]
+    assert (one.image != other.image).any()
+
+
+def test_number_and_sizes_of_objects(scenes):
+    counts = {len(scene.objects) for scene in scenes}
+    assert counts == set(range(CONFIG.min_objects, CONFIG.max_objects + 1))
+    for scene in scenes:
+        assert scene.image.shape == (128, 128, 3)
+        assert scene.image.dtype == np.uint8
+        for item in scene.objects:
+            low, high = CONFIG.small if item.look.size == "small" else CONFIG.big
+            assert low <= item.extent <= high
+            # What can be seen never takes a big object for a small one.
+            assert (item.visible_extent > (CONFIG.small[1] + CONFIG.big[0]) / 2 - 2) == (item.look.size == "big")
+
+
+def test_boxes_fit_what_is_visible(scenes):
+    for scene in scenes:
+        for item in scene.objects:
+            rows, columns = np.nonzero(item.visible)
+            assert item.box == (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
+            assert item.area == len(rows)
+
+
+def test_objects_are_occluded_by_later_ones_only_and_not_too_much(scenes):
+    occluded = 0
+    for scene in scenes:
+        for i, item in enumerate(scene.objects):
+            in_front = np.zeros_like(item.full)
+            for later in scene.objects[i + 1 :]:
+                in_front |= later.full
+            assert (item.visible == (item.full & ~in_front)).all()
+            share = item.visible.sum() / item.full.sum()
+            assert share >= CONFIG.min_visible
+            occluded += share < 0.97
+    assert 0.15 <= occluded / sum(len(scene.objects) for scene in scenes) <= 0.6
+
+
+def test_iou_of_one_half_identifies_an_object(scenes):
+    for scene in scenes:
+        for i, a in enumerate(scene.objects):
+            for b in scene.objects[:i]:
+                w = min(a.box[2], b.box[2]) - max(a.box[0], b.box[0])
+                h = min(a.box[3], b.box[3]) - max(a.box[1], b.box[1])
+                overlap = max(w, 0) * max(h, 0)
+                areas = sum((item.box[2] - item.box[0]) * (item.box[3] - item.box[1]) for item in (a, b))
+                assert overlap / (areas - overlap) <= CONFIG.max_box_iou
+
+
+def test_pixels_show_the_annotated_colour(scenes):
+    """The median of a plain object's inner pixels is nearer to its own colour than to any other, after JPEG too."""
+    names = list(COLOURS)
+    palette = np.array([drawing.COLOURS[name] for name in names], float)
+    seen = 0
+    for scene in scenes:
+        encoded = cv2.imencode(".jpg", scene.image[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 95])[1]
+        image = cv2.imdecode(encoded, cv2.IMREAD_COLOR)[..., ::-1]
+        for item in scene.objects:
+            inner = cv2.erode(item.visible.view(np.uint8), np.ones((5, 5), np.uint8)) > 0
+            if item.look.texture != "plain" or inner.sum() < 8:
+                continue
+            colour = np.median(image[inner], axis=0)
+            assert names[np.argmin(np.linalg.norm(palette - colour, axis=1))] == item.look.colour
+            background = np.median(image[~np.any([other.full for other in scene.objects], axis=0)], axis=0)
+            assert np.linalg.norm(colour - background) > 60
+            seen += 1
+    assert seen > 100
+
+
+def test_stripes_and_dots_are_visible():
+    spreads = {}
+    for texture in drawing.TEXTURES:
+        image = np.full((40, 40, 3), 120, np.float32)
+        patch = drawing.cover(drawing.outline("square", 30, 0.0), (20, 20))
+        drawing.paint(image, patch, "blue", texture, np.random.default_rng(0))
+        spreads[texture] = image[10:30, 10:30].std(axis=(0, 1)).mean()
+    assert spreads["striped"] > 5 * spreads["plain"]
+    assert spreads["dotted"] > 5 * spreads["plain"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_outline_has_the_extent_asked_for(shape):
+    for angle in (0.0, 0.15):
+        points = drawing.outline(shape, 20.0, angle)
+        assert np.ptp(points, axis=0).max() == pytest.approx(20)
+        assert points.max(axis=0) == pytest.approx(-points.min(axis=0))
+
+
+def test_cover_is_the_area_of_the_outline():
+    fill, edge, (x, y) = drawing.cover(drawing.outline("square", 10.0, 0.0), (20.25, 30.5))
+    assert fill.sum() == pytest.approx(100, rel=0.06)
+    middle = fill[fill.shape[0] // 2]
+    columns = np.flatnonzero(middle)
+    assert (x + columns[0], x + columns[-1] + 1) == (15, 26)
+    assert middle[columns[[0, -1]]] == pytest.approx([0.75, 0.25], abs=0.26)
+    assert y == 24
+    assert 0 < edge.sum() < fill.sum()
+
+
+def test_varying_sides_and_lists_from_yaml():
+    config = SceneConfig(min_side=112, max_side=144, small=[14, 18], colours=["red", "blue"], max_objects=6)
+    assert config.small == (14, 18)
+    drawn = [draw_scene(config, np.random.default_rng(i)) for i in range(8)]
+    assert len({scene.image.shape for scene in drawn}) > 4
+    assert all(112 <= side <= 144 for scene in drawn for side in scene.image.shape[:2])
+    assert {item.look.colour for scene in drawn for item in scene.objects} == {"red", "blue"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"shapes": ("circle", "blob")}, "scene.shapes.*blob"),
+        ({"textures": ()}, "scene.textures"),
+        ({"min_objects": 6, "max_objects": 5}, "scene.min_objects"),
+        ({"small": (16, 30)}, "scene.small"),
+        ({"max_side": 100}, "scene.min_side"),
+        ({"min_visible": 1.5}, "scene.min_visible"),
+        ({"max_box_iou": 0.5}, "scene.max_box_iou"),
+    ],
+)
+def test_impossible_settings_are_named(settings, words):
+    with pytest.raises(ValueError, match=words):
+        SceneConfig(**settings)
+
+
+def test_too_many_objects_are_an_error():
+    config = SceneConfig(min_objects=40, max_objects=40, min_side=64, max_side=64)
+    with pytest.raises(ValueError, match="40 objects do not fit"):
+        draw_scene(config, np.random.default_rng(0))

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+TOOL = Path(__file__).parents[2] / "tools" / "make_synthetic.py"
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=TOOL.parents[1])
+
+
+def test_command_line(tmp_path):
+    output = tmp_path / "data"
+    sizes = ("--train", 3, "--val", 1, "--testA", 1, "--testB", 1)
+    options = ("--output", output, *sizes, "--max-objects", 6, "--families", "attribute=0.5", "relation=0.5")
+    first = run(*options)
+    assert first.returncode == 0, first.stderr
+    statistics = json.loads(first.stdout)
+    assert statistics["images"] == {"train": 3, "val": 1, "testA": 1, "testB": 1}
+    assert set(statistics["families"]) <= {"attribute", "relation"}
+    assert 5 <= statistics["objects_per_image"] <= 6
+    assert "6/6" in first.stderr  # the progress bar
+
+    again = run(*options, "--quiet")
+    assert (again.returncode, again.stdout, again.stderr) == (0, first.stdout, "")
+
+    other = run(*options, "--seed", 1)
+    assert other.returncode == 1
+    assert other.stderr.strip().startswith("error: ")
+    assert "other settings (seed)" in other.stderr
+    assert "Traceback" not in other.stderr
+
+
+def test_bad_arguments_are_one_sentence(tmp_path):
+    for options, words in (
+        (("--families", "attribute"), "NAME=SHARE"),
+        (("--min-objects", 12), "scene.min_objects 12"),
+        (("--textures", "furry"), "furry"),
+    ):
+        result = run("--output", tmp_path / "data", *options)
+        assert result.returncode == 1
+        assert words in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "data").exists()
