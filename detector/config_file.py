@@ -83,7 +83,7 @@ def load_tree(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in chain:
         raise ValueError(f"{path}: _BASE_ leads back to this file.")
     try:
-        tree = yaml.safeload_tree(path.read_text(encoding="utf-8"))
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not a YAML file that can be read safely: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
