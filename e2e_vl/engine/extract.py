@@ -21,7 +21,7 @@ from detector.selection import SelectionRule, select_regions
 from e2e_vl.config import load_config
 from e2e_vl.engine.weights import load_strictly
 
-CANDIDATES = 100  # detections to choose regions from, before those of several classes in one place are merged
+CANDIDATES = 2  # detections per wanted region, before those of several classes in one place are merged
 SAME_PLACE = 0.7  # IoU above which two detections are one region
 
 
@@ -88,7 +88,7 @@ def build_extractor(
     rule: SelectionRule,
     *,
     resize: ResizeRule | None = None,
-    max_proposals: int = 300,
+    max_proposals: int = 100,
     seed: int = 0,
 ) -> Extractor:
     """A detector that always finds something: weak detections fill up the rule's `min_regions`.
@@ -99,18 +99,21 @@ def build_extractor(
             values, the same for the same seed.
         rule: which detections become regions.
         resize: size of the network input; None = the config's INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST.
-        max_proposals: limit for RPN.POST_NMS_TOPK_TEST; 300 is bottom-up attention's.
+        max_proposals: limit for RPN.POST_NMS_TOPK_TEST, the number of boxes that the RoI head looks at. Time on a CPU
+            grows with it; bottom-up attention uses 300, Detectron2 1000.
         seed: of the random values.
 
     Raises:
-        FileNotFoundError, ValueError: a file that is missing or does not fit.
+        FileNotFoundError, ValueError: a file that is missing or does not fit, or no proposals allowed.
     """
+    if max_proposals < 1:
+        raise ValueError(f"The detector needs at least 1 proposal to look at, not {max_proposals} proposals.")
     settings = DetectorConfig.from_yaml(config)
     settings = dataclasses.replace(
         settings,
         rpn=dataclasses.replace(settings.rpn, post_nms_topk_test=min(settings.rpn.post_nms_topk_test, max_proposals)),
         roi_heads=dataclasses.replace(
-            settings.roi_heads, score_thresh=0.0, detections_per_image=max(CANDIDATES, rule.max_regions)
+            settings.roi_heads, score_thresh=0.0, detections_per_image=CANDIDATES * rule.max_regions
         ),
     )
     with torch.random.fork_rng(devices=[]):
@@ -123,7 +126,7 @@ def build_extractor(
     return Extractor(detector, resize, rule)
 
 
-def extractor_of_run(run_dir: str | Path, rule: SelectionRule, *, max_proposals: int = 300) -> Extractor:
+def extractor_of_run(run_dir: str | Path, rule: SelectionRule, *, max_proposals: int = 100) -> Extractor:
     """The trained detector of a run directory (or of a saved model folder), with the image size it was evaluated at.
 
     Raises:

@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from detector.config import DetectorConfig
+from detector.faster_rcnn import FasterRCNN
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "extract_demo.py"
+
+TINY = """
+MODEL:
+  RESNETS: {DEPTH: 18, STEM_OUT_CHANNELS: 8, RES2_OUT_CHANNELS: 8}
+  ANCHOR_GENERATOR: {SIZES: [[16, 32, 64]]}
+  RPN: {PRE_NMS_TOPK_TEST: 200, POST_NMS_TOPK_TEST: 50}
+  ROI_HEADS: {NUM_CLASSES: 5}
+  ROI_BOX_HEAD: {POOLER_RESOLUTION: 4}
+INPUT: {MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 160}
+"""
+FEATURES = 64  # 8 times RES2_OUT_CHANNELS
+
+
+@pytest.fixture(scope="module")
+def tool() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("extract_demo", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(TINY)
+    return path
+
+
+def pixels(h: int, w: int, channels: int = 3, dtype: type = np.uint8) -> np.ndarray:
+    shape = (h, w, channels) if channels > 1 else (h, w)
+    return np.random.default_rng(0).integers(0, np.iinfo(dtype).max + 1, shape, dtype=dtype)
+
+
+def write_image(folder: Path, kind: str) -> tuple[Path, tuple[int, int]]:
+    """A file and the (height, width) that its boxes refer to."""
+    path = folder / ("image.png" if kind != "cmyk" else "image.jpg")
+    size = {"thin": (2, 900), "tall": (900, 2), "large": (3000, 4000), "dot": (1, 1)}.get(kind, (70, 110))
+    if kind == "grey":
+        image = Image.fromarray(pixels(*size, 1))
+    elif kind == "rgba":
+        image = Image.fromarray(pixels(*size, 4))
+    elif kind == "16 bit":
+        image = Image.fromarray(pixels(*size, 1, np.uint16))
+        assert image.mode == "I;16"
+    elif kind == "palette":
+        image = Image.fromarray(pixels(*size)).convert("P")
+    elif kind == "cmyk":
+        image = Image.fromarray(pixels(*size)).convert("CMYK")
+    elif kind == "large":
+        image = Image.new("L", size[::-1], 90)
+    else:
+        image = Image.fromarray(pixels(*size))
+    exif = Image.Exif()
+    if kind == "rotated":
+        exif[0x0112] = 6
+        size = size[::-1]
+    image.save(path, exif=exif)
+    return path, size
+
+
+KINDS = ("rgb", "grey", "rgba", "16 bit", "palette", "cmyk", "rotated", "thin", "tall", "large")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_image(tool: types.ModuleType, config: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture):
+    image, (height, width) = write_image(tmp_path, kind)
+    assert tool.main([str(image), "--output", str(tmp_path / "out"), "--config", str(config)]) == 0
+    assert "random" in capsys.readouterr().out
+
+    regions = np.load(tmp_path / "out" / "regions.npz")
+    boxes, scores, classes, features = (regions[name] for name in ("boxes", "scores", "classes", "features"))
+    number = len(boxes)
+    assert 1 <= number <= 36
+    if kind not in ("thin", "tall"):
+        assert number >= 10
+    assert boxes.shape == (number, 4) and boxes.dtype == np.float32
+    assert scores.shape == (number,) and scores.dtype == np.float32
+    assert classes.shape == (number,) and classes.dtype == np.int64
+    assert features.shape == (number, FEATURES) and features.dtype == np.float32
+    assert np.isfinite(features).all() and features.any()
+    assert (boxes[:, :2] >= 0).all() and (boxes[:, :2] < boxes[:, 2:]).all()
+    assert (boxes[:, 2:] <= [width, height]).all()
+    # Random boxes lie everywhere, so they also tell whether the scale was undone (and the right side taken as width).
+    assert boxes[:, 2].max() > 0.6 * width and boxes[:, 3].max() > 0.6 * height
+    assert (np.diff(scores) <= 0).all() and (classes < 5).all()
+    with Image.open(tmp_path / "out" / "regions.png") as picture:
+        assert picture.mode == "RGB" and min(picture.size) >= 100 and 480 <= max(picture.size) <= 1400
+
+
+def test_one_pixel(tool: types.ModuleType, config: Path, tmp_path: Path):
+    image, _ = write_image(tmp_path, "dot")
+    assert tool.main([str(image), "--output", str(tmp_path / "out"), "--config", str(config)]) == 0
+    boxes = np.load(tmp_path / "out" / "regions.npz")["boxes"]
+    assert boxes.shape[1] == 4 and (boxes >= 0).all() and (boxes <= 1).all()
+
+
+def test_same_seed_same_regions(tool: types.ModuleType, config: Path, tmp_path: Path):
+    image, _ = write_image(tmp_path, "rgb")
+    found = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        arguments = [str(image), "--output", str(tmp_path / name), "--config", str(config), "--seed", str(seed)]
+        assert tool.main(arguments) == 0
+        found.append(np.load(tmp_path / name / "regions.npz")["features"])
+    assert np.array_equal(found[0], found[1])
+    assert found[0].shape != found[2].shape or not np.array_equal(found[0], found[2])
+
+
+def test_number_of_regions(tool: types.ModuleType, config: Path, tmp_path: Path):
+    image, _ = write_image(tmp_path, "rgb")
+    arguments = [str(image), "--output", str(tmp_path), "--config", str(config), "--min-score", "1"]
+    for option, expected in ((["--min-regions", "3"], 3), (["--max-regions", "2"], 2), (["--min-regions", "0"], 0)):
+        assert tool.main([*arguments, *option]) == 0
+        arrays = np.load(tmp_path / "regions.npz")
+        assert arrays["boxes"].shape == (expected, 4) and arrays["features"].shape == (expected, FEATURES)
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_weights_from_a_file(
+    tool: types.ModuleType, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture, as_folder: bool
+):
+    image, _ = write_image(tmp_path, "rgb")
+    torch.manual_seed(5)
+    detector = FasterRCNN(DetectorConfig.from_yaml(config))
+    file = tmp_path / "model.safetensors"
+    save_file({key: value.contiguous() for key, value in detector.state_dict().items()}, file)
+    weights = ["--weights", str(tmp_path if as_folder else file)]
+    found = []
+    for seed in ("0", "1"):
+        arguments = [str(image), "--output", str(tmp_path / "out"), "--config", str(config), "--seed", seed, *weights]
+        assert tool.main(arguments) == 0
+        found.append(np.load(tmp_path / "out" / "regions.npz")["features"])
+    assert "random" not in capsys.readouterr().out
+    assert np.array_equal(*found)  # the seed no longer matters
+
+
+def test_phrase(
+    tool: types.ModuleType,
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+):
+    image, _ = write_image(tmp_path, "rotated")
+    asked = []
+
+    def ground_phrase(run_dir: Path, image_path: Path, text: str) -> dict:
+        asked.append((run_dir, image_path, text))
+        box = [10.0, 20.0, 50.0, 90.0]
+        return {"box": box, "score": 0.75, "boxes": np.array([box, [0, 0, 5, 5]]), "scores": np.array([0.75, 0.1])}
+
+    stand_in = types.ModuleType("e2e_vl.engine.predict")
+    stand_in.ground_phrase = ground_phrase
+    monkeypatch.setitem(sys.modules, "e2e_vl.engine.predict", stand_in)
+    arguments = [str(image), "--output", str(tmp_path / "out"), "--config", str(config)]
+    assert tool.main([*arguments, "--run", str(tmp_path / "run"), "--text", "the red one"]) == 0
+    assert asked == [(tmp_path / "run", image, "the red one")]
+    answer = json.loads((tmp_path / "out" / "phrase.json").read_text())
+    assert answer["box"] == [10, 20, 50, 90] and answer["text"] == "the red one" and len(answer["boxes"]) == 2
+    assert "the red one" in capsys.readouterr().out
+    assert Image.open(tmp_path / "out" / "phrase.png").height > Image.open(tmp_path / "out" / "regions.png").height
+
+
+@pytest.mark.parametrize("broken", ["missing", "text", "empty", "cut off", "folder"])
+def test_bad_image(tool: types.ModuleType, config: Path, tmp_path: Path, broken: str, capsys: pytest.CaptureFixture):
+    image = tmp_path / "image.png"
+    if broken == "text":
+        image.write_text("no image")
+    elif broken == "empty":
+        image.touch()
+    elif broken == "cut off":
+        write_image(tmp_path, "rgb")
+        image.write_bytes(image.read_bytes()[:2000])
+    elif broken == "folder":
+        image.mkdir()
+    assert_error(tool, [str(image), "--output", str(tmp_path / "out"), "--config", str(config)], "image.png", capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_arguments(tool: types.ModuleType, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    image, _ = write_image(tmp_path, "rgb")
+    start = [str(image), "--output", str(tmp_path / "out")]
+    assert_error(tool, [*start, "--text", "the cat"], "--run", capsys)
+    assert_error(tool, [*start, "--run", str(tmp_path / "no_run"), "--text", "the cat"], "no_run", capsys)
+    assert_error(tool, [*start, "--config", str(tmp_path / "no.yaml")], "no.yaml", capsys)
+    assert_error(tool, [*start, "--config", str(config), "--weights", str(tmp_path / "no.bin")], "no.bin", capsys)
+    assert_error(tool, [*start, "--config", str(config), "--max-regions", "0"], "max_regions", capsys)
+    assert_error(tool, [*start, "--config", str(config), "--max-proposals", "0"], "proposals", capsys)
+    unknown = tmp_path / "unknown.yaml"
+    unknown.write_text("MODEL: {RESNETS: {DEEPTH: 50}}")
+    assert_error(tool, [*start, "--config", str(unknown)], "DEEPTH", capsys)
+    (tmp_path / "file").touch()
+    arguments = [str(image), "--config", str(config), "--output", str(tmp_path / "file")]
+    assert_error(tool, arguments, "file", capsys)
+
+
+def assert_error(tool: types.ModuleType, arguments: list[str], word: str, capsys: pytest.CaptureFixture) -> None:
+    assert tool.main(arguments) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and word in message
+
+
+def test_default_detector_from_any_folder(tmp_path: Path):
+    """The command as users type it: ResNet-101, 2048 features, another current directory."""
+    image, _ = write_image(tmp_path, "rgb")
+    command = [sys.executable, str(TOOL), str(image), "--output", "out", "--max-proposals", "20", "--max-regions", "12"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("random") == 1
+    regions = np.load(tmp_path / "out" / "regions.npz")
+    assert regions["features"].shape[1] == 2048 and 10 <= len(regions["boxes"]) <= 12
+
+
+def environment() -> dict[str, str]:
+    """The tests may run from a checkout that is not installed."""
+    return {**os.environ, "PYTHONPATH": str(TOOL.parent.parent), "OMP_NUM_THREADS": "2"}

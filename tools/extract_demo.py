@@ -1,0 +1,112 @@
+"""Describe the regions of one image, and find what a phrase refers to.
+
+    python tools/extract_demo.py IMAGE --output DIR
+    python tools/extract_demo.py IMAGE --output DIR --run runs/demo_refcoco --text "the small red circle"
+
+Writes to DIR:
+  regions.npz   boxes float32 [R, 4] (x1, y1, x2, y2 in pixels of the original image, after its EXIF rotation),
+                scores float32 [R], classes int64 [R], features float32 [R, D]; best score first
+  regions.png   the image with the boxes and their scores
+  phrase.png, phrase.json   with --text: the box that the phrase refers to, all candidates and their scores
+Without --run or --weights the detector is a ResNet-101 C4 with random weights: it shows formats and speed, no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from detector.images import resize_boxes
+from detector.selection import SelectionRule
+from e2e_vl.drawing import draw_boxes
+from e2e_vl.engine.extract import ExtractedRegions, build_extractor, extractor_of_run
+
+DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "detector" / "R_101_C4.yaml"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("image", type=Path, help="any JPEG or PNG file")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--config", type=Path, help="Detectron2 YAML file (default: ResNet-101 C4, or that of --run)")
+    parser.add_argument("--weights", type=Path, help="detector weights: a safetensors file or a folder with one")
+    parser.add_argument("--run", type=Path, help="trained run directory: its detector is used, and it answers --text")
+    parser.add_argument("--text", help="a phrase; the box that it refers to is drawn (needs --run)")
+    parser.add_argument("--min-score", type=float, default=0.2, help="regions score at least this (default: 0.2) ...")
+    parser.add_argument("--min-regions", type=int, default=10, help="... but there are at least so many (default: 10)")
+    parser.add_argument("--max-regions", type=int, default=36, help="and at most so many (default: 36)")
+    parser.add_argument("--max-proposals", type=int, default=100, help="RPN proposals looked at (default: 100)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of random weights (default: 0)")
+    arguments = parser.parse_args(argv)
+    try:
+        run(arguments)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Everything after the command line is read; errors are ValueError or OSError."""
+    if arguments.text is not None and arguments.run is None:
+        raise ValueError("--text needs --run, the directory of a trained run; train one with tools/train.py.")
+    rule = SelectionRule(arguments.min_score, min(arguments.min_regions, arguments.max_regions), arguments.max_regions)
+    if arguments.run is not None and arguments.config is None and arguments.weights is None:
+        extractor = extractor_of_run(arguments.run, rule, max_proposals=arguments.max_proposals)
+    else:
+        extractor = build_extractor(
+            arguments.config or DEFAULT_CONFIG,
+            arguments.weights,
+            rule,
+            max_proposals=arguments.max_proposals,
+            seed=arguments.seed,
+        )
+        if arguments.weights is None:
+            print("The detector's weights are random, so its boxes, classes and features mean nothing.")
+    regions = extractor(arguments.image)
+
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    regions.save(arguments.output / "regions.npz")
+    labels = [f"{score:.2f}" for score in regions.scores]
+    save_picture(arguments.output / "regions.png", regions, regions.boxes, labels)
+    if len(regions) == 0:
+        print("The detector found no region at all; the arrays are empty.")
+    print(f"{len(regions)} regions with {regions.features.shape[1]} features each: {arguments.output / 'regions.npz'}")
+    if arguments.text is not None:
+        ground(arguments, regions)
+
+
+def ground(arguments: argparse.Namespace, regions: ExtractedRegions) -> None:
+    """Write phrase.json and phrase.png."""
+    from e2e_vl.engine.predict import ground_phrase  # imports transformers, which takes seconds
+
+    answer = ground_phrase(arguments.run, arguments.image, arguments.text)
+    answer = {"image": str(arguments.image), "text": arguments.text, **answer}
+    path = arguments.output / "phrase.json"
+    path.write_text(json.dumps(answer, indent=2, default=lambda array: array.tolist()) + "\n", encoding="utf-8")
+    label = f"{float(answer['score']):.2f}"
+    save_picture(arguments.output / "phrase.png", regions, [answer["box"]], [label], title=arguments.text)
+    x1, y1, x2, y2 = (round(float(value), 1) for value in answer["box"])
+    print(f'"{arguments.text}" is at x {x1} to {x2}, y {y1} to {y2} (score {label}): {arguments.output / "phrase.png"}')
+
+
+def save_picture(
+    path: Path,
+    regions: ExtractedRegions,
+    boxes: np.ndarray | list[list[float]],
+    labels: list[str],
+    title: str | None = None,
+) -> None:
+    """Draw boxes, given in pixels of the original image, on the image that the detector saw."""
+    boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
+    boxes = resize_boxes(boxes, regions.original_size, regions.image.shape[:2])
+    Image.fromarray(draw_boxes(regions.image, boxes, labels, title=title)).save(path)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
