@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from detector.checkpoint import CELL_ANCHORS, compare_keys, load_detector, load_weights, read_tensors, save_pretrained
+from detector.config import DetectorConfig
+from detector.faster_rcnn import FasterRCNN
+
+TREE = {
+    "RESNETS": {"DEPTH": 18, "NORM": "BN", "STEM_OUT_CHANNELS": 8, "RES2_OUT_CHANNELS": 8, "WIDTH_PER_GROUP": 4},
+    "BACKBONE": {"FREEZE_AT": 0},
+    "ROI_HEADS": {"NUM_CLASSES": 3},
+}
+
+
+def make(**sections) -> FasterRCNN:
+    return FasterRCNN(DetectorConfig.from_yaml({"MODEL": {**TREE, **sections}}))
+
+
+def test_saved_and_loaded_again(tmp_path: Path):
+    model = make(ROI_BOX_HEAD={"ATTRIBUTES": {"NUM_CLASSES": 2, "EMBEDDING_DIM": 4, "HIDDEN_DIM": 4}})
+    save_pretrained(model, tmp_path / "folder")
+    loaded = load_detector(tmp_path / "folder")
+    assert loaded.config == model.config
+    assert not loaded.training
+    states = model.state_dict(), loaded.state_dict()
+    assert list(states[0]) == list(states[1])
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_misfits_are_counted_and_named_and_nothing_is_loaded():
+    model, other = make(), make(ROI_HEADS={"NUM_CLASSES": 5})
+    tensors = other.state_dict()
+    del tensors["backbone.stem.conv1.weight"]
+    tensors["roi_heads.mask_head.weight"] = torch.zeros(1)
+    report = compare_keys(model, tensors)
+    assert report.missing == ["backbone.stem.conv1.weight"]
+    assert report.unexpected == ["roi_heads.mask_head.weight"]
+    assert len(report.mismatched) == 4
+    assert len(report.matched) + 5 == len([name for name in model.state_dict() if "tracked" not in name])
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    message = (
+        r"x\.pth does not fit .* 1 missing \(backbone\.stem\.conv1\.weight\), 1 unexpected \(roi_heads\.mask_head"
+        r".*4 mismatched \(roi_heads\.box_predictor\.cls_score\.weight \[6, 64\] -> \[4, 64\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_weights(model, tensors, "x.pth")
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_expected_misfits_are_allowed():
+    model, other = make(), make()
+    tensors = other.state_dict()
+    tensors["roi_heads.mask_head.weight"] = torch.zeros(1)
+    del tensors["backbone.stem.conv1.weight"]
+    report = load_weights(model, tensors, "x.pth", may_miss=["backbone.stem"], may_exceed=["roi_heads.mask_head."])
+    assert report.missing
+    assert report.unexpected
+    assert torch.equal(model.backbone.res4[0].conv1.weight, other.backbone.res4[0].conv1.weight)
+
+
+def test_batch_norm_weights_fit_frozen_batch_norms():
+    trained = make()
+    frozen = make(BACKBONE={"FREEZE_AT": 2})
+    load_weights(frozen, trained.state_dict(), "x.pth")
+    load_weights(trained, frozen.state_dict(), "y.pth")
+    assert torch.equal(frozen.backbone.res2[0].conv1.weight, trained.backbone.res2[0].conv1.weight)
+
+
+def test_buffers_of_old_checkpoints_must_agree_with_the_config():
+    model = make()
+    tensors = model.state_dict()
+    tensors[CELL_ANCHORS] = model.proposal_generator.anchor_generator.cell_anchors.clone()
+    tensors["pixel_mean"] = torch.tensor(model.config.input.pixel_mean).reshape(3, 1, 1)
+    load_weights(model, tensors, "x.pth")
+    tensors[CELL_ANCHORS][3] += 1
+    with pytest.raises(ValueError, match=r"x\.pth: its proposal_generator.* contradicts MODEL.ANCHOR_GENERATOR"):
+        load_weights(model, tensors, "x.pth")
+    del tensors[CELL_ANCHORS]
+    tensors["pixel_mean"] = torch.tensor([1.0, 2.0, 3.0])
+    with pytest.raises(ValueError, match=r"x\.pth: its pixel_mean .* contradicts MODEL.PIXEL_MEAN"):
+        load_weights(model, tensors, "x.pth")
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, ("bomb-went-off",)
+
+
+def test_files_that_are_not_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"none\.pth: no such weights file"):
+        read_tensors(tmp_path / "none.pth")
+    torch.save({"model": Bomb()}, tmp_path / "bomb.pth")
+    with pytest.raises(ValueError, match=r"bomb\.pth"):
+        read_tensors(tmp_path / "bomb.pth")
+    assert not (tmp_path / "bomb-went-off").exists()
+    for name in ("text.pth", "text.safetensors"):
+        (tmp_path / name).write_text("not weights")
+        with pytest.raises(ValueError, match=name):
+            read_tensors(tmp_path / name)
+    torch.save({"model": {"epoch": 3}}, tmp_path / "other.pth")
+    with pytest.raises(ValueError, match=r"other\.pth: expected a state dict"):
+        read_tensors(tmp_path / "other.pth")
+
+
+def test_kinds_of_weights_files(tmp_path: Path):
+    tensors = {"a": torch.ones(2)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    torch.save(tensors, tmp_path / "bare.pth")
+    torch.save({"model": tensors, "iteration": 3}, tmp_path / "wrapped.pth")
+    for name in ("a.safetensors", "bare.pth", "wrapped.pth"):
+        assert torch.equal(read_tensors(tmp_path / name)["a"], tensors["a"])

@@ -1,0 +1,342 @@
+"""The detector as a whole, tiny and with random weights: which boxes come out, what is trained, what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from detector.config import DetectorConfig
+from detector.faster_rcnn import FasterRCNN
+from detector.structures import DetectionTargets, ImageBatch, Regions
+
+NUM_CLASSES, NUM_ATTRIBUTES = 4, 5
+SIZES = [(64, 80), (48, 96)]
+TINY: dict[str, Any] = {
+    "MODEL": {
+        "BACKBONE": {"FREEZE_AT": 0},
+        "RESNETS": {
+            "DEPTH": 18,
+            "NORM": "GN",
+            "STEM_OUT_CHANNELS": 8,
+            "RES2_OUT_CHANNELS": 16,
+            "WIDTH_PER_GROUP": 4,
+            "STEM_POOL": "none",
+        },
+        "ANCHOR_GENERATOR": {"SIZES": [[16, 32]], "ASPECT_RATIOS": [[1.0]]},
+        "RPN": {"POST_NMS_TOPK_TRAIN": 40, "POST_NMS_TOPK_TEST": 30},
+        "ROI_HEADS": {"NUM_CLASSES": NUM_CLASSES, "BATCH_SIZE_PER_IMAGE": 16, "SCORE_THRESH_TEST": 0.0},
+        "ROI_BOX_HEAD": {"POOLER_RESOLUTION": 7, "POOLER_SAMPLING_RATIO": 1},
+    },
+    "TEST": {"DETECTIONS_PER_IMAGE": 10},
+}
+ATTRIBUTES = {"MODEL.ROI_BOX_HEAD.ATTRIBUTES": {"NUM_CLASSES": NUM_ATTRIBUTES, "EMBEDDING_DIM": 4, "HIDDEN_DIM": 8}}
+LOSSES = {"loss_rpn_cls", "loss_rpn_loc", "loss_cls", "loss_box_reg"}
+
+
+def make(changes: dict[str, Any] | None = None, seed: int = 0) -> FasterRCNN:
+    tree = copy.deepcopy(TINY)
+    for key, value in (changes or {}).items():
+        *parents, leaf = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    torch.manual_seed(seed)
+    return FasterRCNN(DetectorConfig.from_yaml(tree))
+
+
+@pytest.fixture
+def images() -> ImageBatch:
+    generator = torch.Generator().manual_seed(1)
+    pixels = torch.zeros(2, 3, 64, 96)
+    for image, (height, width) in zip(pixels, SIZES, strict=True):
+        image[:, :height, :width] = torch.randn(3, height, width, generator=generator) * 50
+    sizes = torch.tensor(SIZES)
+    return ImageBatch(pixels, sizes, sizes, ["first.jpg", "second.jpg"])
+
+
+@pytest.fixture
+def boxes() -> list[Tensor]:
+    return [
+        torch.tensor([[2.0, 3.0, 30.0, 40.0], [40.0, 10.0, 79.0, 60.0], [0.0, 0.0, 79.0, 63.0]]),
+        torch.tensor([[10.0, 5.0, 60.0, 45.0]]),
+    ]
+
+
+@pytest.fixture
+def targets(boxes: list[Tensor]) -> DetectionTargets:
+    attributes = [torch.tensor([[0, 4], [2, -1], [-1, -1]]), torch.tensor([[1, -1]])]
+    return DetectionTargets(boxes, [torch.tensor([0, 1, 2]), torch.tensor([3])], attributes)
+
+
+def total(regions: Regions) -> Tensor:
+    return sum(loss.mean for loss in regions.losses.values())
+
+
+def test_given_boxes_keep_their_order_and_are_differentiable(images: ImageBatch, boxes: list[Tensor]):
+    model = make()
+    regions = model(images, boxes)
+    assert [len(rows) for rows in regions.features] == [3, 1]
+    assert regions.features[0].shape[1] == model.feature_dim == 128
+    assert regions.class_logits[0].shape == (3, NUM_CLASSES + 1)
+    assert regions.scores is None
+    assert regions.classes is None
+    assert regions.losses == {}
+    turned = model(images, [boxes[0].flip(0), boxes[1]])
+    torch.testing.assert_close(turned.features[0].flip(0), regions.features[0])
+    torch.cat(regions.features).sum().backward()
+    assert model.backbone.stem.conv1.weight.grad.abs().sum() > 0
+
+
+def test_whole_image_row_comes_first(images: ImageBatch, boxes: list[Tensor]):
+    model = make().eval()
+    whole = [torch.tensor([[0.0, 0.0, width - 1.0, height - 1.0]]) for height, width in SIZES]
+    by_hand = model(images, [torch.cat(pair) for pair in zip(whole, boxes, strict=True)])
+    regions = model(images, boxes, whole_image=True)
+    for number in range(2):
+        torch.testing.assert_close(regions.boxes[number], by_hand.boxes[number])
+        torch.testing.assert_close(regions.features[number], by_hand.features[number])
+        torch.testing.assert_close(regions.class_logits[number], by_hand.class_logits[number])
+
+
+def test_whole_image_row_of_detections(images: ImageBatch):
+    model = make().eval()
+    plain, regions = model(images), model(images, whole_image=True)
+    for number, (height, width) in enumerate(SIZES):
+        assert regions.boxes[number][0].tolist() == [0, 0, width - 1, height - 1]
+        assert regions.scores[number][0] == 1
+        assert regions.classes[number][0] == NUM_CLASSES
+        torch.testing.assert_close(regions.boxes[number][1:], plain.boxes[number])
+        torch.testing.assert_close(regions.features[number][1:], plain.features[number])
+        assert torch.equal(regions.classes[number][1:], plain.classes[number])
+
+
+def test_image_without_boxes(images: ImageBatch, boxes: list[Tensor]):
+    model = make().train()
+    regions = model(images, [boxes[0][:0], boxes[1]])
+    assert [rows.shape for rows in regions.features] == [(0, 128), (1, 128)]
+    nothing = model(images, [boxes[0][:0], boxes[0][:0]])
+    assert [rows.shape for rows in nothing.features] == [(0, 128), (0, 128)]
+    assert [len(rows) for rows in model(images, [boxes[0][:0]] * 2, whole_image=True).features] == [1, 1]
+
+
+@pytest.mark.parametrize("norm", ["FrozenBN", "BN", "SyncBN", "GN"])
+def test_training_on_own_proposals_reuses_the_sampled_rois(images: ImageBatch, targets: DetectionTargets, norm: str):
+    model = make({"MODEL.RESNETS.NORM": norm}).train()
+    calls = []
+    model.roi_heads.res5.register_forward_hook(lambda module, args, out: calls.append(len(args[0])))
+    regions = model(images, None, targets, whole_image=True)
+    assert calls == [16 + 16 + 2]  # one pass over the sampled RoIs and the whole images
+    assert [len(rows) for rows in regions.boxes] == [17, 17]
+    assert [len(rows) for rows in regions.scores] == [17, 17]
+    assert [len(rows) for rows in regions.classes] == [17, 17]
+    assert set(regions.losses) == LOSSES
+    total(regions).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
+def test_given_boxes_and_targets_share_one_pass(images: ImageBatch, boxes: list[Tensor], targets: DetectionTargets):
+    model = make().train()
+    trunk, calls = [], []
+    model.backbone.register_forward_hook(lambda module, args, out: trunk.append(1))
+    model.roi_heads.res5.register_forward_hook(lambda module, args, out: calls.append(len(args[0])))
+    torch.manual_seed(5)
+    both = model(images, boxes, targets)
+    assert (len(trunk), calls) == (1, [4 + 32])
+    torch.manual_seed(5)
+    alone = model(images, None, targets)
+    for name in LOSSES:
+        torch.testing.assert_close(both.losses[name].mean, alone.losses[name].mean)
+    torch.testing.assert_close(both.features[0], model(images, boxes).features[0])
+
+
+def test_losses_count_as_detectron2_does(images: ImageBatch, targets: DetectionTargets):
+    losses = make().train()(images, None, targets).losses
+    assert losses["loss_rpn_cls"].count == losses["loss_rpn_loc"].count == 256 * 2
+    assert losses["loss_cls"].count == losses["loss_box_reg"].count == 16 * 2
+
+
+def test_sampled_rois_hold_the_annotated_boxes(images: ImageBatch, targets: DetectionTargets):
+    model = make({"MODEL.ROI_HEADS.POSITIVE_FRACTION": 1.0}).train()
+    regions = model(images, None, targets)
+    for sampled, annotated in zip(regions.boxes, targets.boxes, strict=True):
+        assert all((sampled == box).all(dim=1).any() for box in annotated)
+    without = make({"MODEL.ROI_HEADS.PROPOSAL_APPEND_GT": False}).train()(images, None, targets)
+    assert not (without.boxes[0][:, None] == targets.boxes[0]).all(dim=2).any()
+
+
+@pytest.mark.parametrize("empty", [(0,), (0, 1)])
+def test_images_without_objects_have_finite_losses(
+    images: ImageBatch, targets: DetectionTargets, empty: tuple[int, ...]
+):
+    for number in empty:
+        for part in (targets.boxes, targets.classes, targets.attributes):
+            part[number] = part[number][:0]
+    model = make(ATTRIBUTES).train()
+    regions = model(images, None, targets)
+    assert set(regions.losses) == LOSSES | {"loss_attribute"}
+    assert all(loss.mean.isfinite() for loss in regions.losses.values())
+    if len(empty) == 2:
+        assert regions.losses["loss_box_reg"].mean == regions.losses["loss_rpn_loc"].mean == 0
+        assert regions.losses["loss_attribute"].count == 0
+    total(regions).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+
+
+def test_targets_in_evaluation_mode_give_losses_beside_detections(images: ImageBatch, targets: DetectionTargets):
+    model = make().eval()
+    regions = model(images, None, targets)
+    assert set(regions.losses) == LOSSES
+    torch.testing.assert_close(regions.boxes, model(images).boxes)
+
+
+@pytest.mark.parametrize("freeze_at", [0, 2, 4, 5])
+def test_frozen_stages_get_no_gradient(images: ImageBatch, boxes: list[Tensor], freeze_at: int):
+    model = make({"MODEL.BACKBONE.FREEZE_AT": freeze_at, "MODEL.RESNETS.NORM": "BN"}).train()
+    regions = model(images, boxes)
+    torch.cat(regions.class_logits).square().sum().backward()
+    stages = [getattr(model.backbone, name) for name in ("stem", "res2", "res3", "res4")] + [model.roi_heads.res5]
+    for level, stage in enumerate(stages, start=1):
+        grads = [parameter.grad for parameter in stage.parameters()]
+        assert all(grad is None for grad in grads) if level <= freeze_at else any(g.abs().sum() > 0 for g in grads)
+
+
+def test_masked_pixels_change_nothing(images: ImageBatch, boxes: list[Tensor]):
+    model = make().eval()
+    hidden = [boxes[0][:1], boxes[1][:0]]
+    before = model(images, boxes, pixel_masks=hidden)
+    images.pixels[0, :, 3:40, 2:30] = 77.0
+    after = model(images, boxes, pixel_masks=hidden)
+    assert torch.equal(torch.cat(before.features), torch.cat(after.features))
+    assert not torch.equal(torch.cat(before.features), torch.cat(model(images, boxes).features))
+
+
+def test_roi_masks_multiply_the_last_map_before_its_mean(images: ImageBatch, boxes: list[Tensor]):
+    model = make().eval()
+    masks = [torch.rand(3, 4, 4), torch.ones(1, 4, 4)]
+    regions = model(images, boxes, roi_masks=masks, whole_image=True)
+    plain = model(images, boxes, whole_image=True)
+    torch.testing.assert_close(regions.features[1], plain.features[1])
+    torch.testing.assert_close(regions.features[0][0], plain.features[0][0])  # the whole image is not masked
+    maps = model.roi_heads.res5_map(model.features(images), torch.cat((torch.zeros(3, 1), boxes[0]), dim=1))
+    torch.testing.assert_close(regions.features[0][1:], (maps * masks[0][:, None]).sum(dim=(2, 3)) / 16)
+    with pytest.raises(ValueError, match="RoI masks have shape"):
+        model(images, boxes, roi_masks=[torch.ones(3, 5, 5), torch.ones(1, 5, 5)])
+    with pytest.raises(ValueError, match="pass boxes"):
+        model(images, roi_masks=masks)
+
+
+def test_detections_obey_their_limits(images: ImageBatch):
+    model = make().eval()
+    regions = model(images)
+    for rows, scores, classes, (height, width) in zip(
+        regions.boxes, regions.scores, regions.classes, SIZES, strict=True
+    ):
+        assert len(rows) == 10
+        assert (scores[:-1] >= scores[1:]).all()
+        assert classes.max() < NUM_CLASSES
+        assert rows.min() >= 0
+        assert rows[:, 2].max() <= width
+        assert rows[:, 3].max() <= height
+        assert not rows.requires_grad
+    assert [len(rows) for rows in make({"MODEL.ROI_HEADS.SCORE_THRESH_TEST": 0.99}).eval()(images).boxes] == [0, 0]
+
+
+@pytest.mark.parametrize("features_of", ["final", "proposal"])
+def test_features_of_detections_are_differentiable(images: ImageBatch, features_of: str):
+    model = make({"MODEL.ROI_HEADS.FEATURES_OF": features_of}).eval()
+    regions = model(images)
+    assert [len(rows) for rows in regions.features] == [10, 10]
+    torch.cat(regions.features).sum().backward()
+    assert model.backbone.stem.conv1.weight.grad.abs().sum() > 0
+    assert all(parameter.grad is None for parameter in model.proposal_generator.parameters())
+
+
+def test_class_agnostic_boxes(images: ImageBatch, targets: DetectionTargets):
+    model = make({"MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG": True})
+    assert model.roi_heads.box_predictor.bbox_pred.out_features == 4
+    total(model.train()(images, None, targets)).backward()
+    assert [len(rows) for rows in model.eval()(images).boxes] == [10, 10]
+
+
+@pytest.mark.parametrize("kind", ["giou", "diou", "ciou"])
+def test_box_losses_on_overlap(images: ImageBatch, targets: DetectionTargets, kind: str):
+    keys = {"MODEL.RPN.BBOX_REG_LOSS_TYPE": kind, "MODEL.ROI_BOX_HEAD.BBOX_REG_LOSS_TYPE": kind}
+    losses = make(keys).train()(images, None, targets).losses
+    assert losses["loss_rpn_loc"].total > 0
+    assert losses["loss_box_reg"].total > 0
+
+
+def test_several_rpn_convolutions_have_detectron2_names():
+    model = make({"MODEL.RPN.CONV_DIMS": [-1, 24]})
+    shapes = {name: list(value.shape) for name, value in model.proposal_generator.rpn_head.state_dict().items()}
+    assert shapes["conv.conv0.weight"] == [64, 64, 3, 3]
+    assert shapes["conv.conv1.weight"] == [24, 64, 3, 3]
+    assert shapes["objectness_logits.weight"] == [2, 24, 1, 1]
+
+
+def test_anchors_beyond_the_border_are_ignored_if_asked(images: ImageBatch, targets: DetectionTargets):
+    model = make({"MODEL.RPN.BOUNDARY_THRESH": 0})
+    output = model.proposal_generator(model.features(images))
+    labels = model.proposal_generator.label_anchors(output.anchors, targets.boxes, SIZES).labels
+    height, width = SIZES[1]
+    outside = (output.anchors[:, :2] < 0).any(1) | (output.anchors[:, 2] >= width) | (output.anchors[:, 3] >= height)
+    assert outside.any()
+    assert (labels[1][outside] == -1).all()
+    assert (labels[1][~outside] >= 0).any()
+
+
+def test_diverged_training_is_an_error_and_evaluation_drops_what_is_not_finite(
+    images: ImageBatch, targets: DetectionTargets
+):
+    model = make()
+    with torch.no_grad():
+        model.proposal_generator.rpn_head.anchor_deltas.bias[0] = float("nan")
+    with pytest.raises(FloatingPointError, match="diverged"):
+        model.train()(images, None, targets)
+    regions = model.eval()(images)
+    assert all(rows.isfinite().all() for rows in regions.boxes)
+
+
+@pytest.mark.parametrize(
+    "bad", [[1.0, 1.0, float("nan"), 9.0], [1.0, 1.0, 9.0, float("inf")], [9.0, 1.0, 1.0, 9.0], [1.0, 5.0, 9.0, 5.0]]
+)
+def test_impossible_boxes_are_named(
+    images: ImageBatch, boxes: list[Tensor], targets: DetectionTargets, bad: list[float]
+):
+    boxes[1] = torch.cat((boxes[1], torch.tensor([bad])))
+    with pytest.raises(ValueError, match=r"second\.jpg: box 1 \["):
+        make()(images, boxes)
+    targets.boxes[0][2] = torch.tensor(bad)
+    with pytest.raises(ValueError, match=r"first\.jpg: annotated box 2 \["):
+        make()(images, None, targets)
+
+
+def test_impossible_labels_are_named(images: ImageBatch, targets: DetectionTargets):
+    model = make(ATTRIBUTES)
+    targets.attributes[1][0, 0] = NUM_ATTRIBUTES
+    with pytest.raises(ValueError, match=r"second\.jpg: annotated object 0 has attribute label 5, not -1 \.\. 4"):
+        model(images, None, targets)
+    targets.classes[0][1] = NUM_CLASSES
+    with pytest.raises(ValueError, match=r"first\.jpg: annotated object 1 has class label 4, not 0 \.\. 3"):
+        model(images, None, targets)
+    targets.classes[0] = targets.classes[0][:2]
+    with pytest.raises(ValueError, match=r"first\.jpg: 3 annotated boxes, but 2 rows of class labels"):
+        model(images, None, targets)
+    with pytest.raises(ValueError, match="1 lists of boxes were given for 2 images"):
+        model(images, targets.boxes[:1])
+
+
+def test_bfloat16_autocast(images: ImageBatch, targets: DetectionTargets):
+    model = make().train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        regions = model(images, targets.boxes, targets)
+    assert regions.class_logits[0].dtype == torch.float32
+    total(regions).backward()
+    assert model.backbone.stem.conv1.weight.grad.isfinite().all()

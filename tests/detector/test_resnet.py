@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.ops.misc import FrozenBatchNorm2d
+
+from detector.config import ResNetConfig
+from detector.norms import freeze, make_norm
+from detector.resnet import ConvNorm, ResNet, make_res5
+
+TINY = ResNetConfig(depth=18, norm="BN", width_per_group=4, stem_out_channels=8, res2_out_channels=16, freeze_at=0)
+
+
+def tiny(**changes) -> ResNetConfig:
+    return dataclasses.replace(TINY, **changes)
+
+
+@pytest.mark.parametrize(("depth", "blocks"), [(18, [2, 2, 2]), (34, [3, 4, 6]), (101, [3, 4, 23]), (152, [3, 8, 36])])
+def test_depths(depth: int, blocks: list[int]):
+    model = ResNet(tiny(depth=depth))
+    assert [len(model.res2), len(model.res3), len(model.res4)] == blocks
+    assert hasattr(model.res2[0], "conv3") == (depth >= 50)
+
+
+@pytest.mark.parametrize("norm", ["FrozenBN", "BN", "GN", "SyncBN"])
+@pytest.mark.parametrize(("pool", "cells"), [("max", (5, 7)), ("caffe_max", (5, 7)), ("none", (9, 13))])
+def test_strides_for_sides_that_are_no_multiple(norm: str, pool: str, cells: tuple[int, int]):
+    model = ResNet(tiny(norm=norm, stem_pool=pool, depth=50))
+    stages = model.stages(torch.rand(2, 3, 67, 99))
+    assert tuple(stages["res4"].shape) == (2, 64, *cells)
+    assert stages["res4"].isfinite().all()
+
+
+@pytest.mark.parametrize(("dilation", "side"), [(1, 4), (2, 7)])
+def test_dilated_res5_keeps_the_side(dilation: int, side: int):
+    res5 = make_res5(tiny(res5_dilation=dilation))
+    assert res5(torch.rand(3, 64, 7, 7)).shape == (3, 128, side, side)
+    assert [block.conv2.dilation[0] for block in res5] == [dilation] * 3
+
+
+@pytest.mark.parametrize("in_1x1", [True, False])
+def test_place_of_the_stride(in_1x1: bool):
+    block = ResNet(tiny(depth=50, stride_in_1x1=in_1x1)).res3[0]
+    assert (block.conv1.stride[0], block.conv2.stride[0]) == ((2, 1) if in_1x1 else (1, 2))
+
+
+def test_folded_frozen_norm_is_conv_then_norm_with_its_gradient():
+    torch.manual_seed(0)
+    conv = ConvNorm(3, 5, 3, norm="FrozenBN", padding=1).double()
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        getattr(conv.norm, name).uniform_(0.5, 2)
+    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+
+    def gradient(out: Tensor) -> Tensor:
+        return torch.autograd.grad(out.square().sum(), conv.weight)[0]
+
+    separate = conv.norm(nn.functional.conv2d(x, conv.weight, padding=1))
+    torch.testing.assert_close(conv(x), separate)
+    torch.testing.assert_close(gradient(conv(x)), gradient(separate))
+
+
+@pytest.mark.parametrize("norm", ["FrozenBN", "BN", "GN"])
+@pytest.mark.parametrize("freeze_at", [0, 1, 2, 3])
+def test_freeze_at_stops_gradients_there(norm: str, freeze_at: int):
+    model = ResNet(tiny(norm=norm, freeze_at=freeze_at)).train()
+    model(torch.rand(2, 3, 64, 64)).sum().backward()
+    for level, name in enumerate(("stem", "res2", "res3", "res4"), start=1):
+        parameters = list(getattr(model, name).parameters())
+        assert parameters
+        if level <= freeze_at:
+            assert all(parameter.grad is None for parameter in parameters), name
+        else:
+            assert any(parameter.grad.abs().sum() > 0 for parameter in parameters), name
+
+
+def test_frozen_batch_norms_keep_their_numbers():
+    block = nn.Sequential(ConvNorm(3, 4, 1, norm="BN"))
+    block[0].norm.running_mean.uniform_(-1, 1)
+    block.eval()
+    x = torch.rand(2, 3, 5, 5)
+    before = block(x)
+    freeze(block)
+    assert isinstance(block[0].norm, FrozenBatchNorm2d)
+    torch.testing.assert_close(block.train()(x), before)
+
+
+def test_group_norm_of_narrow_layers():
+    assert make_norm("GN", 64).num_groups == 32
+    assert make_norm("GN", 24).num_groups == 8
+
+
+def test_group_norm_of_one_image_does_not_depend_on_the_batch():
+    model = ResNet(tiny(norm="GN")).train()
+    images = torch.rand(3, 3, 64, 64)
+    torch.testing.assert_close(model(images)[:1], model(images[:1]), atol=1e-5, rtol=1e-4)
