@@ -120,6 +120,11 @@ def test_every_expression_is_true_of_its_object_and_no_other(coco, said):
     assert len(families) == 4
 
 
+@pytest.mark.parametrize("words", [*LINKS, "biggest|largest", "smallest", "the others|all the others"])
+def test_every_construction_is_used(words, said):
+    assert sum(re.search(rf"\b(?:{words})\b", sentence["sent"]) is not None for _, sentence in said) >= 8
+
+
 def test_no_word_for_a_place_in_the_picture(said):
     words = Counter(word for _, sentence in said for word in sentence["tokens"])
     assert not set(words) & LOCATION_WORDS
