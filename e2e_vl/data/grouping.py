@@ -21,8 +21,8 @@ class GroupedBatchSampler(Sampler[list[Request]]):
 
     With `shuffle` (training), the texts of an image and the groups are in random order, which depends on (seed, epoch)
     only. Each rank takes its slice of every batch: the slices of ranks 0, 1, ... joined are the batch of one process.
-    The last batch is filled up from the start of the epoch's order: all batches have the same size and all ranks equal
-    work.
+    The end of an epoch is filled up from the start of its order: all batches have the same size, all ranks equal work,
+    and all optimiser steps `accumulate` batches.
 
     Without (evaluation), the order is that of `groups`, nothing is repeated, and the last batch may be smaller. Whole
     batches are dealt to the ranks in turn, because the features of a box depend a little on the padding, so on the
@@ -34,6 +34,7 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         texts_per_image: most texts in a group; None = all texts of the image.
         seed: of the order.
         shuffle: True in training.
+        accumulate: batches of one optimiser step; with `shuffle` an epoch has a multiple of it.
         rank: index of this process.
         world_size: number of processes.
         start_batch: batches (counted over all ranks) to leave out at the start of the current epoch, to resume in its
@@ -51,6 +52,7 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         texts_per_image: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
+        accumulate: int = 1,
         rank: int = 0,
         world_size: int = 1,
         start_batch: int = 0,
@@ -63,6 +65,8 @@ class GroupedBatchSampler(Sampler[list[Request]]):
             )
         if texts_per_image is not None and texts_per_image < 1:
             raise ValueError(f"texts_per_image is {texts_per_image}; choose a positive number, or null for all texts")
+        if accumulate < 1:
+            raise ValueError(f"accumulate is {accumulate}; choose a positive number of batches")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} does not exist among {world_size} processes")
         self.groups = [tuple(texts) for texts in groups if len(texts)]
@@ -72,6 +76,7 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         self.texts_per_image = texts_per_image
         self.seed = seed
         self.shuffle = shuffle
+        self.accumulate = accumulate if shuffle else 1
         self.rank = rank
         self.world_size = world_size
         self.num_groups = sum(-(-len(texts) // (texts_per_image or len(texts))) for texts in self.groups)
@@ -88,7 +93,8 @@ class GroupedBatchSampler(Sampler[list[Request]]):
     @property
     def batches_per_epoch(self) -> int:
         """Batches of a whole epoch, over all ranks."""
-        return -(-self.num_groups // self.images_per_batch)
+        per_step = self.images_per_batch * self.accumulate
+        return -(-self.num_groups // per_step) * self.accumulate
 
     def __len__(self) -> int:
         """Batches this rank will yield: its own from `start_batch` to the end of the epoch."""

@@ -2,18 +2,26 @@
 
 step_00001000/
   model/       config.yaml, detector/, encoder/, task/, tokenizer/: loads with `load_model`, needs no training code
-  state/       optimiser, schedule and random states of every process (Accelerate)
+  state/       weights, optimiser and random states of every process (Accelerate)
   step.json    position in the run; written last, so a folder without it was cut off while saving
+
+No file of a checkpoint can run code when it is loaded.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.utils import load as load_without_code
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +31,8 @@ from e2e_vl.engine.logging import write_json
 from e2e_vl.engine.weights import load_strictly
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.text import load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -77,10 +87,14 @@ def save_state(
     model: VisionLanguageModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    step: int,
+    position: dict[str, Any],
     keep: int,
 ) -> None:
-    """Write a checkpoint folder and remove all but the `keep` newest; called on every process."""
+    """Write a checkpoint folder and remove all but the `keep` newest; called on every process.
+
+    Args:
+        position: `step` and whatever else of the run's position JSON can hold; `load_state` returns it.
+    """
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "step.json").unlink(missing_ok=True)
@@ -88,20 +102,51 @@ def save_state(
     accelerator.save_state(str(folder / "state"))
     if accelerator.is_main_process:
         save_model(folder / "model", config, model, tokenizer)
-        write_json(folder / "step.json", {"step": step, "processes": accelerator.num_processes})
+        write_json(folder / "step.json", {**position, "processes": accelerator.num_processes})
         for old in _complete(folder.parent)[:-keep]:
+            (old / "step.json").unlink()
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
 
-def load_state(accelerator: Accelerator, folder: Path) -> int:
-    """Continue from a checkpoint folder; returns its step."""
-    accelerator.load_state(str(folder / "state"))
-    return json.loads((folder / "step.json").read_text(encoding="utf-8"))["step"]
+def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:
+    """Continue from a checkpoint folder; returns the position that was saved with it.
+
+    The optimiser keeps the options (rates, decay, ...) that it was built with: those of the current settings.
+
+    Raises:
+        ValueError: a file of the checkpoint is damaged, does not fit the model or tries to run code.
+    """
+    state = folder / "state"
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    try:
+        # Accelerate silently goes on without random states that it cannot read
+        random_states = load_without_code(state / f"random_states_{accelerator.process_index}.pkl")
+        accelerator.load_state(str(state))
+        if not torch.equal(torch.get_rng_state(), random_states["torch_manual_seed"]):
+            raise ValueError("the random states are damaged")
+        position = read_position(folder)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{state}: optimizer.bin or a random_states file is damaged or tries to run code; use another checkpoint."
+        ) from error
+    except (RuntimeError, ValueError, LookupError, TypeError, OSError, EOFError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"Cannot continue from {folder} ({reason}); use another checkpoint.") from error
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)
+    return position
 
 
-def find_resumable(output: Path, config: RunConfig) -> Path | None:
+def read_position(folder: Path) -> dict[str, Any]:
+    """Content of a checkpoint's step.json."""
+    return json.loads((folder / "step.json").read_text(encoding="utf-8"))
+
+
+def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path | None:
     """The newest complete checkpoint of a run directory, or None if the run never saved one.
+
+    Other settings than those of the checkpoint are allowed where they leave the architecture; they are logged.
 
     Raises:
         ValueError: the checkpoint was made by another architecture, or by another number of processes.
@@ -113,20 +158,32 @@ def find_resumable(output: Path, config: RunConfig) -> Path | None:
     if not complete:
         return None
     folder = complete[-1]
-    saved = load_config(folder / "model" / "config.yaml")
-    saved.detector.config, saved.detector.overrides = str(folder / "model" / "detector" / "config.yaml"), {}
+    written = load_config(folder / "model" / "config.yaml")
+    as_saved = dataclasses.replace(written.detector, config=str(folder / "model/detector/config.yaml"), overrides={})
+    saved = dataclasses.replace(written, detector=as_saved)
     changed = differences(_architecture(saved), _architecture(config))
     if changed:
         raise ValueError(
             f"Cannot resume from {folder}: its architecture differs from the settings ({'; '.join(changed[:3])}); "
             "resume with the settings in its model/config.yaml, or choose another `output`."
         )
+    processes = read_position(folder)["processes"]
+    if processes != num_processes:
+        raise ValueError(
+            f"Cannot resume from {folder}: it was saved by {processes} processes, and this run has {num_processes}; "
+            f"launch it with --num_processes {processes}."
+        )
+    changed = [line for line in differences(written, config) if not line.startswith("output:")]
+    if changed:
+        logger.warning("Resuming %s with other settings than before: %s", output, "; ".join(changed))
     return folder
 
 
 def refuse_to_overwrite(output: Path) -> None:
-    """Raises ValueError if the run directory already holds a run."""
-    if _complete(output / "checkpoints"):
+    """Raises ValueError if the run directory already holds a run, or is no directory."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is a file; choose another `output`, a directory for the run.")
+    if _complete(output / "checkpoints") or (output / "metrics.json").exists():
         raise ValueError(f"{output} already holds a run; continue it with --resume, or choose another `output`.")
 
 

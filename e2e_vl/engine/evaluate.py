@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
-from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from e2e_vl.config import RunConfig
 from e2e_vl.data.grouping import GroupedBatchSampler
+from e2e_vl.data.loading import BatchLoader
 from e2e_vl.engine.build import Run, build_collate, build_dataset
 from e2e_vl.engine.checkpoint import load_model
 from e2e_vl.engine.logging import write_json
@@ -83,13 +83,7 @@ def evaluate(
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
     )
-    loader = DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=run.collate,
-        num_workers=config.data.workers,
-        generator=torch.Generator().manual_seed(config.seed),
-    )
+    loader = BatchLoader(dataset, sampler, run.collate, workers=config.data.workers)
     was_training = model.training
     model.eval()
     if accelerator.num_processes > 1:  # batch statistics of the main process count, as when the model is saved

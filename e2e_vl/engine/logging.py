@@ -32,10 +32,11 @@ class RunLog:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """All lines of a `log.jsonl`; an absent file has none."""
+    """All lines of a `log.jsonl`; an absent file has none, and a last line that was cut off does not count."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    *lines, _ = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines]
 
 
 def write_json(path: Path, value: Any) -> None:

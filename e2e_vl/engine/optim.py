@@ -44,10 +44,18 @@ def _split_by_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
 
 def build_schedule(
-    optimizer: torch.optim.Optimizer, settings: TrainSettings, total_steps: int
+    optimizer: torch.optim.Optimizer, settings: TrainSettings, total_steps: int, *, steps_done: int = 0
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up, then the chosen decay to 0 at `total_steps` optimiser steps (not micro-batches)."""
+    """Linear warm-up, then the chosen decay to 0 at `total_steps` optimiser steps (not micro-batches).
+
+    Args:
+        optimizer: its groups hold the highest rates.
+        steps_done: where to go on. The rates are a function of the step, so nothing else needs to be saved.
+    """
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    last = steps_done - 1  # building a schedule does one step
     if settings.schedule == "constant":
-        return get_constant_schedule_with_warmup(optimizer, settings.warmup_steps)
+        return get_constant_schedule_with_warmup(optimizer, settings.warmup_steps, last_epoch=last)
     build = get_linear if settings.schedule == "linear" else get_cosine_schedule_with_warmup
-    return build(optimizer, settings.warmup_steps, total_steps)
+    return build(optimizer, settings.warmup_steps, total_steps, last_epoch=last)

@@ -17,11 +17,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from torch import Tensor
-from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.grouping import GroupedBatchSampler
+from e2e_vl.data.loading import BatchLoader
 from e2e_vl.engine import checkpoint
 from e2e_vl.engine.build import Run, build_run
 from e2e_vl.engine.evaluate import evaluate_splits
@@ -52,7 +52,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         project_dir=output,
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
-    resume_from = checkpoint.find_resumable(output, config) if resume else None
+    resume_from = checkpoint.find_resumable(output, config, accelerator.num_processes) if resume else None
     if resume_from is None:
         checkpoint.refuse_to_overwrite(output)
     accelerator.wait_for_everyone()
@@ -74,27 +74,37 @@ class _Training:
         self.config, self.accelerator, self.built = config, accelerator, run
         settings = config.train
         self.output = Path(config.output)
+        parts = settings.accumulate * accelerator.num_processes
+        if settings.images_per_batch % parts:
+            raise ValueError(
+                f"train.images_per_batch is {settings.images_per_batch}; it must be a multiple of train.accumulate "
+                f"({settings.accumulate}) x the number of processes ({accelerator.num_processes})."
+            )
         self.sampler = GroupedBatchSampler(
             run.train_dataset.groups,
             images_per_batch=settings.images_per_batch // settings.accumulate,
+            accumulate=settings.accumulate,
             texts_per_image=config.data.texts_per_image,
             seed=config.seed,
             shuffle=True,
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
         )
-        self.steps_per_epoch = max(len(self.sampler) // settings.accumulate, 1)
+        self.steps_per_epoch = len(self.sampler) // settings.accumulate
         self.total_steps = settings.max_steps or math.ceil(settings.epochs * self.steps_per_epoch)
         optimizer = build_optimizer(run.model, settings)
-        self.schedule = build_schedule(optimizer, settings, self.total_steps)
         if settings.channels_last:
             run.model.detector.to(memory_format=torch.channels_last)
         self.model, self.optimizer = accelerator.prepare(run.model, optimizer)
-        accelerator.register_for_checkpointing(self.schedule)
         # After the weights: processes draw different dropout masks and RoI samples, but reproducibly.
         set_seed(config.seed, device_specific=True)
-        self.step = checkpoint.load_state(accelerator, resume_from) if resume_from else 0
-        self.first_step = self.step
+        self.step = self.first_step = 0
+        self.loss_sums: dict[str, float] = {}  # since the last logged step
+        if resume_from:
+            position = checkpoint.load_state(accelerator, optimizer, resume_from)
+            self.step = self.first_step = position["step"]
+            self.loss_sums = position["loss_sums"]
+        self.schedule = build_schedule(optimizer, settings, self.total_steps, steps_done=self.step)
         self.log = RunLog(
             self.output / "log.jsonl",
             enabled=accelerator.is_main_process,
@@ -105,7 +115,6 @@ class _Training:
 
     def run(self, started: float) -> dict[str, Any]:
         settings = self.config.train
-        metrics: dict[str, Any] = {}
         bar = tqdm(
             total=self.total_steps,
             initial=self.step,
@@ -113,26 +122,26 @@ class _Training:
             unit="step",
             disable=not self.accelerator.is_local_main_process,
         )
-        loss_sums: dict[str, float] = {}
         since = time.perf_counter()
         for micro_batches in self._steps():
             values = self._update(micro_batches)
             self.step += 1
             bar.update()
             for name, value in values.items():
-                loss_sums[name] = loss_sums.get(name, 0.0) + value
+                self.loss_sums[name] = self.loss_sums.get(name, 0.0) + value
             if self.step % settings.log_every == 0 or self.step == self.total_steps:
                 steps = (self.step - 1) % settings.log_every + 1
-                averages = {name: value / steps for name, value in loss_sums.items()}
+                averages = {name: value / steps for name, value in self.loss_sums.items()}
                 self._log_training(averages, bar)
-                loss_sums = {}
+                self.loss_sums = {}
             is_last = self.step == self.total_steps
-            if self._is_due(settings.save_every_epochs) and not is_last:
-                self._save(self.output / "checkpoints" / f"step_{self.step:08d}")
+            # before saving: a resumed run does not evaluate this step again
             if self._is_due(self.config.eval.every_epochs) and not is_last:
                 self.seconds_training += time.perf_counter() - since
-                metrics = self._evaluate(self.config.eval.max_images)
+                self._evaluate(self.config.eval.max_images)
                 since = time.perf_counter()
+            if self._is_due(settings.save_every_epochs) and not is_last:
+                self._save(self.output / "checkpoints" / f"step_{self.step:08d}")
         self.seconds_training += time.perf_counter() - since
         bar.close()
         self._save(self.output / "checkpoints" / f"step_{self.step:08d}")
@@ -145,20 +154,16 @@ class _Training:
         per_epoch = self.steps_per_epoch
         if self.step >= self.total_steps:
             return
-        # A generator of its own: DataLoader draws a worker seed from it, which must not move the model's randomness.
-        loader = DataLoader(
+        loader = BatchLoader(
             self.built.train_dataset,
-            batch_sampler=self.sampler,
-            collate_fn=self.built.collate,
-            num_workers=self.config.data.workers,
-            persistent_workers=self.config.data.workers > 0,
-            pin_memory=self.accelerator.device.type == "cuda",
-            generator=torch.Generator().manual_seed(self.config.seed),
+            self.sampler,
+            self.built.collate,
+            workers=self.config.data.workers,
+            keep_workers=True,
         )
         while True:
             epoch, done = divmod(self.step, per_epoch)
-            self.sampler.set_epoch(epoch)
-            self.sampler.start_batch = done * accumulate
+            self.sampler.set_epoch(epoch, start_batch=done * accumulate)
             micro_batches: list[Batch] = []
             for batch in loader:
                 micro_batches.append(batch)
@@ -249,7 +254,7 @@ class _Training:
             self.config,
             self.accelerator.unwrap_model(self.model),
             self.built.tokenizer,
-            step=self.step,
+            position={"step": self.step, "loss_sums": self.loss_sums},
             keep=self.config.train.keep_checkpoints,
         )
 
@@ -272,6 +277,6 @@ class _Training:
             checkpoint.save_model(self.output / "model", self.config, model, self.built.tokenizer)
             write_json(self.output / "metrics.json", summary)
             write_report(self.output, self.config)
-        self.accelerator.end_training()
         self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
         return summary

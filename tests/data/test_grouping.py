@@ -36,6 +36,16 @@ def test_an_epoch_smaller_than_a_batch_fills_up_by_repeating():
     assert set(texts_of([batch])) == {0, 1, 2}
 
 
+def test_accumulation_fills_up_the_last_step_and_leaves_the_order():
+    whole = GroupedBatchSampler(GROUPS, 6, 2, seed=4, epoch=3)
+    parts = GroupedBatchSampler(GROUPS, 2, 2, seed=4, epoch=3, accumulate=3)
+    assert whole.num_groups % 6, "the last batch should need filling"
+    assert len(parts) == 3 * len(whole)
+    assert [request for batch in parts for request in batch] == [request for batch in whole for request in batch]
+    evaluation = GroupedBatchSampler(GROUPS, 2, 2, shuffle=False, accumulate=3)
+    assert texts_of(evaluation) == TEXTS
+
+
 def test_one_text_per_image_is_sampling_of_single_texts():
     requests = [request for batch in GroupedBatchSampler(GROUPS, 3, 1, shuffle=False) for request in batch]
     assert [request.texts for request in requests] == [(text,) for text in TEXTS]
@@ -135,6 +145,7 @@ def test_works_as_the_batch_sampler_of_a_data_loader():
         ({"images_per_batch": 3, "world_size": 2}, "cannot be split evenly over 2 processes"),
         ({"images_per_batch": 0}, "cannot be split evenly"),
         ({"images_per_batch": 2, "texts_per_image": 0}, "texts_per_image is 0"),
+        ({"images_per_batch": 2, "accumulate": 0}, "accumulate is 0"),
         ({"images_per_batch": 2, "rank": 1}, "rank 1 does not exist among 1"),
         ({"images_per_batch": 2, "start_batch": 4}, "cannot start at batch 4, an epoch has 3 batches"),
         ({"images_per_batch": 2, "groups": [[], []]}, "no texts to sample from"),
