@@ -7,12 +7,15 @@ defaults below. A key that is not a field here is an error. The resolved setting
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError
 
 
 @dataclass
@@ -149,6 +152,33 @@ CHOICES = {
     "train.mixed_precision": ("no", "bf16", "fp16"),
 }
 EVAL_BOXES = ("gt", "detections", "online")
+POSITIVE = (  # where they are set at all
+    "data.resize.long_edge",
+    "data.texts_per_image",
+    "train.images_per_batch",
+    "train.accumulate",
+    "train.epochs",
+    "train.max_steps",
+    "train.eps",
+    "train.clip_norm",
+    "train.keep_checkpoints",
+    "train.log_every",
+    "eval.images_per_batch",
+    "eval.max_images",
+)
+NOT_NEGATIVE = (
+    "seed",
+    "detector.loss_weight",
+    "data.workers",
+    "train.lr",
+    "train.detector_lr",
+    "train.head_lr",
+    "train.weight_decay",
+    "train.warmup_steps",
+    "train.save_every_epochs",
+    "eval.every_epochs",
+    "eval.report_pictures",
+)
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -170,11 +200,18 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         key, separator, _ = word.partition("=")
         if not separator or not key:
             raise ValueError(f"Command line: '{word}' is not of the form key=value, such as train.lr=1e-5.")
-        merged = _merge(merged, OmegaConf.from_dotlist([word]), f"command line ({word})")
+        try:
+            layer = OmegaConf.from_dotlist([word])
+        except (YAMLError, OmegaConfBaseException) as error:
+            raise ValueError(f"Command line: the value in '{word}' is not valid YAML: {_reason(error)}.") from error
+        merged = _merge(merged, layer, f"Command line ({word})")
     missing = OmegaConf.missing_keys(merged)
     if missing:
         raise ValueError(f"{path}: no value for {', '.join(sorted(missing))}; set it in the file or as key=value.")
-    config: RunConfig = OmegaConf.to_object(merged)
+    try:
+        config: RunConfig = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{path}: setting '{error.full_key}' cannot be used: {_reason(error)}.") from error
     _check(config, str(path))
     return config
 
@@ -203,32 +240,62 @@ def _layers(path: Path, seen: list[Path]) -> list[tuple[Path, DictConfig]]:
         raise ValueError(f"{path}: `base:` leads back to the file itself.")
     try:
         own = OmegaConf.load(path)
-    except Exception as error:  # OmegaConf passes on the YAML parser's own exceptions
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path} is not valid YAML: {_reason(error)}.") from error
     if not isinstance(own, DictConfig):
         raise ValueError(f"{path} must hold settings as `key: value` lines.")
     base = own.pop("base", None)
     if base is None:
         return [(path, own)]
+    if not isinstance(base, str):
+        raise ValueError(f"{path}: `base:` is {base}; it must be the name of a file, relative to this one.")
+    if not (path.parent / base).is_file():
+        raise FileNotFoundError(f"{path}: its `base:` file {path.parent / base} does not exist.")
     return [*_layers(path.parent / base, [*seen, path.resolve()]), (path, own)]
 
 
 def _merge(config: DictConfig, layer: DictConfig, source: str) -> DictConfig:
     try:
         return OmegaConf.merge(config, layer)
+    except ConfigKeyError as error:
+        known = _setting_names(OmegaConf.to_container(config))
+        close = difflib.get_close_matches(str(error.full_key), known, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else "; see the classes in e2e_vl/config.py."
+        raise ValueError(f"{source}: there is no setting '{error.full_key}'{hint}") from error
     except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or "?"
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{source}: setting '{key}' cannot be used: {reason}") from error
+        setting = f"setting '{error.full_key}'" if error.full_key else "a setting"
+        raise ValueError(f"{source}: {setting} cannot be used: {_reason(error)}.") from error
+
+
+def _setting_names(tree: Any, prefix: str = "") -> list[str]:
+    """Dotted names of all settings of a nested dict."""
+    if not isinstance(tree, dict):
+        return []
+    names = [f"{prefix}{key}" for key in tree]
+    return names + [name for key, value in tree.items() for name in _setting_names(value, f"{prefix}{key}.")]
+
+
+def _reason(error: Exception) -> str:
+    """What a parser complains about, in one line."""
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem} (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
+    return str(error).splitlines()[0].rstrip(".")
 
 
 def _check(config: RunConfig, source: str) -> None:
     for key, choices in CHOICES.items():
-        value: Any = config
-        for part in key.split("."):
-            value = getattr(value, part)
-        if value not in choices:
-            raise ValueError(f"{source}: {key} is '{value}'; it must be one of {', '.join(choices)}.")
+        if _value(config, key) not in choices:
+            raise ValueError(f"{source}: {key} is '{_value(config, key)}'; it must be one of {', '.join(choices)}.")
+    for key in (*POSITIVE, *NOT_NEGATIVE):
+        value = _value(config, key)
+        if value is None or (math.isfinite(value) and (value > 0 or (value == 0 and key in NOT_NEGATIVE))):
+            continue
+        needed = "not be negative" if key in NOT_NEGATIVE else "be positive"
+        raise ValueError(f"{source}: {key} is {value}; it must {needed}.")
+    if len(config.train.betas) != 2 or not all(0 <= beta < 1 for beta in config.train.betas):
+        raise ValueError(f"{source}: train.betas is {config.train.betas}; it must hold two numbers from 0 to below 1.")
+    if not config.data.resize.short_edge or min(config.data.resize.short_edge) < 1:
+        raise ValueError(f"{source}: data.resize.short_edge is {config.data.resize.short_edge}; give positive sizes.")
     for source_name in config.eval.boxes:
         if source_name not in EVAL_BOXES:
             raise ValueError(f"{source}: eval.boxes has '{source_name}'; it must be one of {', '.join(EVAL_BOXES)}.")
@@ -236,7 +303,7 @@ def _check(config: RunConfig, source: str) -> None:
     if wants_detections and "detections" not in config.data.files:
         raise ValueError(f"{source}: boxes '{wants_detections[0]}' need data.files.detections, the detections file.")
     train = config.train
-    if train.images_per_batch < 1 or train.accumulate < 1 or train.images_per_batch % train.accumulate:
+    if train.images_per_batch % train.accumulate:
         raise ValueError(
             f"{source}: train.images_per_batch ({train.images_per_batch}) must be a multiple of train.accumulate "
             f"({train.accumulate})."
@@ -246,3 +313,11 @@ def _check(config: RunConfig, source: str) -> None:
             f"{source}: data.boxes.train is online, but the detector starts at random and detector.loss_weight is 0, "
             "so its boxes would never become useful; set detector.loss_weight or detector.weights."
         )
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    """The setting at a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value

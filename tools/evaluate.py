@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
             output=arguments.output,
             overrides=arguments.overrides,
         )
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if path is not None:  # the main process

@@ -22,9 +22,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     try:
         metrics = train(load_config(arguments.config, arguments.overrides), resume=arguments.resume)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; --resume continues from the newest checkpoint", file=sys.stderr)
+        return 130
     for name, value in metrics.items():
         if "/" in name and isinstance(value, float):
             print(f"{name:45s} {value:.3f}")
