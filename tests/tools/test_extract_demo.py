@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -16,6 +14,10 @@ from safetensors.torch import save_file
 
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
+from e2e_vl.config import DataSettings, DetectorSettings, EncoderSettings, ResizeSettings, RunConfig
+from e2e_vl.engine.build import build_model
+from e2e_vl.engine.checkpoint import save_model
+from e2e_vl.text import build_vocabulary, load_tokenizer
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "extract_demo.py"
 
@@ -219,17 +221,48 @@ def assert_error(tool: types.ModuleType, arguments: list[str], word: str, capsys
     assert message.startswith("error: ") and message.count("\n") == 1 and word in message
 
 
-def test_default_detector_from_any_folder(tmp_path: Path):
-    """The command as users type it: ResNet-101, 2048 features, another current directory."""
-    image, _ = write_image(tmp_path, "rgb")
-    command = [sys.executable, str(TOOL), str(image), "--output", "out", "--max-proposals", "20", "--max-regions", "12"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment())
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("random") == 1
+def test_default_detector_from_any_folder(
+    tool: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    """The command without options: ResNet-101 with 2048 features, whatever the current directory is."""
+    Image.fromarray(pixels(60, 60)).save(tmp_path / "image.png")
+    monkeypatch.chdir(tmp_path)
+    assert tool.main(["image.png", "--output", "out", "--max-proposals", "20", "--max-regions", "12"]) == 0
+    assert capsys.readouterr().out.count("random") == 1
     regions = np.load(tmp_path / "out" / "regions.npz")
     assert regions["features"].shape[1] == 2048 and 10 <= len(regions["boxes"]) <= 12
 
 
-def environment() -> dict[str, str]:
-    """The tests may run from a checkout that is not installed."""
-    return {**os.environ, "PYTHONPATH": str(TOOL.parent.parent), "OMP_NUM_THREADS": "2"}
+def test_phrase_with_a_saved_model(tool: types.ModuleType, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """A model in the form that training saves it, here untrained: whatever box it finds lies in the image."""
+    settings = RunConfig(
+        output=str(tmp_path / "run"),
+        detector=DetectorSettings(config=str(config)),
+        encoder=EncoderSettings(
+            config={
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "intermediate_size": 32,
+                "visual_size": 32,
+            }
+        ),
+        data=DataSettings(root="data", resize=ResizeSettings(short_edge=[64], long_edge=120)),
+    )
+    build_vocabulary(["the red one"], tmp_path / "vocab.txt")
+    tokenizer = load_tokenizer(tmp_path / "vocab.txt")
+    save_model(tmp_path / "run" / "model", settings, build_model(settings, vocab_size=len(tokenizer)), tokenizer)
+
+    image, (height, width) = write_image(tmp_path, "rotated")
+    out = tmp_path / "out"
+    assert tool.main([str(image), "--output", str(out), "--run", str(tmp_path / "run"), "--text", "The red one"]) == 0
+    assert "random" not in capsys.readouterr().out
+    answer = json.loads((out / "phrase.json").read_text())
+    x1, y1, x2, y2 = answer["box"]
+    assert 0 <= x1 <= x2 <= width and 0 <= y1 <= y2 <= height
+    assert answer["box"] in answer["boxes"] and len(answer["boxes"]) == len(answer["scores"])
+    assert 0 < answer["score"] < 1
+    assert (out / "phrase.png").is_file() and len(np.load(out / "regions.npz")["boxes"]) >= 10
+    assert_error(
+        tool, [str(image), "--output", str(out), "--run", str(tmp_path / "run"), "--text", " "], "empty", capsys
+    )
