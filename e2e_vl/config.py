@@ -205,10 +205,10 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         except (YAMLError, OmegaConfBaseException) as error:
             raise ValueError(f"Command line: the value in '{word}' is not valid YAML: {_reason(error)}.") from error
         merged = _merge(merged, layer, f"Command line ({word})")
-    missing = OmegaConf.missing_keys(merged)
-    if missing:
-        raise ValueError(f"{path}: no value for {', '.join(sorted(missing))}; set it in the file or as key=value.")
     try:
+        missing = OmegaConf.missing_keys(merged)
+        if missing:
+            raise ValueError(f"{path}: no value for {', '.join(sorted(missing))}; set it in the file or as key=value.")
         config: RunConfig = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ValueError(f"{path}: setting '{error.full_key}' cannot be used: {_reason(error)}.") from error

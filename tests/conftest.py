@@ -1,10 +1,18 @@
-"""Options and fixtures shared by all tests."""
+"""Options and fixtures shared by all tests. What takes long to import is imported where it is used."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from e2e_vl.config import RunConfig, load_config
+
+ROOT = Path(__file__).parents[1]
+# Six objects in every scene: all texts then have the same number of annotated regions.
+SAME_SIZE = "data.synthetic.config={scene: {min_objects: 6, max_objects: 6}}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,3 +27,69 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def golden_root(request: pytest.FixtureRequest) -> Path:
     return request.config.getoption("--golden-root").resolve()
+
+
+@pytest.fixture(scope="session")
+def tiny_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """`key=value` words that run configs/tiny/refcoco.yaml on a data set that is drawn once for all tests."""
+    from e2e_vl.engine.build import make_synthetic_data
+
+    words = [
+        f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
+        f"data.root={tmp_path_factory.mktemp('tiny') / 'data'}",
+        SAME_SIZE,
+    ]
+    make_synthetic_data(load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [*words, "output=unused"]))
+    return words
+
+
+@pytest.fixture
+def tiny_config(tiny_words: list[str], tmp_path: Path) -> Callable[..., RunConfig]:
+    """`tiny_config("train.lr=1", ...)`: settings of a tiny run into `tmp_path / "run"`."""
+
+    def make(*words: str) -> RunConfig:
+        own = [*tiny_words, f"output={tmp_path / 'run'}", *words]
+        return load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", own)
+
+    return make
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A fresh Accelerator on the CPU, and one thread: sums in a fixed order, and no contention on small machines."""
+    import torch
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="session")
+def trained_run(tiny_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """One tiny training run: its `path`, `config`, `metrics`, and the `model` as it was in memory at the end."""
+    from accelerate.state import AcceleratorState
+
+    from e2e_vl.engine import train as training
+
+    path = tmp_path_factory.mktemp("trained") / "run"
+    config = load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [*tiny_words, f"output={path}"])
+    kept = SimpleNamespace(path=path, config=config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        build = training.build_run
+
+        def build_and_keep(config: RunConfig):
+            kept.run = build(config)
+            return kept.run
+
+        patch.setattr(training, "build_run", build_and_keep)
+        kept.metrics = training.train(config)
+        AcceleratorState._reset_state(reset_partial_state=True)
+    kept.model = kept.run.model
+    return kept

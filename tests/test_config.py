@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from e2e_vl.config import RunConfig, differences, load_config, save_config
+
+BASE = """
+# a comment
+output: runs/x
+data: {root: data/x, files: {images: i, refs: r}}
+train: {lr: 0.5, epochs: 3}
+detector: {overrides: {MODEL: {RPN: {NMS_THRESH: 0.6}, RESNETS: {DEPTH: 18}}}}
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write(tmp_path / "base.yaml", BASE)
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_command_line_beats_file_beats_base_beats_defaults(base):
+    child = write(base.parent / "deep" / "child.yaml", "base: ../base.yaml\ntrain: {epochs: 7, warmup_steps: 2}\n")
+    config = load_config(child, ["train.warmup_steps=9", "data.eval_splits=[testA, testB]"])
+    assert isinstance(config, RunConfig)
+    assert (config.train.lr, config.train.epochs, config.train.warmup_steps) == (0.5, 7.0, 9)
+    assert config.train.clip_norm == RunConfig.__dataclass_fields__["train"].default_factory().clip_norm
+    assert config.data.eval_splits == ["testA", "testB"]
+
+
+def test_nested_free_form_settings_are_merged(base):
+    child = write(
+        base.parent / "child.yaml", "base: base.yaml\ndetector: {overrides: {MODEL: {RESNETS: {NORM: GN}}}}\n"
+    )
+    overrides = load_config(child, ["detector.overrides.MODEL.RPN.NMS_THRESH=0.5"]).detector.overrides
+    assert overrides == {"MODEL": {"RPN": {"NMS_THRESH": 0.5}, "RESNETS": {"DEPTH": 18, "NORM": "GN"}}}
+
+
+def test_saved_settings_come_back_equal(base, tmp_path):
+    config = load_config(base, ["train.max_steps=3", "data.texts_per_image=null", "train.betas=[0.8, 0.9]"])
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
+
+
+def test_differences_name_the_setting():
+    one = RunConfig(output="a")
+    other = RunConfig(output="a")
+    assert differences(one, other) == []
+    other.train.lr = 1.0
+    other.detector.overrides = {"MODEL": {"MASK_ON": True}}
+    assert differences(one, other) == [
+        "detector.overrides.MODEL: None -> {'MASK_ON': True}",
+        "train.lr: 2.56e-05 -> 1.0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("train.rl=1", r"Command line \(train.rl=1\): there is no setting 'train.rl'; did you mean 'train.lr'\?"),
+        ("trian.lr=1", "there is no setting 'trian'; did you mean 'train'"),
+        ("qqqq=1", "there is no setting 'qqqq'; see the classes"),
+        (
+            "train.lr=fast",
+            "setting 'train.lr' cannot be used: Value 'fast' of type 'str' could not be converted to Float",
+        ),
+        ("train.max_steps=1.5", "setting 'train.max_steps' cannot be used: Value '1.5'"),
+        ("train.epochs=null", "setting 'train.epochs' cannot be used"),
+        ("train=5", "a setting cannot be used: Merge error"),
+        ("eval.boxes=gt", "setting 'eval.boxes' cannot be used"),
+        ("eval.boxes=[gt, magic]", "eval.boxes has 'magic'; it must be one of gt, detections, online"),
+        ("train.schedule=sudden", "train.schedule is 'sudden'; it must be one of linear, cosine, constant"),
+        ("data.root=[1", r"Command line: the value in 'data.root=\[1' is not valid YAML"),
+        ("data.root=${nothing}", "setting 'data.root' cannot be used: Interpolation key 'nothing' not found"),
+        ("--fast", "'--fast' is not of the form key=value"),
+        ("=3", "is not of the form key=value"),
+        ("train.images_per_batch=0", "train.images_per_batch is 0; it must be positive"),
+        ("train.log_every=0", "train.log_every is 0; it must be positive"),
+        ("train.max_steps=0", "train.max_steps is 0; it must be positive"),
+        ("train.keep_checkpoints=0", "train.keep_checkpoints is 0; it must be positive"),
+        ("train.lr=-1", "train.lr is -1.0; it must not be negative"),
+        ("train.lr=.nan", "train.lr is nan; it must not be negative"),
+        ("train.lr=.inf", "train.lr is inf"),
+        ("train.betas=[0.9]", r"train.betas is \[0.9\]; it must hold two numbers"),
+        ("data.resize.short_edge=[]", r"data.resize.short_edge is \[\]"),
+        ("train.accumulate=3", r"images_per_batch \(32\) must be a multiple of train.accumulate \(3\)"),
+        ("data.boxes.train=detections", "boxes 'detections' need data.files.detections"),
+        ("eval.boxes=[detections]", "boxes 'detections' need data.files.detections"),
+        ("data.boxes.train=online", "so its boxes would never become useful"),
+    ],
+)
+def test_a_bad_word_on_the_command_line_is_one_sentence(base, word, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config(base, [word])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {nosuch: 1}", "child.yaml: there is no setting 'train.nosuch'"),
+        ("train: {lr: fast}", "child.yaml: setting 'train.lr' cannot be used"),
+        ("train: [1", r"child.yaml is not valid YAML: .*line \d+"),
+        ("seed: 1\nseed: 2", "child.yaml is not valid YAML: found duplicate key seed .line 2, column 1."),
+        ("- 1\n- 2", "child.yaml must hold settings"),
+        ("base: child.yaml", "leads back to the file itself"),
+        ("base: [base.yaml]", "it must be the name of a file"),
+        ("output: y", "no value for data.root"),
+    ],
+)
+def test_a_bad_file_is_one_sentence(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config(write(tmp_path / "child.yaml", text))
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    (tmp_path / "child.yaml").write_bytes(b"\xff\xfe\x00a")
+    with pytest.raises(ValueError, match=r"child.yaml is not valid YAML: .*utf-8"):
+        load_config(tmp_path / "child.yaml")
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"Config file .*nowhere.yaml does not exist"):
+        load_config(tmp_path / "nowhere.yaml")
+    with pytest.raises(FileNotFoundError, match=r"child.yaml: its `base:` file .*gone.yaml does not exist"):
+        load_config(write(tmp_path / "child.yaml", "base: gone.yaml"))
