@@ -72,8 +72,8 @@ def test_binary_loss_is_the_mean_over_all_real_regions():
             probability = 1 / (1 + math.exp(-float(scores[text, row])))
             expected.append(-math.log(probability if row in positives[text] else 1 - probability))
     loss = output.losses["referring"]
-    assert float(loss.count) == 11
-    assert float(loss.mean) == pytest.approx(sum(expected) / 11, rel=1e-5)
+    assert loss.count.item() == 11
+    assert loss.mean.item() == pytest.approx(sum(expected) / 11, rel=1e-5)
     loss.mean.backward()
     gradient = states.regions.grad.abs().sum(dim=-1)
     assert (gradient[regions.attend] > 0).all() and (gradient[~regions.attend] == 0).all()
@@ -86,9 +86,9 @@ def test_batch_without_a_positive_region_is_all_negative():
     assert not task.positive_regions(regions, batch.targets["box"]).any()
     loss = task(batch, regions, states).losses["referring"]
     scores = task.head(states.regions)[regions.attend]
-    assert float(loss.mean) == pytest.approx(float(torch.nn.functional.softplus(scores).mean()), rel=1e-5)
+    assert loss.mean.item() == pytest.approx(torch.nn.functional.softplus(scores).mean().item(), rel=1e-5)
     soft = make_task(loss="softmax")(batch, regions, states).losses["referring"]
-    assert (float(soft.total), float(soft.count), float(soft.mean)) == (0, 0, 0)
+    assert (soft.total.item(), soft.count.item(), soft.mean.item()) == (0, 0, 0)
     soft.mean.backward()
     assert states.regions.grad.abs().max() == 0
 
@@ -99,7 +99,7 @@ def test_no_region_at_all_gives_loss_zero(loss):
     batch, _, regions = make_batch(whole_image=False, boxes=([], []))
     states = encoded(regions)
     output = task(batch, regions, states)
-    assert float(output.losses["referring"].mean) == 0
+    assert output.losses["referring"].mean.item() == 0
     output.losses["referring"].mean.backward()
     assert all(torch.isfinite(parameter.grad).all() for parameter in task.parameters())
     assert output.logits.tolist() == [[-math.inf]] * 3
@@ -112,8 +112,8 @@ def test_softmax_loss_is_minus_the_log_share_of_the_positive_regions():
     output = task(batch, regions, states)
     shares = output.logits.softmax(dim=1)
     loss = output.losses["referring"]
-    assert float(loss.count) == 2  # the third text has no positive region
-    assert float(loss.total) == pytest.approx(-math.log(shares[0, 2]) - math.log(shares[1, 1]), rel=1e-5)
+    assert loss.count.item() == 2  # the third text has no positive region
+    assert loss.total.item() == pytest.approx(-(shares[0, 2].log() + shares[1, 1].log()).item(), rel=1e-5)
     loss.mean.backward()
     assert states.regions.grad.isfinite().all()
     assert states.regions.grad[2].abs().max() == 0
@@ -141,8 +141,8 @@ def test_positive_weight_counts_positive_regions_more():
     once, thrice = (make_task(positive_weight=weight)(batch, regions, states).losses["referring"] for weight in (1, 3))
     scores = make_task().head(states.regions)
     positive = torch.nn.functional.softplus(-scores[[0, 1, 2], [2, 1, 2]]).sum()
-    assert float(thrice.total - once.total) == pytest.approx(2 * float(positive), rel=1e-4)
-    assert float(thrice.count) == float(once.count)
+    assert (thrice.total - once.total).item() == pytest.approx(2 * positive.item(), rel=1e-4)
+    assert thrice.count.item() == once.count.item()
 
 
 def test_highest_real_region_wins_and_padding_never():
@@ -173,7 +173,7 @@ def test_whole_image_cannot_win_if_told_so():
         [False, True, True, True],
         [False, True, True, True],
     ]
-    assert float(task(batch, text_regions, states).losses["referring"].count) == 8
+    assert task(batch, text_regions, states).losses["referring"].count.item() == 8
     predictions = task.predict(batch, scored(task, batch, regions, text_regions, [[9, 1, 2, 0.0]] * 3))
     assert predictions[0]["box"] == [20, 10, 30, 25]
     assert [len(prediction["candidate_boxes"]) for prediction in predictions] == [2, 3, 3]
