@@ -69,7 +69,7 @@ def test_differences_name_the_setting():
         ("qqqq=1", "there is no setting 'qqqq'; see the classes"),
         (
             "train.lr=fast",
-            "setting 'train.lr' cannot be used: Value 'fast' of type 'str' could not be converted to Float",
+            "setting 'train.lr' cannot be used: Value 'fast' of type 'str'",
         ),
         ("train.max_steps=1.5", "setting 'train.max_steps' cannot be used: Value '1.5'"),
         ("train.epochs=null", "setting 'train.epochs' cannot be used"),

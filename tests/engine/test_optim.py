@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from torch import nn
+
+from e2e_vl.config import TrainSettings
+from e2e_vl.engine.optim import build_optimizer, build_schedule
+
+
+class Parts(nn.Module):
+    """What `build_optimizer` reads of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.detector = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+        self.encoder = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+        self.task = nn.Linear(4, 1)
+
+
+def groups_of(model: Parts, **settings) -> dict[str, dict]:
+    return {group["name"]: group for group in build_optimizer(model, TrainSettings(**settings)).param_groups}
+
+
+def test_one_group_each_for_detector_encoder_and_head():
+    model = Parts()
+    groups = groups_of(model, lr=0.1, detector_lr=0.01, head_lr=0.5, weight_decay=0.3)
+    assert {name: group["lr"] for name, group in groups.items()} == {"detector": 0.01, "encoder": 0.1, "head": 0.5}
+    assert {group["weight_decay"] for group in groups.values()} == {0.3}
+    for name, part in (("detector", model.detector), ("encoder", model.encoder), ("head", model.task)):
+        assert {id(p) for p in groups[name]["params"]} == {id(p) for p in part.parameters()}
+
+
+def test_rates_default_to_lr_and_optimiser_options_are_passed_on():
+    groups = groups_of(Parts(), lr=0.2, betas=[0.5, 0.6], eps=1e-3)
+    assert {(group["lr"], group["betas"], group["eps"]) for group in groups.values()} == {(0.2, (0.5, 0.6), 1e-3)}
+
+
+def test_norms_and_biases_can_be_left_undecayed():
+    model = Parts()
+    groups = groups_of(model, weight_decay=0.3, decay_norm_and_bias=False)
+    assert set(groups) == {f"{part}{end}" for part in ("detector", "encoder", "head") for end in ("", "_no_decay")}
+    decayed = {id(p) for name, group in groups.items() if group["weight_decay"] for p in group["params"]}
+    assert decayed == {
+        id(w) for w in (model.detector[0].weight, *(m.weight for m in model.encoder[:2]), model.task.weight)
+    }
+    assert sum(len(group["params"]) for group in groups.values()) == len(list(model.parameters()))
+
+
+def test_frozen_parameters_are_left_out():
+    model = Parts()
+    model.detector.requires_grad_(False)
+    model.encoder[0].requires_grad_(False)
+    groups = groups_of(model)
+    assert set(groups) == {"encoder", "head"}
+    assert id(model.encoder[0].weight) not in {id(p) for p in groups["encoder"]["params"]}
+    with pytest.raises(ValueError, match="No parameter"):
+        build_optimizer(model.requires_grad_(False), TrainSettings())
+
+
+def expected_factor(schedule: str, step: int) -> float:
+    """Warm-up over 4 steps, 12 steps in all."""
+    if step < 4:
+        return step / 4
+    if schedule == "constant":
+        return 1.0
+    progress = (step - 4) / (12 - 4)
+    return 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_schedule_warms_up_and_decays_and_can_go_on_anywhere(schedule):
+    settings = TrainSettings(lr=0.5, head_lr=2.0, warmup_steps=4, schedule=schedule)
+
+    def rates(optimizer) -> list[float]:
+        return [group["lr"] for group in optimizer.param_groups]
+
+    optimizer = build_optimizer(Parts(), settings)
+    scheduler = build_schedule(optimizer, settings, 12)
+    for step in range(13):
+        factor = expected_factor(schedule, step)
+        assert rates(optimizer) == pytest.approx([0.5 * factor, 0.5 * factor, 2.0 * factor], abs=1e-12)
+        resumed = build_optimizer(Parts(), settings)
+        build_schedule(resumed, settings, 12, steps_done=step)
+        assert rates(resumed) == rates(optimizer)
+        optimizer.step()
+        scheduler.step()

@@ -1,0 +1,194 @@
+"""What the joined model promises: pixel masks, gradients, and one detector pass for several texts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from e2e_vl.config import RunConfig
+from e2e_vl.data.examples import Request
+from e2e_vl.engine.build import build_collate, build_dataset, build_model, build_tokenizer
+from e2e_vl.structures import Batch
+
+PARTS = ("detector", "encoder", "task")
+NO_DROPOUT = tuple(
+    f"encoder.config.{name}=0"
+    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "region_dropout_prob")
+)
+TASK_ONLY = "data.boxes.train=gt", "detector.loss_weight=0"
+RESNETS = "detector.overrides.MODEL.RESNETS"
+FREEZE_AT = "detector.overrides.MODEL.BACKBONE.FREEZE_AT"
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+def build(config: RunConfig, *, boxes: str = "gt", training: bool = True):
+    """A model with the same random start in every test, and its data set."""
+    tokenizer = build_tokenizer(config)
+    torch.manual_seed(3)
+    model = build_model(config, vocab_size=len(tokenizer)).train()
+    dataset = build_dataset(config, tokenizer, "train", boxes=boxes, training=training)
+    return model, dataset
+
+
+def batch_of(model, dataset, requests: list[Request]) -> Batch:
+    return build_collate(model)([dataset[request] for request in requests])
+
+
+def first_texts(dataset, images: int, texts: int) -> list[Request]:
+    return [Request(group, tuple(dataset.groups[group][:texts])) for group in range(images)]
+
+
+def gradients(module: torch.nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+# Pixel masks
+
+
+@pytest.mark.parametrize("boxes", ["gt", "online"])
+def test_pixels_of_a_masked_box_change_nothing_at_all(tiny_config, boxes):
+    model, dataset = build(tiny_config(), boxes=boxes)
+    model.eval()
+    batch = batch_of(model, dataset, first_texts(dataset, images=2, texts=2))
+    masks = [torch.tensor([[20.3, 30.0, 70.9, 81.0], [60.0, 70.0, 100.0, 127.5]]), torch.zeros(0, 4)]
+    batch = dataclasses.replace(batch, pixel_masks=masks)
+    changed = batch.images.pixels.clone()
+    changed[0, :, 30:81, 20:71] = torch.randn(3, 51, 51) * 9
+    changed[0, :, 70:128, 60:100] = 100.0
+    other = dataclasses.replace(batch, images=dataclasses.replace(batch.images, pixels=changed))
+    with torch.no_grad():
+        first, second = model(batch), model(other)
+        unmasked = [model(dataclasses.replace(one, pixel_masks=None)) for one in (batch, other)]
+    assert torch.equal(first.task.logits, second.task.logits)
+    for name in ("boxes", "features", "class_logits"):
+        for one, two in zip(getattr(first.regions, name), getattr(second.regions, name), strict=True):
+            assert torch.equal(one, two)
+    # the pixels matter where no mask hides them, and only in their own image
+    assert not torch.equal(unmasked[0].regions.features[0], first.regions.features[0])
+    assert unmasked[0].regions.features[0].shape != unmasked[1].regions.features[0].shape or not torch.equal(
+        unmasked[0].regions.features[0], unmasked[1].regions.features[0]
+    )
+
+
+# Gradients
+
+
+@pytest.mark.parametrize(("freeze_at", "first_trained", "frozen"), [(0, "stem", []), (2, "res3", ["stem", "res2"])])
+@pytest.mark.parametrize("norm", ["FrozenBN", "BN"])
+def test_the_task_loss_reaches_the_first_trained_stage(tiny_config, freeze_at, first_trained, frozen, norm):
+    config = tiny_config(f"{FREEZE_AT}={freeze_at}", f"{RESNETS}.NORM={norm}", *TASK_ONLY)
+    model, dataset = build(config)
+    output = model(batch_of(model, dataset, first_texts(dataset, images=2, texts=2)))
+    assert set(output.losses) == {"referring"}
+    output.losses["referring"].mean.backward()
+    first = getattr(model.detector.backbone, first_trained)
+    assert all(gradient is not None for gradient in gradients(first).values())
+    weight = first.conv1.weight if first_trained == "stem" else first[0].conv1.weight
+    assert weight.grad.abs().max() > 0
+    for stage in frozen:
+        assert set(gradients(getattr(model.detector.backbone, stage)).values()) == {None}
+
+
+def test_a_frozen_detector_gets_no_gradient_and_keeps_its_batch_statistics(tiny_config):
+    config = tiny_config("detector.freeze=true", f"{RESNETS}.NORM=BN")
+    model, dataset = build(config, boxes="online")
+    before = {name: value.clone() for name, value in model.detector.state_dict().items()}
+    output = model(batch_of(model, dataset, first_texts(dataset, images=2, texts=2)))
+    output.losses["referring"].mean.backward()
+    assert set(gradients(model.detector).values()) == {None}
+    assert all(gradient is not None for gradient in gradients(model.task).values())
+    after = model.detector.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert any("running_mean" in name for name in before)
+
+
+def test_an_unfrozen_detector_updates_its_batch_statistics(tiny_config):
+    model, dataset = build(tiny_config(f"{RESNETS}.NORM=BN"), boxes="online")
+    before = model.detector.backbone.stem.conv1.norm.running_mean.clone()
+    model(batch_of(model, dataset, first_texts(dataset, images=2, texts=2)))
+    assert not torch.equal(before, model.detector.backbone.stem.conv1.norm.running_mean)
+
+
+# Several texts about one image
+
+
+def test_k_texts_of_an_image_are_k_batches_of_one(tiny_config):
+    config = tiny_config(*NO_DROPOUT, f"{RESNETS}.NORM=FrozenBN", *TASK_ONLY)
+    model, dataset = build(config)
+    group = next(index for index, texts in enumerate(dataset.groups) if len(texts) >= 3)
+    texts = tuple(dataset.groups[group][:3])
+
+    together = model(batch_of(model, dataset, [Request(group, texts)])).losses["referring"]
+    together.mean.backward()
+    grouped = {part: gradients(getattr(model, part)) for part in PARTS}
+    grouped = {part: {k: v.clone() for k, v in named.items() if v is not None} for part, named in grouped.items()}
+
+    model.zero_grad(set_to_none=True)
+    singles = [model(batch_of(model, dataset, [Request(group, (text,))])).losses["referring"] for text in texts]
+    total, count = sum(loss.total for loss in singles), sum(loss.count for loss in singles)
+    assert count == together.count
+    torch.testing.assert_close(total / count, together.mean, rtol=1e-6, atol=1e-7)
+    (total / count).backward()
+    for part in PARTS:
+        alone = {name: value for name, value in gradients(getattr(model, part)).items() if value is not None}
+        assert set(alone) == set(grouped[part])
+        largest = max(value.abs().max() for value in alone.values())
+        assert largest > 0
+        for name, value in alone.items():
+            torch.testing.assert_close(grouped[part][name], value, rtol=1e-4, atol=1e-6 * float(largest), msg=name)
+
+
+def test_the_detector_runs_once_for_all_texts_of_an_image(tiny_config, monkeypatch):
+    model, dataset = build(tiny_config())
+    batch = batch_of(model, dataset, first_texts(dataset, images=2, texts=3))
+    assert (len(batch.images), len(batch)) == (2, 6)
+    seen = []
+    monkeypatch.setattr(model.detector.backbone, "forward", _counting(model.detector.backbone.forward, seen))
+    output = model(batch)
+    assert seen == [2]
+    assert output.task.logits.shape[0] == 6
+
+
+def _counting(forward, seen: list[int]):
+    def counted(pixels: Tensor) -> Tensor:
+        seen.append(len(pixels))
+        return forward(pixels)
+
+    return counted
+
+
+# Losses
+
+
+def test_a_batch_without_a_positive_region_has_the_loss_of_negatives(tiny_config):
+    model, dataset = build(tiny_config(*TASK_ONLY))
+    batch = batch_of(model, dataset, first_texts(dataset, images=2, texts=2))
+    batch.targets["box"] = torch.tensor([[500.0, 500.0, 501.0, 501.0]]).repeat(len(batch), 1)
+    output = model.eval()(batch)
+    logits = output.task.logits[output.text_regions.attend]
+    expected = F.binary_cross_entropy_with_logits(logits, torch.zeros_like(logits))
+    torch.testing.assert_close(output.losses["referring"].mean, expected)
+    output.losses["referring"].mean.backward()
+    assert model.task.head.output.weight.grad.abs().max() > 0
+
+
+def test_detection_losses_come_with_targets_only(tiny_config):
+    model, dataset = build(tiny_config(), boxes="online")
+    batch = batch_of(model, dataset, first_texts(dataset, images=2, texts=2))
+    names = {"referring", "loss_rpn_cls", "loss_rpn_loc", "loss_cls", "loss_box_reg", "loss_attribute"}
+    assert set(model(batch).losses) == names
+    assert set(model(dataclasses.replace(batch, detection_targets=None)).losses) == {"referring"}
+
+
+def test_attention_maps_on_request(tiny_config):
+    model, dataset = build(tiny_config())
+    batch = batch_of(model, dataset, first_texts(dataset, images=1, texts=2))
+    assert model(batch).encoded.attentions is None
+    maps = model(batch, output_attentions=True).encoded.attentions
+    assert len(maps) == model.encoder.config.num_hidden_layers
+    torch.testing.assert_close(maps[0].sum(-1)[0, 0, 0], torch.tensor(1.0))
