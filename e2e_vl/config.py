@@ -22,7 +22,7 @@ from yaml import MarkedYAMLError, YAMLError
 class DetectorSettings:
     """Which detector, and how it is trained beside the task."""
 
-    backend: str = "builtin"  # builtin
+    backend: str = "builtin"
     config: str = "configs/detector/R_101_C4.yaml"  # a Detectron2 YAML file
     overrides: dict[str, Any] = field(default_factory=dict)  # nested Detectron2 keys that beat the file
     weights: str | None = None  # checkpoint to start from; None = random
@@ -141,11 +141,7 @@ class RunConfig:
     eval: EvalSettings = field(default_factory=EvalSettings)
 
 
-CHOICES = {
-    "detector.backend": ("builtin",),
-    "encoder.name": ("vl_bert",),
-    "task.name": ("refcoco",),
-    "data.name": ("refcoco",),
+CHOICES = {  # the names of detectors, encoders, tasks and data sets are in e2e_vl/engine/build.py
     "data.boxes.train": ("gt", "detections", "detections+gt", "online"),
     "data.resize.rounding": ("vl_bert", "detectron2"),
     "train.schedule": ("linear", "cosine", "constant"),

@@ -1,6 +1,6 @@
 """From settings to objects: the only place that knows which detectors, encoders, tasks and data sets there are.
 
-A new encoder, task or data set is a file of its own and one entry in a dict below.
+A new encoder, task or data set is a file of its own and one entry in a dict below; CONTRIBUTING.md walks through it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
@@ -38,6 +38,15 @@ TASKS = {"refcoco": (ReferringConfig, ReferringTask)}
 DATASETS = {"refcoco": RefCOCODataset}
 
 
+class Parts(NamedTuple):
+    """The classes that a run's settings name."""
+
+    detector: type[Detector]
+    encoder: tuple[type[PreTrainedConfig], type[Encoder]]
+    task: tuple[type, type[Task]]
+    dataset: Any  # a class with `from_settings` and `texts_of`
+
+
 @dataclasses.dataclass
 class Run:
     """What a run is made of."""
@@ -50,6 +59,7 @@ class Run:
 
 def build_run(config: RunConfig) -> Run:
     """Data (drawn first if the settings ask for it), tokenizer and a model with its starting weights."""
+    named_parts(config)  # a wrong name is found before data are drawn
     make_synthetic_data(config)
     tokenizer = build_tokenizer(config)
     model = build_model(config, vocab_size=len(tokenizer))
@@ -57,6 +67,26 @@ def build_run(config: RunConfig) -> Run:
     if config.detector.loss_weight > 0:
         dataset.check_classes(model.detector.num_classes)
     return Run(model=model, tokenizer=tokenizer, train_dataset=dataset, collate=build_collate(model))
+
+
+def named_parts(config: RunConfig) -> Parts:
+    """Look up the names in the dicts above.
+
+    Raises:
+        ValueError: there is nothing of that name; the message lists what there is.
+    """
+    return Parts(
+        detector=_named(DETECTORS, config.detector.backend, "detector.backend"),
+        encoder=_named(ENCODERS, config.encoder.name, "encoder.name"),
+        task=_named(TASKS, config.task.name, "task.name"),
+        dataset=_named(DATASETS, config.data.name, "data.name"),
+    )
+
+
+def _named(choices: dict[str, Any], name: str, setting: str) -> Any:
+    if name not in choices:
+        raise ValueError(f"{setting} is '{name}'; it must be one of {', '.join(choices)}.")
+    return choices[name]
 
 
 def make_synthetic_data(config: RunConfig) -> None:
@@ -82,7 +112,7 @@ def build_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     if config.data.vocabulary is not None:
         return load_tokenizer(config.data.vocabulary)
     path = Path(config.output) / "tokenizer" / "vocab.txt"
-    build_vocabulary(DATASETS[config.data.name].texts_of(config.data, config.data.train_split), path)
+    build_vocabulary(named_parts(config).dataset.texts_of(config.data, config.data.train_split), path)
     return load_tokenizer(path)
 
 
@@ -90,7 +120,7 @@ def build_dataset(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, split: str, *, boxes: str, training: bool = False
 ) -> Any:
     """One split with candidate boxes from `boxes`; training adds random resizing, mirroring and detection targets."""
-    return DATASETS[config.data.name].from_settings(
+    return named_parts(config).dataset.from_settings(
         config.data,
         tokenizer,
         split,
@@ -129,14 +159,14 @@ def build_detector_config(config: RunConfig) -> DetectorConfig:
 
 
 def build_detector(config: RunConfig) -> Detector:
-    detector = DETECTORS[config.detector.backend](build_detector_config(config))
+    detector = named_parts(config).detector(build_detector_config(config))
     if config.detector.weights is not None:
         load_strictly(detector, Path(config.detector.weights))
     return detector
 
 
 def build_encoder(config: RunConfig, *, vocab_size: int, feature_dim: int) -> Encoder:
-    config_class, model_class = ENCODERS[config.encoder.name]
+    config_class, model_class = named_parts(config).encoder
     known = {field.name for field in dataclasses.fields(config_class)}
     unknown = sorted(set(config.encoder.config) - known)
     if unknown:
@@ -150,7 +180,7 @@ def build_encoder(config: RunConfig, *, vocab_size: int, feature_dim: int) -> En
 
 
 def build_task(config: RunConfig, hidden_size: int) -> Task:
-    config_class, task_class = TASKS[config.task.name]
+    config_class, task_class = named_parts(config).task
     return task_class(hidden_size, _filled(config_class, config.task.config, "task.config"))
 
 

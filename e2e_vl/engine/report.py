@@ -86,10 +86,14 @@ def _curves(lines: list[dict[str, Any]]) -> str:
 
 
 def _pictures(records: list[dict[str, Any]], number: int) -> str:
-    """The first `number` predictions, at most one an image: truth green, prediction blue or (wrong) red."""
+    """The first `number` predictions of boxes, at most one an image: truth green, prediction blue or (wrong) red.
+
+    Records without `gt_box`, those of tasks that do not answer with a box, have no picture.
+    """
     chosen: dict[str, dict[str, Any]] = {}
     for record in records:
-        chosen.setdefault(record["file_name"], record)
+        if "gt_box" in record:
+            chosen.setdefault(record["file_name"], record)
         if len(chosen) == number:
             break
     figures = []
@@ -105,9 +109,9 @@ def _pictures(records: list[dict[str, Any]], number: int) -> str:
 
 
 def picture_of(record: dict[str, Any]) -> np.ndarray:
-    """uint8 BGR picture of one prediction: the true box in green, the predicted one in blue, or red if wrong."""
+    """uint8 BGR picture of one prediction: the true box in green, the predicted one, if any, in blue (wrong: red)."""
     image = load_image(record["file_name"], "BGR")
     colour = (200, 80, 0) if record["correct"] else (30, 30, 220)
-    return draw_boxes(
-        image, [record["gt_box"], record["box"]], labels=["truth", "prediction"], colours=[(60, 160, 0), colour]
-    )
+    drawn = [(record["gt_box"], "truth", (60, 160, 0)), (record["box"], "prediction", colour)]
+    boxes, labels, colours = zip(*(entry for entry in drawn if entry[0] is not None), strict=True)
+    return draw_boxes(image, boxes, labels=labels, colours=colours)
