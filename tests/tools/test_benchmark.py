@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import yaml
+
+from e2e_vl.config import load_config
+from e2e_vl.engine import benchmark
+from e2e_vl.engine.build import build_run
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_tool", ROOT / "tools" / "benchmark.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("benchmark")
+    settings = {
+        "output": str(folder / "run"),
+        "detector": {"config": str(ROOT / "configs" / "detector" / "tiny.yaml")},
+        "encoder": {
+            "config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "intermediate_size": 64,
+                "geometry_dim": 64,
+            }
+        },
+        "data": {
+            "root": str(folder / "data"),
+            "files": {
+                "images": "images/train2014",
+                "instances": "refcoco+/instances.json",
+                "refs": "refcoco+/refs(unc).p",
+            },
+            "resize": {"short_edge": [128], "long_edge": 160},
+            "texts_per_image": 5,
+            "synthetic": {"scenes": {"train": 1}},
+        },
+        "train": {"images_per_batch": 2},
+    }
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return path
+
+
+def test_grouping_is_the_same_update_in_less_time(tool, config_file, tmp_path, capsys):
+    output = tmp_path / "new" / "result.json"
+    options = ["--json", str(output), "--repetitions", "3", "--rois", "6,9", "--image-size", "128", "160"]
+    status = tool.main(["train", "--config", str(config_file), *options, "train.clip_norm=2.0"])
+    printed = capsys.readouterr().out
+    assert status == 0
+    result = json.loads(output.read_text(encoding="utf-8"))
+    assert 0 < result["ratios"]["grouped_5_over_1"] < 1
+    assert f"ratios.grouped_5_over_1 {result['ratios']['grouped_5_over_1']:.4g}".split() in [
+        line.split() for line in printed.splitlines()
+    ]
+    checks = result["checks"]
+    assert checks["loss"] > 0.01
+    assert checks["loss_difference"] < 1e-5
+    assert checks["max_gradient_difference"] < 1e-4
+
+    assert set(result["machine"]) == {"cpu", "cores", "device", "threads", "torch", "python"}
+    assert result["overrides"] == ["train.clip_norm=2.0"]
+    settings = result["settings"]
+    assert (settings["images_per_batch"], settings["texts_per_image"], settings["repetitions"]) == (2, 5, 3)
+    assert settings["image_size"] == [128, 160]
+
+    assert [case["rois"] for case in result["cases"]] == [6, 9]
+    for case in result["cases"]:
+        for name in ("grouped", "ungrouped"):
+            times = case["times"][name]
+            assert len(times["all"]) == 3
+            assert 0 < times["min"] <= times["median"] <= times["max"]
+            assert case["texts_per_second"][name] == pytest.approx(10 / times["median"])
+        medians = {name: case["times"][name]["median"] for name in ("grouped", "ungrouped")}
+        assert case["ratios"]["grouped_5_over_1"] == medians["grouped"] / medians["ungrouped"]
+    assert result["cases"][0]["checks"]["loss"] != result["cases"][1]["checks"]["loss"]
+    assert {path.name for path in config_file.parent.iterdir()} == {config_file.name}, "it must leave nothing behind"
+
+
+@pytest.fixture(scope="module")
+def batches(config_file, tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("data")
+    config = load_config(config_file, [f"output={folder / 'run'}", f"data.root={folder / 'data'}", "data.flip=0"])
+    config.data.synthetic.scenes = {"train": 12}
+    run = build_run(config)
+    return run.model, *benchmark.grouped_and_single(config, run)
+
+
+def test_both_ways_hold_the_same_texts_and_pixels(batches):
+    _, grouped, singles = batches
+    assert (len(grouped.images), len(grouped), len(singles)) == (2, 10, 5)
+    wanted = {record["text_index"] for record in grouped.records}
+    found = [record["text_index"] for batch in singles for record in batch.records]
+    assert len(found) == len(set(found))
+    assert set(found) == wanted
+    for batch in singles:
+        assert torch.equal(batch.images.pixels, grouped.images.pixels)
+        assert batch.looks_at.tolist() == [[0], [1]]
+
+
+def test_the_check_sees_a_missing_text(batches, tool):
+    model, grouped, singles = batches
+    right = benchmark.compare_gradients(model, grouped, singles)
+    wrong = benchmark.compare_gradients(model, grouped, [*singles[:4], singles[0]])
+    assert tool.is_same_update({"cases": [{"checks": right}]})
+    assert not tool.is_same_update({"cases": [{"checks": right}, {"checks": wrong}]})
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_random_boxes_fill_up_and_are_the_same_in_every_batch(batches):
+    _, grouped, singles = batches
+    for number in (3, 20):
+        changed = benchmark.with_rois([grouped, *singles], number, seed=1)
+        for batch in changed:
+            for boxes, own, size, first in zip(
+                batch.boxes, grouped.boxes, grouped.images.sizes, changed[0].boxes, strict=True
+            ):
+                assert torch.equal(boxes, first)
+                assert boxes.shape == (number, 4)
+                assert torch.equal(boxes[: len(own)], own[:number])
+                assert (boxes[:, 2:] - boxes[:, :2]).min() > 1
+                assert boxes.min() >= 0
+                assert (boxes[:, 2:] <= size.flip(0)).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data.texts_per_image=1"], "data.texts_per_image is 1"),
+        (["data.texts_per_image=60"], "images have 60 texts"),
+        (["--repetitions", "0"], "0 repetitions"),
+        (["--rois", "0"], "0 boxes per image"),
+        (["--rois", "5", "data.boxes.train=online", "detector.loss_weight=1"], "finds its own boxes"),
+    ],
+)
+def test_bad_settings_are_one_sentence(tool, config_file, capsys, words, message):
+    assert tool.main(["train", "--config", str(config_file), *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    last = captured.err.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+
+
+@pytest.mark.parametrize("name", ["small", "base"])
+def test_presets_load(tool, name):
+    preset = tool.PRESETS[name]
+    config = load_config(preset.config)
+    assert config.data.texts_per_image == 5
+    assert config.data.resize.short_edge[-1] <= preset.image_size[0]
+    assert config.data.resize.long_edge >= preset.image_size[1]

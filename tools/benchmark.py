@@ -1,0 +1,135 @@
+"""Measure speed on this machine.
+
+    python tools/benchmark.py train --json FILE
+    python tools/benchmark.py train --preset base --json FILE
+    python tools/benchmark.py train --config configs/demo/refcoco.yaml data.texts_per_image=8
+
+`train` times whole training steps (forward, backward, optimiser) with several texts of each image in one batch
+(grouped) against the same texts one per batch (ungrouped: as many passes over the same images, gradients accumulated,
+one optimiser step), so both are the same update. `ratios.grouped_5_over_1` is the median time of the grouped step
+divided by the median time of the ungrouped one, for the same texts: below 1, grouping is faster. The two ways take
+turns. Before that it checks that both give the same loss and gradients; if not, the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from e2e_vl.config import load_config
+from e2e_vl.engine.benchmark import benchmark_training
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "benchmark"
+
+
+class Preset(NamedTuple):
+    """A config file with the sizes that go with it."""
+
+    config: Path
+    image_size: tuple[int, int]
+    rois: tuple[int, ...]
+
+
+PRESETS = {
+    "small": Preset(CONFIGS / "train.yaml", (224, 320), (16,)),
+    "base": Preset(CONFIGS / "train_base.yaml", (600, 800), (36, 100)),
+}
+TOLERANCE = 1e-3  # of the loss, relative to it, and of gradients, relative to the largest one
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser(
+        "train", help="training steps", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    train.add_argument(
+        "--preset",
+        choices=tuple(PRESETS),
+        default="small",
+        help="small: ResNet-50 C4 and 4 layers, 16 boxes, 224 x 320 pixels, about two minutes on two CPU cores "
+        "(default); base: ResNet-101 C4 and BASE (12 layers of 768), 36 and 100 boxes, 600 x 800 pixels",
+    )
+    train.add_argument("--config", type=Path, help="YAML file of a run instead of a preset, with its own sizes")
+    train.add_argument(
+        "--rois",
+        type=lambda numbers: [int(number) for number in numbers.split(",")],
+        metavar="N[,N...]",
+        help="boxes per image; each number is measured",
+    )
+    train.add_argument("--image-size", type=int, nargs=2, metavar=("H", "W"), help="pad images to this size, pixels")
+    train.add_argument("--repetitions", type=int, default=5, help="measured steps of each way (default: 5)")
+    train.add_argument("--warm-up", type=int, default=1, help="steps of each way before them (default: 1)")
+    train.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that beat the file")
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["train"]:  # overrides may stand anywhere, which a parser of sub-commands cannot read
+        arguments = train.parse_intermixed_args(words[1:])
+    else:
+        arguments = parser.parse_args(words)
+    try:
+        result = run_train(arguments)
+        if arguments.json is not None:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print_result(result)
+    return 0 if is_same_update(result) else 1
+
+
+def run_train(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The measurement that the command line describes."""
+    preset = PRESETS[arguments.preset] if arguments.config is None else Preset(arguments.config, None, (None,))
+    config = load_config(preset.config, arguments.overrides)
+    image_size = tuple(arguments.image_size) if arguments.image_size else preset.image_size
+    result = benchmark_training(
+        config,
+        rois=arguments.rois or preset.rois,
+        image_size=image_size,
+        repetitions=arguments.repetitions,
+        warm_up=arguments.warm_up,
+    )
+    name = arguments.preset if arguments.config is None else str(arguments.config)
+    return {"benchmark": "train", "config": name, "overrides": arguments.overrides, **result}
+
+
+def is_same_update(result: dict[str, Any]) -> bool:
+    """Whether loss and gradients agree in every case."""
+    checks = [case["checks"] for case in result["cases"]]
+    return all(
+        check["loss_difference"] <= TOLERANCE * abs(check["loss"]) and check["max_gradient_difference"] <= TOLERANCE
+        for check in checks
+    )
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """A short table for people."""
+    machine, settings = result["machine"], result["settings"]
+    print(f"{machine['device']}, {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}")
+    height, width = settings["image_size"]
+    texts = settings["texts_per_image"]
+    print(
+        f"{settings['images_per_batch']} images of {height} x {width} pixels with {texts} texts each, "
+        f"{settings['parameters'] / 1e6:.1f} M parameters, {settings['repetitions']} repetitions"
+    )
+    for case in result["cases"]:
+        if case["rois"] is not None:
+            print(f"{case['rois']} boxes per image:")
+        for name, label in (("grouped", f"1 batch of {texts} texts"), ("ungrouped", f"{texts} batches of 1 text")):
+            times, speed = case["times"][name], case["texts_per_second"][name]
+            spread = f"({times['min']:.3f} .. {times['max']:.3f})"
+            print(f"  {label:24s} {times['median']:8.3f} s {spread:22s} {speed:8.2f} texts/s")
+        for group in ("ratios", "checks"):
+            for name, value in case[group].items():
+                print(f"  {group}.{name:32s} {value:.4g}")
+    if not is_same_update(result):
+        print("The grouped and the ungrouped batches do not give the same loss and gradients.", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
