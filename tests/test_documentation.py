@@ -1,0 +1,193 @@
+"""README, CONTRIBUTING, config headers and tool docstrings: what they name exists, and what they show is valid."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import shlex
+import typing
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from e2e_vl.config import RunConfig, load_config
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "configs" / "demo" / "refcoco.yaml"
+PAGES = ("README.md", "CONTRIBUTING.md")
+TOOLS = sorted(path.name for path in (ROOT / "tools").glob("*.py"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+FOLDERS = ("detector", "e2e_vl", "configs", "docs", "tests", "tools", ".ci")
+SECTIONS = [field.name for field in dataclasses.fields(RunConfig) if field.name not in ("output", "seed")]
+
+CODE_BLOCK = re.compile(r"^ *```\w*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+CODE_SPAN = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+SETTING = re.compile(r"[a-z_]+(\.\w+)*=\S.*")  # train.lr=1e-5
+DOTTED = re.compile(rf"({'|'.join(SECTIONS)})(\.[a-z_]+)+")  # train.lr
+FILE = re.compile(r"\w+\.(html|json|jsonl|md|toml|txt|yaml)")
+IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.\w+)*(\(.*\))?")  # ReferringTask, forward(batch, regions, encoded)
+TOOL_CALL = re.compile(r"(?<![\w/])tools/(\w+\.py)\b(.*)")
+OPTION = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
+
+
+def read(path: str | Path) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def code_spans(page: str) -> list[str]:
+    """What stands in backticks outside of code blocks."""
+    return CODE_SPAN.findall(CODE_BLOCK.sub("", read(page)))
+
+
+def code_lines(file: str) -> list[str]:
+    """Lines of a file that show commands; continued ones are joined."""
+    if file.endswith(".md"):
+        text = "\n".join(CODE_BLOCK.findall(read(file)))
+    elif file.endswith(".py"):
+        text = "\n".join(line for line in read(file).split('"""')[1].splitlines() if line.startswith("    "))
+    else:
+        text = "\n".join(line[1:] for line in read(file).splitlines() if line.startswith("#   "))
+    return text.replace("\\\n", " ").splitlines()
+
+
+def calls_of_tools() -> list[tuple[str, str, list[str]]]:
+    """(file that shows it, tool, its words) of every call in pages, config headers and tool docstrings."""
+    files = [*PAGES, *(path.relative_to(ROOT).as_posix() for path in CONFIGS), *(f"tools/{tool}" for tool in TOOLS)]
+    found = [(file, *call) for file in files for line in code_lines(file) for call in TOOL_CALL.findall(line)]
+    return [(file, tool, shlex.split(rest, comments=True)) for file, tool, rest in found]
+
+
+CALLS = calls_of_tools()
+
+
+@pytest.fixture(scope="session")
+def tool_mains() -> dict[str, Callable]:
+    """Tool -> its `main`."""
+    mains = {}
+    for tool in TOOLS:
+        spec = importlib.util.spec_from_file_location(f"documented_{Path(tool).stem}", ROOT / "tools" / tool)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        mains[tool] = module.main
+    return mains
+
+
+# Links, paths and names
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
+def test_relative_links_lead_to_files(page: str) -> None:
+    targets = [target for target in LINK.findall(CODE_BLOCK.sub("", read(page))) if "://" not in target]
+    missing = [target for target in targets if not (ROOT / target.partition("#")[0]).exists()]
+    assert not missing, f"{page} links to {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_exist(page: str) -> None:
+    paths = [span for span in code_spans(page) if span.split("/")[0] in FOLDERS and "/" in span]
+    assert len(paths) > 10
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    assert not missing, f"{page} names {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_in_backticks_occur_in_the_source(page: str) -> None:
+    files = [path for folder in ("detector", "e2e_vl", "tools") for path in (ROOT / folder).rglob("*.py")]
+    source = "\n".join(read(path) for path in [*files, *CONFIGS, "tests/conftest.py", "pyproject.toml"])
+    words = set(re.findall(r"\w+", source))
+    names = [span for span in code_spans(page) if IDENTIFIER.fullmatch(span) and not FILE.fullmatch(span)]
+    assert len(names) > 10
+    unknown = [name for name in names if not words.issuperset(re.findall(r"\w+", name))]
+    assert not unknown, f"{page} names {', '.join(unknown)}, which no source file has"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_in_backticks_exist(page: str) -> None:
+    keys = [span.partition("=")[0] for span in code_spans(page) if SETTING.fullmatch(span)]
+    keys = [key for key in keys if "." in key] + list(filter(DOTTED.fullmatch, code_spans(page)))
+    assert keys
+    unknown = [key for key in keys if not is_setting(key)]
+    assert not unknown, f"{page} names the settings {', '.join(unknown)}, which e2e_vl/config.py does not have"
+
+
+def is_setting(key: str) -> bool:
+    """Whether a dotted key leads to a field, or into a dict that takes any key."""
+    kind: type = RunConfig
+    for part in key.split("."):
+        if not dataclasses.is_dataclass(kind):
+            return typing.get_origin(kind) is dict
+        fields = typing.get_type_hints(kind)
+        if part not in fields:
+            return False
+        kind = fields[part]
+    return True
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("train.lr", True),
+        ("data.files.refs", True),
+        ("train.rate", False),
+        ("train.lr.x", False),
+        ("nothing.lr", False),
+    ],
+)
+def test_keys_of_settings_are_told_from_others(key: str, expected: bool) -> None:
+    assert is_setting(key) is expected
+
+
+def test_readme_lists_every_folder_of_the_source() -> None:
+    listed = {
+        span.rstrip("/")
+        for row in re.findall(r"^\| (`.*?) \|", read("README.md"), re.MULTILINE)
+        for span in CODE_SPAN.findall(row)
+    }
+    packages = {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "e2e_vl").glob("*/__init__.py")}
+    assert packages
+    assert packages | {"detector", "tools", "configs", "tests"} <= listed
+
+
+# Commands
+
+
+def test_the_readme_shows_every_tool_and_every_tool_an_example() -> None:
+    assert {tool for file, tool, _ in CALLS if file == "README.md"} == set(TOOLS)
+    assert {tool for file, tool, _ in CALLS if file == f"tools/{tool}"} == set(TOOLS)
+
+
+@pytest.mark.parametrize(("file", "tool", "words"), CALLS, ids=[f"{call[0]}-{i}" for i, call in enumerate(CALLS)])
+def test_a_call_of_a_tool_is_valid(
+    file: str,
+    tool: str,
+    words: list[str],
+    tool_mains: dict[str, Callable],
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    command = words[:1] if tool == "benchmark.py" else []
+    with pytest.raises(SystemExit) as stopped:
+        tool_mains[tool]([*command, "--help"])
+    assert stopped.value.code in (0, None)
+    known = set(OPTION.findall(capsys.readouterr().out))
+    assert "--help" in known
+    for word in words:
+        if word.startswith("--"):
+            assert word in known, f"{file}: tools/{tool} has no {word}; it has {', '.join(sorted(known))}"
+        if word.startswith("configs/"):
+            assert (ROOT / word).is_file(), f"{file}: there is no {word}"
+    config = next((word for word in words if word.startswith("configs/")), DEMO)
+    load_config(config, [word for word in words if SETTING.fullmatch(word)])
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CHANGELOG.md"])
+def test_no_number_is_missing(page: str) -> None:
+    waiting = [number for number, line in enumerate(read(page).splitlines(), start=1) if "TODO" in line]
+    assert not waiting, f"{page}: measure what the lines {waiting} say"
