@@ -10,30 +10,32 @@ from torch.distributed.nn.functional import all_reduce
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 GROUPS = 32  # of GroupNorm (Wu & He, section 4.1)
-BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
+BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)  # SyncBatchNorm below is a BatchNorm2d
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
-    """torch's SyncBatchNorm, which also works between CPU processes (torch's own refuses CPU tensors)."""
+class SyncBatchNorm(nn.BatchNorm2d):
+    """Batch norm over the samples of all processes, on any device.
+
+    (torch's own refuses CPU tensors, and DistributedDataParallel refuses CPU models that hold its class.)
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if x.is_cuda or not self.training or not distributed or torch.distributed.get_world_size() == 1:
+        if not self.training or not distributed or torch.distributed.get_world_size() == 1:
             return super().forward(x)
         values = x.float()
         count = values.new_tensor([values.numel() / values.shape[1]])
-        sums = torch.cat((values.sum(dim=(0, 2, 3)), values.square().sum(dim=(0, 2, 3)), count))
-        total, total_square, count = all_reduce(sums).split((self.num_features, self.num_features, 1))
+        total, count = all_reduce(torch.cat((values.sum(dim=(0, 2, 3)), count))).split((self.num_features, 1))
         mean = total / count
-        variance = (total_square / count - mean.square()).clamp(min=0)
+        centred = values - mean[:, None, None]
+        variance = all_reduce(centred.square().sum(dim=(0, 2, 3))) / count
         with torch.no_grad():
             self.num_batches_tracked += 1
             momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
             self.running_mean.lerp_(mean, momentum)
             self.running_var.lerp_(variance * count / (count - 1).clamp(min=1), momentum)
         scale = self.weight * torch.rsqrt(variance + self.eps)
-        shift = self.bias - mean * scale
-        return (values * scale[:, None, None] + shift[:, None, None]).to(x.dtype)
+        return (centred * scale[:, None, None] + self.bias[:, None, None]).to(x.dtype)
 
 
 def make_norm(name: str, channels: int) -> nn.Module:

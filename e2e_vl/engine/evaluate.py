@@ -15,6 +15,7 @@ from e2e_vl.data.grouping import GroupedBatchSampler
 from e2e_vl.data.loading import BatchLoader
 from e2e_vl.engine.build import Run, build_collate, build_dataset
 from e2e_vl.engine.checkpoint import load_model
+from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.logging import write_json
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.base import Task
@@ -136,7 +137,7 @@ def evaluate_run(
     """
     convention = [f"task.config.iou_convention={iou}"] if iou is not None else []
     config, model, tokenizer = load_model(run_dir, overrides=[*(overrides or []), *convention])
-    accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
+    accelerator = make_accelerator(config.train.mixed_precision)
     model.to(accelerator.device)
     dataset = build_dataset(config, tokenizer, split, boxes=boxes)
     run = Run(model=model, tokenizer=tokenizer, train_dataset=None, collate=build_collate(model))

@@ -16,19 +16,22 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from detector.structures import Loss
 from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.grouping import GroupedBatchSampler
 from e2e_vl.data.loading import BatchLoader
 from e2e_vl.engine import checkpoint
 from e2e_vl.engine.build import Run, build_run
 from e2e_vl.engine.evaluate import evaluate_splits
+from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.logging import RunLog, write_json
 from e2e_vl.engine.optim import build_optimizer, build_schedule
 from e2e_vl.engine.report import write_report
-from e2e_vl.structures import Batch, ModelOutput
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.structures import Batch
 
 
 def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
@@ -46,8 +49,8 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
     """
     started = time.perf_counter()
     output = Path(config.output)
-    accelerator = Accelerator(
-        mixed_precision=config.train.mixed_precision,
+    accelerator = make_accelerator(
+        config.train.mixed_precision,
         log_with="tensorboard",
         project_dir=output,
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
@@ -65,6 +68,22 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         save_config(config, output / "config.yaml")
         run.tokenizer.save_pretrained(output / "tokenizer")
     return _Training(config, accelerator, run, resume_from).run(started)
+
+
+class _Losses(nn.Module):
+    """The model as DistributedDataParallel may see it: it returns nothing but what gradients come from.
+
+    (From the parameters behind any other output it would wait for gradients that never come.)
+    """
+
+    def __init__(self, model: VisionLanguageModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> tuple[dict[str, Loss], dict[str, Loss]]:
+        """Task losses and detection losses, unweighted."""
+        output = self.model(batch)
+        return output.task.losses, output.regions.losses
 
 
 class _Training:
@@ -95,7 +114,7 @@ class _Training:
         optimizer = build_optimizer(run.model, settings)
         if settings.channels_last:
             run.model.detector.to(memory_format=torch.channels_last)
-        self.model, self.optimizer = accelerator.prepare(run.model, optimizer)
+        self.model, self.optimizer = accelerator.prepare(_Losses(run.model), optimizer)
         # After the weights: processes draw different dropout masks and RoI samples, but reproducibly.
         set_seed(config.seed, device_specific=True)
         self.step = self.first_step = 0
@@ -182,8 +201,8 @@ class _Training:
         for number, batch in enumerate(micro_batches):
             is_last = number == len(micro_batches) - 1
             with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model):
-                output = self.model(batch.to(self.accelerator.device))
-                loss = self._total_loss(output, logged, len(micro_batches))
+                task_losses, detection_losses = self.model(batch.to(self.accelerator.device))
+                loss = self._total_loss(task_losses, detection_losses, logged, len(micro_batches))
                 self.accelerator.backward(loss)
         if self.config.train.clip_norm is not None:
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.train.clip_norm)
@@ -201,9 +220,16 @@ class _Training:
             )
         return values
 
-    def _total_loss(self, output: ModelOutput, logged: dict[str, Tensor], micro_batches: int) -> Tensor:
+    def _total_loss(
+        self,
+        task_losses: dict[str, Loss],
+        detection_losses: dict[str, Loss],
+        logged: dict[str, Tensor],
+        micro_batches: int,
+    ) -> Tensor:
         """Weighted sum of all losses, each divided by the number of its items on *all* processes."""
-        losses, weights = output.losses, self._loss_weights(output)
+        losses = {**task_losses, **detection_losses}
+        weights = {**dict.fromkeys(task_losses, 1.0), **self._detection_weights(detection_losses)}
         names = sorted(losses)
         sums = torch.stack(
             [torch.stack([losses[name].total.detach().float(), losses[name].count.float()]) for name in names]
@@ -218,12 +244,14 @@ class _Training:
             logged["loss"] = logged.get("loss", 0) + weights[name] * loss_sum / divisor
         return total
 
-    def _loss_weights(self, output: ModelOutput) -> dict[str, float]:
+    def _detection_weights(self, losses: dict[str, Loss]) -> dict[str, float]:
         settings = self.config.detector
-        detection = {
-            name: settings.loss_weight * settings.loss_weights.get(name, 1.0) for name in output.regions.losses
-        }
-        return {**dict.fromkeys(output.task.losses, 1.0), **detection}
+        unknown = sorted(set(settings.loss_weights) - set(losses)) if losses else []
+        if unknown:
+            raise ValueError(
+                f"detector.loss_weights names '{unknown[0]}'; the losses of this detector are {', '.join(losses)}."
+            )
+        return {name: settings.loss_weight * settings.loss_weights.get(name, 1.0) for name in losses}
 
     def _is_due(self, every_epochs: float) -> bool:
         return every_epochs > 0 and self.step % max(round(every_epochs * self.steps_per_epoch), 1) == 0
@@ -252,14 +280,14 @@ class _Training:
             self.accelerator,
             folder,
             self.config,
-            self.accelerator.unwrap_model(self.model),
+            self.built.model,
             self.built.tokenizer,
             position={"step": self.step, "loss_sums": self.loss_sums},
             keep=self.config.train.keep_checkpoints,
         )
 
     def _finish(self, metrics: dict[str, Any], started: float) -> dict[str, Any]:
-        model = self.accelerator.unwrap_model(self.model)
+        model = self.built.model
         steps = self.step - self.first_step
         summary = {
             **metrics,
