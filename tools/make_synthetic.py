@@ -44,9 +44,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Make the data set and print what it holds."""
-    options = parse_arguments(arguments)
+def main(argv: list[str] | None = None) -> int:
+    options = parse_arguments(argv)
     try:
         stamp = make_refcoco(
             options.output,
@@ -65,8 +64,10 @@ def main(arguments: list[str] | None = None) -> None:
             progress=not options.quiet,
         )
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(json.dumps(stamp["statistics"], indent=2))
+    return 0
 
 
 def _parse_shares(items: list[str]) -> dict[str, float]:
@@ -81,4 +82,4 @@ def _parse_shares(items: list[str]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

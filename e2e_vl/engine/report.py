@@ -65,7 +65,9 @@ def _curves(lines: list[dict[str, Any]]) -> str:
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     loss_axes, accuracy_axes = figure.subplots(1, 2)
     training = [line for line in lines if line["kind"] == "train"]
-    for name in sorted({key for line in training for key in line if key.startswith("loss")}):
+    others = {"step", "kind", "epoch", "grad_norm"}
+    names = {key for line in training for key in line if key not in others and not key.startswith("lr_")}
+    for name in sorted(names):  # "loss" is the weighted sum of the others
         points = [(line["step"], line[name]) for line in training if name in line]
         loss_axes.plot(*zip(*points, strict=True), label=name, linewidth=1)
     evaluations = [line for line in lines if line["kind"] == "eval"]
