@@ -1,6 +1,7 @@
 """Train variants of a run one after the other and put their metrics into one table.
 
-    python tools/compare.py --config configs/demo/refcoco.yaml --variants configs/demo/variants.yaml --output runs/demo_compare
+    python tools/compare.py --config configs/demo/refcoco.yaml --variants configs/demo/variants.yaml \\
+        --output runs/demo_compare
     python tools/compare.py --config FILE --output DIR --variant joint --variant frozen detector.freeze=true
 
 Each variant is a run of tools/train.py in a folder of OUTPUT that has its name. A finished one is not run again and an
