@@ -29,7 +29,7 @@ def test_command_line(tmp_path):
     assert (again.returncode, again.stdout, again.stderr) == (0, first.stdout, "")
 
     other = run(*options, "--seed", 1)
-    assert other.returncode == 1
+    assert other.returncode == 2
     assert other.stderr.strip().startswith("error: ")
     assert "other settings (seed)" in other.stderr
     assert "Traceback" not in other.stderr
@@ -42,7 +42,7 @@ def test_bad_arguments_are_one_sentence(tmp_path):
         (("--textures", "furry"), "furry"),
     ):
         result = run("--output", tmp_path / "data", *options)
-        assert result.returncode == 1
+        assert result.returncode == 2
         assert words in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "data").exists()
