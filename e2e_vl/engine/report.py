@@ -94,10 +94,10 @@ def _pictures(records: list[dict[str, Any]], number: int) -> str:
     """
     chosen: dict[str, dict[str, Any]] = {}
     for record in records:
+        if len(chosen) >= number:
+            break
         if "gt_box" in record:
             chosen.setdefault(record["file_name"], record)
-        if len(chosen) == number:
-            break
     figures = []
     for record in chosen.values():
         picture = picture_of(record)
@@ -107,13 +107,14 @@ def _pictures(records: list[dict[str, Any]], number: int) -> str:
             f"<figure><img src='data:image/jpeg;base64,{data}'><figcaption><span class='{mark}'>"
             f"{html.escape(record['sent'])}</span> ({record['score']:.2f})</figcaption></figure>"
         )
-    return f"<div class='pictures'>{''.join(figures)}</div>"
+    legend = "<p>Green: what the text refers to. Blue: the right prediction. Red: a wrong prediction.</p>"
+    return f"{legend}<div class='pictures'>{''.join(figures)}</div>"
 
 
 def picture_of(record: dict[str, Any]) -> np.ndarray:
     """uint8 BGR picture of one prediction: the true box in green, the predicted one, if any, in blue (wrong: red)."""
     image = load_image(record["file_name"], "BGR")
     colour = (200, 80, 0) if record["correct"] else (30, 30, 220)
-    drawn = [(record["gt_box"], "truth", (60, 160, 0)), (record["box"], "prediction", colour)]
-    boxes, labels, colours = zip(*(entry for entry in drawn if entry[0] is not None), strict=True)
-    return draw_boxes(image, boxes, labels=labels, colours=colours)
+    drawn = [(record["gt_box"], (60, 160, 0)), (record["box"], colour)]
+    boxes, colours = zip(*(entry for entry in drawn if entry[0] is not None), strict=True)
+    return draw_boxes(image, boxes, colours=colours)
