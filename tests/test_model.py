@@ -166,7 +166,8 @@ def _counting(forward, seen: list[int]):
 
 
 def test_a_batch_without_a_positive_region_has_the_loss_of_negatives(tiny_config):
-    model, dataset = build(tiny_config(*TASK_ONLY))
+    binary = "task.config={loss: binary, whole_image_can_win: true}"
+    model, dataset = build(tiny_config(*TASK_ONLY, binary))
     batch = batch_of(model, dataset, first_texts(dataset, images=2, texts=2))
     batch.targets["box"] = torch.tensor([[500.0, 500.0, 501.0, 501.0]]).repeat(len(batch), 1)
     output = model.eval()(batch)
@@ -175,6 +176,16 @@ def test_a_batch_without_a_positive_region_has_the_loss_of_negatives(tiny_config
     torch.testing.assert_close(output.losses["referring"].mean, expected)
     output.losses["referring"].mean.backward()
     assert model.task.head.output.weight.grad.abs().max() > 0
+
+
+def test_a_batch_without_a_positive_region_has_no_softmax_loss(tiny_config):
+    model, dataset = build(tiny_config(*TASK_ONLY, "task.config.loss=softmax"))
+    batch = batch_of(model, dataset, first_texts(dataset, images=2, texts=2))
+    batch.targets["box"] = torch.tensor([[500.0, 500.0, 501.0, 501.0]]).repeat(len(batch), 1)
+    loss = model(batch).losses["referring"]
+    assert [value.item() for value in (loss.total, loss.count, loss.mean)] == [0.0, 0.0, 0.0]
+    loss.mean.backward()
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
 def test_detection_losses_come_with_targets_only(tiny_config):

@@ -119,6 +119,7 @@ class _Training:
         set_seed(config.seed, device_specific=True)
         self.step = self.first_step = 0
         self.loss_sums: dict[str, float] = {}  # since the last logged step
+        self.rates: dict[str, float] = {}  # learning rates of the last step
         if resume_from:
             position = checkpoint.load_state(accelerator, optimizer, resume_from)
             self.step = self.first_step = position["step"]
@@ -207,6 +208,7 @@ class _Training:
         if self.config.train.clip_norm is not None:
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.train.clip_norm)
             logged["grad_norm"] = torch.as_tensor(norm, dtype=torch.float32)
+        self.rates = {f"lr_{group['name']}": group["lr"] for group in self.optimizer.param_groups}
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
@@ -258,9 +260,9 @@ class _Training:
 
     def _log_training(self, values: dict[str, float], bar: tqdm) -> None:
         epoch = self.step / self.steps_per_epoch
-        lr = {f"lr_{group['name']}": group["lr"] for group in self.optimizer.param_groups}
-        self.log.write(self.step, "train", {"epoch": epoch, **values, **lr})
-        self.accelerator.log({f"train/{name}": value for name, value in {**values, **lr}.items()}, step=self.step)
+        values = {**values, **self.rates}
+        self.log.write(self.step, "train", {"epoch": epoch, **values})
+        self.accelerator.log({f"train/{name}": value for name, value in values.items()}, step=self.step)
         bar.set_postfix({"loss": f"{values['loss']:.3f}"}, refresh=False)
 
     def _evaluate(self, max_images: int | None, *, final: bool = False) -> dict[str, Any]:

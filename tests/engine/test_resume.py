@@ -23,6 +23,8 @@ from e2e_vl.engine.train import train
 SETTINGS = (
     "data.texts_per_image=null",
     "data.flip=0.5",
+    "encoder.config.hidden_dropout_prob=0.1",
+    "task.config={loss: binary, dropout: 0.1}",
     "data.workers=1",
     "detector.overrides.MODEL.RESNETS.NORM=BN",
     "train.max_steps=8",
@@ -129,7 +131,7 @@ def test_other_settings_are_used_and_logged(stopped, caplog):
     [message] = [record.getMessage() for record in caplog.records if "Resuming" in record.getMessage()]
     assert "train.lr: 0.001 -> 0.125" in message
     last = [line for line in read_log(Path(stopped.output) / "log.jsonl") if line["kind"] == "train"][-1]
-    assert last["lr_head"] == last["lr_detector"] == 0.125
+    assert last["lr_head"] == last["lr_encoder"] == 0.125
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_other_settings_are_used_and_logged(stopped, caplog):
     [
         (lambda config: config.encoder.config.update(num_hidden_layers=3), "encoder.num_hidden_layers: 2 -> 3"),
         (lambda config: config.detector.overrides["MODEL"]["RESNETS"].update(NORM="GN"), "NORM: BN -> GN"),
-        (lambda config: config.task.config.update(loss="softmax"), "task.loss: None -> softmax"),
+        (lambda config: config.task.config.update(loss="softmax"), "task.loss: binary -> softmax"),
     ],
 )
 def test_another_architecture_is_refused(stopped, change, message):

@@ -70,9 +70,13 @@ def test_a_run_directory_holds_what_the_docstring_says(trained_run):
 def test_metrics_and_log_agree(trained_run):
     metrics, lines = trained_run.metrics, logged(trained_run.path)
     assert [line["step"] for line in lines] == list(range(1, 9))
-    losses = ("referring", "loss_rpn_cls", "loss_rpn_loc", "loss_cls", "loss_box_reg", "loss_attribute")
+    settings = trained_run.config.detector
+    weights = dict.fromkeys(("loss_rpn_cls", "loss_rpn_loc", "loss_cls", "loss_box_reg"), settings.loss_weight)
+    weights["loss_attribute"] = settings.loss_weight
+    weights = {name: value * settings.loss_weights.get(name, 1.0) for name, value in weights.items()}
+    weights["referring"] = 1.0
     for line in lines:
-        assert line["loss"] == pytest.approx(sum(line[name] for name in losses), rel=1e-5)
+        assert line["loss"] == pytest.approx(sum(value * line[name] for name, value in weights.items()), rel=1e-5)
         assert line["grad_norm"] > 0
     [evaluation] = logged(trained_run.path, "eval")
     assert {name: value for name, value in evaluation.items() if "/" in name} == {
@@ -123,6 +127,17 @@ def test_accumulated_micro_batches_give_the_parameters_of_one_batch(tiny_config,
     for name in ("lr_head", "lr_detector", "epoch", "step"):
         assert [line[name] for line in lines[1]] == [line[name] for line in lines[2]]
     assert len({line["lr_head"] for line in lines[2]}) > 3  # the schedule moves with optimiser steps
+
+
+def test_the_logged_rate_is_the_one_the_step_used(tiny_config):
+    config = tiny_config(*GT_ONLY, "train.max_steps=4", "train.warmup_steps=2", "train.schedule=linear")
+    train(config)
+    assert [line["lr_head"] / config.train.lr for line in logged(config.output)] == pytest.approx([0, 0.5, 1, 0.5])
+
+
+def test_a_weight_for_a_loss_that_does_not_exist(tiny_config):
+    with pytest.raises(ValueError, match=r"detector.loss_weights names 'loss_mask'; the losses of this detector are"):
+        train(tiny_config("detector.loss_weights={loss_mask: 1.0}", "train.max_steps=1"))
 
 
 def test_more_micro_batches_than_an_epoch_has(tiny_config):

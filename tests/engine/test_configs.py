@@ -1,0 +1,72 @@
+"""Every settings file that is shipped loads, and so does everything it names."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from detector.config import DetectorConfig
+from e2e_vl.config import load_config
+from e2e_vl.engine.build import build_model
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "configs").rglob("*.yaml"))
+VOCABULARY = 1000
+
+
+def is_run(path: Path) -> bool:
+    keys = set(yaml.safe_load(path.read_text(encoding="utf-8")))
+    return "output" in keys and bool(keys & {"data", "base"})
+
+
+RUNS = [path for path in FILES if is_run(path)]
+DETECTORS = [path for path in FILES if path.parent.name == "detector"]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT / "configs").as_posix()
+
+
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch):
+    """Files name each other relative to the repository, where the tools are run."""
+    monkeypatch.chdir(ROOT)
+
+
+def test_the_files_are_found():
+    assert {"demo/refcoco.yaml", "tiny/refcoco.yaml", "refcoco/vl_bert_base.yaml"} <= {name_of(path) for path in RUNS}
+    assert {"tiny.yaml", "R_101_C4.yaml"} <= {path.name for path in DETECTORS}
+    assert not set(RUNS) & set(DETECTORS)
+
+
+@pytest.mark.parametrize("path", DETECTORS, ids=name_of)
+def test_detector_files_load_and_come_back_equal(path):
+    config = DetectorConfig.from_yaml(path)
+    assert DetectorConfig.from_yaml(yaml.safe_load(config.to_yaml())) == config
+
+
+@pytest.mark.parametrize("path", RUNS, ids=name_of)
+def test_the_model_of_a_run_can_be_built(path):
+    """On the meta device: every parameter has its shape, and none takes memory."""
+    missing = [] if "root" in yaml.safe_load(path.read_text()).get("data", {}) else ["data.root=DATA"]
+    config = load_config(path, missing)
+    config = dataclasses.replace(
+        config,
+        detector=dataclasses.replace(config.detector, weights=None),
+        encoder=dataclasses.replace(config.encoder, weights=None),
+    )
+    with torch.device("meta"):
+        model = build_model(config, vocab_size=VOCABULARY)
+    assert model.encoder.config.feature_dim == model.detector.feature_dim
+    assert model.encoder.get_input_embeddings().weight.shape[0] == VOCABULARY
+    assert any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("path", RUNS, ids=name_of)
+def test_a_run_names_its_command(path):
+    comment = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    assert any("tools/" in line and (name_of(path) in line or "benchmark.py" in line) for line in comment)

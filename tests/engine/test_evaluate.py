@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from e2e_vl.engine.build import Run, build_dataset
+from e2e_vl.engine.checkpoint import load_model
+from e2e_vl.engine.evaluate import METRIC_SUFFIX, evaluate, evaluate_run
+from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.evaluation.refexp import hits
+from tools import evaluate as tool
+
+BOXES = ("gt", "detections", "online")
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+def predictions(path: Path) -> list[dict]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_a_saved_model_is_the_model_in_memory(trained_run):
+    config, model, tokenizer = load_model(trained_run.path)
+    assert not model.training
+    assert tokenizer.get_vocab() == trained_run.run.tokenizer.get_vocab()
+    saved, kept = model.state_dict(), trained_run.model.state_dict()
+    assert set(saved) == set(kept)
+    assert all(torch.equal(value, kept[name]) for name, value in saved.items())
+    assert model.detector.config == trained_run.model.detector.config
+    dataset = build_dataset(config, tokenizer, "val", boxes="online")
+    accelerator = make_accelerator("no")
+    answers = [
+        evaluate(config, Run(one, tokenizer, None, trained_run.run.collate), one, dataset, accelerator)
+        for one in (model, trained_run.model)
+    ]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("boxes", BOXES)
+def test_evaluating_a_run_gives_the_numbers_of_its_training(trained_run, boxes, tmp_path):
+    metrics, path = evaluate_run(trained_run.path, split="val", boxes=boxes, output=tmp_path / "deep" / "p.json")
+    assert len(metrics) > 3
+    assert metrics == {name: trained_run.metrics[name] for name in metrics}
+    assert predictions(path) == predictions(trained_run.path / f"predictions_val_{boxes}.json")
+
+
+@pytest.mark.parametrize("boxes", BOXES)
+def test_predictions_say_what_was_counted(trained_run, boxes):
+    records = predictions(trained_run.path / f"predictions_val_{boxes}.json")
+    metrics = trained_run.metrics
+    suffix = METRIC_SUFFIX[boxes]
+    assert metrics[f"val/count_{suffix}"] == len(records)
+    assert metrics[f"val/accuracy_{suffix}"] == pytest.approx(np.mean([record["correct"] for record in records]))
+    families = {record["family"] for record in records}
+    assert {f"val/accuracy_{suffix}/{family}" for family in families} <= set(metrics)
+    reachable = [
+        hits(np.array(record["candidate_boxes"]), np.array(record["gt_box"]), "mattnet").any() for record in records
+    ]
+    assert metrics[f"val/ceiling_{suffix}"] == pytest.approx(np.mean(reachable))
+    for record in records:
+        assert record["box"] in record["candidate_boxes"]
+        assert record["score"] == max(record["candidate_scores"])
+        assert Path(record["file_name"]).is_file()
+
+
+def test_the_first_images_only(trained_run):
+    config, model, tokenizer = load_model(trained_run.path)
+    dataset = build_dataset(config, tokenizer, "val", boxes="gt")
+    run = Run(model, tokenizer, None, trained_run.run.collate)
+    records = evaluate(config, run, model, dataset, make_accelerator("no"), max_images=2)
+    assert [record["text_index"] for record in records] == sorted(dataset.groups[0] + dataset.groups[1])
+
+
+def test_texts_that_are_predicted_twice_are_an_error(trained_run):
+    config, model, tokenizer = load_model(trained_run.path)
+    dataset = build_dataset(config, tokenizer, "val", boxes="gt")
+    run = Run(model, tokenizer, None, trained_run.run.collate)
+    task, predict = model.task, model.task.predict
+    task.predict = lambda batch, output: predict(batch, output) * 2
+    with pytest.raises(RuntimeError, match="some are missing or double"):
+        evaluate(config, run, model, dataset, make_accelerator("no"))
+
+
+# tools/evaluate.py
+
+
+def printed(capsys) -> dict[str, float]:
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("val/")]
+    return {name: float(value) for name, value in lines}
+
+
+@pytest.mark.parametrize("boxes", BOXES)
+@pytest.mark.parametrize("iou", ["mattnet", "vlbert", "strict"])
+def test_the_tool_prints_accuracy_and_ceiling_of_every_convention(trained_run, capsys, tmp_path, boxes, iou):
+    output = tmp_path / "predictions.json"
+    arguments = ["--run", str(trained_run.path), "--split", "val", "--boxes", boxes, "--iou", iou]
+    assert tool.main([*arguments, "--output", str(output)]) == 0
+    values = printed(capsys)
+    records = predictions(output)
+    suffix = METRIC_SUFFIX[boxes]
+    for name, key in (("accuracy", lambda r: [r["box"]]), ("ceiling", lambda r: r["candidate_boxes"])):
+        right = [
+            hits(np.array(key(record)), np.array(record["gt_box"]), iou, record["image_size"]).any()
+            for record in records
+        ]
+        assert values[f"val/{name}_{suffix}"] == pytest.approx(np.mean(right), abs=1e-4)
+    assert values[f"val/count_{suffix}"] == len(records)
+
+
+def test_the_tool_writes_beside_the_run_and_takes_settings(trained_run, capsys, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained_run.path / "model", run)
+    shutil.copytree(trained_run.config.data.root, tmp_path / "moved")
+    words = [f"data.root={tmp_path / 'moved'}", "eval.images_per_batch=1"]
+    assert tool.main(["--run", str(run), "--split", "train", "--boxes", "gt", *words]) == 0
+    records = predictions(run / "predictions_train_gt.json")
+    assert len({record["image_id"] for record in records}) == 12
+    assert all(str(tmp_path / "moved") in record["file_name"] for record in records)
+    assert "train/accuracy_gt_boxes" in capsys.readouterr().out
