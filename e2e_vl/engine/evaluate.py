@@ -91,8 +91,9 @@ def evaluate(
         for buffer in model.buffers():
             broadcast(buffer, from_process=0)
     records: list[dict[str, Any]] = []
-    with torch.no_grad(), accelerator.autocast():
-        for batch in tqdm(loader, desc=name, unit="batch", leave=False, disable=not accelerator.is_local_main_process):
+    bar = tqdm(loader, desc=name, unit="batch", leave=False, disable=not accelerator.is_local_main_process)
+    with torch.no_grad(), accelerator.autocast(), bar:
+        for batch in bar:
             batch = batch.to(accelerator.device)
             records += model.task.predict(batch, model(batch))
     model.train(was_training)

@@ -118,12 +118,12 @@ class _Training:
         # After the weights: processes draw different dropout masks and RoI samples, but reproducibly.
         set_seed(config.seed, device_specific=True)
         self.step = self.first_step = 0
-        self.loss_sums: dict[str, float] = {}  # since the last logged step
+        self.steps_summed, self.loss_sums = 0, {}  # since the last logged step
         self.rates: dict[str, float] = {}  # learning rates of the last step
         if resume_from:
             position = checkpoint.load_state(accelerator, optimizer, resume_from)
             self.step = self.first_step = position["step"]
-            self.loss_sums = position["loss_sums"]
+            self.steps_summed, self.loss_sums = position["steps_summed"], position["loss_sums"]
         self.schedule = build_schedule(optimizer, settings, self.total_steps, steps_done=self.step)
         self.log = RunLog(
             self.output / "log.jsonl",
@@ -134,7 +134,6 @@ class _Training:
         self.seconds_training = 0.0
 
     def run(self, started: float) -> dict[str, Any]:
-        settings = self.config.train
         bar = tqdm(
             total=self.total_steps,
             initial=self.step,
@@ -143,27 +142,22 @@ class _Training:
             disable=not self.accelerator.is_local_main_process,
         )
         since = time.perf_counter()
-        for micro_batches in self._steps():
-            values = self._update(micro_batches)
-            self.step += 1
-            bar.update()
-            for name, value in values.items():
-                self.loss_sums[name] = self.loss_sums.get(name, 0.0) + value
-            if self.step % settings.log_every == 0 or self.step == self.total_steps:
-                steps = (self.step - 1) % settings.log_every + 1
-                averages = {name: value / steps for name, value in self.loss_sums.items()}
-                self._log_training(averages, bar)
-                self.loss_sums = {}
-            is_last = self.step == self.total_steps
-            # before saving: a resumed run does not evaluate this step again
-            if self._is_due(self.config.eval.every_epochs) and not is_last:
-                self.seconds_training += time.perf_counter() - since
-                self._evaluate(self.config.eval.max_images)
-                since = time.perf_counter()
-            if self._is_due(settings.save_every_epochs) and not is_last:
-                self._save(self.output / "checkpoints" / f"step_{self.step:08d}")
+        with bar:  # closed on errors too, so that their message starts a line
+            for micro_batches in self._steps():
+                values = self._update(micro_batches)
+                self.step += 1
+                bar.update()
+                self._log_training(values, bar)
+                if self.step == self.total_steps:
+                    break
+                # before saving: a resumed run does not evaluate this step again
+                if self._is_due(self.config.eval.every_epochs):
+                    self.seconds_training += time.perf_counter() - since
+                    self._evaluate(self.config.eval.max_images)
+                    since = time.perf_counter()
+                if self._is_due(self.config.train.save_every_epochs):
+                    self._save(self.output / "checkpoints" / f"step_{self.step:08d}")
         self.seconds_training += time.perf_counter() - since
-        bar.close()
         self._save(self.output / "checkpoints" / f"step_{self.step:08d}")
         metrics = self._evaluate(None, final=True)
         return self._finish(metrics, started)
@@ -259,8 +253,16 @@ class _Training:
         return every_epochs > 0 and self.step % max(round(every_epochs * self.steps_per_epoch), 1) == 0
 
     def _log_training(self, values: dict[str, float], bar: tqdm) -> None:
+        """Write the averages since the last line, every `log_every` steps."""
+        self.steps_summed += 1
+        for name, value in values.items():
+            self.loss_sums[name] = self.loss_sums.get(name, 0.0) + value
+        if self.step % self.config.train.log_every and self.step != self.total_steps:
+            return
         epoch = self.step / self.steps_per_epoch
-        values = {**values, **self.rates}
+        averages = {name: value / self.steps_summed for name, value in self.loss_sums.items()}
+        self.steps_summed, self.loss_sums = 0, {}
+        values = {**averages, **self.rates}
         self.log.write(self.step, "train", {"epoch": epoch, **values})
         self.accelerator.log({f"train/{name}": value for name, value in values.items()}, step=self.step)
         bar.set_postfix({"loss": f"{values['loss']:.3f}"}, refresh=False)
@@ -284,7 +286,7 @@ class _Training:
             self.config,
             self.built.model,
             self.built.tokenizer,
-            position={"step": self.step, "loss_sums": self.loss_sums},
+            position={"step": self.step, "steps_summed": self.steps_summed, "loss_sums": self.loss_sums},
             keep=self.config.train.keep_checkpoints,
         )
 

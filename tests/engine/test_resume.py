@@ -178,7 +178,7 @@ def test_a_checkpoint_cannot_run_code(stopped, tmp_path, name):
     state = Path(stopped.output) / "checkpoints" / "step_00000004" / "state"
     witness = tmp_path / "ran"
     for write in (
-        lambda path: path.write_bytes(pickle.dumps(Payload(witness))),
+        lambda path: path.write_bytes(pickle.dumps(Payload(witness), protocol=2)),
         lambda path: torch.save({"state": Payload(witness)}, path),
     ):
         write(state / name)

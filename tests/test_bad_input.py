@@ -1,0 +1,272 @@
+"""Bad input ends a tool with exit code 2 and one sentence that names the file, the record and what to do."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tools import evaluate as evaluation_tool
+from tools import train as training_tool
+
+CONFIG = Path(__file__).parents[1] / "configs" / "tiny" / "refcoco.yaml"
+INSTANCES = "refcoco+/instances.json"
+REFS = "refcoco+/refs(unc).p"
+DETECTIONS = "detections/refcoco+_unc/res101_coco_minus_refer_notime_dets.json"
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+@pytest.fixture
+def data(tiny_words, tmp_path) -> Path:
+    """A copy of the tiny data set to spoil."""
+    [root] = [word.partition("=")[2] for word in tiny_words if word.startswith("data.root=")]
+    return Path(shutil.copytree(root, tmp_path / "data"))
+
+
+@pytest.fixture
+def fails(tiny_words, data, tmp_path, capfd) -> Callable[..., str]:
+    """`fails("train.lr=1")` runs the training tool, which must refuse, and returns its sentence."""
+
+    def run(*words: str, options: tuple[str, ...] = (), config: Path = CONFIG) -> str:
+        own = [*tiny_words, f"data.root={data}", f"output={tmp_path / 'run'}", "train.max_steps=6", *words]
+        return refusal(lambda: training_tool.main(["--config", str(config), *options, *own]), capfd)
+
+    return run
+
+
+def refusal(call: Callable[[], int], capfd: pytest.CaptureFixture) -> str:
+    capfd.readouterr()
+    assert call() == 2
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    lines = err.splitlines()
+    assert lines[-1].startswith("error: ")
+    assert sum("error: " in line for line in lines) == 1
+    return lines[-1]
+
+
+def edit_json(path: Path, change: Callable) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    change(content)
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def edit_refs(path: Path, change: Callable) -> None:
+    content = pickle.loads(path.read_bytes())
+    change(content)
+    path.write_bytes(pickle.dumps(content, protocol=2))
+
+
+def first_image(data: Path) -> Path:
+    return min((data / "images" / "train2014").iterdir())
+
+
+@pytest.fixture(params=[0, 1], ids=["no worker", "a worker"])
+def workers(request) -> str:
+    """Errors of workers must read like errors of the process itself."""
+    return f"data.workers={request.param}"
+
+
+# Images
+
+
+def test_a_missing_image(data, fails, workers):
+    path = first_image(data)
+    path.unlink()
+    sentence = fails(workers, "data.texts_per_image=null")
+    assert f"{path}: the file of image 1 is missing; check the image folder's path" in sentence
+
+
+def test_a_corrupt_image(data, fails, workers):
+    path = first_image(data)
+    path.write_bytes(path.read_bytes()[:400])
+    sentence = fails(workers, "data.texts_per_image=null")
+    assert str(path) in sentence
+
+
+def test_an_image_of_another_size(data, fails):
+    edit_json(data / INSTANCES, lambda content: content["images"][0].update(width=500))
+    sentence = fails("data.texts_per_image=null")
+    assert str(first_image(data)) in sentence
+    assert "but its annotation file says 500 x 128" in sentence
+
+
+def test_a_missing_image_while_evaluating(data, trained_run, capfd):
+    for path in sorted((data / "images" / "train2014").iterdir())[12:]:
+        path.unlink()
+    arguments = ["--run", str(trained_run.path), "--boxes", "gt", f"data.root={data}", "data.workers=1"]
+    sentence = refusal(lambda: evaluation_tool.main(arguments), capfd)
+    assert "COCO_train2014_000000000013.jpg: the file of image 13 is missing" in sentence
+
+
+# Annotations
+
+
+def test_a_ref_whose_annotation_does_not_exist(data, fails):
+    edit_refs(data / REFS, lambda refs: refs[3].update(ann_id=99999))
+    sentence = fails()
+    assert f"{data / REFS}: ref 3 refers to annotation 99999, which is not in {data / INSTANCES}" in sentence
+
+
+@pytest.mark.parametrize("box", [[10, 10, 0, 5], [10, 10, 5, -3], [10, 10, 5], [10, 10, 5, None]])
+def test_an_empty_or_inverted_box(data, fails, box):
+    edit_json(data / INSTANCES, lambda content: content["annotations"][2].update(bbox=box))
+    sentence = fails()
+    assert f"{data / INSTANCES}: annotation 3" in sentence
+    assert str(box) in sentence
+
+
+def test_a_detections_file_without_an_image(data, fails):
+    detections = json.loads((data / DETECTIONS).read_text())
+    image = max(row["image_id"] for row in detections)
+    (data / DETECTIONS).write_text(json.dumps([row for row in detections if row["image_id"] != image]))
+    sentence = fails("train.max_steps=1", "eval.boxes=[detections]")
+    assert f"{data / DETECTIONS}: no detections for image {image}; use the detections of this dataset" in sentence
+
+
+def test_a_missing_annotation_file(data, fails):
+    (data / INSTANCES).unlink()
+    assert f"{data / INSTANCES}: cannot read the instances, there is no such file" in fails()
+
+
+def test_annotations_that_are_cut_off(data, fails):
+    content = (data / INSTANCES).read_text()
+    (data / INSTANCES).write_text(content[: len(content) // 2])
+    assert f"{data / INSTANCES}: the instances are not valid JSON" in fails()
+
+
+class Payload:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def test_a_refs_pickle_that_tries_to_run_code(data, fails, tmp_path):
+    witness = tmp_path / "ran"
+    edit_refs(data / REFS, lambda refs: refs.append(Payload(witness)))
+    sentence = fails()
+    assert f"{data / REFS}: tries to run code" in sentence
+    assert not witness.exists()
+
+
+def test_an_unknown_split(fails, trained_run, capfd):
+    assert "no split 'nosuch'; the file has train, val" in fails("data.train_split=nosuch")
+    arguments = ["--run", str(trained_run.path), "--split", "testC"]
+    assert "no split 'testC'; the file has train, val" in refusal(lambda: evaluation_tool.main(arguments), capfd)
+
+
+def test_more_categories_than_the_detector_has_classes(data, fails):
+    edit_json(
+        data / INSTANCES,
+        lambda content: content["categories"].extend({"id": i, "name": str(i)} for i in range(900, 990)),
+    )
+    assert "categories, but the detector has" in fails()
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("train.lrr=1", "there is no setting 'train.lrr'; did you mean 'train.lr'?"),
+        ("train.lr=fast", "setting 'train.lr' cannot be used"),
+        ("detector.overrides.MODEL.NOSUCH=1", "MODEL.NOSUCH"),
+        ("detector.overrides.MODEL.RESNETS.DEPTH=fifty", "MODEL.RESNETS.DEPTH"),
+        ("detector.config=nowhere.yaml", "Detector config nowhere.yaml does not exist"),
+        ("encoder.config.hidden_sise=3", "hidden_sise"),
+        ("encoder.config.num_attention_heads=5", "num_attention_heads 5"),
+        ("task.config.lose=1", "task.config has the unknown key 'lose'"),
+        ("task.config.loss=hinge", '"hinge"'),
+        ("data.synthetic.config={scene: {colour: 1}}", "data.synthetic.config.scene has the unknown key 'colour'"),
+        ("data.files={images: x}", "x/COCO_train2014_"),
+        ("data.vocabulary=folder/nowhere.txt", "nowhere.txt: no tokenizer there"),
+        ("data.flip=2", "flip"),
+        ("train.images_per_batch=7.5", "train.images_per_batch"),
+    ],
+)
+def test_settings_that_cannot_be_used(fails, word, message):
+    assert message in fails(word)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("train: {lrr: 1}", "bad.yaml: there is no setting 'train.lrr'"), ("train: [1", "bad.yaml is not valid YAML")],
+)
+def test_a_settings_file_that_cannot_be_used(fails, tmp_path, text, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    assert message in fails(config=path)
+
+
+def test_a_settings_file_that_does_not_exist(fails, tmp_path):
+    assert "nowhere.yaml does not exist" in fails(config=tmp_path / "nowhere.yaml")
+
+
+# Weights and runs
+
+
+@pytest.fixture
+def saved(trained_run, tmp_path) -> Path:
+    """A copy of a run directory to spoil."""
+    return Path(shutil.copytree(trained_run.path, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("part", ["detector", "encoder", "task"])
+def test_weights_that_are_cut_off(saved, capfd, part):
+    path = saved / "model" / part / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    sentence = refusal(lambda: evaluation_tool.main(["--run", str(saved), "--boxes", "gt"]), capfd)
+    assert f"{path} is not a readable safetensors file" in sentence
+
+
+def test_weights_of_another_architecture(saved, capfd):
+    path = saved / "model" / "encoder" / "model.safetensors"
+    arguments = ["--run", str(saved), "--boxes", "gt", "encoder.config.num_hidden_layers=3"]
+    sentence = refusal(lambda: evaluation_tool.main(arguments), capfd)
+    assert f"{path} was saved from another architecture: missing " in sentence
+
+
+def test_a_folder_without_a_model(tmp_path, capfd):
+    sentence = refusal(lambda: evaluation_tool.main(["--run", str(tmp_path)]), capfd)
+    assert f"{tmp_path} holds no trained model" in sentence
+
+
+def test_starting_where_a_run_already_is(saved, fails):
+    before = (saved / "metrics.json").read_text()
+    assert f"{saved} already holds a run; continue it with --resume, or choose another `output`" in fails()
+    assert (saved / "metrics.json").read_text() == before
+
+
+def test_resuming_where_no_run_is(fails, tmp_path):
+    assert f"Cannot resume: run directory {tmp_path / 'run'} does not exist" in fails(options=("--resume",))
+    assert not (tmp_path / "run").exists()
+
+
+def test_resuming_another_architecture(saved, fails):
+    sentence = fails("encoder.config.num_hidden_layers=3", options=("--resume",))
+    assert "its architecture differs from the settings (encoder.num_hidden_layers: 2 -> 3)" in sentence
+
+
+def test_an_output_that_is_a_file(fails, tmp_path):
+    (tmp_path / "run").write_text("")
+    assert f"{tmp_path / 'run'} is a file; choose another `output`" in fails()
+
+
+def test_an_interrupted_run_says_how_to_go_on(tiny_words, tmp_path, monkeypatch, capfd):
+    def interrupt(self, micro_batches):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("e2e_vl.engine.train._Training._update", interrupt)
+    words = [*tiny_words, f"output={tmp_path / 'run'}"]
+    assert training_tool.main(["--config", str(CONFIG), *words]) == 130
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    assert err.splitlines()[-1] == "interrupted; --resume continues from the newest checkpoint"
