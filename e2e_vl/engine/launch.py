@@ -21,6 +21,10 @@ from accelerate.utils import parse_flag_from_env
 
 def make_accelerator(mixed_precision: str, **options: Any) -> Accelerator:
     """An `Accelerator` on the GPU, or on the CPU where there is none or the environment asks for it."""
+    if _on_cpu() and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        # `accelerate launch` leaves every process one thread unless told otherwise: all cores, shared evenly
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max((os.cpu_count() or 1) // processes, torch.get_num_threads()))
     return Accelerator(mixed_precision=mixed_precision, cpu=_on_cpu(), **options)
 
 

@@ -69,3 +69,18 @@ def test_nothing_is_started_where_nothing_is_missing(executed, monkeypatch, reas
 def test_the_accelerator_is_on_the_cpu_where_the_environment_says_so():
     accelerator = make_accelerator("no")
     assert (accelerator.device.type, accelerator.num_processes) == ("cpu", 1)
+
+
+@pytest.mark.parametrize(("processes", "threads"), [("1", 4), ("2", 2), ("8", 1)])
+def test_processes_of_accelerate_share_all_cores(monkeypatch, processes, threads):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)  # what `accelerate launch` leaves
+        make_accelerator("no")
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
