@@ -4,6 +4,7 @@ import os
 
 import psutil
 import pytest
+import torch
 
 from e2e_vl.engine import launch
 from e2e_vl.engine.launch import make_accelerator, processes_asked_for, start_all_processes
