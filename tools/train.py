@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from accelerate import PartialState
+
 from e2e_vl.config import load_config
 from e2e_vl.engine.launch import start_all_processes
 from e2e_vl.engine.train import train
@@ -31,9 +33,10 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; --resume continues from the newest checkpoint", file=sys.stderr)
         return 130
-    for name, value in metrics.items():
-        if "/" in name and isinstance(value, float):
-            print(f"{name:45s} {value:.3f}")
+    if PartialState().is_main_process:
+        for name, value in metrics.items():
+            if "/" in name and isinstance(value, float):
+                print(f"{name:45s} {value:.3f}")
     return 0
 
 

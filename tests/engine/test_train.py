@@ -13,6 +13,9 @@ from e2e_vl.config import load_config
 from e2e_vl.engine import train as training
 from e2e_vl.engine.logging import read_log
 from e2e_vl.engine.train import train
+from tools import train as tool
+
+ROOT = Path(__file__).parents[2]
 
 NO_DROPOUT = tuple(
     f"encoder.config.{name}=0"
@@ -92,6 +95,14 @@ def test_metrics_and_log_agree(trained_run):
         assert 0 <= metrics[f"val/accuracy_{name}"] <= metrics[f"val/ceiling_{name}"] <= 1
         assert metrics[f"val/count_{name}"] >= count
     assert metrics["val/ceiling_gt_boxes"] == 1
+
+
+def test_the_tool_prints_the_metrics(tiny_words, tmp_path, capsys):
+    words = [*tiny_words, f"output={tmp_path / 'run'}", "train.max_steps=1", "eval.boxes=[gt]", "eval.every_epochs=0"]
+    assert tool.main(["--config", str(ROOT / "configs" / "tiny" / "refcoco.yaml"), *words]) == 0
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    printed = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("val/"))
+    assert printed == {name: f"{value:.3f}" for name, value in metrics.items() if "/" in name}
 
 
 def test_training_fits_a_few_texts(tiny_config):
