@@ -57,6 +57,14 @@ class Movable:
 
 
 @dataclasses.dataclass
+class PrecomputedFeatures(Movable):
+    """Features of given boxes that were extracted before and read from a file."""
+
+    features: list[Tensor]  # N x float32 [R, D], row by row those of the boxes
+    image_features: Tensor | None = None  # float32 [N, D], of the whole images
+
+
+@dataclasses.dataclass
 class ImageBatch(Movable):
     """N images as the network sees them: resized, mean-subtracted, zero-padded at the right and the bottom."""
 
@@ -64,6 +72,7 @@ class ImageBatch(Movable):
     sizes: Tensor  # int64 [N, 2], (height, width) of each resized image without padding
     original_sizes: Tensor  # int64 [N, 2], (height, width) of each image as stored (after its EXIF rotation)
     names: list[str]  # N names (usually paths) for error messages
+    precomputed: PrecomputedFeatures | None = None  # then `pixels` is empty, [N, 3, 0, 0]: nothing was read
 
     def __len__(self) -> int:
         return self.pixels.shape[0]

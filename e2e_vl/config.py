@@ -66,7 +66,7 @@ class SelectionSettings:
 
 @dataclass
 class BoxSettings:
-    """Where boxes come from: gt, detections, detections+gt, or online (the detector's own)."""
+    """Where boxes come from: gt, detections, detections+gt, online (the detector's own), or precomputed."""
 
     train: str = "gt"
     selection: SelectionSettings = field(default_factory=SelectionSettings)
@@ -123,7 +123,9 @@ class TrainSettings:
 @dataclass
 class EvalSettings:
     every_epochs: float = 1.0
-    boxes: list[str] = field(default_factory=lambda: ["gt"])  # each is evaluated: gt | detections | online
+    boxes: list[str] = field(
+        default_factory=lambda: ["gt"]
+    )  # each is evaluated: gt | detections | online | precomputed
     images_per_batch: int = 16
     max_images: int | None = None  # evaluations between epochs only look at the first so many images
     report_pictures: int = 12
@@ -142,12 +144,12 @@ class RunConfig:
 
 
 CHOICES = {  # the names of detectors, encoders, tasks and data sets are in e2e_vl/engine/build.py
-    "data.boxes.train": ("gt", "detections", "detections+gt", "online"),
+    "data.boxes.train": ("gt", "detections", "detections+gt", "online", "precomputed"),
     "data.resize.rounding": ("vl_bert", "detectron2"),
     "train.schedule": ("linear", "cosine", "constant"),
     "train.mixed_precision": ("no", "bf16", "fp16"),
 }
-EVAL_BOXES = ("gt", "detections", "online")
+EVAL_BOXES = ("gt", "detections", "online", "precomputed")
 POSITIVE = (  # where they are set at all
     "data.resize.long_edge",
     "data.texts_per_image",

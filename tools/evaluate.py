@@ -2,8 +2,9 @@
 
     accelerate launch tools/evaluate.py --run runs/demo_refcoco --split val --boxes online --iou mattnet
 
-Boxes: `gt` (all annotated boxes of the image are the candidates), `detections` (a file, MAttNet's format), or `online`
-(the model's own detector). IoU conventions, all at 0.5 and all counted per expression:
+Boxes: `gt` (all annotated boxes of the image are the candidates), `detections` (a file, MAttNet's format), `online`
+(the model's own detector), or `precomputed` (those of the features file, for a run on precomputed features).
+IoU conventions, all at 0.5 and all counted per expression:
   mattnet  xywh boxes, inclusive overlap, IoU >= 0.5: the protocol of MAttNet and most later papers
   vlbert   the official VL-BERT code: every extent + 1 pixel, prediction clamped to the image, IoU >= 0.5
   strict   mattnet's IoU, but > 0.5 (UNITER)
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
     parser.add_argument("--split", default="val", help="split of the data set (default: val)")
-    parser.add_argument("--boxes", default="online", choices=("gt", "detections", "online"))
+    parser.add_argument("--boxes", default="online", choices=("gt", "detections", "online", "precomputed"))
     parser.add_argument("--iou", default=None, choices=("mattnet", "vlbert", "strict"), help="default: the run's")
     parser.add_argument("--output", type=Path, help="predictions (default: RUN/predictions_SPLIT_BOXES.json)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from detector.images import make_image_batch
-from detector.structures import DetectionTargets
+from detector.structures import DetectionTargets, ImageBatch, PrecomputedFeatures
 from e2e_vl.data.examples import Example, ImageExample, TextExample
 from e2e_vl.structures import Batch
 from e2e_vl.text import pad_texts
@@ -55,7 +55,9 @@ def collate(
     has_masks = any(image.pixel_masks is not None for image in images)
     no_masks = np.zeros((0, 4), dtype=np.float32)
     return Batch(
-        images=make_image_batch(
+        images=_precomputed_batch(images)
+        if _all_or_none(images, "features", "precomputed features")
+        else make_image_batch(
             [image.pixels for image in images],
             [image.original_size for image in images],
             [image.name for image in images],
@@ -72,6 +74,19 @@ def collate(
         if has_masks
         else None,
         records=[text.record for text in texts],
+    )
+
+
+def _precomputed_batch(images: Sequence[ImageExample]) -> ImageBatch:
+    """Sizes and features without pixels."""
+    has_whole = _all_or_none(images, "image_feature", "a feature of the whole image")
+    whole = torch.from_numpy(np.stack([image.image_feature for image in images])) if has_whole else None
+    return ImageBatch(
+        pixels=torch.zeros(len(images), 3, 0, 0),
+        sizes=torch.tensor([image.pixels.shape[:2] for image in images]),
+        original_sizes=torch.tensor([tuple(image.original_size) for image in images]),
+        names=[image.name for image in images],
+        precomputed=PrecomputedFeatures([torch.from_numpy(image.features) for image in images], whole),
     )
 
 

@@ -5,6 +5,7 @@ Shape legend
     G   annotated objects of one image
     A   attribute slots of an object
     P   masked boxes of one image
+    D   width of a region feature
     L   wordpieces of one text
 
 Boxes are xyxy float32 in pixels of the resized image.
@@ -46,6 +47,8 @@ class ImageExample:
     boxes: np.ndarray | None = None  # float32 [R, 4] candidates; None: the detector proposes them
     objects: Objects | None = None
     pixel_masks: np.ndarray | None = None  # float32 [P, 4], boxes whose pixels are hidden from the detector
+    features: np.ndarray | None = None  # float32 [R, D], precomputed; only the shape of `pixels` counts then
+    image_feature: np.ndarray | None = None  # float32 [D], precomputed feature of the whole image
 
 
 @dataclasses.dataclass

@@ -5,7 +5,7 @@ Targets of a text: `box` float32 [4], the referred box in pixels of the resized 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,13 +17,14 @@ from transformers import PreTrainedTokenizerBase
 from detector.images import ResizeRule
 from detector.selection import SelectionRule, select_regions
 from e2e_vl.config import DataSettings
-from e2e_vl.data.coco import CocoAnnotation, CocoInstances, object_labels
+from e2e_vl.data.coco import CocoAnnotation, CocoImage, CocoInstances, object_labels
 from e2e_vl.data.detections import DetectionsFile
 from e2e_vl.data.examples import Example, ImageExample, Objects, Request, TextExample, random_generator
+from e2e_vl.data.features.stores import FeatureStore, open_features
 from e2e_vl.data.images import Placement, read_image
 from e2e_vl.data.refer import Expression, ReferFiles
 
-BoxSource = Literal["gt", "detections", "detections+gt", "online"]
+BoxSource = Literal["gt", "detections", "detections+gt", "online", "precomputed"]
 _MIRRORED_WORDS = {"left": "right", "right": "left"}
 
 
@@ -41,9 +42,11 @@ class RefCOCODataset(Dataset):
         tokenizer: wordpiece tokenizer.
         resize: size of the network input; of several rules one is drawn at random per request (multi-scale training).
         box_source: where candidate boxes come from: "gt" = all annotations of the image, crowds too; "detections" = a
-            file; "detections+gt" = the file's boxes, then all annotations; "online" = the detector proposes them.
+            file; "detections+gt" = the file's boxes, then all annotations; "online" = the detector proposes them;
+            "precomputed" = boxes and features of a features file, no image is read.
         detections_file: MAttNet's detections (path or content); needed by the two sources that use it.
-        selection: which of the file's boxes are kept, by score; None = all, in file order.
+        features_file: region features by image id, opened with `open_features`; needed by the source "precomputed".
+        selection: which of the detections file's boxes are kept, by score; None = all, in file order.
         flip_probability: chance to mirror the image; for training.
         seed: all randomness depends on (seed, epoch, first text of the request) only.
         channel_order: "BGR" or "RGB".
@@ -72,6 +75,7 @@ class RefCOCODataset(Dataset):
         *,
         box_source: BoxSource = "gt",
         detections_file: str | Path | DetectionsFile | None = None,
+        features_file: str | Path | FeatureStore | None = None,
         selection: SelectionRule | None = None,
         flip_probability: float = 0.0,
         seed: int = 0,
@@ -109,6 +113,10 @@ class RefCOCODataset(Dataset):
             by_image.setdefault(expression.image_id, []).append(index)
         self.groups = list(by_image.values())
 
+        self.features: FeatureStore | None = None
+        if box_source == "precomputed":
+            self.features = self._open_features(features_file, by_image)
+
         self.detections: DetectionsFile | None = None
         if box_source in ("detections", "detections+gt"):
             if detections_file is None:
@@ -116,6 +124,20 @@ class RefCOCODataset(Dataset):
             is_read = isinstance(detections_file, DetectionsFile)
             self.detections = detections_file if is_read else DetectionsFile(detections_file)
             self.detections.require_images(by_image)
+
+    def _open_features(self, file: str | Path | FeatureStore | None, image_ids: Iterable[int]) -> FeatureStore:
+        if file is None:
+            raise ValueError("box source 'precomputed' needs a features file; give one as data.files.features")
+        if self.flip_probability > 0:
+            raise ValueError("precomputed features are those of images as they are, not mirrored; set data.flip to 0")
+        store = file if isinstance(file, FeatureStore) else open_features(file)
+        missing = [image_id for image_id in image_ids if str(image_id) not in store]
+        if missing:
+            raise ValueError(
+                f"{store.path}: has no features of image {missing[0]} and {len(missing) - 1} more of the split "
+                f"{self.split}; extract them, with the instances file as the list of images"
+            )
+        return store
 
     @classmethod
     def from_settings(
@@ -149,6 +171,7 @@ class RefCOCODataset(Dataset):
             [ResizeRule(size, settings.resize.long_edge, settings.resize.rounding) for size in sizes],
             box_source=boxes,
             detections_file=root / files["detections"] if "detections" in files else None,
+            features_file=root / files["features"] if "features" in files else None,
             selection=SelectionRule(selection.min_score, selection.min_regions, selection.max_regions),
             flip_probability=settings.flip if training else 0.0,
             seed=seed,
@@ -191,6 +214,9 @@ class RefCOCODataset(Dataset):
 
         image = self.refer.image(self.expressions[request.texts[0]])
         path = self.images_root / image.file_name
+        if self.features is not None:
+            example_image, placement = self._precomputed(image, path, resize)
+            return Example([example_image], [self._text(index, path, placement) for index in request.texts])
         pixels, placement = read_image(
             path,
             (image.height, image.width),
@@ -209,6 +235,26 @@ class RefCOCODataset(Dataset):
         )
         texts = [self._text(index, path, placement) for index in request.texts]
         return Example([example_image], texts)
+
+    def _precomputed(self, image: CocoImage, path: Path, resize: ResizeRule) -> tuple[ImageExample, Placement]:
+        """Boxes and features from the file; of the image only the sizes."""
+        found = self.features[str(image.id)]
+        size = (image.height, image.width)
+        if found.image_size != size:
+            raise ValueError(
+                f"{self.features.path}: image {image.id} was {found.image_size[1]} x {found.image_size[0]} pixels, but "
+                f"{self.instances.path} says {image.width} x {image.height}; use features of the same images"
+            )
+        placement = Placement(size, resize.target_size(*size))
+        example = ImageExample(
+            pixels=np.broadcast_to(np.uint8(0), (*placement.size, 3)),  # a shape without memory
+            original_size=size,
+            name=str(path),
+            boxes=placement.move_and_clamp_boxes(found.boxes, f"{self.features.path}: image {image.id}"),
+            features=found.features,
+            image_feature=found.image_feature,
+        )
+        return example, placement
 
     def _candidates(self, image_id: int, placement: Placement) -> np.ndarray | None:
         """float32 [R, 4] in pixels of the resized image, clamped; None when the detector proposes."""

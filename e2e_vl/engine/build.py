@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.interface import Detector
+from detector.precomputed import PrecomputedDetector
 from e2e_vl.config import RunConfig
 from e2e_vl.data.collate import collate
 from e2e_vl.data.refcoco import RefCOCODataset
@@ -32,7 +33,7 @@ from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
-DETECTORS: dict[str, type[Detector]] = {"builtin": FasterRCNN}
+DETECTORS: dict[str, type[Detector]] = {"builtin": FasterRCNN, "precomputed": PrecomputedDetector}
 ENCODERS = {"vl_bert": (VLBertConfig, VLBertModel)}
 TASKS = {"refcoco": (ReferringConfig, ReferringTask)}
 DATASETS = {"refcoco": RefCOCODataset}
@@ -119,7 +120,16 @@ def build_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
 def build_dataset(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, split: str, *, boxes: str, training: bool = False
 ) -> Any:
-    """One split with candidate boxes from `boxes`; training adds random resizing, mirroring and detection targets."""
+    """One split with candidate boxes from `boxes`; training adds random resizing, mirroring and detection targets.
+
+    Raises:
+        ValueError: precomputed features for a detector that needs pixels, or the other way round; and see the data set.
+    """
+    if (boxes == "precomputed") != (config.detector.backend == "precomputed"):
+        raise ValueError(
+            f"The box source is {boxes} and detector.backend is {config.detector.backend}: precomputed features need "
+            "both to be precomputed (data.boxes.train, eval.boxes and detector.backend)."
+        )
     return named_parts(config).dataset.from_settings(
         config.data,
         tokenizer,
@@ -159,6 +169,11 @@ def build_detector_config(config: RunConfig) -> DetectorConfig:
 
 
 def build_detector(config: RunConfig) -> Detector:
+    if config.detector.backend == "precomputed" and (config.detector.weights or config.detector.loss_weight):
+        raise ValueError(
+            "detector.backend is precomputed: there is no network that detector.weights or detector.loss_weight could "
+            "be for; leave them out."
+        )
     detector = named_parts(config).detector(build_detector_config(config))
     if config.detector.weights is not None:
         load_strictly(detector, Path(config.detector.weights))

@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,7 +143,7 @@ def _prepare(job: Extraction) -> list[str] | None:
         raise ValueError(f"{folder} holds other files; choose an empty or new output")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(written, stamp)
-    for cut_off in folder.rglob("*.npz.part"):
+    for cut_off in folder.rglob("*.npz.*.part"):
         cut_off.unlink()
     there = {file.relative_to(folder).as_posix().removesuffix(".npz") for file in folder.rglob("*.npz")}
     if job.layout == "npz" and there - wanted:
@@ -198,7 +199,7 @@ def _describe(
 def _save(job: Extraction, record: RegionFeatures) -> None:
     path = job.folder / f"{record.image_id}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".part")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")  # workers may outlive a launcher that was killed
     with temporary.open("wb") as file:
         save_npz(file, record, job.stamp if job.layout == "npz" else None)
     temporary.replace(path)

@@ -21,7 +21,12 @@ from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.base import Task
 
 # How a box source is called in metric names.
-METRIC_SUFFIX = {"gt": "gt_boxes", "detections": "detected_boxes", "online": "own_boxes"}
+METRIC_SUFFIX = {
+    "gt": "gt_boxes",
+    "detections": "detected_boxes",
+    "online": "own_boxes",
+    "precomputed": "precomputed_boxes",
+}
 
 
 def evaluate_splits(

@@ -242,7 +242,7 @@ class Hdf5Store(FeatureStore):
 
 
 class LmdbStore(FeatureStore):
-    """One LMDB file."""
+    """One LMDB file, open only while it is read: LMDB refuses to open a file twice in one process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -260,7 +260,7 @@ class LmdbStore(FeatureStore):
         return import_lmdb().open(str(self.path), subdir=False, readonly=True, lock=False)
 
     def read(self, image_id: str) -> RegionFeatures:
-        with self._handle().begin() as transaction:
+        with self._open() as environment, environment.begin() as transaction:
             content = transaction.get(image_id.encode("utf-8"))
         return load_npz(io.BytesIO(content), f"{self.path}: image {image_id}")[0]
 

@@ -1,0 +1,76 @@
+"""A detector that computes nothing: it hands over features that came with the images.
+
+Shape legend
+    N   images in the batch
+    R   regions of one image
+    D   width of a region feature
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from detector.config import DetectorConfig
+from detector.interface import Detector
+from detector.structures import DetectionTargets, ImageBatch, Regions
+
+
+class PrecomputedDetector(Detector):
+    """Regions with the features in `ImageBatch.precomputed`; it has no parameters and cannot be trained.
+
+    Args:
+        config: settings of the detector that made the features: their width and the number of classes follow from it.
+    """
+
+    def __init__(self, config: DetectorConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.feature_dim = config.resnet.res5_channels
+        self.num_classes = config.roi_heads.num_classes
+
+    def forward(
+        self,
+        images: ImageBatch,
+        boxes: list[Tensor] | None = None,
+        targets: DetectionTargets | None = None,
+        *,
+        pixel_masks: list[Tensor] | None = None,
+        roi_masks: list[Tensor] | None = None,
+        whole_image: bool = False,
+    ) -> Regions:
+        """See `Detector.forward`; `boxes` are those that the features belong to, row by row.
+
+        The class logits have no column: feature files do not hold them.
+
+        Raises:
+            ValueError: no features, features of another width or number, or something only a network can do.
+        """
+        if targets is not None or pixel_masks is not None or roi_masks is not None:
+            raise ValueError(
+                "Precomputed features have no detection losses and no pixel or RoI masks; use the built-in detector."
+            )
+        if images.precomputed is None or boxes is None:
+            raise ValueError(
+                "The images come without precomputed features; set the box source to precomputed, or "
+                "detector.backend to builtin."
+            )
+        features = images.precomputed.features
+        for rows, image_boxes, name in zip(features, boxes, images.names, strict=True):
+            if len(rows) != len(image_boxes) or (len(rows) and rows.shape[1] != self.feature_dim):
+                raise ValueError(
+                    f"{name}: precomputed features {list(rows.shape)} for {len(image_boxes)} boxes of width "
+                    f"{self.feature_dim} by the detector's config; use the config that they were made with."
+                )
+        features = [rows.reshape(len(rows), self.feature_dim) for rows in features]
+        if whole_image:
+            whole = images.precomputed.image_features
+            if whole is None:
+                raise ValueError(
+                    "The encoder needs the feature of the whole image; extract the features with --image-feature."
+                )
+            corner = images.sizes.flip(1).float() - 1
+            corners = torch.cat((torch.zeros_like(corner), corner), dim=1)
+            boxes = [torch.cat((first[None], rows)) for first, rows in zip(corners, boxes, strict=True)]
+            features = [torch.cat((first[None], rows)) for first, rows in zip(whole, features, strict=True)]
+        return Regions(boxes=boxes, features=features, class_logits=[rows.new_zeros(len(rows), 0) for rows in features])

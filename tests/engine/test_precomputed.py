@@ -1,0 +1,168 @@
+"""Training on precomputed features: the losses of the live detector, without the detector."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from detector.images import ResizeRule
+from detector.precomputed import PrecomputedDetector
+from detector.structures import ImageBatch, PrecomputedFeatures
+from e2e_vl.data.examples import Request
+from e2e_vl.data.features.stores import open_features
+from e2e_vl.data.image_lists import list_images, read_given_boxes
+from e2e_vl.engine.build import build_run
+from e2e_vl.engine.bulk_extract import Extraction, extract_features, make_stamp
+from e2e_vl.engine.checkpoint import load_model
+from e2e_vl.engine.describe import DescribeSettings
+from e2e_vl.engine.train import train
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+LIVE = ("detector.loss_weight=0", "detector.freeze=true", "data.boxes.train=gt")
+
+
+@pytest.fixture
+def make_features(tiny_config, tmp_path: Path):
+    """Features of all annotated boxes, made by a live run's detector."""
+
+    def make(live, layout: str = "npz", *, image_feature: bool = True) -> Path:
+        data = live.config.data
+        instances = Path(data.root) / data.files["instances"]
+        resize = ResizeRule(data.resize.short_edge[-1], data.resize.long_edge, data.resize.rounding)
+        settings = DescribeSettings("given", image_feature=image_feature)
+        detector = live.model.detector
+        output = tmp_path / {"npz": "features", "hdf5": "features.h5"}.get(layout, f"features.{layout}")
+        stamp = make_stamp(detector, resize, settings, weights=None, seed=0, boxes_file=instances)
+        images = list_images(instances, Path(data.root) / data.files["images"])
+        given = read_given_boxes(instances)
+        job = Extraction(images, output, layout, detector, resize, settings, given, stamp, workers=0)
+        assert not extract_features(job).failures
+        return output
+
+    return make
+
+
+@pytest.fixture
+def live(tiny_config):
+    config = tiny_config(*LIVE)
+    run = build_run(config)
+    run.config = config
+    return run
+
+
+@pytest.fixture
+def precomputed_config(tiny_config, tmp_path):
+    def make(features: Path, *words: str):
+        return tiny_config(
+            "detector.backend=precomputed",
+            "detector.loss_weight=0",
+            "data.boxes.train=precomputed",
+            "eval.boxes=[precomputed]",
+            f"data.files.features={features}",
+            f"output={tmp_path / 'precomputed'}",
+            *words,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("layout", ["npz", "hdf5"])
+def test_losses_and_gradients_are_those_of_the_live_detector(layout, live, make_features, precomputed_config):
+    run = build_run(precomputed_config(make_features(live, layout)))
+    assert not list(run.model.detector.parameters())
+    for name in ("encoder", "task"):
+        getattr(run.model, name).load_state_dict(getattr(live.model, name).state_dict())
+    for one in (live, run):
+        one.model.train()
+    groups = live.train_dataset.groups
+    assert run.train_dataset.groups == groups
+    for group in range(4):
+        request = Request(group, tuple(groups[group][:3]))
+        outputs = []
+        for one in (live, run):
+            output = one.model(one.collate([one.train_dataset[request]]))
+            one.model.zero_grad()
+            output.losses["referring"].mean.backward()
+            outputs.append(output)
+        expected, found = outputs
+        assert set(found.losses) == set(expected.losses)
+        for name, loss in expected.losses.items():
+            assert float(found.losses[name].mean) == pytest.approx(float(loss.mean), abs=1e-5), name
+        assert torch.allclose(found.task.logits, expected.task.logits, atol=1e-5)
+        for part in ("encoder", "task"):
+            gradients = dict(getattr(live.model, part).named_parameters())
+            for name, parameter in getattr(run.model, part).named_parameters():
+                if parameter.grad is not None:
+                    assert torch.allclose(parameter.grad, gradients[name].grad, atol=1e-4), name
+
+
+def test_a_run_on_precomputed_features(live, make_features, precomputed_config):
+    """It trains, evaluates, is saved and loaded, and opens no image."""
+    features = make_features(live)
+    config = precomputed_config(features, "train.max_steps=2", "data.files.images=nowhere", "eval.report_pictures=0")
+    metrics = train(config)
+    assert metrics["val/count_precomputed_boxes"] > 0
+    predictions = json.loads((Path(config.output) / "predictions_val_precomputed.json").read_text())
+    store = open_features(features)
+    for record in predictions:
+        boxes = store[str(record["image_id"])].boxes
+        assert np.allclose(record["candidate_boxes"], boxes, atol=1.5)  # clamped to the last pixel
+    _, model, _ = load_model(Path(config.output))
+    assert isinstance(model.detector, PrecomputedDetector)
+
+
+def test_the_whole_image_is_missing(live, make_features, precomputed_config):
+    run = build_run(precomputed_config(make_features(live, image_feature=False)))
+    batch = run.collate([run.train_dataset[Request(0, (run.train_dataset.groups[0][0],))]])
+    with pytest.raises(ValueError, match="extract the features with --image-feature"):
+        run.model(batch)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data.boxes.train=gt"], "The box source is gt and detector.backend is precomputed"),
+        (["detector.backend=builtin"], "The box source is precomputed and detector.backend is builtin"),
+        (["detector.loss_weight=1"], "there is no network"),
+        (["data.flip=0.5"], "set data.flip to 0"),
+        (["data.files.features=nowhere.tsv"], r"nowhere\.tsv"),
+    ],
+)
+def test_settings_that_do_not_fit(words, message, precomputed_config, tmp_path):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        build_run(precomputed_config(tmp_path, *words))
+
+
+def test_features_of_other_images(live, make_features, precomputed_config):
+    folder = make_features(live)
+    next(folder.glob("*.npz")).unlink()
+    for path in list(folder.glob("*.npz"))[:-1]:
+        path.unlink()
+    with pytest.raises(ValueError, match=r"has no features of image \d+ and \d+ more of the split train"):
+        build_run(precomputed_config(folder))
+
+
+def test_batches_that_do_not_fit(live):
+    detector = PrecomputedDetector(live.model.detector.config)
+    width = detector.feature_dim
+    sizes = torch.tensor([[8, 9]])
+
+    def images(features):
+        return ImageBatch(torch.zeros(1, 3, 0, 0), sizes, sizes, ["a.jpg"], features)
+
+    boxes = [torch.tensor([[0.0, 0, 4, 4], [1, 1, 5, 5]])]
+    regions = detector(
+        images(PrecomputedFeatures([torch.ones(2, width)], torch.zeros(1, width))), boxes, whole_image=True
+    )
+    assert torch.equal(regions.boxes[0], torch.tensor([[0.0, 0, 8, 7], [0, 0, 4, 4], [1, 1, 5, 5]]))
+    assert regions.features[0][:, 0].tolist() == [0, 1, 1] and regions.class_logits[0].shape == (3, 0)
+    with pytest.raises(ValueError, match="without precomputed features"):
+        detector(images(None), boxes)
+    with pytest.raises(ValueError, match=rf"a\.jpg: precomputed features \[2, {width + 1}\] for 2 boxes"):
+        detector(images(PrecomputedFeatures([torch.ones(2, width + 1)])), boxes)
+    with pytest.raises(ValueError, match="no detection losses"):
+        detector(images(PrecomputedFeatures([torch.ones(2, width)])), boxes, pixel_masks=boxes)

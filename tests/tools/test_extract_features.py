@@ -1,0 +1,126 @@
+"""The command: several processes, a kill, exit codes, options that contradict each other."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from e2e_vl.data.features.stores import open_features
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "extract_features.py"
+NUMBER = 80
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("extract_features_tool", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
+    generator = np.random.default_rng(0)
+    for number in range(NUMBER):
+        pixels = generator.integers(0, 256, (48, 64, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:03}.png")
+    return folder
+
+
+@pytest.fixture
+def words(images: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    config = tmp_path_factory.mktemp("config") / "small.yaml"
+    base = ROOT / "configs" / "detector" / "tiny.yaml"
+    config.write_text(f"_BASE_: {base}\nINPUT: {{MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 128}}\n")
+    rule = "--rule maxnms --num-boxes 4 --max-proposals 10 --workers 0 --batch-size 4"
+    return ["--images", str(images), "--config", str(config), "--format", "tsv", *rule.split()]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_two_processes_that_are_killed_and_one_that_goes_on(tool, words, tmp_path, capsys):
+    """Every image is there once, in the order of the list, with the features of an undisturbed extraction."""
+    output = tmp_path / "out.tsv"
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    process = subprocess.Popen(
+        [sys.executable, *launch, str(TOOL), *words, "--output", str(output)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    parts = tmp_path / "out.tsv.parts"
+    deadline = time.monotonic() + 240
+    shares: Counter[int] = Counter()
+    while len(shares) < 2 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+        shares = Counter(int(path.stem) % 2 for path in parts.glob("*.npz"))  # every second image is a process's
+    launcher = psutil.Process(process.pid)
+    started = [launcher, *launcher.children(recursive=True)] if process.poll() is None else []
+    for one in started:
+        one.kill()
+    psutil.wait_procs(started[1:])
+    printed = process.communicate()[0].decode()
+    done = [path.stem for path in parts.glob("*.npz")]
+    assert len(shares) == 2 and len(done) < NUMBER, printed[-3000:]
+
+    assert tool.main([*words, "--output", str(output)]) == 0
+    said = f"{NUMBER - len(done)} images described, {len(done)} were there before"
+    assert said in capsys.readouterr().out
+    assert not parts.exists()
+
+    assert tool.main([*words, "--output", str(tmp_path / "undisturbed.tsv")]) == 0
+    found, expected = open_features(output), open_features(tmp_path / "undisturbed.tsv")
+    assert found.stamp == expected.stamp
+    assert found.ids == expected.ids == [f"{number:03}" for number in range(NUMBER)]
+    for one, other in zip(found, expected, strict=True):
+        assert len(one) == 4 and np.allclose(one.boxes, other.boxes, atol=1e-3)
+        assert np.allclose(one.features, other.features, atol=1e-4)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_images_that_cannot_be_read_end_in_exit_code_1(tool, words, tmp_path, images, capsys):
+    listed = tmp_path / "list.txt"
+    (tmp_path / "bad.jpg").write_bytes(b"no image")
+    listed.write_text(f"{images}/003.png\n{tmp_path}/bad.jpg\n{tmp_path}/missing.png\n{images}/001.png\n")
+    words[1] = str(listed)
+    assert tool.main([*words, "--output", str(tmp_path / "o.tsv")]) == 1
+    printed = capsys.readouterr()
+    assert "2 images described" in printed.out
+    assert "2 images could not be described" in printed.err
+    assert f"bad: Image {tmp_path}/bad.jpg" in printed.err and "missing.png" in printed.err
+    assert open_features(tmp_path / "o.tsv").ids == ["003", "001"]
+    assert json.loads((tmp_path / "o.tsv.json").read_text())["stamp"]["box_rule"]["rule"] == "maxnms"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--format", "lxmert"], "add --attributes"),
+        (["--min-boxes", "3"], "either --num-boxes or"),
+        (["--image-feature"], "no place for the whole image's feature"),
+        (["--boxes", "x.json"], "leave out the options that choose boxes"),
+        (["--run", "runs/x"], "either --run, or --config"),
+        (["--batch-size", "0"], "batch size 0"),
+        (["--format", "npz", "--output", str(TOOL)], "is a file"),
+        (["--output", "features.txt"], "must end in .tsv"),
+        (["--images", "nowhere"], "nowhere"),
+    ],
+)
+def test_options_that_cannot_be(tool, words, tmp_path, more, message, capsys):
+    assert tool.main([*words, "--output", str(tmp_path / "o.tsv"), *more]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
