@@ -69,6 +69,21 @@ def test_online_boxes_are_none_and_no_boxes_are_empty():
     assert join(Example([image(boxes=0)], [text()])).boxes[0].shape == (0, 4)
 
 
+def test_precomputed_features_come_without_pixels():
+    one, two = image(4, 6, boxes=2), image(5, 3, boxes=0)
+    one.features, two.features = np.ones((2, 7), dtype=np.float32), np.zeros((0, 7), dtype=np.float32)
+    images = join(Example([one], [text()]), Example([two], [text()])).images
+    assert images.pixels.shape == (2, 3, 0, 0) and len(images) == 2
+    assert images.sizes.tolist() == [[4, 6], [5, 3]] and images.original_sizes.tolist() == [[8, 12], [10, 6]]
+    moved = images.to("cpu").precomputed
+    assert [rows.shape for rows in moved.features] == [(2, 7), (0, 7)] and moved.image_features is None
+    with pytest.raises(ValueError, match="photo_4x6 comes with precomputed features, photo_2x2 without"):
+        join(Example([one, image(2, 2)], [text()]))
+    one.image_feature = np.ones(7, dtype=np.float32)
+    with pytest.raises(ValueError, match="a feature of the whole image, photo_5x3 without"):
+        join(Example([one, two], [text()]))
+
+
 def test_detection_targets_pad_attributes_to_the_most_slots():
     one = Objects(np.ones((1, 4), np.float32), np.array([3]), np.array([[5, 6]]))
     none = Objects(np.ones((0, 4), np.float32), np.array([], dtype=np.int64), np.zeros((0, 1), np.int64))

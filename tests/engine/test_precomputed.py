@@ -91,7 +91,7 @@ def test_losses_and_gradients_are_those_of_the_live_detector(layout, live, make_
         expected, found = outputs
         assert set(found.losses) == set(expected.losses)
         for name, loss in expected.losses.items():
-            assert float(found.losses[name].mean) == pytest.approx(float(loss.mean), abs=1e-5), name
+            assert found.losses[name].mean.item() == pytest.approx(loss.mean.item(), abs=1e-5), name
         assert torch.allclose(found.task.logits, expected.task.logits, atol=1e-5)
         for part in ("encoder", "task"):
             gradients = dict(getattr(live.model, part).named_parameters())
