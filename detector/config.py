@@ -83,11 +83,16 @@ class ResNetConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AnchorConfig:
-    """Anchors of res4: the square roots of their areas in pixels of the resized image, and their height / width."""
+    """Anchors of res4: the square roots of their areas in pixels of the resized image, and their height / width.
+
+    `cell_anchors` gives their corners (x1, y1, x2, y2) relative to the cell's origin instead, in the same order (sizes
+    outer, ratios inner): for detectors whose anchors were rounded (Caffe). Empty = from sizes and ratios.
+    """
 
     sizes: tuple[tuple[float, ...], ...] = _key("MODEL.ANCHOR_GENERATOR.SIZES", ((32.0, 64.0, 128.0, 256.0, 512.0),))
     aspect_ratios: tuple[tuple[float, ...], ...] = _key("MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS", ((0.5, 1.0, 2.0),))
     offset: float = _key("MODEL.ANCHOR_GENERATOR.OFFSET", 0.0)
+    cell_anchors: tuple[tuple[float, ...], ...] = _key("MODEL.ANCHOR_GENERATOR.CELL_ANCHORS", (), ours=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,6 +252,10 @@ def check(config: DetectorConfig) -> None:
         (len(config.anchors.sizes) == 1, "MODEL.ANCHOR_GENERATOR.SIZES must be one list in a list (one feature map)"),
         (len(config.anchors.aspect_ratios) == 1, "MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS must be one list in a list"),
         (0 <= config.anchors.offset < 1, "MODEL.ANCHOR_GENERATOR.OFFSET must be in [0, 1)"),
+        (
+            _is_one_box_per_anchor(config.anchors),
+            "MODEL.ANCHOR_GENERATOR.CELL_ANCHORS must hold [x1, y1, x2, y2] for each pair of SIZES and ASPECT_RATIOS",
+        ),
         (len(rpn.conv_dims) > 0, "MODEL.RPN.CONV_DIMS must not be empty"),
         (heads.num_classes > 0, "MODEL.ROI_HEADS.NUM_CLASSES must be positive"),
         (
@@ -272,6 +281,12 @@ def check(config: DetectorConfig) -> None:
     for holds, message in rules:
         if not holds:
             raise ValueError(f"{message}.")
+
+
+def _is_one_box_per_anchor(anchors: AnchorConfig) -> bool:
+    number = sum(len(ratios) * len(sizes) for sizes, ratios in zip(anchors.sizes, anchors.aspect_ratios, strict=False))
+    is_box = all(len(cell) == 4 and cell[0] < cell[2] and cell[1] < cell[3] for cell in anchors.cell_anchors)
+    return not anchors.cell_anchors or (is_box and len(anchors.cell_anchors) == number)
 
 
 def _fields(cls: type) -> list[tuple[str, dataclasses.Field, str, Any]]:
