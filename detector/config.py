@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from detector.config_file import FIXED, IGNORED, convert, decode, flatten, load_tree, merge_bases, plain
+from detector.config_file import FIXED, IGNORED, PORT_KEYS, convert, decode, flatten, load_tree, merge_bases, plain
 
 POOLER_TYPES = ("ROIAlignV2", "ROIAlign", "ROIPool")
 NORMS = ("FrozenBN", "BN", "SyncBN", "GN")
@@ -198,6 +198,8 @@ class DetectorConfig:
             elif not key.startswith(IGNORED):
                 close = difflib.get_close_matches(key, [*known, *FIXED], n=1)
                 hint = f" Did you mean {close[0]}?" if close else ""
+                if key in PORT_KEYS:
+                    hint = f" It belongs to a port of bottom-up attention; here it is {PORT_KEYS[key]}."
                 raise ValueError(f"{name}: {key} is neither a key of Detectron2 nor one of this project.{hint}")
         groups: dict[str, dict[str, Any]] = {}
         for group, field, key, hint in _fields(cls):
