@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def read_weights(path: str | Path) -> WeightsFile:
             return WeightsFile(path, load_file(path), author=None, matching_heuristics=False)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: cannot be read as weights: {str(error).splitlines()[0]}") from error
-    is_pickle = path.suffix == ".pkl" and path.read_bytes()[:2] != b"PK"  # torch writes zip archives
+    is_pickle = path.suffix == ".pkl" and not zipfile.is_zipfile(path)  # torch writes zip archives
     loaded = load_arrays(path) if is_pickle else _load_torch(path)
     if not isinstance(loaded, dict):
         raise ValueError(f"{path}: expected weights by name, found {type(loaded).__name__}.")

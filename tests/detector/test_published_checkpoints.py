@@ -424,3 +424,28 @@ def test_shipped_caffe_anchors():
     torch.testing.assert_close(sides, torch.tensor(ideal), rtol=0.07, atol=0)
     same = dataclasses.replace(caffe, anchors=port.anchors, rpn=port.rpn, roi_heads=port.roi_heads)
     assert same == port
+
+
+@pytest.mark.parametrize("name", ["bottom_up_attention", "bottom_up_attention_caffe"])
+def test_shipped_configs_have_the_shapes_of_the_published_files(name: str):
+    """Shapes as reported of the published files (py-bottom-up-attention's with an attribute head)."""
+    config = DetectorConfig.from_yaml(Path(__file__).parents[2] / "configs" / "detector" / f"{name}.yaml")
+    with torch.device("meta"):
+        shapes = {key: list(value.shape) for key, value in FasterRCNN(config).state_dict().items()}
+    expected = {
+        f"{RPN}.conv": [512, 1024, 3, 3],
+        f"{RPN}.objectness_logits": [12, 512, 1, 1],
+        f"{RPN}.anchor_deltas": [48, 512, 1, 1],
+        f"{PREDICTOR}.cls_score": [1601, 2048],
+        f"{PREDICTOR}.bbox_pred": [6400, 2048],
+        f"{PREDICTOR}.cls_embedding": [1601, 256],
+        f"{PREDICTOR}.fc_attr": [512, 2304],
+        f"{PREDICTOR}.attr_score": [401, 512],
+    }
+    assert {key: shapes[f"{key}.weight"] for key in expected} == expected
+    assert "backbone.res4.22.conv3.norm.running_var" in shapes and "backbone.res4.23.conv1.weight" not in shapes
+
+
+def test_a_torch_archive_called_pkl(tmp_path: Path, plain: FasterRCNN):
+    torch.save({"model": plain.state_dict()}, tmp_path / "a.pkl")
+    assert load_checkpoint(make(WITHOUT_ATTRIBUTES, 3), tmp_path / "a.pkl").is_complete
