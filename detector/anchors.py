@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from detector.config import AnchorConfig
+
 
 def make_cell_anchors(sizes: Sequence[float], aspect_ratios: Sequence[float]) -> Tensor:
     """float32 [C, 4], anchors centred on (0, 0): sizes in the outer loop, ratios (height / width) in the inner one.
@@ -28,6 +30,14 @@ def make_cell_anchors(sizes: Sequence[float], aspect_ratios: Sequence[float]) ->
     return torch.tensor(anchors)
 
 
+def configured_cell_anchors(config: AnchorConfig, level: int = 0) -> Tensor:
+    """float32 [C, 4]: CELL_ANCHORS where given, otherwise from SIZES and ASPECT_RATIOS of a feature map."""
+    if config.cell_anchors:
+        return torch.tensor(config.cell_anchors)
+    ratios = config.aspect_ratios[level if len(config.aspect_ratios) > 1 else 0]
+    return make_cell_anchors(config.sizes[level], ratios)
+
+
 class AnchorGenerator(nn.Module):
     """Anchors of a feature map of known stride.
 
@@ -37,18 +47,17 @@ class AnchorGenerator(nn.Module):
 
     cell_anchors: Tensor
 
-    def __init__(
-        self, *, sizes: Sequence[float], aspect_ratios: Sequence[float], stride: int, offset: float = 0.0
-    ) -> None:
+    def __init__(self, cell_anchors: Tensor, *, stride: int, offset: float = 0.0) -> None:
         """
         Args:
+            cell_anchors: float32 [C, 4], relative to the centre of a cell's first anchor.
             stride: pixels of the network input per cell of the feature map.
             offset: place of the first anchor's centre, as a fraction of the stride.
         """
         super().__init__()
         self.stride = stride
         self.offset = offset
-        self.register_buffer("cell_anchors", make_cell_anchors(sizes, aspect_ratios), persistent=False)
+        self.register_buffer("cell_anchors", cell_anchors, persistent=False)
 
     def __len__(self) -> int:
         return len(self.cell_anchors)

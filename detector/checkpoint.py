@@ -1,6 +1,8 @@
-"""Saving and loading detectors: a folder of `config.yaml` (Detectron2 keys) and `model.safetensors`.
+"""Saving and loading detectors; the one strict loader of weights.
 
-Weights are loaded strictly. Nothing is copied into the model before every key of the file has found its place.
+A saved detector is a folder of `config.yaml` (Detectron2 keys) and `model.safetensors`. What is loaded can also be a
+published checkpoint: see `detector.weight_files` for the kinds of files and `detector.weight_names` for the layouts.
+Nothing is copied into a model before every key of the file has found its place.
 """
 
 from __future__ import annotations
@@ -10,20 +12,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from detector.anchors import configured_cell_anchors
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
+from detector.interface import Detector
+from detector.weight_files import WEIGHTS_NAME, read_tensors, read_weights
+from detector.weight_names import CELL_ANCHORS, LEFTOVERS, PREDICTOR, Renamed, to_detector_names
 
 CONFIG_NAME = "config.yaml"
-WEIGHTS_NAME = "model.safetensors"
 SHOWN_KEYS = 3  # of each kind in an error message
+TOLERANCE = 1e-3  # pixels or grey levels, between buffers of old checkpoints and the config
 
-# Detectron2 saved these as buffers until May 2021. They repeat the config, so they are compared with it, not loaded.
-CELL_ANCHORS = "proposal_generator.anchor_generator.cell_anchors.0"
-TOLERANCE = 1e-3  # pixels or grey levels
+TRUNK = ("backbone.", "roi_heads.res5.")
+ATTRIBUTE_HEAD = tuple(f"{PREDICTOR}{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
+# What a file must hold of the detector; the rest keeps its values, and the rest of the file is not used.
+EXPECT = ("all", "no_attributes", "backbone")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,22 +38,31 @@ class LoadReport:
 
     matched: list[str]
     missing: list[str]  # in the model, not in the file
-    unexpected: list[str]  # in the file, not in the model
+    unexpected: list[str]  # in the file, not in the model (or not asked for)
     mismatched: list[str]  # in both, with other shapes: "key [file shape] -> [model shape]"
+    layout: str = "this detector"  # whose names and conventions the file had
 
     @property
     def is_complete(self) -> bool:
         return not (self.missing or self.unexpected or self.mismatched)
 
-    def summary(self) -> str:
+    def summary(self, shown: int = SHOWN_KEYS) -> str:
         """One clause that counts each kind of misfit and names the first keys of it."""
         parts = [f"{len(self.matched)} keys match"]
         for kind in ("missing", "unexpected", "mismatched"):
             keys = getattr(self, kind)
             if keys:
-                more = ", ..." if len(keys) > SHOWN_KEYS else ""
-                parts.append(f"{len(keys)} {kind} ({', '.join(keys[:SHOWN_KEYS])}{more})")
+                more = ", ..." if len(keys) > shown else ""
+                parts.append(f"{len(keys)} {kind} ({', '.join(keys[:shown])}{more})")
         return ", ".join(parts)
+
+    def __str__(self) -> str:
+        """All of it, one key a line but for the matched ones, which are counted."""
+        lines = [f"layout: {self.layout}", f"matched: {len(self.matched)}"]
+        for kind in ("missing", "unexpected", "mismatched"):
+            keys = getattr(self, kind)
+            lines += [f"{kind}: {len(keys)}", *(f"  {key}" for key in keys)]
+        return "\n".join(lines)
 
 
 def compare_keys(module: nn.Module, tensors: dict[str, Tensor]) -> LoadReport:
@@ -71,64 +86,113 @@ def compare_keys(module: nn.Module, tensors: dict[str, Tensor]) -> LoadReport:
 
 
 def load_weights(
-    detector: FasterRCNN,
+    module: nn.Module,
     tensors: dict[str, Tensor],
     source: str | Path,
     *,
     may_miss: Sequence[str] = (),
     may_exceed: Sequence[str] = (),
+    only: Sequence[str] = ("",),
+    layout: str = LoadReport.layout,
 ) -> LoadReport:
-    """Load a state dict with Detectron2's names; all of it must fit, or nothing is loaded.
+    """Load a state dict; all of it must fit, or nothing is loaded.
+
+    Buffers of old Detectron2 checkpoints that repeat a detector's config are compared with it.
 
     Args:
         source: the file's name, for the error message.
         may_miss, may_exceed: prefixes of keys that may be missing from the file, or be in it without a use.
+        only: prefixes of the keys to load; others are listed as missing and unexpected, and permitted.
+        layout: for the report.
 
     Returns:
         the report, in which the permitted misfits are listed too.
 
     Raises:
-        ValueError: other misfits, or buffers of an old checkpoint that contradict the config.
+        ValueError: other misfits, or buffers that contradict the config.
     """
-    tensors = _drop_config_buffers(detector, tensors, source)
-    report = compare_keys(detector, tensors)
+    wanted = tuple(only)
+    if isinstance(module, Detector):
+        tensors = _drop_config_buffers(module.config, tensors, source)
+    report = compare_keys(module, {name: value for name, value in tensors.items() if name.startswith(wanted)})
+    unused = [name for name in tensors if not name.startswith(wanted) and not name.endswith("num_batches_tracked")]
     judged = dataclasses.replace(
         report,
-        missing=[name for name in report.missing if not name.startswith(tuple(may_miss))],
+        missing=[n for n in report.missing if n.startswith(wanted) and not n.startswith(tuple(may_miss))],
         unexpected=[name for name in report.unexpected if not name.startswith(tuple(may_exceed))],
     )
     if not judged.is_complete:
+        part = " Or load a part of it: expect no_attributes or backbone." if isinstance(module, Detector) else ""
         raise ValueError(
-            f"{source} does not fit the detector's config: {judged.summary()}; use the config it came with."
+            f"{source} does not fit the model's config: {judged.summary()}; use the settings it was trained with.{part}"
         )
-    counters = [name for name in detector.state_dict() if name.endswith("num_batches_tracked") and name in tensors]
-    detector.load_state_dict({name: tensors[name] for name in (*report.matched, *counters)}, strict=False)
-    return report
+    counters = [name for name in module.state_dict() if name.endswith("num_batches_tracked") and name in tensors]
+    used = (*report.matched, *(name for name in counters if name.startswith(wanted)))
+    module.load_state_dict({name: tensors[name] for name in used}, strict=False)
+    return dataclasses.replace(report, unexpected=[*report.unexpected, *unused], layout=layout)
 
 
-def read_tensors(path: str | Path) -> dict[str, Tensor]:
-    """Tensors of a `.safetensors` file or of a `.pth` state dict (bare, or under the key `model`). Runs no code.
+def load_strictly(module: nn.Module, path: str | Path) -> LoadReport:
+    """Load a file of the module's own names; every key must be there, in its shape, and no other.
 
     Raises:
-        FileNotFoundError, ValueError: the file is missing, damaged, of another kind, or holds more than tensors.
+        FileNotFoundError, ValueError: the file is missing or damaged, or does not fit.
+    """
+    return load_weights(module, read_tensors(path), path)
+
+
+def load_checkpoint(detector: Detector, path: str | Path, *, expect: str = "all") -> LoadReport:
+    """Start a detector from its own or a published checkpoint.
+
+    Args:
+        detector: a detector with Detectron2's names and a `config`.
+        path: a file or a folder, see `read_weights`.
+        expect: what the file must hold. "all": every parameter. "no_attributes": all but the attribute head, which
+            may be missing from the file or from the detector. "backbone": stem to res5; RPN and box predictor keep
+            their values, also if the file has some.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, not weights, not of a known layout, or they do not fit.
+    """
+    return load_converted(detector, convert_checkpoint(detector, path), path, expect=expect)
+
+
+def convert_checkpoint(detector: Detector, path: str | Path) -> Renamed:
+    """Tensors of a file in the detector's names and conventions, and the layout of the file. Nothing is loaded."""
+    return to_detector_names(read_weights(path), detector.state_dict(), detector.config)
+
+
+def load_converted(detector: Detector, converted: Renamed, source: str | Path, *, expect: str) -> LoadReport:
+    """The second half of `load_checkpoint`."""
+    return load_weights(detector, converted.tensors, source, layout=converted.layout, **_permitted(expect))
+
+
+def _permitted(expect: str) -> dict[str, Sequence[str]]:
+    """Arguments of `load_weights`."""
+    if expect == "all":
+        return {"may_exceed": LEFTOVERS}
+    if expect == "no_attributes":
+        return {"may_exceed": (*LEFTOVERS, *ATTRIBUTE_HEAD), "may_miss": ATTRIBUTE_HEAD}
+    if expect == "backbone":
+        return {"only": TRUNK}
+    raise ValueError(f"Weights may be expected to hold {', '.join(EXPECT)}, not '{expect}'.")
+
+
+def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
+    """Write tensors as a `.safetensors` file, or as a `.pth` that Detectron2 loads ({"model": state dict}).
+
+    Raises:
+        ValueError: another suffix.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such weights file.")
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(path)
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, RuntimeError, EOFError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as weights: {str(error).splitlines()[0]}") from error
-    except Exception as error:  # torch raises pickle errors of several kinds for a file that is not plain tensors
-        raise ValueError(
-            f"{path}: not a plain file of tensors ({type(error).__name__}); it was not executed."
-        ) from error
-    state = loaded.get("model", loaded) if isinstance(loaded, dict) else None
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"{path}: expected a state dict of tensors, bare or under the key `model`.")
-    return state
+    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".safetensors":
+        save_file(plain, path)
+    elif path.suffix == ".pth":
+        torch.save({"model": plain}, path)
+    else:
+        raise ValueError(f"{path}: weights are written as .pth or .safetensors.")
 
 
 def save_pretrained(detector: FasterRCNN, directory: str | Path) -> None:
@@ -136,8 +200,7 @@ def save_pretrained(detector: FasterRCNN, directory: str | Path) -> None:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / CONFIG_NAME).write_text(detector.config.to_yaml(), encoding="utf-8")
-    tensors = {name: value.detach().cpu().contiguous() for name, value in detector.state_dict().items()}
-    save_file(tensors, directory / WEIGHTS_NAME)
+    save_weights(detector.state_dict(), directory / WEIGHTS_NAME)
 
 
 def load_detector(directory: str | Path) -> FasterRCNN:
@@ -148,17 +211,17 @@ def load_detector(directory: str | Path) -> FasterRCNN:
     """
     directory = Path(directory)
     detector = FasterRCNN(DetectorConfig.from_yaml(directory / CONFIG_NAME))
-    load_weights(detector, read_tensors(directory / WEIGHTS_NAME), directory / WEIGHTS_NAME)
+    load_strictly(detector, directory / WEIGHTS_NAME)
     return detector.eval()
 
 
-def _drop_config_buffers(detector: FasterRCNN, tensors: dict[str, Tensor], source: str | Path) -> dict[str, Tensor]:
-    settings = detector.config.input
+def _drop_config_buffers(config: DetectorConfig, tensors: dict[str, Tensor], source: str | Path) -> dict[str, Tensor]:
     expected = {
-        CELL_ANCHORS: (detector.proposal_generator.anchor_generator.cell_anchors.cpu(), "MODEL.ANCHOR_GENERATOR"),
-        "pixel_mean": (torch.tensor(settings.pixel_mean), "MODEL.PIXEL_MEAN"),
-        "pixel_std": (torch.tensor(settings.pixel_std), "MODEL.PIXEL_STD"),
+        "pixel_mean": (torch.tensor(config.input.pixel_mean), "MODEL.PIXEL_MEAN"),
+        "pixel_std": (torch.tensor(config.input.pixel_std), "MODEL.PIXEL_STD"),
     }
+    for level in range(len(config.anchors.sizes)):
+        expected[f"{CELL_ANCHORS}{level}"] = configured_cell_anchors(config.anchors, level), "MODEL.ANCHOR_GENERATOR"
     for name, (value, key) in expected.items():
         if name not in tensors:
             continue

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from detector.config_file import FIXED, IGNORED, convert, decode, flatten, load_tree, merge_bases, plain
+from detector.config_file import FIXED, IGNORED, PORT_KEYS, convert, decode, flatten, load_tree, merge_bases, plain
 
 POOLER_TYPES = ("ROIAlignV2", "ROIAlign", "ROIPool")
 NORMS = ("FrozenBN", "BN", "SyncBN", "GN")
@@ -83,11 +83,16 @@ class ResNetConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AnchorConfig:
-    """Anchors of res4: the square roots of their areas in pixels of the resized image, and their height / width."""
+    """Anchors of res4: the square roots of their areas in pixels of the resized image, and their height / width.
+
+    `cell_anchors` gives their corners (x1, y1, x2, y2) relative to the cell's origin instead, in the same order (sizes
+    outer, ratios inner): for detectors whose anchors were rounded (Caffe). Empty = from sizes and ratios.
+    """
 
     sizes: tuple[tuple[float, ...], ...] = _key("MODEL.ANCHOR_GENERATOR.SIZES", ((32.0, 64.0, 128.0, 256.0, 512.0),))
     aspect_ratios: tuple[tuple[float, ...], ...] = _key("MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS", ((0.5, 1.0, 2.0),))
     offset: float = _key("MODEL.ANCHOR_GENERATOR.OFFSET", 0.0)
+    cell_anchors: tuple[tuple[float, ...], ...] = _key("MODEL.ANCHOR_GENERATOR.CELL_ANCHORS", (), ours=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +198,8 @@ class DetectorConfig:
             elif not key.startswith(IGNORED):
                 close = difflib.get_close_matches(key, [*known, *FIXED], n=1)
                 hint = f" Did you mean {close[0]}?" if close else ""
+                if key in PORT_KEYS:
+                    hint = f" It belongs to a port of bottom-up attention; here it is {PORT_KEYS[key]}."
                 raise ValueError(f"{name}: {key} is neither a key of Detectron2 nor one of this project.{hint}")
         groups: dict[str, dict[str, Any]] = {}
         for group, field, key, hint in _fields(cls):
@@ -247,6 +254,10 @@ def check(config: DetectorConfig) -> None:
         (len(config.anchors.sizes) == 1, "MODEL.ANCHOR_GENERATOR.SIZES must be one list in a list (one feature map)"),
         (len(config.anchors.aspect_ratios) == 1, "MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS must be one list in a list"),
         (0 <= config.anchors.offset < 1, "MODEL.ANCHOR_GENERATOR.OFFSET must be in [0, 1)"),
+        (
+            _is_one_box_per_anchor(config.anchors),
+            "MODEL.ANCHOR_GENERATOR.CELL_ANCHORS must hold [x1, y1, x2, y2] for each pair of SIZES and ASPECT_RATIOS",
+        ),
         (len(rpn.conv_dims) > 0, "MODEL.RPN.CONV_DIMS must not be empty"),
         (heads.num_classes > 0, "MODEL.ROI_HEADS.NUM_CLASSES must be positive"),
         (
@@ -272,6 +283,12 @@ def check(config: DetectorConfig) -> None:
     for holds, message in rules:
         if not holds:
             raise ValueError(f"{message}.")
+
+
+def _is_one_box_per_anchor(anchors: AnchorConfig) -> bool:
+    number = sum(len(ratios) * len(sizes) for sizes, ratios in zip(anchors.sizes, anchors.aspect_ratios, strict=False))
+    is_box = all(len(cell) == 4 and cell[0] < cell[2] and cell[1] < cell[3] for cell in anchors.cell_anchors)
+    return not anchors.cell_anchors or (is_box and len(anchors.cell_anchors) == number)
 
 
 def _fields(cls: type) -> list[tuple[str, dataclasses.Field, str, Any]]:

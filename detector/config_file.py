@@ -30,6 +30,16 @@ FIXED: dict[str, Any] = {
     "TEST.AUG.ENABLED": False,
 }
 
+# Keys of the bottom-up attention ports, and how they are written here.
+PORT_KEYS: dict[str, str] = {
+    "MODEL.CAFFE_MAXPOOL": "MODEL.RESNETS.STEM_POOL: caffe_max",
+    "MODEL.PROPOSAL_GENERATOR.HID_CHANNELS": "MODEL.RPN.CONV_DIMS: [512]",
+    "MODEL.ROI_BOX_HEAD.RES5HALVE": "MODEL.RESNETS.RES5_DILATION: 2 for false",
+    "MODEL.ROI_BOX_HEAD.ATTR": "MODEL.ROI_BOX_HEAD.ATTRIBUTES.NUM_CLASSES: 400",
+    "MODEL.ROI_BOX_HEAD.NUM_ATTRS": "MODEL.ROI_BOX_HEAD.ATTRIBUTES.NUM_CLASSES: 400",
+    "MODEL.BUA.CAFFE": "configs/detector/bottom_up_attention_caffe.yaml",
+}
+
 # Prefixes of keys (or whole keys) that do not change what this model computes.
 IGNORED: tuple[str, ...] = (
     "CUDNN_BENCHMARK",

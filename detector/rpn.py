@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import nms
 
-from detector.anchors import AnchorGenerator
+from detector.anchors import AnchorGenerator, configured_cell_anchors
 from detector.box_losses import box_regression_loss
 from detector.boxes import clip, decode_deltas, is_larger, pairwise_iou
 from detector.config import DetectorConfig, RPNConfig
@@ -88,8 +88,7 @@ class RPN(nn.Module):
         super().__init__()
         self.config: RPNConfig = config.rpn
         self.anchor_generator = AnchorGenerator(
-            sizes=config.anchors.sizes[0],
-            aspect_ratios=config.anchors.aspect_ratios[0],
+            configured_cell_anchors(config.anchors),
             stride=config.resnet.res4_stride,
             offset=config.anchors.offset,
         )

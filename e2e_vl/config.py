@@ -25,7 +25,8 @@ class DetectorSettings:
     backend: str = "builtin"
     config: str = "configs/detector/R_101_C4.yaml"  # a Detectron2 YAML file
     overrides: dict[str, Any] = field(default_factory=dict)  # nested Detectron2 keys that beat the file
-    weights: str | None = None  # checkpoint to start from; None = random
+    weights: str | None = None  # file or folder to start from, of any layout; None = random
+    expect: str = "all"  # what the weights must hold: all, no_attributes or backbone; the rest starts random
     freeze: bool = False  # True: the whole detector keeps its starting values (and batch statistics)
     loss_weight: float = 0.0  # weight of the detection losses beside the task's; 0 = they are not computed
     loss_weights: dict[str, float] = field(default_factory=dict)  # weights of single detection losses; 1 unless named
@@ -144,6 +145,7 @@ class RunConfig:
 
 
 CHOICES = {  # the names of detectors, encoders, tasks and data sets are in e2e_vl/engine/build.py
+    "detector.expect": ("all", "no_attributes", "backbone"),
     "data.boxes.train": ("gt", "detections", "detections+gt", "online", "precomputed"),
     "data.resize.rounding": ("vl_bert", "detectron2"),
     "train.schedule": ("linear", "cosine", "constant"),

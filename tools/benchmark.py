@@ -34,7 +34,7 @@ class Preset(NamedTuple):
 
 
 PRESETS = {
-    "small": Preset(CONFIGS / "train.yaml", (224, 320), (16,)),
+    "small": Preset(CONFIGS / "train.yaml", (320, 416), (16,)),
     "base": Preset(CONFIGS / "train_base.yaml", (600, 800), (36, 100)),
 }
 TOLERANCE = 1e-3  # of the loss, relative to it, and of gradients, relative to the largest one
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         "--preset",
         choices=tuple(PRESETS),
         default="small",
-        help="small: ResNet-50 C4 and 4 layers, 16 boxes, 224 x 320 pixels, about two minutes on two CPU cores "
+        help="small: ResNet-50 C4 and 4 layers, 16 boxes, 320 x 416 pixels, about two minutes on two CPU cores "
         "(default); base: ResNet-101 C4 and BASE (12 layers of 768), 36 and 100 boxes, 600 x 800 pixels",
     )
     train.add_argument("--config", type=Path, help="YAML file of a run instead of a preset, with its own sizes")

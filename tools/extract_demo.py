@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("image", type=Path, help="any JPEG or PNG file")
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     parser.add_argument("--config", type=Path, help="Detectron2 YAML file (default: ResNet-101 C4, or that of --run)")
-    parser.add_argument("--weights", type=Path, help="detector weights: a safetensors file or a folder with one")
+    parser.add_argument("--weights", type=Path, help="detector weights: a file of any kind, or a folder")
     parser.add_argument("--run", type=Path, help="trained run directory: its detector is used, and it answers --text")
     parser.add_argument("--text", help="a phrase; the box that it refers to is drawn (needs --run)")
     parser.add_argument("--min-score", type=float, default=0.2, help="regions score at least this (default: 0.2) ...")

@@ -6,6 +6,7 @@ A new encoder, task or data set is a file of its own and one entry in a dict bel
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from detector.checkpoint import load_checkpoint, load_strictly
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.interface import Detector
@@ -23,7 +25,6 @@ from e2e_vl.data.collate import collate
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
-from e2e_vl.engine.weights import load_strictly
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
 from e2e_vl.synthetic.build import make_refcoco
@@ -32,6 +33,8 @@ from e2e_vl.synthetic.scenes import SceneConfig
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.text import build_vocabulary, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 DETECTORS: dict[str, type[Detector]] = {"builtin": FasterRCNN, "precomputed": PrecomputedDetector}
 ENCODERS = {"vl_bert": (VLBertConfig, VLBertModel)}
@@ -176,7 +179,9 @@ def build_detector(config: RunConfig) -> Detector:
         )
     detector = named_parts(config).detector(build_detector_config(config))
     if config.detector.weights is not None:
-        load_strictly(detector, Path(config.detector.weights))
+        report = load_checkpoint(detector, config.detector.weights, expect=config.detector.expect)
+        if not report.is_complete:
+            logger.warning("%s (%s names): %s.", config.detector.weights, report.layout, report.summary())
     return detector
 
 

@@ -25,10 +25,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
+from detector.checkpoint import load_strictly
 from e2e_vl.config import RunConfig, differences, load_config, save_config
 from e2e_vl.engine.build import build_model, detector_yaml
 from e2e_vl.engine.logging import write_json
-from e2e_vl.engine.weights import load_strictly
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.text import load_tokenizer
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torchvision.ops import nms
 
+from detector.checkpoint import load_checkpoint
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
 from detector.selection import SelectionRule, select_regions
 from e2e_vl.config import load_config
-from e2e_vl.engine.weights import load_strictly
 
 CANDIDATES = 2  # detections per wanted region, before those of several classes in one place are merged
 SAME_PLACE = 0.7  # IoU above which two detections are one region
@@ -95,8 +95,8 @@ def build_extractor(
 
     Args:
         config: Detectron2 YAML file.
-        weights: safetensors file with Detectron2's names, or a folder with it as `model.safetensors`; None = random
-            values, the same for the same seed.
+        weights: file or folder of any kind that `load_checkpoint` reads; None = random values, the same for the same
+            seed.
         rule: which detections become regions.
         resize: size of the network input; None = the config's INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST.
         max_proposals: limit for RPN.POST_NMS_TOPK_TEST, the number of boxes that the RoI head looks at. Time on a CPU
@@ -120,8 +120,7 @@ def build_extractor(
         torch.manual_seed(seed)
         detector = FasterRCNN(settings).eval()
     if weights is not None:
-        path = Path(weights)
-        load_strictly(detector, path / "model.safetensors" if path.is_dir() else path)
+        load_checkpoint(detector, weights)
     resize = resize or ResizeRule(settings.input.min_size_test, settings.input.max_size_test, "detectron2")
     return Extractor(detector, resize, rule)
 

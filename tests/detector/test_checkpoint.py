@@ -7,9 +7,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from detector.checkpoint import CELL_ANCHORS, compare_keys, load_detector, load_weights, read_tensors, save_pretrained
+from detector.checkpoint import compare_keys, load_detector, load_weights, save_pretrained
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
+from detector.weight_files import read_tensors
+from detector.weight_names import CELL_ANCHORS
 
 TREE = {
     "RESNETS": {"DEPTH": 18, "NORM": "BN", "STEM_OUT_CHANNELS": 8, "RES2_OUT_CHANNELS": 8, "WIDTH_PER_GROUP": 4},
@@ -76,13 +78,13 @@ def test_batch_norm_weights_fit_frozen_batch_norms():
 def test_buffers_of_old_checkpoints_must_agree_with_the_config():
     model = make()
     tensors = model.state_dict()
-    tensors[CELL_ANCHORS] = model.proposal_generator.anchor_generator.cell_anchors.clone()
+    tensors[f"{CELL_ANCHORS}0"] = model.proposal_generator.anchor_generator.cell_anchors.clone()
     tensors["pixel_mean"] = torch.tensor(model.config.input.pixel_mean).reshape(3, 1, 1)
     load_weights(model, tensors, "x.pth")
-    tensors[CELL_ANCHORS][3] += 1
+    tensors[f"{CELL_ANCHORS}0"][3] += 1
     with pytest.raises(ValueError, match=r"x\.pth: its proposal_generator.* contradicts MODEL.ANCHOR_GENERATOR"):
         load_weights(model, tensors, "x.pth")
-    del tensors[CELL_ANCHORS]
+    del tensors[f"{CELL_ANCHORS}0"]
     tensors["pixel_mean"] = torch.tensor([1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match=r"x\.pth: its pixel_mean .* contradicts MODEL.PIXEL_MEAN"):
         load_weights(model, tensors, "x.pth")

@@ -58,6 +58,8 @@ def test_keys_of_training_runs_are_ignored():
     ("tree", "message"),
     [
         ({"MODEL": {"RESNETS": {"DEPHT": 50}}}, "MODEL.RESNETS.DEPHT .* Did you mean MODEL.RESNETS.DEPTH"),
+        ({"MODEL": {"CAFFE_MAXPOOL": True}}, "MODEL.CAFFE_MAXPOOL .* here it is MODEL.RESNETS.STEM_POOL: caffe_max"),
+        ({"MODEL": {"ANCHOR_GENERATOR": {"CELL_ANCHORS": [[0, 0, 4, 4]]}}}, "MODEL.ANCHOR_GENERATOR.CELL_ANCHORS must"),
         ({"MODEL": {"MASK_ON": True}}, "MODEL.MASK_ON = True is not supported"),
         ({"MODEL": {"ROI_HEADS": {"NAME": "StandardROIHeads"}}}, "MODEL.ROI_HEADS.NAME"),
         ({"MODEL": {"RESNETS": {"DEFORM_ON_PER_STAGE": [False, True, False, False]}}}, "DEFORM_ON_PER_STAGE"),

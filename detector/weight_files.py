@@ -1,0 +1,95 @@
+"""Reading weights files of every kind as tensors by name. No file can run code."""
+
+from __future__ import annotations
+
+import dataclasses
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from detector.pickles import load_arrays
+
+# Where a folder keeps its detector: a saved detector, a saved model, a run directory, a Detectron2 output directory.
+WEIGHTS_NAME = "model.safetensors"
+IN_FOLDERS = (WEIGHTS_NAME, f"detector/{WEIGHTS_NAME}", f"model/detector/{WEIGHTS_NAME}", "model_final.pth")
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightsFile:
+    """What a file holds, under the names it uses."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    author: str | None  # Detectron2's `__author__`; "Caffe2" for a pickle without one, as Detectron2 assumes
+    matching_heuristics: bool  # Detectron2 may match its names with the ends of the model's
+
+
+def read_weights(path: str | Path) -> WeightsFile:
+    """Read a `.safetensors` file, a pickle of arrays (`.pkl`), or a `.pth` / `.model` / `.bin` file of torch.
+
+    A pickle holds arrays by name: bare, under `model` (Detectron2) or under `blobs` (Caffe2; the optimiser's momentum
+    is left out). A torch file holds a state dict: bare, or under `model` (Detectron2) or `state_dict`. Of a folder, the
+    detector in it is read.
+
+    Raises:
+        FileNotFoundError, ValueError: the file is missing, damaged, of another kind, or holds more than tensors.
+    """
+    path = find_weights(path)
+    loaded: Any
+    if path.suffix == ".safetensors":
+        try:
+            return WeightsFile(path, load_file(path), author=None, matching_heuristics=False)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: cannot be read as weights: {str(error).splitlines()[0]}") from error
+    is_pickle = path.suffix == ".pkl" and not zipfile.is_zipfile(path)  # torch writes zip archives
+    loaded = load_arrays(path) if is_pickle else _load_torch(path)
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path}: expected weights by name, found {type(loaded).__name__}.")
+    author = loaded.get("__author__")
+    state = next((loaded[key] for key in ("model", "state_dict", "blobs") if isinstance(loaded.get(key), dict)), loaded)
+    if is_pickle and "model" not in loaded:
+        author = "Caffe2"
+        state = {name: value for name, value in state.items() if not str(name).endswith("_momentum")}
+    tensors = {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in state.items()}
+    for name, value in tensors.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise ValueError(
+                f"{path}: expected a state dict of tensors, bare or under the key `model`; {name!r} is no tensor."
+            )
+    heuristics = bool(loaded.get("matching_heuristics", False)) or author == "Caffe2"
+    return WeightsFile(path, tensors, author=author, matching_heuristics=heuristics)
+
+
+def read_tensors(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of `read_weights`, under the file's own names."""
+    return read_weights(path).tensors
+
+
+def find_weights(path: str | Path) -> Path:
+    """A file as it is; of a folder, the weights of the detector in it."""
+    path = Path(path)
+    if path.is_dir():
+        found = next((path / name for name in IN_FOLDERS if (path / name).is_file()), None)
+        if found is None:
+            raise FileNotFoundError(f"{path}: holds no detector's weights ({', '.join(IN_FOLDERS)}).")
+        return found
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such weights file.")
+    return path
+
+
+def _load_torch(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as weights: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # torch raises pickle errors of several kinds for a file that is not plain tensors
+        raise ValueError(
+            f"{path}: not a plain file of tensors ({type(error).__name__}); it was not executed."
+        ) from error

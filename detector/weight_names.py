@@ -1,0 +1,248 @@
+"""Names and conventions of published checkpoints, turned into this detector's (which are Detectron2's).
+
+Layouts:
+
+- Detectron2: used as it is. So are the `.pkl` files of "py-bottom-up-attention" (the Detectron2 port of bottom-up
+  attention): plain dictionaries with these names and an attribute head.
+- Caffe2 (Detectron, and Detectron2's ImageNet models): `res2_0_branch2a_w`. Background is class 0 there.
+- torchvision: `layer1.0.conv1.weight`; VL-BERT's `resnet101-pt-vgbua-0000.model` has them too.
+- partial: `stem.conv1.weight`, `res2.0.conv1.weight`, matched with the ends of the model's names.
+- Caffe bottom-up attention: the `.pth` files of "bottom-up-attention.pytorch" in its caffe mode (ResNet-101). Their
+  numbers are rearranged exactly. The box arithmetic of that code is no matter of weights and is not reproduced: it
+  clips proposals to width - 1, counts a box's last pixel as inside in NMS (x2 - x1 + 1), and decodes final boxes from
+  proposals one pixel wider. Features of given boxes are not affected.
+
+Facts from the code of Detectron2 (`c2_model_loading.py`, `convert-torchvision-to-d2.py`) and of the two ports.
+
+Shape legend
+    A   anchors per cell = S sizes * R ratios
+    K   foreground classes
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from detector.config import DetectorConfig
+from detector.weight_files import WeightsFile
+
+FULL_PREFIXES = ("backbone.", "proposal_generator.", "roi_heads.")
+RPN_HEAD = "proposal_generator.rpn_head."
+PREDICTOR = "roi_heads.box_predictor."
+# Detectron2 saved these as buffers until May 2021, one of each feature map. They repeat the config.
+CELL_ANCHORS = "proposal_generator.anchor_generator.cell_anchors."
+# ImageNet classifiers, and the bias that Caffe's first convolution has before its norm: no detector uses them, and
+# Detectron2 leaves them out too.
+LEFTOVERS = ("fc.", "stem.fc.", "fc1000.", "pred.", "stem.conv1.bias")
+FOLDED_VARIANCE = 1 - 1e-5  # with the epsilon of the batch norms: exactly 1
+
+_PARAMETER = {"w": "weight", "b": "bias"}
+_NORM_PARAMETER = {
+    "s": "weight",
+    "gamma": "weight",
+    "b": "bias",
+    "bias": "bias",
+    "beta": "bias",
+    "rm": "running_mean",
+    "running_mean": "running_mean",
+    "riv": "running_var",
+    "running_var": "running_var",
+}
+_CAFFE2_BRANCHES = {"1": "shortcut", "2a": "conv1", "2b": "conv2", "2c": "conv3"}
+_CAFFE2_LAYERS = {
+    "conv_rpn": f"{RPN_HEAD}conv",
+    "rpn_cls_logits": f"{RPN_HEAD}objectness_logits",
+    "rpn_bbox_pred": f"{RPN_HEAD}anchor_deltas",
+    "cls_score": "cls_score",
+    "bbox_pred": "bbox_pred",
+    "conv1": "stem.conv1",
+    "fc1000": "fc1000",
+    "pred": "pred",
+}
+_CAFFE2_NORM = re.compile(rf"(?P<layer>.*)_(?:bn|gn)_(?P<parameter>{'|'.join(_NORM_PARAMETER)})")
+_CAFFE2_BLOCK = re.compile(r"res(?P<stage>\d)_(?P<block>\d+)_branch(?P<branch>1|2a|2b|2c)")
+_TORCHVISION_BLOCK = re.compile(r"layer(?P<stage>[1-4])\.(?P<block>\d+)\.(?P<rest>.+)")
+
+
+class Renamed(NamedTuple):
+    """A checkpoint in this detector's names and conventions."""
+
+    tensors: dict[str, Tensor]
+    layout: str  # for people
+
+
+def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: DetectorConfig) -> Renamed:
+    """Recognise a checkpoint's layout by its names, and convert it.
+
+    Args:
+        model_names: keys of the detector's state dict; names without a prefix are matched with their ends.
+        config: anchors and box weights, which the Caffe layout of bottom-up attention is expressed in.
+
+    Raises:
+        ValueError: no known layout, or a name that fits two of the detector's.
+    """
+    source, tensors = weights.path, weights.tensors
+    if tensors and all(name.startswith("module.") for name in tensors):  # DataParallel's prefix
+        tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
+    if any(name.startswith(FULL_PREFIXES) for name in tensors):
+        if is_caffe_attention(tensors):
+            converted = from_caffe_attention(tensors, config, str(source))
+            return Renamed(converted, "bottom-up attention, Caffe conventions")
+        if weights.matching_heuristics:
+            tensors = match_ends(tensors, model_names, str(source))
+        return Renamed(tensors, "Detectron2")
+    if any(_CAFFE2_BLOCK.match(name) for name in tensors):
+        converted, layout = from_caffe2(tensors), "Caffe2"
+    elif any(_TORCHVISION_BLOCK.match(name) for name in tensors):
+        converted, layout = from_torchvision(tensors), "torchvision"
+    elif any(name.startswith(("stem.", "res2.")) for name in tensors):
+        converted, layout = tensors, "Detectron2 without prefixes"
+    else:
+        raise ValueError(
+            f"{source}: its names are of no known layout ({', '.join(list(tensors)[:3])}, ...); expected those of "
+            "Detectron2, Caffe2 or torchvision."
+        )
+    return Renamed(match_ends(converted, model_names, str(source)), layout)
+
+
+def match_ends(tensors: dict[str, Tensor], model_names: Iterable[str], source: str) -> dict[str, Tensor]:
+    """Give each name the full name in the model that ends with it, after a dot; the longest such name wins.
+
+    (Detectron2's matching heuristics.) What matches nothing keeps its name.
+
+    Raises:
+        ValueError: one name is the best match of two of the model's.
+    """
+    full: dict[str, str] = {}
+    for model_name in model_names:
+        parts = model_name.split(".")
+        ends = (".".join(parts[start:]) for start in range(len(parts)))
+        name = next((end for end in ends if end in tensors), None)
+        if name is None:
+            continue
+        if name in full:
+            raise ValueError(f"{source}: {name} could be {full[name]} or {model_name}; rename it.")
+        full[name] = model_name
+    return {full.get(name, name): value for name, value in tensors.items()}
+
+
+def from_caffe2(blobs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Blobs of Caffe2 -> names to be matched by their ends; background from first to last class.
+
+    Batch norms of Detectron are folded to a scale and a bias: they get mean 0 and variance 1.
+    """
+    tensors: dict[str, Tensor] = {}
+    for blob, value in blobs.items():
+        name = _caffe2_name(blob)
+        if name.startswith("cls_score."):
+            value = background_last(value)
+        elif name.startswith("bbox_pred."):
+            value = value[4:]  # the background's box
+        tensors[name] = value
+        if blob.endswith("_bn_s") and not any(f"{blob[:-1]}{end}" in blobs for end in ("rm", "running_mean")):
+            base = name.removesuffix("weight")
+            tensors[f"{base}running_mean"] = torch.zeros(len(value))
+            tensors[f"{base}running_var"] = torch.full((len(value),), FOLDED_VARIANCE)
+    return tensors
+
+
+def _caffe2_name(blob: str) -> str:
+    """`res2_0_branch2a_bn_s` -> `res2.0.conv1.norm.weight`; unknown blobs keep their name."""
+    norm = _CAFFE2_NORM.fullmatch(blob)
+    if norm:
+        layer, parameter = norm["layer"], f"norm.{_NORM_PARAMETER[norm['parameter']]}"
+        layer = {"res_conv1": "conv1"}.get(layer, layer)
+    else:
+        layer, _, kind = blob.rpartition("_")
+        if kind not in _PARAMETER:
+            return blob
+        parameter = _PARAMETER[kind]
+    block = _CAFFE2_BLOCK.fullmatch(layer)
+    if block:
+        return f"res{block['stage']}.{block['block']}.{_CAFFE2_BRANCHES[block['branch']]}.{parameter}"
+    return f"{_CAFFE2_LAYERS[layer]}.{parameter}" if layer in _CAFFE2_LAYERS else blob
+
+
+def from_torchvision(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`layer1.0.bn1.weight` -> `res2.0.conv1.norm.weight`, to be matched by its end; `fc.` keeps its name."""
+    return {_torchvision_name(name): value for name, value in tensors.items()}
+
+
+def _torchvision_name(name: str) -> str:
+    block = _TORCHVISION_BLOCK.fullmatch(name)
+    rest = block["rest"] if block else name
+    rest = re.sub(r"^bn(\d)\.", r"conv\1.norm.", rest)
+    if block:
+        rest = re.sub(r"^downsample\.1\.", "shortcut.norm.", re.sub(r"^downsample\.0\.", "shortcut.", rest))
+        return f"res{int(block['stage']) + 1}.{block['block']}.{rest}"
+    return f"stem.{rest}" if rest.startswith("conv1.") else rest
+
+
+def is_caffe_attention(tensors: dict[str, Tensor]) -> bool:
+    """Whether the RPN has two logits per anchor (and so 2 A of them for 4 A deltas)."""
+    logits, deltas = (tensors.get(f"{RPN_HEAD}{name}.bias") for name in ("objectness_logits", "anchor_deltas"))
+    return logits is not None and deltas is not None and 2 * len(logits) == len(deltas)
+
+
+def from_caffe_attention(tensors: dict[str, Tensor], config: DetectorConfig, source: str) -> dict[str, Tensor]:
+    """Caffe's conventions of bottom-up attention -> Detectron2's. Exact, apart from rounding in the objectness.
+
+    - objectness [2 A]: background logits, then foreground logits -> their difference [A] (its sigmoid is the softmax);
+    - anchors: ratios outer, sizes inner -> sizes outer; cell anchors count their last pixel -> continuous corners;
+    - classes, class embedding and attributes: row 0 (background, "no attribute") -> last row;
+    - box deltas: background's rows dropped; they are in units of the box, here multiplied by BBOX_REG_WEIGHTS.
+
+    Raises:
+        ValueError: another number of anchors than the config's.
+    """
+    sizes, ratios = len(config.anchors.sizes[0]), len(config.anchors.aspect_ratios[0])
+    number = len(tensors[f"{RPN_HEAD}objectness_logits.bias"]) // 2
+    if number != sizes * ratios:
+        raise ValueError(
+            f"{source}: it has {number} anchors per cell, but MODEL.ANCHOR_GENERATOR gives {sizes} sizes x {ratios} "
+            "ratios; use the config it came with."
+        )
+
+    def sizes_outer(value: Tensor) -> Tensor:
+        return value.reshape(ratios, sizes, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
+
+    def objectness(value: Tensor) -> Tensor:
+        return sizes_outer(value[number:].float() - value[:number].float())
+
+    def box_deltas(value: Tensor) -> Tensor:
+        scale = value.new_tensor(config.roi_heads.box_weights).repeat(len(value) // 4 - 1)
+        return value[4:] * scale.reshape(-1, *[1] * (value.ndim - 1))
+
+    def continuous(value: Tensor) -> Tensor:
+        return sizes_outer(value) + value.new_tensor([0, 0, 1, 1])
+
+    layers: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+        f"{RPN_HEAD}objectness_logits": (f"{RPN_HEAD}objectness_logits", objectness),
+        f"{RPN_HEAD}anchor_deltas": (f"{RPN_HEAD}anchor_deltas", sizes_outer),
+        f"{PREDICTOR}cls_score": (f"{PREDICTOR}cls_score", background_last),
+        f"{PREDICTOR}bbox_pred": (f"{PREDICTOR}bbox_pred", box_deltas),
+        f"{PREDICTOR}cls_embed": (f"{PREDICTOR}cls_embedding", background_last),
+        f"{PREDICTOR}attr_linear1": (f"{PREDICTOR}fc_attr", lambda value: value),
+        f"{PREDICTOR}attr_linear2": (f"{PREDICTOR}attr_score", background_last),
+    }
+    converted = {}
+    for name, value in tensors.items():
+        layer, _, parameter = name.rpartition(".")
+        if name.startswith(CELL_ANCHORS):
+            converted[name] = continuous(value)
+        elif layer in layers:
+            new_layer, convert = layers[layer]
+            converted[f"{new_layer}.{parameter}"] = convert(value)
+        else:
+            converted[name] = value
+    return converted
+
+
+def background_last(value: Tensor) -> Tensor:
+    """[K + 1, ...]: row 0 to the end."""
+    return torch.cat((value[1:], value[:1]))

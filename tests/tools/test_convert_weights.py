@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from detector.checkpoint import load_checkpoint, load_detector
+from detector.config import DetectorConfig
+from detector.faster_rcnn import FasterRCNN
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "convert_weights.py"
+TINY = "MODEL: {RESNETS: {DEPTH: 18, STEM_OUT_CHANNELS: 8, RES2_OUT_CHANNELS: 8}, ROI_HEADS: {NUM_CLASSES: 5}}"
+
+
+@pytest.fixture(scope="module")
+def tool() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("convert_weights", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return tmp_path / "tiny.yaml"
+
+
+@pytest.fixture
+def detector(config: Path) -> FasterRCNN:
+    return FasterRCNN(DetectorConfig.from_yaml(config))
+
+
+def write_pickle(detector: FasterRCNN, path: Path) -> Path:
+    arrays = {name: value.numpy() for name, value in detector.state_dict().items()}
+    path.write_bytes(pickle.dumps({"model": arrays, "__author__": "someone"}, protocol=2))
+    return path
+
+
+def test_into_a_folder_and_both_files(
+    tool: types.ModuleType, config: Path, detector: FasterRCNN, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    source, state = write_pickle(detector, tmp_path / "a.pkl"), detector.state_dict()
+    for name in ("out", "new/b.pth", "c.safetensors"):
+        assert tool.main([str(source), "--config", str(config), "--output", str(tmp_path / name)]) == 0
+        report = capsys.readouterr().out
+        assert f"layout: Detectron2\nmatched: {len(state)}\nmissing: 0\nunexpected: 0\nmismatched: 0\n" in report
+    assert load_detector(tmp_path / "out").config == detector.config
+    files = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        torch.load(tmp_path / "new" / "b.pth", weights_only=True)["model"],
+        load_file(tmp_path / "c.safetensors"),
+    )
+    for tensors in files:
+        assert tensors.keys() == state.keys()
+        assert all(torch.equal(tensors[name], state[name]) for name in state)
+
+
+def test_a_part_has_nothing_random_in_it(
+    tool: types.ModuleType, config: Path, detector: FasterRCNN, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    trunk = {k: v for k, v in detector.state_dict().items() if k.startswith(("backbone.", "roi_heads.res5."))}
+    torch.save({**trunk, "roi_heads.mask_head.weight": torch.zeros(1)}, tmp_path / "a.pth")
+    arguments = [str(tmp_path / "a.pth"), "--config", str(config), "--output", str(tmp_path / "out")]
+    assert tool.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "10 missing" in error and "a.pth" in error
+    assert not (tmp_path / "out").exists()
+    assert tool.main([*arguments, "--expect", "backbone"]) == 0
+    report = capsys.readouterr().out
+    assert "missing: 10\n  proposal_generator" in report and "unexpected: 1\n  roi_heads.mask_head.weight" in report
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == trunk.keys()
+    load_checkpoint(FasterRCNN(DetectorConfig.from_yaml(config)), tmp_path / "out", expect="backbone")
+
+
+@pytest.mark.parametrize(
+    ("source", "config_text", "output", "word"),
+    [
+        ("none.pkl", TINY, "out", "none.pkl"),
+        ("a.pkl", "MODEL: {RESNETS: {DEPPTH: 18}}", "out", "DEPPTH"),
+        ("a.pkl", TINY.replace("5}", "6}"), "out", "mismatched"),
+        ("a.pkl", TINY, "b.pkl", "b.pkl"),
+        ("a.pkl", TINY, "tiny.yaml", "tiny.yaml"),
+        ("bad.pkl", TINY, "out", "bad.pkl"),
+    ],
+)
+def test_errors_are_one_line(
+    tool: types.ModuleType,
+    config: Path,
+    detector: FasterRCNN,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    source: str,
+    config_text: str,
+    output: str,
+    word: str,
+):
+    write_pickle(detector, tmp_path / "a.pkl")
+    (tmp_path / "bad.pkl").write_bytes(pickle.dumps({"w": np.load}))
+    config.write_text(config_text)
+    assert tool.main([str(tmp_path / source), "--config", str(config), "--output", str(tmp_path / output)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and word in message
+    assert config.read_text() == config_text and not (tmp_path / "out").exists()
