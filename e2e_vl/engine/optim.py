@@ -14,7 +14,7 @@ from e2e_vl.model import VisionLanguageModel
 
 
 def build_optimizer(model: VisionLanguageModel, settings: TrainSettings) -> torch.optim.Optimizer:
-    """AdamW, or SGD with momentum, over groups named detector, encoder and head (and `*_no_decay` if norms and biases are not decayed).
+    """AdamW or SGD over groups named detector, encoder, head (and `*_no_decay` if norms and biases are not decayed).
 
     Raises:
         ValueError: nothing is trainable.
