@@ -158,9 +158,9 @@ def test_settings_name_files_by_split_and_augment_in_training_only(tiny):
 
 
 def test_settings_that_do_not_fit_are_one_sentence(tiny):
-    with pytest.raises(ValueError, match="not those of 'gt'; set data.boxes.train=online"):
+    with pytest.raises(ValueError, match=r"not those of 'gt'; set data.boxes.train=online"):
         from_settings(tiny, settings_of(tiny), boxes="gt")
-    with pytest.raises(ValueError, match="data.files.instances is not set"):
+    with pytest.raises(ValueError, match=r"data.files.instances is not set"):
         from_settings(tiny, settings_of(tiny, files={"images": "images"}))
     with pytest.raises(FileNotFoundError, match=r"instances_other.json: cannot read the instances"):
         from_settings(tiny, settings_of(tiny), split="other")

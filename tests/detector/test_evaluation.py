@@ -16,7 +16,7 @@ CATEGORIES = {3: "cat", 17: "dog", 44: "kite"}
 
 
 def random_records(seed: int, images: int = 12) -> list[dict]:
-    """Noisy detections of random objects of all sizes, with misses, doubles, wrong categories, crowds and no objects."""
+    """Noisy detections of random objects of all sizes: misses, doubles, wrong categories, crowds, empty images."""
     rng = np.random.default_rng(seed)
     records = []
     for number in range(images):
@@ -34,7 +34,7 @@ def random_records(seed: int, images: int = 12) -> list[dict]:
             for _ in range(int(rng.integers(0, 3))):
                 boxes.append((box + rng.normal(0, 0.08, 4) * side.repeat(2)).tolist())
                 ids.append(category if rng.random() < 0.8 else 44)
-        boxes += (rng.uniform(0, 100, (2, 4)) + [0, 0, 110, 110]).tolist()
+        boxes += (rng.uniform(0, 100, (2, 4)) + np.array([0, 0, 110, 110])).tolist()
         ids += [3, 17]
         scores = rng.random(len(boxes)).tolist()
         records.append(

@@ -44,6 +44,7 @@ def detection_config(tiny_words: list[str], tmp_path: Path) -> Callable[..., Run
             f"{SMALL}.ANCHOR_GENERATOR.SIZES=[[18, 26, 40]]",
             "train.images_per_batch=4",
             "train.log_every=1",
+            "train.save_every_epochs=0",
             "train.warmup_steps=2",
             "eval.images_per_batch=4",
         ]
@@ -61,8 +62,9 @@ def test_a_run_learns_and_its_model_scores_the_same_when_loaded(detection_config
 
     run = Path(config.output)
     lines = [line for line in read_log(run / "log.jsonl") if line["kind"] == "train"]
-    losses = [line["loss"] for line in lines]
-    assert sum(losses[-4:]) < 0.75 * sum(losses[:4])
+    # not loss_cls: the better the proposals, the more of the RoIs it is computed on are objects
+    losses = [line["loss_rpn_cls"] for line in lines]
+    assert sum(losses[-4:]) < 0.6 * sum(losses[:4])
     names = {"loss_rpn_cls", "loss_rpn_loc", "loss_cls", "loss_box_reg"}
     assert names <= set(lines[0])
     assert "loss_attribute" not in lines[0]
@@ -109,7 +111,7 @@ def test_the_gradient_reaches_the_whole_detector_also_in_images_without_objects(
 
 
 def test_settings_that_detection_cannot_work_with_are_one_sentence(detection_config):
-    with pytest.raises(ValueError, match="those of 'gt'; set data.boxes.train=online"):
+    with pytest.raises(ValueError, match=r"those of 'gt'; set data.boxes.train=online"):
         build_run(detection_config("data.boxes.train=gt"))
     with pytest.raises(ValueError, match="has 6 categories, but the detector has 7 classes"):
         build_run(detection_config(f"{SMALL}.ROI_HEADS.NUM_CLASSES=7"))

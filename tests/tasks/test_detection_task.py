@@ -71,7 +71,7 @@ def test_it_adds_no_loss_and_no_parameter():
 
 def test_training_without_detection_losses_is_an_error():
     task = DetectionTask(5).train()
-    with pytest.raises(ValueError, match="set detector.loss_weight to 1"):
+    with pytest.raises(ValueError, match=r"set detector.loss_weight to 1"):
         output_of(task, batch_of(), regions_of())
     output_of(task, batch_of(detection_targets=DetectionTargets([], [])), regions_of())
 
