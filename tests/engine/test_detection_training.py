@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import cv2
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ from e2e_vl.engine.build import (
 )
 from e2e_vl.engine.evaluate import evaluate_run
 from e2e_vl.engine.logging import read_log
+from e2e_vl.engine.report import picture_of
 from e2e_vl.engine.train import train
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +84,9 @@ def test_a_run_learns_and_its_model_scores_the_same_when_loaded(detection_config
         assert all(0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height for x1, y1, x2, y2 in record["boxes"])
         assert set(record["category_ids"]) <= set(range(1, 7))
         assert 0 <= record["correct"] <= 1
+    report = (run / "report.html").read_text()
+    assert report.count("<figure>") == 6
+    assert report.count("F1 ") == 6
     again, _ = evaluate_run(run, split="val", boxes="online", output=run / "again.json")
     assert again == {name: pytest.approx(metrics[name]) if metrics[name] is not None else None for name in again}
 
@@ -123,3 +129,13 @@ def test_shipped_configs_build_their_detector(name):
     config.detector.config = str(ROOT / config.detector.config)
     assert build_detector_config(config).attributes.num_classes == 0
     assert named_parts(config).task[1].__name__ == "DetectionTask"
+
+
+def test_pictures_of_detections_show_truth_and_sure_detections_only(tmp_path):
+    path = tmp_path / "grey.png"
+    cv2.imwrite(str(path), np.full((480, 480, 3), 128, dtype=np.uint8))
+    record = {"file_name": str(path), "objects": [], "boxes": [[9, 9, 99, 99]], "category_ids": [1], "correct": 0.0}
+    assert (picture_of(record | {"scores": [0.4]}) == 128).all()
+    assert (picture_of(record | {"scores": [0.6]}) != 128).any()
+    truth = {"box": [200, 200, 300, 300], "category": "cat", "category_id": 1, "is_crowd": False}
+    assert (picture_of(record | {"scores": [0.4], "objects": [truth]})[195:305, 195:305] != 128).any()
