@@ -91,6 +91,7 @@ class DataSettings:
     boxes: BoxSettings = field(default_factory=BoxSettings)
     resize: ResizeSettings = field(default_factory=ResizeSettings)
     flip: float = 0.5  # probability of mirroring a training image
+    keep_empty_images: bool = True  # detection: also train on images without objects
     texts_per_image: int | None = 1  # texts of one image in one batch; None = all of them
     blank_text: bool = False  # text-blind control: every text is empty
     max_text_length: int | None = None  # wordpieces, [CLS] and [SEP] included; None = no cut
@@ -104,15 +105,19 @@ class TrainSettings:
     accumulate: int = 1  # micro-batches per optimiser step
     epochs: float = 20.0
     max_steps: int | None = None  # stop earlier (the schedule is then laid over these steps)
+    optimizer: str = "adamw"  # adamw | sgd
     lr: float = 2.56e-5
     detector_lr: float | None = None  # None = lr
     head_lr: float | None = None  # None = lr
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = 1e-6
+    momentum: float = 0.9  # of sgd
     weight_decay: float = 1e-4
     decay_norm_and_bias: bool = True  # the official code decays them too
     warmup_steps: int = 0
-    schedule: str = "linear"  # after the warm-up: linear (to 0) | cosine (to 0) | constant
+    schedule: str = "linear"  # after the warm-up: linear (to 0) | cosine (to 0) | constant | steps
+    decay_steps: list[int] = field(default_factory=list)  # schedule "steps": optimiser steps before each decay
+    decay_factor: float = 0.1  # schedule "steps": what each decay multiplies the rates with
     clip_norm: float | None = 1.0
     mixed_precision: str = "no"  # no | bf16 | fp16
     channels_last: bool = True
@@ -148,7 +153,8 @@ CHOICES = {  # the names of detectors, encoders, tasks and data sets are in e2e_
     "detector.expect": ("all", "no_attributes", "backbone"),
     "data.boxes.train": ("gt", "detections", "detections+gt", "online", "precomputed"),
     "data.resize.rounding": ("vl_bert", "detectron2"),
-    "train.schedule": ("linear", "cosine", "constant"),
+    "train.optimizer": ("adamw", "sgd"),
+    "train.schedule": ("linear", "cosine", "constant", "steps"),
     "train.mixed_precision": ("no", "bf16", "fp16"),
 }
 EVAL_BOXES = ("gt", "detections", "online", "precomputed")
@@ -160,6 +166,7 @@ POSITIVE = (  # where they are set at all
     "train.epochs",
     "train.max_steps",
     "train.eps",
+    "train.decay_factor",
     "train.clip_norm",
     "train.keep_checkpoints",
     "train.log_every",
@@ -173,6 +180,7 @@ NOT_NEGATIVE = (
     "train.lr",
     "train.detector_lr",
     "train.head_lr",
+    "train.momentum",
     "train.weight_decay",
     "train.warmup_steps",
     "train.save_every_epochs",
@@ -294,6 +302,12 @@ def _check(config: RunConfig, source: str) -> None:
         raise ValueError(f"{source}: {key} is {value}; it must {needed}.")
     if len(config.train.betas) != 2 or not all(0 <= beta < 1 for beta in config.train.betas):
         raise ValueError(f"{source}: train.betas is {config.train.betas}; it must hold two numbers from 0 to below 1.")
+    steps = config.train.decay_steps
+    if (config.train.schedule == "steps") != bool(steps) or steps != sorted(set(steps)) or min(steps, default=1) < 1:
+        raise ValueError(
+            f"{source}: train.decay_steps is {steps}; it must rise from at least 1 with train.schedule=steps, and be "
+            "empty with the others."
+        )
     if not config.data.resize.short_edge or min(config.data.resize.short_edge) < 1:
         raise ValueError(f"{source}: data.resize.short_edge is {config.data.resize.short_edge}; give positive sizes.")
     for source_name in config.eval.boxes:

@@ -132,3 +132,19 @@ def test_missing_files_are_named(tmp_path):
         load_config(tmp_path / "nowhere.yaml")
     with pytest.raises(FileNotFoundError, match=r"child.yaml: its `base:` file .*gone.yaml does not exist"):
         load_config(write(tmp_path / "child.yaml", "base: gone.yaml"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.schedule=steps"],
+        ["train.decay_steps=[3]"],
+        ["train.schedule=steps", "train.decay_steps=[5, 3]"],
+        ["train.schedule=steps", "train.decay_steps=[0, 3]"],
+    ],
+)
+def test_decay_steps_and_their_schedule_go_together(base, words):
+    with pytest.raises(ValueError, match=r"train.decay_steps is \[.*\]; it must rise"):
+        load_config(base, words)
+    config = load_config(base, ["train.schedule=steps", "train.decay_steps=[3, 5]", "train.optimizer=sgd"])
+    assert config.train.decay_steps == [3, 5]

@@ -39,7 +39,7 @@ LAYER_OF_NAME |= {name: name for name in MAY_IMPORT if name not in ("detector", 
 
 EVALUATION_EXTRA = "detector.boxes"
 THIRD_PARTY = {
-    "detector": {"torch", "torchvision", "numpy", "cv2", "PIL", "yaml", "safetensors"},
+    "detector": {"torch", "torchvision", "numpy", "cv2", "PIL", "yaml", "safetensors", "pycocotools"},
     "evaluation": {"numpy"},
 }
 

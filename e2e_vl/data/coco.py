@@ -36,6 +36,7 @@ class CocoAnnotation:
     box: tuple[float, float, float, float]  # xyxy, continuous, pixels of the stored image
     is_crowd: bool
     attributes: tuple[int, ...] = ()  # 0 .. number of attributes - 1, by sorted attribute id
+    area: float | None = None  # of its mask, pixels of the stored image; None where the file does not say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +127,7 @@ def read_instances(path: str | Path, *, drop_empty_boxes: bool = False) -> CocoI
             box=box,
             is_crowd=bool(row.get("iscrowd", 0)),
             attributes=tuple(attribute_of[attribute] for attribute in attributes),
+            area=row.get("area"),
         )
         annotations[annotation.id] = annotation
         by_image[annotation.image_id].append(annotation)

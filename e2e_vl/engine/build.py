@@ -21,9 +21,11 @@ from detector.faster_rcnn import FasterRCNN
 from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
 from e2e_vl.config import RunConfig
+from e2e_vl.data.coco_detection import CocoDetectionDataset
 from e2e_vl.data.collate import collate
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.encoders.base import Encoder
+from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
@@ -31,15 +33,16 @@ from e2e_vl.synthetic.build import make_refcoco
 from e2e_vl.synthetic.sampling import LanguageConfig
 from e2e_vl.synthetic.scenes import SceneConfig
 from e2e_vl.tasks.base import Task
+from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 DETECTORS: dict[str, type[Detector]] = {"builtin": FasterRCNN, "precomputed": PrecomputedDetector}
-ENCODERS = {"vl_bert": (VLBertConfig, VLBertModel)}
-TASKS = {"refcoco": (ReferringConfig, ReferringTask)}
-DATASETS = {"refcoco": RefCOCODataset}
+ENCODERS = {"vl_bert": (VLBertConfig, VLBertModel), "none": (NoEncoderConfig, NoEncoder)}
+TASKS = {"refcoco": (ReferringConfig, ReferringTask), "detection": (DetectionConfig, DetectionTask)}
+DATASETS = {"refcoco": RefCOCODataset, "coco_detection": CocoDetectionDataset}
 
 
 class Parts(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+
 import torch
 from torch import nn
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
@@ -11,8 +13,8 @@ from e2e_vl.config import TrainSettings
 from e2e_vl.model import VisionLanguageModel
 
 
-def build_optimizer(model: VisionLanguageModel, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW over groups named detector, encoder and head (and `*_no_decay` if norms and biases are not decayed).
+def build_optimizer(model: VisionLanguageModel, settings: TrainSettings) -> torch.optim.Optimizer:
+    """AdamW or SGD over groups named detector, encoder, head (and `*_no_decay` if norms and biases are not decayed).
 
     Raises:
         ValueError: nothing is trainable.
@@ -34,6 +36,8 @@ def build_optimizer(model: VisionLanguageModel, settings: TrainSettings) -> torc
             groups.append({"name": f"{name}_no_decay", "params": undecayed, "lr": rate, "weight_decay": 0.0})
     if not groups:
         raise ValueError("No parameter of detector, encoder or task is trainable.")
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(groups, momentum=settings.momentum)
     return torch.optim.AdamW(groups, betas=tuple(settings.betas), eps=settings.eps)
 
 
@@ -46,7 +50,7 @@ def _split_by_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 def build_schedule(
     optimizer: torch.optim.Optimizer, settings: TrainSettings, total_steps: int, *, steps_done: int = 0
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up, then the chosen decay to 0 at `total_steps` optimiser steps (not micro-batches).
+    """Linear warm-up, then the chosen decay: to 0 at `total_steps` optimiser steps (not micro-batches), or in steps.
 
     Args:
         optimizer: its groups hold the highest rates.
@@ -57,5 +61,12 @@ def build_schedule(
     last = steps_done - 1  # building a schedule does one step
     if settings.schedule == "constant":
         return get_constant_schedule_with_warmup(optimizer, settings.warmup_steps, last_epoch=last)
+    if settings.schedule == "steps":
+
+        def factor(step: int) -> float:
+            warmup = min(step / settings.warmup_steps, 1.0) if settings.warmup_steps else 1.0
+            return warmup * settings.decay_factor ** bisect.bisect_right(settings.decay_steps, step)
+
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=last)
     build = get_linear if settings.schedule == "linear" else get_cosine_schedule_with_warmup
     return build(optimizer, settings.warmup_steps, total_steps, last_epoch=last)

@@ -28,6 +28,9 @@ figure { margin: 0 } figure img { width: 100% } figcaption { font-size: 90% }
 .right { color: #0a7d32 } .wrong { color: #b3261e } pre { background: #f5f5f5; padding: 1em; overflow: auto }
 """
 
+_SCORES = ("accuracy_", "AP_", "AP50_")  # beginnings of the metrics that are plotted
+_SHOWN_SCORE = 0.5  # of detections in pictures
+
 
 def write_report(run_dir: Path, config: RunConfig) -> Path:
     """Write `report.html` from what the run directory holds; returns its path."""
@@ -61,7 +64,7 @@ def _metrics_table(metrics: dict[str, Any]) -> str:
 
 
 def _curves(lines: list[dict[str, Any]]) -> str:
-    """Training losses and evaluation accuracies over the steps."""
+    """Training losses, and accuracies or average precisions of evaluations, over the steps."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     loss_axes, accuracy_axes = figure.subplots(1, 2)
     training = [line for line in lines if line["kind"] == "train"]
@@ -71,11 +74,13 @@ def _curves(lines: list[dict[str, Any]]) -> str:
         points = [(line["step"], line[name]) for line in training if name in line]
         loss_axes.plot(*zip(*points, strict=True), label=name, linewidth=1)
     evaluations = [line for line in lines if line["kind"] == "eval"]
-    names = {key for line in evaluations for key in line if "/accuracy_" in key and key.count("/") == 1}
+    names = {
+        key for line in evaluations for key in line if key.partition("/")[2].startswith(_SCORES) and key.count("/") == 1
+    }
     for name in sorted(names):
         points = [(line["step"], line[name]) for line in evaluations if line.get(name) is not None]
         accuracy_axes.plot(*zip(*points, strict=True), label=name, marker="o", linewidth=1)
-    for axes, title in ((loss_axes, "losses"), (accuracy_axes, "accuracy")):
+    for axes, title in ((loss_axes, "losses"), (accuracy_axes, "evaluation")):
         axes.set_xlabel("step")
         axes.set_title(title)
         if axes.lines:
@@ -90,23 +95,25 @@ def _curves(lines: list[dict[str, Any]]) -> str:
 def _pictures(records: list[dict[str, Any]], number: int) -> str:
     """The first `number` predictions of boxes, at most one an image: truth green, prediction blue or (wrong) red.
 
-    Records without `gt_box`, those of tasks that do not answer with a box, have no picture.
+    Of detection, truth green and detections with a score of at least 0.5 blue. Records of tasks that do not answer with
+    boxes have no picture.
     """
     chosen: dict[str, dict[str, Any]] = {}
     for record in records:
         if len(chosen) >= number:
             break
-        if "gt_box" in record:
+        if "gt_box" in record or "objects" in record:
             chosen.setdefault(record["file_name"], record)
     figures = []
     for record in chosen.values():
         picture = picture_of(record)
         data = base64.b64encode(cv2.imencode(".jpg", picture)[1].tobytes()).decode()
         mark = "right" if record["correct"] else "wrong"
-        figures.append(
-            f"<figure><img src='data:image/jpeg;base64,{data}'><figcaption><span class='{mark}'>"
-            f"{html.escape(record['sent'])}</span> ({record['score']:.2f})</figcaption></figure>"
-        )
+        if "gt_box" in record:
+            caption = f"<span class='{mark}'>{html.escape(record['sent'])}</span> ({record['score']:.2f})"
+        else:
+            caption = f"F1 {record['correct']:.2f}"
+        figures.append(f"<figure><img src='data:image/jpeg;base64,{data}'><figcaption>{caption}</figcaption></figure>")
     legend = "<p>Green: what the text refers to. Blue: the right prediction. Red: a wrong prediction.</p>"
     return f"{legend}<div class='pictures'>{''.join(figures)}</div>"
 
@@ -114,7 +121,19 @@ def _pictures(records: list[dict[str, Any]], number: int) -> str:
 def picture_of(record: dict[str, Any]) -> np.ndarray:
     """uint8 BGR picture of one prediction: the true box in green, the predicted one, if any, in blue (wrong: red)."""
     image = load_image(record["file_name"], "BGR")
+    if "objects" in record:
+        return _picture_of_detections(image, record)
     colour = (200, 80, 0) if record["correct"] else (30, 30, 220)
     drawn = [(record["gt_box"], (60, 160, 0)), (record["box"], colour)]
     boxes, colours = zip(*(entry for entry in drawn if entry[0] is not None), strict=True)
     return draw_boxes(image, boxes, colours=colours)
+
+
+def _picture_of_detections(image: np.ndarray, record: dict[str, Any]) -> np.ndarray:
+    names = {entry["category_id"]: entry["category"] for entry in record["objects"]}
+    drawn = [(entry["box"], entry["category"], (60, 160, 0)) for entry in record["objects"]]
+    for box, score, category_id in zip(record["boxes"], record["scores"], record["category_ids"], strict=True):
+        if score >= _SHOWN_SCORE:
+            drawn.append((box, f"{names.get(category_id, category_id)} {score:.2f}", (200, 80, 0)))
+    boxes, labels, colours = [list(column) for column in zip(*drawn, strict=True)] or [[], [], []]
+    return draw_boxes(image, boxes, labels=labels, colours=colours)

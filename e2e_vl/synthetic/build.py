@@ -7,6 +7,7 @@ Layout under the output folder:
     refcoco+/refs(unc).p                                 REFER pickle; each sentence also has its ``family``
     detections/refcoco+_unc/res101_coco_minus_refer_notime_dets.json
     annotations/instances_train2014.json, captions_train2014.json
+    detection/instances_<split>.json                     COCO, the images of one split each
     synthetic.json                                       written last: settings and statistics
 
 A scene depends only on the seed, the name of its split and its number in it: more training scenes leave the
@@ -39,7 +40,7 @@ from e2e_vl.synthetic.relations import SceneFacts
 from e2e_vl.synthetic.sampling import LanguageConfig, draw_references
 from e2e_vl.synthetic.scenes import Scene, SceneConfig, draw_scene
 
-VERSION = 1  # raise it when the same settings give other files
+VERSION = 2  # raise it when the same settings give other files
 STAMP = "synthetic.json"
 _UNFINISHED = "synthetic.json.unfinished"
 _IMAGE_FORMATS = {"jpg": [cv2.IMWRITE_JPEG_QUALITY, 95], "png": [cv2.IMWRITE_PNG_COMPRESSION, 3]}
@@ -218,6 +219,7 @@ class _Dataset:
 
     def __init__(self) -> None:
         self.images: list[dict[str, Any]] = []
+        self.splits: dict[str, set[int]] = {}  # image ids
         self.annotations: list[dict[str, Any]] = []
         self.refs: list[dict[str, Any]] = []
         self.captions: dict[int, list[str]] = {}
@@ -228,6 +230,7 @@ class _Dataset:
         image_id = len(self.images) + 1
         height, width = record["size"]
         self.images.append(coco.image_record(image_id, job.path.name, height, width))
+        self.splits.setdefault(job.split, set()).add(image_id)
         annotations = [
             coco.annotation_record(number, image_id, *entry)
             for number, entry in enumerate(record["objects"], start=len(self.annotations) + 1)
@@ -247,6 +250,10 @@ class _Dataset:
     def write(self, output: Path, rng: np.random.Generator) -> None:
         coco.write_instances(output / "refcoco+" / "instances.json", self.images, self.annotations)
         coco.write_instances(output / "annotations" / "instances_train2014.json", self.images, self.annotations)
+        for split, image_ids in self.splits.items():
+            images = [image for image in self.images if image["id"] in image_ids]
+            annotations = [entry for entry in self.annotations if entry["image_id"] in image_ids]
+            coco.write_instances(output / "detection" / f"instances_{split}.json", images, annotations)
         coco.write_captions(output / "annotations" / "captions_train2014.json", self.images, self.captions)
         refer.write_refs(output / "refcoco+" / "refs(unc).p", self.refs)
         name = "res101_coco_minus_refer_notime_dets.json"

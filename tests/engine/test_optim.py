@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from torch import nn
 
 from e2e_vl.config import TrainSettings
@@ -37,6 +38,17 @@ def test_rates_default_to_lr_and_optimiser_options_are_passed_on():
     assert {(group["lr"], group["betas"], group["eps"]) for group in groups.values()} == {(0.2, (0.5, 0.6), 1e-3)}
 
 
+def test_sgd_moves_with_momentum():
+    model = Parts()
+    settings = TrainSettings(optimizer="sgd", lr=0.5, momentum=0.9, weight_decay=0.0)
+    optimizer = build_optimizer(model, settings)
+    start = model.task.bias.detach().clone()
+    for _ in range(2):
+        model.task.bias.grad = torch.ones(1)
+        optimizer.step()
+    assert model.task.bias.item() == pytest.approx(start.item() - 0.5 * (1 + 1.9))
+
+
 def test_norms_and_biases_can_be_left_undecayed():
     model = Parts()
     groups = groups_of(model, weight_decay=0.3, decay_norm_and_bias=False)
@@ -65,13 +77,17 @@ def expected_factor(schedule: str, step: int) -> float:
         return step / 4
     if schedule == "constant":
         return 1.0
+    if schedule == "steps":
+        return 1.0 if step < 6 else 0.5 if step < 9 else 0.25
     progress = (step - 4) / (12 - 4)
     return 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "steps"])
 def test_schedule_warms_up_and_decays_and_can_go_on_anywhere(schedule):
-    settings = TrainSettings(lr=0.5, head_lr=2.0, warmup_steps=4, schedule=schedule)
+    settings = TrainSettings(
+        lr=0.5, head_lr=2.0, warmup_steps=4, schedule=schedule, decay_steps=[6, 9], decay_factor=0.5
+    )
 
     def rates(optimizer) -> list[float]:
         return [group["lr"] for group in optimizer.param_groups]

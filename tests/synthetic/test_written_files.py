@@ -169,3 +169,16 @@ def test_captions(synthetic_folder, coco):
                 assert Counter({name: numbers[number] for number, name in counts}) == Counter(objects)
                 checked += 1
     assert checked >= 100
+
+
+def test_detection_files_hold_the_images_of_one_split_each(synthetic_folder, coco):
+    first = 1
+    annotations = []
+    for split, count in SPLITS.items():
+        content = json.loads((synthetic_folder / f"detection/instances_{split}.json").read_text())
+        assert [image["id"] for image in content["images"]] == list(range(first, first + count))
+        assert {entry["image_id"] for entry in content["annotations"]} == set(range(first, first + count))
+        assert content["categories"] == coco.dataset["categories"]
+        annotations += content["annotations"]
+        first += count
+    assert annotations == coco.dataset["annotations"]

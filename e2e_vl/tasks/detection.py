@@ -1,0 +1,115 @@
+"""Object detection: the boxes and classes that the detector itself finds.
+
+Reads `batch.targets["category_ids"]`, int64 [M, K], the data set's category id of each class, and from the records what
+`detector.evaluation` reads of an image. Each image has one text, which nobody reads; `encoder.name: none` goes with it.
+
+Shape legend
+    N   images in the batch
+    M   texts in the batch, one per image
+    K   foreground classes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from detector.boxes import pairwise_iou, rescale_detections
+from detector.evaluation import coco_metrics
+from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
+from e2e_vl.tasks.base import Task
+
+
+@dataclasses.dataclass
+class DetectionConfig:
+    """What `correct` counts in one image; the metrics need no setting.
+
+    Attributes:
+        shown_score: detections below this score are left aside.
+        positive_iou: a detection finds an object of its category if their IoU is at least this.
+    """
+
+    shown_score: float = 0.5
+    positive_iou: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("shown_score", "positive_iou"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"task.config.{name} is {getattr(self, name)}; it must be above 0 and at most 1.")
+
+
+class DetectionTask(Task):
+    """No head and no loss of its own: both are the detector's, and so the losses are `Regions.losses`."""
+
+    def __init__(self, hidden_size: int, config: DetectionConfig | None = None):
+        super().__init__()
+        self.config = config or DetectionConfig()
+
+    def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
+        """Nothing to add: no losses, and empty `logits` [M, 0].
+
+        Raises:
+            ValueError: training without detection targets, so without any loss.
+        """
+        if self.training and batch.detection_targets is None:
+            raise ValueError("Detection learns from nothing but the detection losses; set detector.loss_weight to 1.")
+        return TaskOutput(losses={}, logits=regions.features.new_zeros(len(batch), 0))
+
+    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+        """Add the detections of each image, best score first, to its record.
+
+        Keys: `boxes` [[x1, y1, x2, y2]] in pixels of the original image, `scores` and `category_ids`.
+
+        Raises:
+            ValueError: the boxes were given to the detector, or it has another number of classes than the data set.
+        """
+        regions = output.regions
+        if regions.scores is None:
+            raise ValueError("Detection needs the detector's own boxes; evaluate with boxes 'online'.")
+        category_ids = batch.targets["category_ids"]
+        if regions.class_logits[0].shape[1] != category_ids.shape[1] + 1:
+            raise ValueError(
+                f"The detector has {regions.class_logits[0].shape[1] - 1} classes, but the data set has "
+                f"{category_ids.shape[1]} categories; set MODEL.ROI_HEADS.NUM_CLASSES in the detector's config."
+            )
+        predictions = []
+        for row, image in enumerate(batch.looks_at[:, 0].tolist()):
+            sizes = batch.images.sizes[image].tolist(), batch.images.original_sizes[image].tolist()
+            boxes, kept = rescale_detections(regions.boxes[image], *sizes)
+            predictions.append(
+                {
+                    **batch.records[row],
+                    "boxes": boxes.tolist(),
+                    "scores": regions.scores[image][kept].tolist(),
+                    "category_ids": category_ids[row][regions.classes[image][kept]].tolist(),
+                }
+            )
+        return predictions
+
+    def correct(self, record: dict[str, Any]) -> float:
+        """F1 of one image: detections with a sufficient score against the objects that are no crowd.
+
+        Detections, best first, each take the free object of their category that they overlap most. 1 if there is
+        nothing to find and nothing was found.
+        """
+        objects = [entry for entry in record["objects"] if not entry["is_crowd"]]
+        shown = [row for row, score in enumerate(record["scores"]) if score >= self.config.shown_score]
+        if not objects or not shown:
+            return float(len(objects) == len(shown))
+        boxes = np.array([record["boxes"][row] for row in shown], dtype=np.float64)
+        iou = pairwise_iou(boxes, np.array([entry["box"] for entry in objects], dtype=np.float64))
+        found_ids = np.array([record["category_ids"][row] for row in shown])
+        iou[found_ids[:, None] != np.array([entry["category_id"] for entry in objects])] = 0
+        hits = 0
+        for row in range(len(shown)):
+            best = int(iou[row].argmax())
+            if iou[row, best] >= self.config.positive_iou:
+                hits += 1
+                iou[:, best] = 0
+        return 2 * hits / (len(shown) + len(objects))
+
+    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float | None]:
+        """COCO average precision, see `detector.evaluation.coco_metrics`."""
+        return coco_metrics(records)

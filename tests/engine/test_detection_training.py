@@ -1,0 +1,141 @@
+"""Detection as a task, from the drawn data to the metrics of a run that is loaded again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from e2e_vl.config import RunConfig, load_config
+from e2e_vl.data.examples import Request
+from e2e_vl.engine.build import (
+    build_collate,
+    build_dataset,
+    build_detector_config,
+    build_model,
+    build_run,
+    build_tokenizer,
+    named_parts,
+)
+from e2e_vl.engine.evaluate import evaluate_run
+from e2e_vl.engine.logging import read_log
+from e2e_vl.engine.report import picture_of
+from e2e_vl.engine.train import train
+
+ROOT = Path(__file__).parents[2]
+SMALL = "detector.overrides.MODEL"
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+@pytest.fixture
+def detection_config(tiny_words: list[str], tmp_path: Path) -> Callable[..., RunConfig]:
+    """The demo on the data of the other tiny runs: 12 scenes to learn from and 6 to be scored on."""
+
+    def make(*words: str) -> RunConfig:
+        small = [
+            *tiny_words,
+            f"output={tmp_path / 'run'}",
+            "data.resize={short_edge: [128], long_edge: 160}",
+            "data.workers=0",
+            f"{SMALL}.RPN={{PRE_NMS_TOPK_TRAIN: 100, POST_NMS_TOPK_TRAIN: 30, POST_NMS_TOPK_TEST: 20}}",
+            f"{SMALL}.ANCHOR_GENERATOR.SIZES=[[18, 26, 40]]",
+            "train.images_per_batch=4",
+            "train.log_every=1",
+            "train.save_every_epochs=0",
+            "train.warmup_steps=2",
+            "eval.images_per_batch=4",
+        ]
+        config = load_config(ROOT / "configs" / "demo" / "detection.yaml", [*small, *words])
+        drawn = load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [*tiny_words, "output=unused"])
+        config.data.synthetic = drawn.data.synthetic
+        return config
+
+    return make
+
+
+def test_a_run_learns_and_its_model_scores_the_same_when_loaded(detection_config):
+    config = detection_config("train.max_steps=24", "train.schedule=constant", "eval.every_epochs=0")
+    metrics = train(config)
+
+    run = Path(config.output)
+    lines = [line for line in read_log(run / "log.jsonl") if line["kind"] == "train"]
+    # not loss_cls: the better the proposals, the more of the RoIs it is computed on are objects
+    losses = [line["loss_rpn_cls"] for line in lines]
+    assert sum(losses[-4:]) < 0.6 * sum(losses[:4])
+    names = {"loss_rpn_cls", "loss_rpn_loc", "loss_cls", "loss_box_reg"}
+    assert names <= set(lines[0])
+    assert "loss_attribute" not in lines[0]
+    for line in lines:
+        assert line["loss"] == pytest.approx(sum(line[name] * (1 + (name == "loss_cls")) for name in names), rel=1e-5)
+    assert metrics["parameters"]["encoder"] == metrics["parameters"]["task"] == 0
+    assert 0 <= metrics["val/AP_own_boxes"] <= metrics["val/AP50_own_boxes"] <= 1
+
+    records = json.loads((run / "predictions_val_online.json").read_text())
+    assert len(records) == 6
+    for record in records:
+        height, width = record["image_size"]
+        assert len(record["boxes"]) == len(record["scores"]) == len(record["category_ids"])
+        assert all(0 <= x1 < x2 <= width and 0 <= y1 < y2 <= height for x1, y1, x2, y2 in record["boxes"])
+        assert set(record["category_ids"]) <= set(range(1, 7))
+        assert 0 <= record["correct"] <= 1
+    report = (run / "report.html").read_text()
+    assert report.count("<figure>") == 6
+    assert report.count("F1 ") == 6
+    again, _ = evaluate_run(run, split="val", boxes="online", output=run / "again.json")
+    assert again == {name: pytest.approx(metrics[name]) if metrics[name] is not None else None for name in again}
+
+
+def test_the_gradient_reaches_the_whole_detector_also_in_images_without_objects(detection_config):
+    config = detection_config()
+    tokenizer = build_tokenizer(config)
+    torch.manual_seed(0)
+    model = build_model(config, vocab_size=len(tokenizer)).train()
+    dataset = build_dataset(config, tokenizer, "train", boxes="online", training=True)
+    dataset.instances.by_image[dataset.images[0].id].clear()
+
+    def gradients(indices: list[int]) -> dict[str, torch.Tensor | None]:
+        model.zero_grad(set_to_none=True)
+        batch = build_collate(model)([dataset[Request(index, (index,))] for index in indices])
+        losses = model(batch).losses
+        assert all(torch.isfinite(loss.total) for loss in losses.values())
+        sum(loss.mean for loss in losses.values()).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    for name, gradient in gradients([0, 1]).items():
+        assert gradient is not None, name
+        assert gradient.isfinite().all(), name
+        assert gradient.any(), name
+    alone = gradients([0])
+    assert alone["detector.backbone.stem.conv1.weight"].any()
+    assert not alone["detector.roi_heads.box_predictor.bbox_pred.weight"].any()  # there is no box to learn
+
+
+def test_settings_that_detection_cannot_work_with_are_one_sentence(detection_config):
+    with pytest.raises(ValueError, match=r"those of 'gt'; set data.boxes.train=online"):
+        build_run(detection_config("data.boxes.train=gt"))
+    with pytest.raises(ValueError, match="has 6 categories, but the detector has 7 classes"):
+        build_run(detection_config(f"{SMALL}.ROI_HEADS.NUM_CLASSES=7"))
+
+
+@pytest.mark.parametrize("name", ["demo/detection", "detection/R_50_C4_1x"])
+def test_shipped_configs_build_their_detector(name):
+    config = load_config(ROOT / "configs" / f"{name}.yaml", ["data.root=unused"])
+    config.detector.config = str(ROOT / config.detector.config)
+    assert build_detector_config(config).attributes.num_classes == 0
+    assert named_parts(config).task[1].__name__ == "DetectionTask"
+
+
+def test_pictures_of_detections_show_truth_and_sure_detections_only(tmp_path):
+    path = tmp_path / "grey.png"
+    cv2.imwrite(str(path), np.full((480, 480, 3), 128, dtype=np.uint8))
+    record = {"file_name": str(path), "objects": [], "boxes": [[9, 9, 99, 99]], "category_ids": [1], "correct": 0.0}
+    assert (picture_of(record | {"scores": [0.4]}) == 128).all()
+    assert (picture_of(record | {"scores": [0.6]}) != 128).any()
+    truth = {"box": [200, 200, 300, 300], "category": "cat", "category_id": 1, "is_crowd": False}
+    assert (picture_of(record | {"scores": [0.4], "objects": [truth]})[195:305, 195:305] != 128).any()
