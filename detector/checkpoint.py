@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from detector.anchors import make_cell_anchors
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 
@@ -153,9 +154,9 @@ def load_detector(directory: str | Path) -> FasterRCNN:
 
 
 def _drop_config_buffers(detector: FasterRCNN, tensors: dict[str, Tensor], source: str | Path) -> dict[str, Tensor]:
-    settings = detector.config.input
+    settings, anchors = detector.config.input, detector.config.anchors
     expected = {
-        CELL_ANCHORS: (detector.proposal_generator.anchor_generator.cell_anchors.cpu(), "MODEL.ANCHOR_GENERATOR"),
+        CELL_ANCHORS: (make_cell_anchors(anchors.sizes[0], anchors.aspect_ratios[0]), "MODEL.ANCHOR_GENERATOR"),
         "pixel_mean": (torch.tensor(settings.pixel_mean), "MODEL.PIXEL_MEAN"),
         "pixel_std": (torch.tensor(settings.pixel_std), "MODEL.PIXEL_STD"),
     }

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import yaml
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.interface import Detector
 from e2e_vl.config import RunConfig
@@ -32,7 +31,20 @@ from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
-DETECTORS: dict[str, type[Detector]] = {"builtin": FasterRCNN}
+
+def _detectron2_detector() -> type[Detector]:
+    """Detectron2 is imported only when it is chosen."""
+    try:
+        from detector.detectron2_adapter import Detectron2Detector
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    return Detectron2Detector
+
+
+DETECTORS: dict[str, Callable[[], type[Detector]]] = {
+    "builtin": lambda: FasterRCNN,
+    "detectron2": _detectron2_detector,
+}
 ENCODERS = {"vl_bert": (VLBertConfig, VLBertModel)}
 TASKS = {"refcoco": (ReferringConfig, ReferringTask)}
 DATASETS = {"refcoco": RefCOCODataset}
@@ -73,10 +85,10 @@ def named_parts(config: RunConfig) -> Parts:
     """Look up the names in the dicts above.
 
     Raises:
-        ValueError: there is nothing of that name; the message lists what there is.
+        ValueError: there is nothing of that name (the message lists what there is), or its package is not installed.
     """
     return Parts(
-        detector=_named(DETECTORS, config.detector.backend, "detector.backend"),
+        detector=_named(DETECTORS, config.detector.backend, "detector.backend")(),
         encoder=_named(ENCODERS, config.encoder.name, "encoder.name"),
         task=_named(TASKS, config.task.name, "task.name"),
         dataset=_named(DATASETS, config.data.name, "data.name"),
@@ -146,16 +158,17 @@ def build_model(config: RunConfig, *, vocab_size: int) -> VisionLanguageModel:
     return VisionLanguageModel(detector, encoder, task, freeze_detector=config.detector.freeze)
 
 
-def build_detector_config(config: RunConfig) -> DetectorConfig:
-    """The Detectron2 YAML file, with `detector.overrides` on top."""
+def build_detector_config(config: RunConfig) -> Any:
+    """The Detectron2 YAML file, with `detector.overrides` on top, as the config class of the chosen backend."""
+    config_class = named_parts(config).detector.config_class
     path = Path(config.detector.config)
     if not path.is_file():
         raise FileNotFoundError(
             f"Detector config {path} does not exist; set detector.config to a Detectron2 YAML file."
         )
     if not config.detector.overrides:
-        return DetectorConfig.from_yaml(path)
-    return DetectorConfig.from_yaml({"_BASE_": str(path.resolve()), **config.detector.overrides})
+        return config_class.from_yaml(path)
+    return config_class.from_yaml({"_BASE_": str(path.resolve()), **config.detector.overrides})
 
 
 def build_detector(config: RunConfig) -> Detector:
