@@ -32,7 +32,7 @@ from detector.structures import DetectionTargets, ImageBatch, Loss
 
 try:
     from detectron2.config import CfgNode, get_cfg
-    from detectron2.layers import ShapeSpec
+    from detectron2.layers import FrozenBatchNorm2d, ShapeSpec
     from detectron2.modeling import build_model, build_proposal_generator, build_roi_heads
     from detectron2.modeling.backbone import BasicStem, ResNet
     from detectron2.modeling.backbone.resnet import BasicBlock
@@ -266,6 +266,12 @@ def build_parts(cfg: CfgNode, resnet: ResNetConfig) -> tuple[nn.Module, nn.Modul
 def adapt(backbone: nn.Module, rpn: nn.Module, heads: nn.Module, config: Detectron2Config) -> None:
     """Apply what stock Detectron2 ignores or lacks: another stem pool, dilated res5, frozen res5."""
     settings = config.resnet
+    if config.is_c4 and settings.freeze_at >= 5:
+        for block in heads.res5:
+            block.freeze()
+    for module in (*backbone.modules(), *heads.modules()):
+        if isinstance(module, FrozenBatchNorm2d):  # one that was frozen keeps a counter that means nothing any more
+            module.num_batches_tracked = None
     if settings.stem_pool != "max":
         resnet = getattr(backbone, "bottom_up", backbone)
         resnet.stem = Stem(resnet.stem.conv1, settings.stem_pool)
@@ -274,14 +280,12 @@ def adapt(backbone: nn.Module, rpn: nn.Module, heads: nn.Module, config: Detectr
     if settings.stem_pool == "none":
         rpn.anchor_generator.strides = [settings.res4_stride]
         heads.pooler.level_poolers[0].spatial_scale = 1.0 / settings.res4_stride
-    for block in heads.res5:
-        if settings.res5_dilation == 2:
+    if settings.res5_dilation == 2:
+        for block in heads.res5:
             for conv in (block.conv1, block.conv2, block.shortcut):
                 if conv is not None:
                     conv.stride = (1, 1)
             block.conv2.padding = block.conv2.dilation = (2, 2)
-        if settings.freeze_at >= 5:
-            block.freeze()
 
 
 def to_instances(targets: DetectionTargets, sizes: list[tuple[int, int]]) -> list[Instances]:

@@ -20,6 +20,7 @@ from detector.config import (
     InputConfig,
     ResNetConfig,
     ROIHeadsConfig,
+    RPNConfig,
 )
 from detector.config_file import FIXED, decode, flatten, load_tree, merge_bases, nest
 
@@ -94,6 +95,10 @@ class Detectron2Config:
     @property
     def resnet(self) -> ResNetConfig:
         return self.common.resnet
+
+    @property
+    def rpn(self) -> RPNConfig:
+        return self.common.rpn
 
     @property
     def roi_heads(self) -> ROIHeadsConfig:
