@@ -34,6 +34,7 @@ def benchmark_detector(
     repetitions: int = 5,
     warm_up: int = 1,
     training: bool = True,
+    sampled_rois: int = 64,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Time features of given boxes, and training steps, in float32; the backends take turns.
@@ -48,6 +49,7 @@ def benchmark_detector(
         images: N.
         rois: numbers of given boxes R, one measurement each; the training step has the first.
         repetitions, warm_up: measured calls of each backend, and calls before them.
+        training: also measure training steps, with `sampled_rois` RoIs of each image for the detection losses.
 
     Returns:
         `machine`, `settings`, `backends`, `cases` (one per name, e.g. "features_36" or "train": `times` of each
@@ -58,7 +60,7 @@ def benchmark_detector(
         raise ValueError("Repetitions, images and boxes must be positive numbers.")
     torch.manual_seed(seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    detectors = make_detectors(config)
+    detectors = make_detectors(config, sampled_rois)
     for detector in detectors.values():
         detector.to(device)
     batch = random_images(images, image_size).to(device)
@@ -83,6 +85,7 @@ def benchmark_detector(
             "config": config.name,
             "image_size": list(image_size),
             "images": images,
+            "sampled_rois": sampled_rois,
             "repetitions": repetitions,
             "warm_up": warm_up,
             "seed": seed,
@@ -93,15 +96,16 @@ def benchmark_detector(
     }
 
 
-def make_detectors(config: Path) -> dict[str, Detector]:
+def make_detectors(config: Path, sampled_rois: int) -> dict[str, Detector]:
     """The built-in detector and, where it can be imported, Detectron2's with the same weights."""
+    tree = {"_BASE_": str(config.resolve()), "MODEL": {"ROI_HEADS": {"BATCH_SIZE_PER_IMAGE": sampled_rois}}}
     detectors: dict[str, Detector] = {}
     for name in ("builtin", "detectron2"):
         try:
             detector_class = DETECTORS[name]()
         except ValueError:  # not installed
             continue
-        detectors[name] = detector_class(detector_class.config_class.from_yaml(config))
+        detectors[name] = detector_class(detector_class.config_class.from_yaml(tree))
     if "detectron2" in detectors:
         detectors["detectron2"].load_state_dict(detectors["builtin"].state_dict())
     return detectors

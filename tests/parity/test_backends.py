@@ -295,5 +295,7 @@ def test_training_continues_in_the_other_backend(pair: Pair, images, targets, tm
         change = (value - start[name]).float().norm()
         moved += bool(change > 0)
         for other in ends[1:]:
-            assert (other[name] - value).float().norm() <= 2 * GRADIENT_TOLERANCE * change + 1e-6, name
+            assert (other[name] - value).float().norm() <= 0.1 * change + 1e-6, (
+                name
+            )  # the second step may draw other RoIs
     assert moved >= 10
