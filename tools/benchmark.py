@@ -4,7 +4,7 @@
     python tools/benchmark.py train --preset base --json FILE
     python tools/benchmark.py train --config configs/demo/refcoco.yaml data.texts_per_image=8
     python tools/benchmark.py detector --json FILE
-    python tools/benchmark.py detector --config configs/detector/R_101_C4.yaml --image-size 600 1000
+    python tools/benchmark.py detector --detector-config configs/detector/R_101_C4.yaml --image-size 600 1000
 
 `train` times whole training steps (forward, backward, optimiser) with several texts of each image in one batch
 (grouped) against the same texts one per batch (ungrouped: as many passes over the same images, gradients accumulated,
@@ -103,7 +103,7 @@ def _add_detector_command(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--config",
+        "--detector-config",
         type=Path,
         default=DETECTOR_CONFIG,
         help="Detectron2 YAML file (default: VL-BERT's ResNet-101 C4 with dilated res5)",
@@ -128,7 +128,7 @@ def _add_detector_command(commands: Any) -> None:
 def run_detector(arguments: argparse.Namespace) -> dict[str, Any]:
     """The measurement that the command line describes."""
     result = benchmark_detector(
-        arguments.config,
+        arguments.detector_config,
         image_size=tuple(arguments.image_size),
         images=arguments.images,
         rois=arguments.rois,

@@ -25,7 +25,7 @@ def tool() -> ModuleType:
 def test_every_case_is_measured(tool, tmp_path, capsys):
     output = tmp_path / "new" / "result.json"
     options = ["--image-size", "96", "128", "--rois", "3,5", "--repetitions", "2", "--json", str(output)]
-    assert tool.main(["detector", "--config", str(TINY), *options]) == 0
+    assert tool.main(["detector", "--detector-config", str(TINY), *options]) == 0
     result = json.loads(output.read_text(encoding="utf-8"))
     assert list(result["cases"]) == ["features_3", "features_5", "train"]
     has_detectron2 = importlib.util.find_spec("detectron2") is not None
@@ -47,7 +47,7 @@ def test_only_the_builtin_detector_where_detectron2_is_missing(tool, tmp_path, c
 
     monkeypatch.setitem(detector_benchmark.DETECTORS, "detectron2", missing)
     options = ["--image-size", "64", "96", "--rois", "2", "--repetitions", "1", "--warm-up", "0", "--no-train"]
-    assert tool.main(["detector", "--config", str(TINY), *options]) == 0
+    assert tool.main(["detector", "--detector-config", str(TINY), *options]) == 0
     assert "only the built-in detector was measured" in capsys.readouterr().out
 
 
@@ -61,10 +61,10 @@ def test_different_features_are_reported(tool, capsys, monkeypatch):
 
     monkeypatch.setattr(detector_benchmark, "make_detectors", make_two)
     options = ["--image-size", "64", "96", "--rois", "2", "--repetitions", "1", "--warm-up", "0", "--no-train"]
-    assert tool.main(["detector", "--config", str(TINY), *options]) == 1
+    assert tool.main(["detector", "--detector-config", str(TINY), *options]) == 1
     assert "features differ" in capsys.readouterr().err
 
 
 def test_bad_numbers_are_one_sentence(tool, capsys):
-    assert tool.main(["detector", "--config", str(TINY), "--rois", "0"]) == 2
+    assert tool.main(["detector", "--detector-config", str(TINY), "--rois", "0"]) == 2
     assert capsys.readouterr().err == "error: Repetitions, images and boxes must be positive numbers.\n"
