@@ -63,6 +63,7 @@ def benchmark_detector(
     detectors = make_detectors(config, sampled_rois)
     for detector in detectors.values():
         detector.to(device)
+    detectors["builtin"].to(memory_format=torch.channels_last)  # as `train.channels_last` does; Detectron2 as it comes
     batch = random_images(images, image_size).to(device)
     cases: dict[str, dict[str, Callable[[], Any]]] = {}
     for number in rois:
