@@ -20,7 +20,18 @@ from typing import Any
 
 import yaml
 
-from detector.config_file import FIXED, IGNORED, PORT_KEYS, convert, decode, flatten, load_tree, merge_bases, plain
+from detector.config_file import (
+    FIXED,
+    IGNORED,
+    PORT_KEYS,
+    convert,
+    decode,
+    flatten,
+    load_tree,
+    merge_bases,
+    nest,
+    plain,
+)
 
 POOLER_TYPES = ("ROIAlignV2", "ROIAlign", "ROIPool")
 NORMS = ("FrozenBN", "BN", "SyncBN", "GN")
@@ -222,14 +233,7 @@ class DetectorConfig:
 
     def to_yaml(self) -> str:
         """YAML text that `from_yaml` reads back to an equal config, and Detectron2 too if no key of ours is used."""
-        tree: dict[str, Any] = {}
-        for key, value in self.to_flat().items():
-            *parents, leaf = key.split(".")
-            node = tree
-            for parent in parents:
-                node = node.setdefault(parent, {})
-            node[leaf] = value
-        return yaml.safe_dump(tree, default_flow_style=None, sort_keys=True)
+        return yaml.safe_dump(nest(self.to_flat()), default_flow_style=None, sort_keys=True)
 
 
 def check(config: DetectorConfig) -> None:

@@ -127,6 +127,18 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def nest(flat: dict[str, Any]) -> dict[str, Any]:
+    """{"A.B": 1} -> {"A": {"B": 1}}."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *parents, leaf = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return tree
+
+
 def decode(value: Any) -> Any:
     """Detectron2 files write tuples as strings, "(640, 672)": read them as Python literals, like Detectron2."""
     if isinstance(value, str):

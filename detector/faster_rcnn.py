@@ -13,6 +13,9 @@ One forward pass runs the trunk once, and res5 once for everything described: wh
 
 from __future__ import annotations
 
+import abc
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,22 +24,55 @@ from detector.config import DetectorConfig
 from detector.interface import Detector
 from detector.pixel_masking import mask_pixels
 from detector.resnet import ResNet
-from detector.roi_heads import Detections, Res5ROIHeads, to_rois
-from detector.rpn import RPN
-from detector.structures import DetectionTargets, ImageBatch, Regions
+from detector.roi_heads import Detections, Res5ROIHeads, SampledRoIs, to_rois
+from detector.rpn import RPN, RPNOutput
+from detector.structures import DetectionTargets, ImageBatch, Loss, Regions
 
 
-class FasterRCNN(Detector):
-    """Faster R-CNN with Detectron2's parameter names: its checkpoints load with `strict=True`."""
+class TwoStageDetector(Detector):
+    """What both backends share: the order of the steps of a forward pass. The steps are methods of the subclasses.
 
-    def __init__(self, config: DetectorConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.feature_dim = config.resnet.res5_channels
-        self.num_classes = config.roi_heads.num_classes
-        self.backbone = ResNet(config.resnet)
-        self.proposal_generator = RPN(config)
-        self.roi_heads = Res5ROIHeads(config)
+    The feature maps and the outputs of `run_rpn` and `sample` may have any type: they only go from step to step.
+    """
+
+    config: Any  # has `attributes`
+
+    @abc.abstractmethod
+    def features(self, images: ImageBatch, pixel_masks: list[Tensor] | None = None) -> Any:
+        """Feature maps of the padded batch; `pixel_masks` as in `Detector.forward`."""
+
+    @abc.abstractmethod
+    def run_rpn(self, features: Any) -> Any:
+        """What the region proposal network says about every anchor."""
+
+    @abc.abstractmethod
+    def propose(self, rpn_output: Any, sizes: list[tuple[int, int]]) -> list[Tensor]:
+        """Proposals, N x float32 [P, 4], best first; `sizes` holds (height, width) without padding."""
+
+    @abc.abstractmethod
+    def rpn_losses(self, rpn_output: Any, targets: DetectionTargets, sizes: list[tuple[int, int]]) -> dict[str, Loss]:
+        """`loss_rpn_cls` and `loss_rpn_loc`."""
+
+    @abc.abstractmethod
+    def sample(self, proposals: list[Tensor], targets: DetectionTargets, sizes: list[tuple[int, int]]) -> Any:
+        """RoIs to train the head on; has at least `boxes`, N x [P, 4]."""
+
+    @abc.abstractmethod
+    def head_losses(self, pooled: Tensor, sampled: Any, targets: DetectionTargets) -> dict[str, Loss]:
+        """`loss_cls`, `loss_box_reg` (and `loss_attribute`) of the sampled RoIs' features [sum of P, D]."""
+
+    @abc.abstractmethod
+    def describe(self, features: Any, rois: Tensor, masks: Tensor | None = None) -> Tensor:
+        """Features [R, D] of rois [R, 5] (image, x1, y1, x2, y2); `masks` [R, S, S] as in `Detector.forward`."""
+
+    @abc.abstractmethod
+    def detect(
+        self, features: Any, proposals: list[Tensor], sizes: list[tuple[int, int]]
+    ) -> tuple[Detections, list[Tensor] | None]:
+        """Final boxes from proposals (N x [P, 4]), and the features of the proposals they came from.
+
+        The features are None where FEATURES_OF is "final": then nothing here is differentiable.
+        """
 
     def forward(
         self,
@@ -60,11 +96,11 @@ class FasterRCNN(Detector):
         losses = {}
         sampled = detections = None
         if boxes is None or targets is not None:
-            rpn_output = self.proposal_generator(features)
-            proposals = self.proposal_generator.propose(rpn_output, sizes).boxes
+            rpn_output = self.run_rpn(features)
+            proposals = self.propose(rpn_output, sizes)
         if targets is not None:
-            losses |= self.proposal_generator.losses(rpn_output, targets, sizes)
-            sampled = self.roi_heads.label_and_sample(proposals, targets)
+            losses |= self.rpn_losses(rpn_output, targets, sizes)
+            sampled = self.sample(proposals, targets, sizes)
         if boxes is None and (sampled is None or not self.training):
             detections, proposal_features = self.detect(features, proposals, sizes)
 
@@ -80,7 +116,7 @@ class FasterRCNN(Detector):
         pooled = self._describe(features, groups, roi_masks)
 
         if sampled is not None:
-            losses |= self.roi_heads.losses(torch.cat(pooled["sampled"]), sampled, targets)
+            losses |= self.head_losses(torch.cat(pooled["sampled"]), sampled, targets)
         if boxes is not None:
             region_boxes, region_features = boxes, pooled["regions"]
         elif detections is None:
@@ -97,30 +133,6 @@ class FasterRCNN(Detector):
             self._add_scores(regions, detections, whole_image)
         return regions
 
-    def features(self, images: ImageBatch, pixel_masks: list[Tensor] | None = None) -> Tensor:
-        """res4 of the padded batch, float [N, channels, H / stride, W / stride]."""
-        pixels = images.pixels
-        if pixel_masks is not None:
-            pixels = mask_pixels(pixels, images.sizes, pixel_masks)
-        return self.backbone(pixels.contiguous(memory_format=torch.channels_last))
-
-    def detect(
-        self, features: Tensor, proposals: list[Tensor], sizes: list[tuple[int, int]]
-    ) -> tuple[Detections, list[Tensor] | None]:
-        """Final boxes from proposals (N x [P, 4]), and the features of the proposals they came from.
-
-        The features are None where FEATURES_OF is "final": then nothing here is differentiable.
-        """
-        keep_features = self.config.roi_heads.features_of == "proposal"
-        with torch.set_grad_enabled(torch.is_grad_enabled() and keep_features):
-            pooled = self.roi_heads.describe(features, to_rois(proposals))
-            logits, deltas = self.roi_heads.box_predictor(pooled)
-        detections = self.roi_heads.detect(logits, deltas, proposals, sizes)
-        if not keep_features:
-            return detections, None
-        split = pooled.split([len(boxes) for boxes in proposals])
-        return detections, [rows[index] for rows, index in zip(split, detections.proposal_index, strict=True)]
-
     def _describe(
         self, features: Tensor, groups: dict[str, list[Tensor]], roi_masks: list[Tensor] | None
     ) -> dict[str, list[Tensor]]:
@@ -136,7 +148,7 @@ class FasterRCNN(Detector):
             }
             masks = torch.cat([mask for group in (ones | {"regions": roi_masks}).values() for mask in group])
         rois = torch.cat([to_rois(boxes) for boxes in groups.values()])
-        pooled = self.roi_heads.describe(features, rois, masks)
+        pooled = self.describe(features, rois, masks)
         split = iter(pooled.split([len(rows) for boxes in groups.values() for rows in boxes]))
         return {name: [next(split) for _ in boxes] for name, boxes in groups.items()}
 
@@ -187,6 +199,62 @@ class FasterRCNN(Detector):
         if targets.attributes is not None and self.roi_heads.box_predictor.has_attributes:
             number = self.config.attributes.num_classes
             _check_labels(targets.attributes, targets.boxes, images.names, "attribute", -1, number)
+
+
+class FasterRCNN(TwoStageDetector):
+    """Faster R-CNN with Detectron2's parameter names: its checkpoints load with `strict=True`."""
+
+    config_class = DetectorConfig
+
+    def __init__(self, config: DetectorConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.feature_dim = config.resnet.res5_channels
+        self.num_classes = config.roi_heads.num_classes
+        self.backbone = ResNet(config.resnet)
+        self.proposal_generator = RPN(config)
+        self.roi_heads = Res5ROIHeads(config)
+
+    def features(self, images: ImageBatch, pixel_masks: list[Tensor] | None = None) -> Tensor:
+        """res4 of the padded batch, float [N, channels, H / stride, W / stride]."""
+        pixels = images.pixels
+        if pixel_masks is not None:
+            pixels = mask_pixels(pixels, images.sizes, pixel_masks)
+        return self.backbone(pixels.contiguous(memory_format=torch.channels_last))
+
+    def run_rpn(self, features: Tensor) -> RPNOutput:
+        return self.proposal_generator(features)
+
+    def propose(self, rpn_output: RPNOutput, sizes: list[tuple[int, int]]) -> list[Tensor]:
+        return self.proposal_generator.propose(rpn_output, sizes).boxes
+
+    def rpn_losses(
+        self, rpn_output: RPNOutput, targets: DetectionTargets, sizes: list[tuple[int, int]]
+    ) -> dict[str, Loss]:
+        return self.proposal_generator.losses(rpn_output, targets, sizes)
+
+    def sample(self, proposals: list[Tensor], targets: DetectionTargets, sizes: list[tuple[int, int]]) -> SampledRoIs:
+        return self.roi_heads.label_and_sample(proposals, targets)
+
+    def head_losses(self, pooled: Tensor, sampled: SampledRoIs, targets: DetectionTargets) -> dict[str, Loss]:
+        return self.roi_heads.losses(pooled, sampled, targets)
+
+    def describe(self, features: Tensor, rois: Tensor, masks: Tensor | None = None) -> Tensor:
+        return self.roi_heads.describe(features, rois, masks)
+
+    def detect(
+        self, features: Tensor, proposals: list[Tensor], sizes: list[tuple[int, int]]
+    ) -> tuple[Detections, list[Tensor] | None]:
+        """See `TwoStageDetector.detect`."""
+        keep_features = self.config.roi_heads.features_of == "proposal"
+        with torch.set_grad_enabled(torch.is_grad_enabled() and keep_features):
+            pooled = self.describe(features, to_rois(proposals))
+            logits, deltas = self.roi_heads.box_predictor(pooled)
+        detections = self.roi_heads.detect(logits, deltas, proposals, sizes)
+        if not keep_features:
+            return detections, None
+        split = pooled.split([len(boxes) for boxes in proposals])
+        return detections, [rows[index] for rows, index in zip(split, detections.proposal_index, strict=True)]
 
 
 def _whole_image_boxes(sizes: Tensor) -> list[Tensor]:

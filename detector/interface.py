@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -12,6 +13,7 @@ from detector.structures import DetectionTargets, ImageBatch, Regions
 class Detector(nn.Module, abc.ABC):
     """images (+ boxes) -> regions with differentiable features, and detection losses from the same backbone pass."""
 
+    config_class: ClassVar[type]  # of the one argument of the constructor; has `from_yaml`, `to_yaml` and `input`
     feature_dim: int  # D, width of a region feature
     num_classes: int  # K, foreground classes
 

@@ -23,6 +23,8 @@ class PrecomputedDetector(Detector):
         config: settings of the detector that made the features: their width and the number of classes follow from it.
     """
 
+    config_class = DetectorConfig
+
     def __init__(self, config: DetectorConfig) -> None:
         super().__init__()
         self.config = config

@@ -19,28 +19,23 @@ from detector.config import AttributeConfig, ROIHeadsConfig
 from detector.structures import Loss
 
 
-class BoxPredictor(nn.Module):
-    """Linear layers on the pooled feature (Fast R-CNN, section 2), named as in Detectron2.
+class AttributeHead(nn.Module):
+    """Adds bottom-up attention's attribute head (Anderson et al., section 3.1) to a box predictor of either backend.
 
-    The attribute head is that of bottom-up attention (Anderson et al., section 3.1): an embedding of the class joined
-    to the feature, a hidden layer, and the attribute scores; names `cls_embedding`, `fc_attr`, `attr_score`.
+    An embedding of the class is joined to the feature, then come a hidden layer and the attribute scores; names
+    `cls_embedding`, `fc_attr`, `attr_score`.
     """
 
-    def __init__(self, feature_dim: int, config: ROIHeadsConfig, attributes: AttributeConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.attribute_config = attributes
-        self.num_classes = config.num_classes
-        self.cls_score = nn.Linear(feature_dim, config.num_classes + 1)
-        self.bbox_pred = nn.Linear(feature_dim, 4 * (1 if config.class_agnostic_boxes else config.num_classes))
-        nn.init.normal_(self.cls_score.weight, std=0.01)
-        nn.init.normal_(self.bbox_pred.weight, std=0.001)
-        nn.init.zeros_(self.cls_score.bias)
-        nn.init.zeros_(self.bbox_pred.bias)
+    num_classes: int  # K
+    attribute_config: AttributeConfig
+
+    def add_attribute_layers(self, feature_dim: int, config: AttributeConfig) -> None:
+        """Create the layers for features of width `feature_dim`, unless the config has no attributes."""
+        self.attribute_config = config
         if self.has_attributes:
-            self.cls_embedding = nn.Embedding(config.num_classes + 1, attributes.embedding_dim)
-            self.fc_attr = nn.Linear(feature_dim + attributes.embedding_dim, attributes.hidden_dim)
-            self.attr_score = nn.Linear(attributes.hidden_dim, attributes.num_classes + 1)
+            self.cls_embedding = nn.Embedding(self.num_classes + 1, config.embedding_dim)
+            self.fc_attr = nn.Linear(feature_dim + config.embedding_dim, config.hidden_dim)
+            self.attr_score = nn.Linear(config.hidden_dim, config.num_classes + 1)
             nn.init.normal_(self.cls_embedding.weight, std=0.01)
             nn.init.normal_(self.attr_score.weight, std=0.01)
             nn.init.zeros_(self.attr_score.bias)
@@ -49,6 +44,43 @@ class BoxPredictor(nn.Module):
     def has_attributes(self) -> bool:
         return self.attribute_config.num_classes > 0
 
+    def attributes(self, features: Tensor, classes: Tensor) -> Tensor:
+        """Attribute logits float32 [R, A + 1] of features [R, D] for the classes int64 [R], 0 .. K (K = background)."""
+        joined = torch.cat((features, self.cls_embedding(classes).to(features.dtype)), dim=1)
+        return self.attr_score(F.relu(self.fc_attr(joined))).float()
+
+    def attribute_loss(self, features: Tensor, classes: Tensor, labels: Tensor) -> Loss:
+        """Cross entropy averaged over an object's labels, summed over the foreground RoIs that have any.
+
+        Args:
+            features: [R, D].
+            classes: int64 [R], target class, K = background; its embedding is the head's second input.
+            labels: int64 [R, L], attributes of the object a RoI is matched with.
+        """
+        labelled = ((classes < self.num_classes) & (labels >= 0).any(dim=1)).nonzero()[:, 0]
+        labels = labels[labelled]
+        log_probs = self.attributes(features[labelled], classes[labelled]).log_softmax(dim=1)
+        is_label = labels >= 0
+        picked = -log_probs.gather(1, labels.clamp(min=0)) * is_label
+        total = (picked.sum(dim=1) / is_label.sum(dim=1)).sum() * self.attribute_config.loss_weight
+        return Loss(total, total.detach().new_tensor(float(len(labelled))))
+
+
+class BoxPredictor(AttributeHead):
+    """Linear layers on the pooled feature (Fast R-CNN, section 2), named as in Detectron2."""
+
+    def __init__(self, feature_dim: int, config: ROIHeadsConfig, attributes: AttributeConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.num_classes = config.num_classes
+        self.cls_score = nn.Linear(feature_dim, config.num_classes + 1)
+        self.bbox_pred = nn.Linear(feature_dim, 4 * (1 if config.class_agnostic_boxes else config.num_classes))
+        nn.init.normal_(self.cls_score.weight, std=0.01)
+        nn.init.normal_(self.bbox_pred.weight, std=0.001)
+        nn.init.zeros_(self.cls_score.bias)
+        nn.init.zeros_(self.bbox_pred.bias)
+        self.add_attribute_layers(feature_dim, attributes)
+
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """[R, D] -> class logits float32 [R, K + 1], box deltas float32 [R, 4 * K] (or [R, 4] if class-agnostic)."""
         return self.class_logits(features), self.bbox_pred(features).float()
@@ -56,11 +88,6 @@ class BoxPredictor(nn.Module):
     def class_logits(self, features: Tensor) -> Tensor:
         """[R, D] -> float32 [R, K + 1]."""
         return self.cls_score(features).float()
-
-    def attributes(self, features: Tensor, classes: Tensor) -> Tensor:
-        """Attribute logits float32 [R, A + 1] of features [R, D] for the classes int64 [R], 0 .. K (K = background)."""
-        joined = torch.cat((features, self.cls_embedding(classes).to(features.dtype)), dim=1)
-        return self.attr_score(F.relu(self.fc_attr(joined))).float()
 
     def box_losses(
         self, logits: Tensor, deltas: Tensor, boxes: Tensor, classes: Tensor, matched_boxes: Tensor
@@ -90,19 +117,3 @@ class BoxPredictor(nn.Module):
             "loss_cls": Loss(F.cross_entropy(logits, classes, reduction="sum"), count),
             "loss_box_reg": Loss(reg * self.config.box_loss_weight, count),
         }
-
-    def attribute_loss(self, features: Tensor, classes: Tensor, labels: Tensor) -> Loss:
-        """Cross entropy averaged over an object's labels, summed over the foreground RoIs that have any.
-
-        Args:
-            features: [R, D].
-            classes: int64 [R], target class, K = background; its embedding is the head's second input.
-            labels: int64 [R, L], attributes of the object a RoI is matched with.
-        """
-        labelled = ((classes < self.num_classes) & (labels >= 0).any(dim=1)).nonzero()[:, 0]
-        labels = labels[labelled]
-        log_probs = self.attributes(features[labelled], classes[labelled]).log_softmax(dim=1)
-        is_label = labels >= 0
-        picked = -log_probs.gather(1, labels.clamp(min=0)) * is_label
-        total = (picked.sum(dim=1) / is_label.sum(dim=1)).sum() * self.attribute_config.loss_weight
-        return Loss(total, total.detach().new_tensor(float(len(labelled))))

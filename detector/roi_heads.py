@@ -51,6 +51,16 @@ def to_rois(boxes: list[Tensor]) -> Tensor:
     return torch.cat((image[:, None].to(joined.dtype), joined), dim=1)
 
 
+def mask_maps(maps: Tensor, masks: Tensor) -> Tensor:
+    """RoI maps [R, D, S, S] times masks [R, S, S]; a ValueError if the shapes do not fit."""
+    if masks.shape != maps.shape[:1] + maps.shape[2:]:
+        raise ValueError(
+            f"RoI masks have shape {list(masks.shape)}, but the res5 maps of the boxes need "
+            f"{[maps.shape[0], *maps.shape[2:]]}."
+        )
+    return maps * masks.to(maps.dtype)[:, None]
+
+
 class Res5ROIHeads(nn.Module):
     """RoI pooling, res5 and box predictor."""
 
@@ -88,12 +98,7 @@ class Res5ROIHeads(nn.Module):
         """Pooled features [R, D]; `masks` float [R, S, S] multiply the res5 maps before the mean over S * S cells."""
         maps = self.res5_map(features, rois)
         if masks is not None:
-            if masks.shape != maps.shape[:1] + maps.shape[2:]:
-                raise ValueError(
-                    f"RoI masks have shape {list(masks.shape)}, but the res5 maps of the boxes need "
-                    f"{[maps.shape[0], *maps.shape[2:]]}."
-                )
-            maps = maps * masks.to(maps.dtype)[:, None]
+            maps = mask_maps(maps, masks)
         return maps.mean(dim=(2, 3))
 
     @torch.no_grad()

@@ -57,7 +57,7 @@ class RPNHead(nn.Module):
         convs = []
         channels = in_channels
         for dim in conv_dims:
-            width = in_channels if dim == -1 else dim
+            width = channels if dim == -1 else dim  # -1 keeps the width
             convs.append(nn.Conv2d(channels, width, kernel_size=3, padding=1))
             channels = width
         if len(convs) == 1:

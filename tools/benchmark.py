@@ -3,12 +3,18 @@
     python tools/benchmark.py train --json FILE
     python tools/benchmark.py train --preset base --json FILE
     python tools/benchmark.py train --config configs/demo/refcoco.yaml data.texts_per_image=8
+    python tools/benchmark.py detector --json FILE
+    python tools/benchmark.py detector --detector-config configs/detector/R_101_C4.yaml --image-size 600 1000
 
 `train` times whole training steps (forward, backward, optimiser) with several texts of each image in one batch
 (grouped) against the same texts one per batch (ungrouped: as many passes over the same images, gradients accumulated,
 one optimiser step), so both are the same update. `ratios.grouped_5_over_1` is the median time of the grouped step
 divided by the median time of the ungrouped one, for the same texts: below 1, grouping is faster. The two ways take
 turns. Before that it checks that both give the same loss and gradients; if not, the exit status is 1.
+
+`detector` times features of given boxes and training steps of the built-in detector and, where Detectron2 is installed,
+of Detectron2's model with the same config and weights. `ratio` is Detectron2's median time divided by ours: above 1,
+ours is faster. The two take turns. If their features differ, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -21,8 +27,11 @@ from typing import Any, NamedTuple
 
 from e2e_vl.config import load_config
 from e2e_vl.engine.benchmark import benchmark_training
+from e2e_vl.engine.detector_benchmark import benchmark_detector
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "benchmark"
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "configs" / "benchmark"
+DETECTOR_CONFIG = ROOT / "configs" / "detector" / "vl_bert_R_101.yaml"
 
 
 class Preset(NamedTuple):
@@ -65,21 +74,92 @@ def main(argv: list[str] | None = None) -> int:
     train.add_argument("--warm-up", type=int, default=1, help="steps of each way before them (default: 1)")
     train.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that beat the file")
+    _add_detector_command(commands)
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["train"]:  # overrides may stand anywhere, which a parser of sub-commands cannot read
         arguments = train.parse_intermixed_args(words[1:])
     else:
         arguments = parser.parse_args(words)
     try:
-        result = run_train(arguments)
+        result = run_detector(arguments) if words[:1] == ["detector"] else run_train(arguments)
         if arguments.json is not None:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if result["benchmark"] == "detector":
+        print_detector_result(result)
+        return 0 if has_same_features(result) else 1
     print_result(result)
     return 0 if is_same_update(result) else 1
+
+
+def _add_detector_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "detector",
+        help="built-in detector against Detectron2",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--detector-config",
+        type=Path,
+        default=DETECTOR_CONFIG,
+        help="Detectron2 YAML file (default: VL-BERT's ResNet-101 C4 with dilated res5)",
+    )
+    parser.add_argument(
+        "--rois",
+        type=lambda numbers: [int(number) for number in numbers.split(",")],
+        default=[36, 100],
+        metavar="N[,N...]",
+        help="given boxes per image (default: 36,100); the training step has the first number",
+    )
+    parser.add_argument(
+        "--image-size", type=int, nargs=2, default=(600, 1000), metavar=("H", "W"), help="default: 600 1000 pixels"
+    )
+    parser.add_argument("--images", type=int, default=1, help="images in a batch (default: 1)")
+    parser.add_argument("--repetitions", type=int, default=5, help="measured calls of each (default: 5)")
+    parser.add_argument("--warm-up", type=int, default=1, help="calls of each before them (default: 1)")
+    parser.add_argument("--no-train", action="store_true", help="leave out the training step")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
+
+
+def run_detector(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The measurement that the command line describes."""
+    result = benchmark_detector(
+        arguments.detector_config,
+        image_size=tuple(arguments.image_size),
+        images=arguments.images,
+        rois=arguments.rois,
+        repetitions=arguments.repetitions,
+        warm_up=arguments.warm_up,
+        training=not arguments.no_train,
+    )
+    return {"benchmark": "detector", **result}
+
+
+def has_same_features(result: dict[str, Any]) -> bool:
+    """Whether both backends agree (or only one was measured)."""
+    difference = result["max_feature_difference"]
+    return difference is None or difference <= TOLERANCE
+
+
+def print_detector_result(result: dict[str, Any]) -> None:
+    """A short table for people."""
+    machine, settings = result["machine"], result["settings"]
+    height, width = settings["image_size"]
+    print(f"{machine['device']}, {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}")
+    print(f"{settings['config']}, {settings['images']} x {height} x {width} pixels, float32")
+    for name, case in result["cases"].items():
+        for backend, times in case["times"].items():
+            print(f"  {name:14s} {backend:12s} {times['median']:8.3f} s ({times['min']:.3f} .. {times['max']:.3f})")
+        if "ratio" in case:
+            print(f"  {name:14s} {'ratio':12s} {case['ratio']:8.3f}")
+    if "detectron2" not in result["backends"]:
+        print("Detectron2 is not installed: only the built-in detector was measured.")
+    if not has_same_features(result):
+        print(f"The backends' features differ by {result['max_feature_difference']:.2g}.", file=sys.stderr)
 
 
 def run_train(arguments: argparse.Namespace) -> dict[str, Any]:

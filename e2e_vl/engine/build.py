@@ -16,7 +16,6 @@ import yaml
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from detector.checkpoint import load_checkpoint, load_strictly
-from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
@@ -39,7 +38,21 @@ from e2e_vl.text import build_vocabulary, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-DETECTORS: dict[str, type[Detector]] = {"builtin": FasterRCNN, "precomputed": PrecomputedDetector}
+
+def _detectron2_detector() -> type[Detector]:
+    """Detectron2 is imported only when it is chosen."""
+    try:
+        from detector.detectron2_adapter import Detectron2Detector
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    return Detectron2Detector
+
+
+DETECTORS: dict[str, Callable[[], type[Detector]]] = {
+    "builtin": lambda: FasterRCNN,
+    "detectron2": _detectron2_detector,
+    "precomputed": lambda: PrecomputedDetector,
+}
 ENCODERS = {"vl_bert": (VLBertConfig, VLBertModel), "none": (NoEncoderConfig, NoEncoder)}
 TASKS = {"refcoco": (ReferringConfig, ReferringTask), "detection": (DetectionConfig, DetectionTask)}
 DATASETS = {"refcoco": RefCOCODataset, "coco_detection": CocoDetectionDataset}
@@ -80,10 +93,10 @@ def named_parts(config: RunConfig) -> Parts:
     """Look up the names in the dicts above.
 
     Raises:
-        ValueError: there is nothing of that name; the message lists what there is.
+        ValueError: there is nothing of that name (the message lists what there is), or its package is not installed.
     """
     return Parts(
-        detector=_named(DETECTORS, config.detector.backend, "detector.backend"),
+        detector=_named(DETECTORS, config.detector.backend, "detector.backend")(),
         encoder=_named(ENCODERS, config.encoder.name, "encoder.name"),
         task=_named(TASKS, config.task.name, "task.name"),
         dataset=_named(DATASETS, config.data.name, "data.name"),
@@ -162,16 +175,17 @@ def build_model(config: RunConfig, *, vocab_size: int) -> VisionLanguageModel:
     return VisionLanguageModel(detector, encoder, task, freeze_detector=config.detector.freeze)
 
 
-def build_detector_config(config: RunConfig) -> DetectorConfig:
-    """The Detectron2 YAML file, with `detector.overrides` on top."""
+def build_detector_config(config: RunConfig) -> Any:
+    """The Detectron2 YAML file, with `detector.overrides` on top, as the config class of the chosen backend."""
+    config_class = named_parts(config).detector.config_class
     path = Path(config.detector.config)
     if not path.is_file():
         raise FileNotFoundError(
             f"Detector config {path} does not exist; set detector.config to a Detectron2 YAML file."
         )
     if not config.detector.overrides:
-        return DetectorConfig.from_yaml(path)
-    return DetectorConfig.from_yaml({"_BASE_": str(path.resolve()), **config.detector.overrides})
+        return config_class.from_yaml(path)
+    return config_class.from_yaml({"_BASE_": str(path.resolve()), **config.detector.overrides})
 
 
 def build_detector(config: RunConfig) -> Detector:

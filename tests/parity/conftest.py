@@ -20,5 +20,10 @@ def load_helper(name: str) -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def backends() -> ModuleType:
+    return load_helper("backends")
+
+
+@pytest.fixture(scope="session")
 def vl_bert_keys() -> ModuleType:
     return load_helper("vl_bert_keys")

@@ -1,8 +1,9 @@
-"""The built-in detector against arrays recorded from stock Detectron2: every stage, in the order of the forward pass.
+"""Both backends against arrays recorded from stock Detectron2: every stage, in the order of the forward pass.
 
 Configs, sizes and options are read from the set, so that another set (`--golden-root`) is tested by the same file.
 Floats agree to 1e-4 of the largest value of a tensor, discrete results exactly. Gradients are compared by their
 relative L2 distance: single ReLU sign flips between two correct float32 kernels move them by about 1e-3.
+The Detectron2 backend is skipped where Detectron2 is not installed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,10 +24,9 @@ from torch import Tensor
 from detector.boxes import decode_deltas, encode_deltas, rescale_detections
 from detector.checkpoint import load_weights
 from detector.config import DetectorConfig
-from detector.faster_rcnn import FasterRCNN
+from detector.faster_rcnn import TwoStageDetector
 from detector.images import make_image_batch, resize_image
 from detector.roi_heads import to_rois
-from detector.rpn import RPNOutput
 from detector.structures import DetectionTargets, ImageBatch
 
 TOLERANCE = 1e-4
@@ -38,6 +39,7 @@ class GoldenSet:
     meta: dict[str, Any]
     weights: dict[str, Tensor]
     tensors: dict[str, Tensor]  # of all other files
+    detector_class: type[TwoStageDetector]
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -64,7 +66,7 @@ class GoldenSet:
             config.pixel_std,
         )
 
-    def detector(self, **keys: Any) -> FasterRCNN:
+    def detector(self, **keys: Any) -> TwoStageDetector:
         """A detector with the set's weights, in evaluation mode; `keys` (MODEL__X__Y=value) change the config."""
         tree = json.loads(json.dumps(self.config))
         for key, value in keys.items():
@@ -73,13 +75,14 @@ class GoldenSet:
             for parent in parents:
                 node = node.setdefault(parent, {})
             node[leaf] = value
-        model = FasterRCNN(DetectorConfig.from_yaml(tree))
+        model = self.detector_class(self.detector_class.config_class.from_yaml(tree))
         load_weights(model, self.weights, "state_dict.safetensors")
         return model.eval()
 
 
-@pytest.fixture(scope="module")
-def golden(golden_root: Path) -> GoldenSet:
+@pytest.fixture(scope="module", params=["builtin", "detectron2"])
+def golden(golden_root: Path, backends: ModuleType, request: pytest.FixtureRequest) -> GoldenSet:
+    detector_class = backends.detector_class(request.param)
     folder = golden_root / "detectron2"
     names = ("eval", "train", "mask", "resize", "extras")
     return GoldenSet(
@@ -87,11 +90,12 @@ def golden(golden_root: Path) -> GoldenSet:
         meta=json.loads((folder / "meta.json").read_text()),
         weights=load_file(folder / "state_dict.safetensors"),
         tensors={key: value for name in names for key, value in load_file(folder / f"{name}.safetensors").items()},
+        detector_class=detector_class,
     )
 
 
 @pytest.fixture(scope="module")
-def model(golden: GoldenSet) -> FasterRCNN:
+def model(golden: GoldenSet) -> TwoStageDetector:
     return golden.detector()
 
 
@@ -106,15 +110,15 @@ def sizes(images: ImageBatch) -> list[tuple[int, int]]:
 
 
 @pytest.fixture(scope="module")
-def res4(model: FasterRCNN, images: ImageBatch) -> Tensor:
+def features(model: TwoStageDetector, images: ImageBatch) -> Any:
     with torch.no_grad():
         return model.features(images)
 
 
 @pytest.fixture(scope="module")
-def rpn_output(model: FasterRCNN, res4: Tensor) -> RPNOutput:
+def rpn_output(model: TwoStageDetector, features: Any) -> Any:
     with torch.no_grad():
-        return model.proposal_generator(res4)
+        return model.run_rpn(features)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +134,7 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) 
 
 
 def test_state_dict_loads_strictly(golden: GoldenSet):
-    model = FasterRCNN(DetectorConfig.from_yaml(golden.config))
+    model = golden.detector_class(golden.detector_class.config_class.from_yaml(golden.config))
     model.load_state_dict(golden.weights, strict=True)
     assert set(model.state_dict()) == set(golden.weights)
 
@@ -151,21 +155,22 @@ def test_preprocessing(golden: GoldenSet, images: ImageBatch):
     assert_near(images.pixels, golden["pre.batch"], 1e-6)
 
 
-def test_backbone(golden: GoldenSet, model: FasterRCNN, images: ImageBatch):
+def test_backbone(golden: GoldenSet, model: TwoStageDetector, images: ImageBatch, backends: ModuleType):
     with torch.no_grad():
-        stages = model.backbone.stages(images.pixels)
+        stages = backends.stages(model, images.pixels)
     for name in ("stem", "res2", "res3", "res4"):
         assert_near(stages[name], golden[f"backbone.{name}"])
 
 
-def test_anchors(golden: GoldenSet, model: FasterRCNN, rpn_output: RPNOutput):
-    assert torch.equal(model.proposal_generator.anchor_generator.cell_anchors, golden["rpn.cell_anchors"])
-    assert torch.equal(rpn_output.anchors, golden["rpn.anchors"])
+def test_anchors(golden: GoldenSet, model: TwoStageDetector, rpn_output: Any, backends: ModuleType):
+    assert torch.equal(backends.cell_anchors(model), golden["rpn.cell_anchors"])
+    assert torch.equal(backends.rpn_arrays(rpn_output).anchors, golden["rpn.anchors"])
 
 
-def test_rpn_head(golden: GoldenSet, model: FasterRCNN, res4: Tensor, rpn_output: RPNOutput):
+def test_rpn_head(golden: GoldenSet, model: TwoStageDetector, features: Any, rpn_output: Any, backends: ModuleType):
+    rpn_output = backends.rpn_arrays(rpn_output)
     with torch.no_grad():
-        objectness, deltas = model.proposal_generator.rpn_head(res4)
+        objectness, deltas = backends.head_maps(model, features)
     assert_near(objectness, golden["rpn.head.objectness_map"])
     assert_near(deltas, golden["rpn.head.delta_map"])
     assert_near(rpn_output.objectness, golden["rpn.objectness_logits"])
@@ -174,21 +179,33 @@ def test_rpn_head(golden: GoldenSet, model: FasterRCNN, res4: Tensor, rpn_output
     assert_near(decoded, golden["rpn.decoded_boxes"])
 
 
-def test_proposals(golden: GoldenSet, model: FasterRCNN, rpn_output: RPNOutput, sizes: list[tuple[int, int]]):
-    proposals = model.proposal_generator.propose(rpn_output, sizes)
+def test_proposals(
+    golden: GoldenSet, model: TwoStageDetector, rpn_output: Any, sizes: list[tuple[int, int]], backends: ModuleType
+):
+    boxes, objectness = backends.proposals(model, rpn_output, sizes)
     for number in range(golden.num_images):
         prefix = f"rpn.image{number}."
-        assert torch.equal(proposals.anchor_index[number], golden[f"{prefix}proposal_anchor_index"])
-        assert_near(proposals.boxes[number], golden[f"{prefix}proposal_boxes"])
-        assert_near(proposals.objectness[number], golden[f"{prefix}proposal_logits"])
+        assert_near(boxes[number], golden[f"{prefix}proposal_boxes"])
+        assert_near(objectness[number], golden[f"{prefix}proposal_logits"])
+    if backends.is_builtin(model):  # Detectron2 does not say which anchor a proposal came from
+        found = model.proposal_generator.propose(rpn_output, sizes)
+        for number, index in enumerate(found.anchor_index):
+            assert torch.equal(index, golden[f"rpn.image{number}.proposal_anchor_index"])
 
 
-def test_given_boxes(golden: GoldenSet, model: FasterRCNN, images: ImageBatch, res4: Tensor, given: list[Tensor]):
+def test_given_boxes(
+    golden: GoldenSet,
+    model: TwoStageDetector,
+    images: ImageBatch,
+    features: Any,
+    given: list[Tensor],
+    backends: ModuleType,
+):
     with torch.no_grad():
-        rois = to_rois(given)
         rows = golden["given.roi_align.rows"]
-        assert_near(model.roi_heads.pool(res4, rois)[rows], golden["given.roi_align.output"])
-        assert_near(model.roi_heads.res5_map(res4, rois)[rows], golden["given.res5.output"])
+        pooled, maps = backends.roi_maps(model, features, to_rois(given))
+        assert_near(pooled[rows], golden["given.roi_align.output"])
+        assert_near(maps[rows], golden["given.res5.output"])
         regions = model(images, given)
         _, deltas = model.roi_heads.box_predictor(torch.cat(regions.features))
     assert_near(torch.cat(regions.features), golden["given.pooled_features"])
@@ -198,10 +215,10 @@ def test_given_boxes(golden: GoldenSet, model: FasterRCNN, images: ImageBatch, r
     assert regions.losses == {}
 
 
-def test_box_head_on_proposals(golden: GoldenSet, model: FasterRCNN, res4: Tensor):
+def test_box_head_on_proposals(golden: GoldenSet, model: TwoStageDetector, features: Any):
     proposals = golden.of_images("rpn.{}.proposal_boxes")
     with torch.no_grad():
-        pooled = model.roi_heads.describe(res4, to_rois(proposals))
+        pooled = model.describe(features, to_rois(proposals))
         logits, deltas = model.roi_heads.box_predictor(pooled)
     decoded = decode_deltas(deltas, torch.cat(proposals), model.config.roi_heads.box_weights)
     assert_near(pooled, torch.cat(golden.of_images("roi.{}.pooled_features")))
@@ -211,7 +228,7 @@ def test_box_head_on_proposals(golden: GoldenSet, model: FasterRCNN, res4: Tenso
     assert_near(decoded, torch.cat(golden.of_images("roi.{}.decoded_boxes")))
 
 
-def test_detections(golden: GoldenSet, model: FasterRCNN, images: ImageBatch):
+def test_detections(golden: GoldenSet, model: TwoStageDetector, images: ImageBatch):
     with torch.no_grad():
         regions = model(images)
         again = model(images, regions.boxes)
@@ -236,9 +253,8 @@ def test_features_of_proposals(golden: GoldenSet, images: ImageBatch, sizes: lis
     model = golden.detector(MODEL__ROI_HEADS__FEATURES_OF="proposal")
     with torch.no_grad():
         regions = model(images)
-        res4 = model.features(images)
-        proposals = model.proposal_generator.propose(model.proposal_generator(res4), sizes).boxes
-        detections, _ = model.detect(res4, proposals, sizes)
+        features = model.features(images)
+        detections, _ = model.detect(features, model.propose(model.run_rpn(features), sizes), sizes)
     for number in range(golden.num_images):
         prefix = f"det.image{number}."
         assert torch.equal(detections.proposal_index[number], golden[f"{prefix}proposal_index"])
@@ -246,7 +262,7 @@ def test_features_of_proposals(golden: GoldenSet, images: ImageBatch, sizes: lis
         assert_near(regions.features[number], golden[f"{prefix}proposal_features"])
 
 
-def test_images_run_alone(golden: GoldenSet, given: list[Tensor]):
+def test_images_run_alone(golden: GoldenSet, given: list[Tensor], backends: ModuleType):
     model = golden.detector(MODEL__ROI_HEADS__FEATURES_OF="proposal")
     batch = golden.images()
     for number, (height, width) in enumerate(batch.sizes.tolist()):
@@ -256,7 +272,7 @@ def test_images_run_alone(golden: GoldenSet, given: list[Tensor]):
         )
         with torch.no_grad():
             described, detected = model(alone, given[rows]), model(alone)
-            assert_near(model.features(alone), golden[f"single.image{number}.res4"])
+            assert_near(backends.res4(model.features(alone)), golden[f"single.image{number}.res4"])
         prefix = f"single.image{number}."
         assert_near(described.features[0], golden[f"{prefix}given_pooled_features"])
         assert_near(detected.boxes[0], golden[f"{prefix}det.boxes"])
@@ -269,22 +285,22 @@ def targets_of(golden: GoldenSet) -> DetectionTargets:
     return DetectionTargets(golden.of_images("train.{}.gt_boxes"), golden.of_images("train.{}.gt_classes"))
 
 
-def test_training_targets(golden: GoldenSet, images: ImageBatch, sizes: list[tuple[int, int]]):
+def test_training_targets(golden: GoldenSet, images: ImageBatch, sizes: list[tuple[int, int]], backends: ModuleType):
     model = golden.detector().train()
     targets = targets_of(golden)
     with torch.no_grad():
-        output = model.proposal_generator(model.features(images))
-    labels = model.proposal_generator.label_anchors(output.anchors, targets.boxes, sizes)
-    assert torch.equal(labels.labels, torch.stack(golden.of_images("train.{}.rpn_labels")))
-    positive = labels.labels == 1
-    assert torch.equal(labels.matched[positive], torch.stack(golden.of_images("train.{}.rpn_matched_gt"))[positive])
+        output = model.run_rpn(model.features(images))
+    labels, matched = backends.label_anchors(model, output, targets, sizes)
+    assert torch.equal(labels, torch.stack(golden.of_images("train.{}.rpn_labels")))
+    positive = labels == 1
+    assert torch.equal(matched[positive], torch.stack(golden.of_images("train.{}.rpn_matched_gt"))[positive])
 
-    proposals = model.proposal_generator.propose(output, sizes)
+    boxes, objectness = backends.proposals(model, output, sizes)
     for number in range(golden.num_images):
-        assert_near(proposals.boxes[number], golden[f"train.image{number}.proposal_boxes"])
-        assert_near(proposals.objectness[number], golden[f"train.image{number}.proposal_logits"])
+        assert_near(boxes[number], golden[f"train.image{number}.proposal_boxes"])
+        assert_near(objectness[number], golden[f"train.image{number}.proposal_logits"])
 
-    sampled = model.roi_heads.label_and_sample(proposals.boxes, targets)
+    sampled = backends.sampled_arrays(model.sample(boxes, targets, sizes), targets)
     for number in range(golden.num_images):
         prefix = f"train.image{number}."
         expected = golden[f"{prefix}roi_boxes"]
@@ -293,8 +309,8 @@ def test_training_targets(golden: GoldenSet, images: ImageBatch, sizes: list[tup
         assert_near(sampled.boxes[number][order], expected)
         assert torch.equal(sampled.classes[number][order], golden[f"{prefix}roi_classes"])
         foreground = golden[f"{prefix}roi_classes"] < model.num_classes
-        matched = sampled.matched[number][order]
-        assert torch.equal(matched[foreground], golden[f"{prefix}roi_matched_gt"][foreground])
+        objects = targets.boxes[number][golden[f"{prefix}roi_matched_gt"]]
+        assert torch.equal(sampled.matched_boxes[number][order][foreground], objects[foreground])
 
 
 @pytest.mark.parametrize("with_boxes", [False, True])
@@ -321,7 +337,7 @@ def test_training_losses_and_gradients(golden: GoldenSet, images: ImageBatch, gi
 
 
 @pytest.mark.parametrize("variant", ["norm", "raw", "none"])
-def test_pixel_masks(golden: GoldenSet, model: FasterRCNN, images: ImageBatch, given: list[Tensor], variant: str):
+def test_pixel_masks(golden: GoldenSet, model: TwoStageDetector, images: ImageBatch, given: list[Tensor], variant: str):
     batch, masks = images, None
     if variant == "norm":
         rows = golden.of_images("mask.{}.box_rows")
@@ -335,7 +351,7 @@ def test_pixel_masks(golden: GoldenSet, model: FasterRCNN, images: ImageBatch, g
         assert_near(torch.cat(regions.class_logits), golden[f"mask.{variant}.class_logits"])
 
 
-def test_feature_of_a_resized_image(golden: GoldenSet, model: FasterRCNN):
+def test_feature_of_a_resized_image(golden: GoldenSet, model: TwoStageDetector):
     cases = sorted({key.split(".")[1] for key in golden.tensors if key.startswith("resize.")})
     assert cases
     for case in cases:
@@ -350,7 +366,7 @@ def test_feature_of_a_resized_image(golden: GoldenSet, model: FasterRCNN):
         assert_near(regions.features[0], golden[f"resize.{case}.full_image_feature"])
 
 
-def test_box_coder(golden: GoldenSet, model: FasterRCNN):
+def test_box_coder(golden: GoldenSet, model: TwoStageDetector):
     weights = {"w1": model.config.rpn.box_weights, "wroi": model.config.roi_heads.box_weights}
     for name, values in weights.items():
         stated = re.search(r"weights \(([^)]*)\)", golden.description(f"coder.{name}.decoded"))
@@ -361,7 +377,7 @@ def test_box_coder(golden: GoldenSet, model: FasterRCNN):
         assert_near(encoded, golden[f"coder.{name}.encoded"], 1e-6)
 
 
-def test_poolers(golden: GoldenSet, images: ImageBatch, given: list[Tensor]):
+def test_poolers(golden: GoldenSet, images: ImageBatch, given: list[Tensor], backends: ModuleType):
     names = sorted({key.removesuffix(".rows") for key in golden.tensors if re.match(r"pooler\..*\.rows", key)})
     assert names
     for name in names:
@@ -373,13 +389,13 @@ def test_poolers(golden: GoldenSet, images: ImageBatch, given: list[Tensor]):
             MODEL__ROI_BOX_HEAD__POOLER_RESOLUTION=int(side),
         )
         with torch.no_grad():
-            maps = model.roi_heads.pool(model.features(images), to_rois(given))
+            maps, _ = backends.roi_maps(model, model.features(images), to_rois(given))
             regions = model(images, given)
         assert_near(maps[golden[f"{name}.rows"]], golden[f"{name}.output"])
         assert_near(torch.cat(regions.features), golden[f"{name}.pooled_features"])
 
 
-def test_bottom_up_attention_features(golden: GoldenSet, images: ImageBatch, given: list[Tensor]):
+def test_bottom_up_attention_features(golden: GoldenSet, images: ImageBatch, given: list[Tensor], backends: ModuleType):
     stride_in_1x1 = re.search(r"STRIDE_IN_1X1=(\w+)", golden.description("butd.res4"))[1] == "True"
     model = golden.detector(
         MODEL__RESNETS__STEM_POOL="caffe_max",
@@ -388,11 +404,10 @@ def test_bottom_up_attention_features(golden: GoldenSet, images: ImageBatch, giv
         MODEL__ROI_BOX_HEAD__POOLER_TYPE="ROIPool",
     )
     with torch.no_grad():
-        res4 = model.features(images)
-        pooled = model.roi_heads.pool(res4, to_rois(given))
-        maps = model.roi_heads.res5_map(res4, to_rois(given))
+        features = model.features(images)
+        pooled, maps = backends.roi_maps(model, features, to_rois(given))
         regions = model(images, given)
-    assert_near(res4, golden["butd.res4"])
+    assert_near(backends.res4(features), golden["butd.res4"])
     assert_near(pooled[golden["butd.roipool.rows"]], golden["butd.roipool.output"])
     assert list(maps.shape) == golden["butd.res5.output_shape"].tolist()
     assert_near(torch.cat(regions.features), golden["butd.given_pooled_features"])
@@ -408,7 +423,7 @@ def test_bottom_up_attention_attributes(golden: GoldenSet, images: ImageBatch, g
     }
     tree = yaml.safe_load(yaml.safe_dump(golden.config))
     tree["MODEL"].setdefault("ROI_BOX_HEAD", {})["ATTRIBUTES"] = attributes
-    model = FasterRCNN(DetectorConfig.from_yaml(tree)).eval()
+    model = golden.detector_class(golden.detector_class.config_class.from_yaml(tree)).eval()
     extra = {f"roi_heads.box_predictor.{name}": value for name, value in parameters.items()}
     model.load_state_dict(golden.weights | extra, strict=True)
 

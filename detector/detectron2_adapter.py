@@ -1,0 +1,302 @@
+"""The Detectron2 backend: the real Detectron2 model behind this project's detector interface.
+
+Shape legend
+    N     images
+    R     RoIs of all images; rows are [image, x1, y1, x2, y2]
+    P     proposals or sampled RoIs of one image
+    S     side of the res5 map of a RoI
+    D     width of a region feature: channels of res5, or the box head's output before the last layers
+    K     foreground classes, background is class K
+
+The network's parts are Detectron2's, called in the order of its `GeneralizedRCNN`; `FasterRCNN` takes the same steps.
+Parameter names are Detectron2's in both backends, so their checkpoints are interchangeable.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from detector.config import OUR_KEYS, DetectorConfig, ResNetConfig
+from detector.config_file import nest
+from detector.detectron2_config import Detectron2Config
+from detector.faster_rcnn import TwoStageDetector
+from detector.pixel_masking import mask_pixels
+from detector.predictor import AttributeHead
+from detector.resnet import BLOCKS_PER_STAGE
+from detector.roi_heads import Detections, mask_maps, to_rois
+from detector.structures import DetectionTargets, ImageBatch, Loss
+
+try:
+    from detectron2.config import CfgNode, get_cfg
+    from detectron2.layers import FrozenBatchNorm2d, ShapeSpec
+    from detectron2.modeling import build_model, build_proposal_generator, build_roi_heads
+    from detectron2.modeling.backbone import BasicStem, ResNet
+    from detectron2.modeling.backbone.resnet import BasicBlock
+    from detectron2.modeling.roi_heads import FastRCNNOutputLayers
+    from detectron2.structures import Boxes, Instances
+    from detectron2.utils.events import EventStorage
+except ImportError as error:
+    raise ImportError(
+        f"The detectron2 backend needs Detectron2, which cannot be imported here ({error}); install it with: "
+        "python -m pip install 'git+https://github.com/facebookresearch/detectron2.git'"
+    ) from error
+
+DEEPEST_BASIC = 34  # ResNet-18 and -34 have basic blocks
+
+
+class RPNOutput(NamedTuple):
+    """What the network says about every anchor, one entry per feature map."""
+
+    anchors: list[Boxes]
+    objectness: list[Tensor]  # float32 [N, A], logits
+    deltas: list[Tensor]  # float32 [N, A, 4]
+
+
+class SampledRoIs(NamedTuple):
+    """The RoIs the box head is trained on, with Detectron2's labels."""
+
+    boxes: list[Tensor]  # N x float32 [P, 4]
+    instances: list[Instances]
+
+
+class OutputLayers(AttributeHead, FastRCNNOutputLayers):
+    """Detectron2's box predictor, with room for the attribute head."""
+
+    def class_logits(self, features: Tensor) -> Tensor:
+        """[R, D] -> float32 [R, K + 1]."""
+        return self.cls_score(features).float()
+
+
+class Stem(nn.Module):
+    """Detectron2's stem with another pool: "caffe_max" (no padding, sizes rounded up) or "none"."""
+
+    def __init__(self, conv1: nn.Module, pool: str) -> None:
+        super().__init__()
+        self.conv1 = conv1
+        self.pool = pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, 3, H, W] -> [N, C, H/4, W/4] (H/2, W/2 without a pool)."""
+        x = F.relu_(self.conv1(x))
+        return x if self.pool == "none" else F.max_pool2d(x, kernel_size=3, stride=2, padding=0, ceil_mode=True)
+
+
+class Detectron2Detector(TwoStageDetector):
+    """A Faster R-CNN of Detectron2: C4 (`Res5ROIHeads`) or with a box head (`StandardROIHeads`, e.g. FPN).
+
+    Images come normalised, so Detectron2's own preprocessing (`GeneralizedRCNN.preprocess_image`) has no part in this.
+    Features of a model with a box head are what its last linear layers read.
+    """
+
+    config_class = Detectron2Config
+
+    def __init__(self, config: DetectorConfig | Detectron2Config) -> None:
+        """
+        Raises:
+            ValueError: Detectron2 does not know a key, or refuses a value.
+        """
+        super().__init__()
+        self.config = Detectron2Config.from_flat(config.to_flat()) if isinstance(config, DetectorConfig) else config
+        try:
+            cfg = make_cfg(self.config)
+            self.backbone, self.proposal_generator, self.roi_heads = build_parts(cfg, self.config.resnet)
+        except (AssertionError, KeyError, ValueError) as error:
+            raise ValueError(f"Detectron2 refuses the detector's config: {error}") from error
+        adapt(self.backbone, self.proposal_generator, self.roi_heads, self.config)
+        self.feature_dim = self.roi_heads.box_predictor.cls_score.in_features
+        self.num_classes = self.roi_heads.num_classes
+        predictor = OutputLayers(cfg, ShapeSpec(channels=self.feature_dim, height=1, width=1))
+        predictor.add_attribute_layers(self.feature_dim, self.config.attributes)
+        self.roi_heads.box_predictor = predictor
+
+    def features(self, images: ImageBatch, pixel_masks: list[Tensor] | None = None) -> dict[str, Tensor]:
+        """Feature maps by name: `res4` of a C4 model, `p2` .. `p6` of an FPN."""
+        pixels = images.pixels
+        if pixel_masks is not None:
+            pixels = mask_pixels(pixels, images.sizes, pixel_masks)
+        multiple = self.backbone.size_divisibility
+        if multiple > 1:
+            height, width = pixels.shape[-2:]
+            pixels = F.pad(pixels, (0, -width % multiple, 0, -height % multiple))
+        return self.backbone(pixels)
+
+    def run_rpn(self, features: dict[str, Tensor]) -> RPNOutput:
+        rpn = self.proposal_generator
+        maps = [features[name] for name in rpn.in_features]
+        objectness, deltas = rpn.rpn_head(maps)
+        return RPNOutput(
+            anchors=rpn.anchor_generator(maps),
+            objectness=[scores.float().permute(0, 2, 3, 1).flatten(1) for scores in objectness],
+            deltas=[
+                rows.float().unflatten(1, (-1, 4)).permute(0, 3, 4, 1, 2).flatten(1, 3)  # [N, A * 4, h, w]
+                for rows in deltas
+            ],
+        )
+
+    def propose(self, rpn_output: RPNOutput, sizes: list[tuple[int, int]]) -> list[Tensor]:
+        found = self.proposal_generator.predict_proposals(*rpn_output, sizes)
+        return [instances.proposal_boxes.tensor for instances in found]
+
+    def rpn_losses(
+        self, rpn_output: RPNOutput, targets: DetectionTargets, sizes: list[tuple[int, int]]
+    ) -> dict[str, Loss]:
+        rpn = self.proposal_generator
+        with EventStorage():  # Detectron2 logs into one; nothing here reads it
+            labels, matched = rpn.label_and_sample_anchors(rpn_output.anchors, to_instances(targets, sizes))
+            losses = rpn.losses(rpn_output.anchors, rpn_output.objectness, labels, rpn_output.deltas, matched)
+        return to_sums(losses, rpn.batch_size_per_image * len(sizes))
+
+    def sample(self, proposals: list[Tensor], targets: DetectionTargets, sizes: list[tuple[int, int]]) -> SampledRoIs:
+        candidates = [
+            Instances(size, proposal_boxes=Boxes(boxes), objectness_logits=boxes.new_zeros(len(boxes)))
+            for size, boxes in zip(sizes, proposals, strict=True)
+        ]
+        with EventStorage():
+            instances = self.roi_heads.label_and_sample_proposals(candidates, to_instances(targets, sizes))
+        return SampledRoIs([rows.proposal_boxes.tensor for rows in instances], instances)
+
+    def head_losses(self, pooled: Tensor, sampled: SampledRoIs, targets: DetectionTargets) -> dict[str, Loss]:
+        predictor = self.roi_heads.box_predictor
+        with EventStorage():
+            losses = predictor.losses(predictor(pooled), sampled.instances)
+        losses = to_sums(losses, len(pooled))
+        if predictor.has_attributes and targets.attributes is not None:
+            labels = [
+                rows.gt_attributes if rows.has("gt_attributes") else given.new_full((len(rows), given.shape[1]), -1)
+                for rows, given in zip(sampled.instances, targets.attributes, strict=True)
+            ]
+            classes = torch.cat([rows.gt_classes for rows in sampled.instances])
+            losses["loss_attribute"] = predictor.attribute_loss(pooled, classes, torch.cat(labels))
+        return losses
+
+    def pool(self, features: dict[str, Tensor], rois: Tensor) -> Tensor:
+        """RoI maps [R, channels, resolution, resolution]; the rows of `rois` are ordered by image."""
+        heads = self.roi_heads
+        maps = [features[name] for name in heads.in_features]
+        maps = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in maps]  # as the built-in detector pools
+        counts = torch.bincount(rois[:, 0].long(), minlength=len(maps[0])).tolist()
+        boxes = [Boxes(rows) for rows in rois[:, 1:].split(counts)]
+        return (heads.pooler if self.config.is_c4 else heads.box_pooler)(maps, boxes)
+
+    def describe(self, features: dict[str, Tensor], rois: Tensor, masks: Tensor | None = None) -> Tensor:
+        if masks is not None and not self.config.is_c4:
+            raise ValueError("roi_masks need the res5 maps of a C4 model; this one has a box head.")
+        order = rois[:, 0].argsort(stable=True)
+        maps = self.pool(features, rois[order])
+        if not self.config.is_c4:
+            return self.roi_heads.box_head(maps).flatten(1)[order.argsort()]
+        maps = self.roi_heads.res5(maps)
+        if masks is not None:
+            maps = mask_maps(maps, masks[order])
+        return maps.mean(dim=(2, 3))[order.argsort()]
+
+    def detect(
+        self, features: dict[str, Tensor], proposals: list[Tensor], sizes: list[tuple[int, int]]
+    ) -> tuple[Detections, list[Tensor] | None]:
+        """See `TwoStageDetector.detect`."""
+        keep_features = self.config.roi_heads.features_of == "proposal"
+        with torch.set_grad_enabled(torch.is_grad_enabled() and keep_features):
+            pooled = self.describe(features, to_rois(proposals))
+            predictions = self.roi_heads.box_predictor(pooled)
+        candidates = [
+            Instances(size, proposal_boxes=Boxes(boxes)) for size, boxes in zip(sizes, proposals, strict=True)
+        ]
+        with torch.no_grad():
+            found, index = self.roi_heads.box_predictor.inference(predictions, candidates)
+        detections = Detections(
+            boxes=[rows.pred_boxes.tensor for rows in found],
+            scores=[rows.scores for rows in found],
+            classes=[rows.pred_classes for rows in found],
+            proposal_index=index,
+        )
+        if not keep_features:
+            return detections, None
+        split = pooled.split([len(boxes) for boxes in proposals])
+        return detections, [rows[kept] for rows, kept in zip(split, index, strict=True)]
+
+
+def make_cfg(config: Detectron2Config) -> CfgNode:
+    """Detectron2's own config of the same keys. What stock Detectron2 cannot build has its default; see `adapt`.
+
+    Raises:
+        KeyError, ValueError: Detectron2 does not know a key, or expects another type.
+    """
+    flat = {key: value for key, value in config.to_flat().items() if key not in OUR_KEYS}
+    if config.is_c4:
+        flat["MODEL.RESNETS.RES5_DILATION"] = 1
+    cfg = get_cfg()
+    cfg.merge_from_other_cfg(CfgNode(nest(flat)))
+    cfg.MODEL.DEVICE = "cpu"  # the model is moved as a whole later
+    cfg.freeze()
+    return cfg
+
+
+def build_parts(cfg: CfgNode, resnet: ResNetConfig) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """Backbone, proposal generator and RoI heads of `build_model`.
+
+    `build_model` takes ResNet-18 and -34 with RES2_OUT_CHANNELS 64 only; of other widths they are put together here
+    from the same classes.
+    """
+    if resnet.depth > DEEPEST_BASIC or resnet.res2_out_channels == 64:
+        model = build_model(cfg)
+        return model.backbone, model.proposal_generator, model.roi_heads
+    stages, channels = [], resnet.stem_out_channels
+    for number, num_blocks in enumerate(BLOCKS_PER_STAGE[resnet.depth]):
+        out_channels = resnet.res2_out_channels * 2**number
+        stage = ResNet.make_stage(
+            BasicBlock,
+            num_blocks,
+            stride_per_block=[1 if number == 0 else 2, *[1] * (num_blocks - 1)],
+            in_channels=channels,
+            out_channels=out_channels,
+            norm=resnet.norm,
+        )
+        stages.append(stage)
+        channels = out_channels
+    stem = BasicStem(out_channels=resnet.stem_out_channels, norm=resnet.norm)
+    backbone = ResNet(stem, stages, out_features=["res4"], freeze_at=resnet.freeze_at)
+    shape = backbone.output_shape()
+    return backbone, build_proposal_generator(cfg, shape), build_roi_heads(cfg, shape)
+
+
+def adapt(backbone: nn.Module, rpn: nn.Module, heads: nn.Module, config: Detectron2Config) -> None:
+    """Apply what stock Detectron2 ignores or lacks: another stem pool, dilated res5, frozen res5."""
+    settings = config.resnet
+    if config.is_c4 and settings.freeze_at >= 5:
+        for block in heads.res5:
+            block.freeze()
+    for module in (*backbone.modules(), *heads.modules()):
+        if isinstance(module, FrozenBatchNorm2d):  # one that was frozen keeps a counter that means nothing any more
+            module.num_batches_tracked = None
+    if settings.stem_pool != "max":
+        resnet = getattr(backbone, "bottom_up", backbone)
+        resnet.stem = Stem(resnet.stem.conv1, settings.stem_pool)
+    if not config.is_c4:
+        return
+    if settings.stem_pool == "none":
+        rpn.anchor_generator.strides = [settings.res4_stride]
+        heads.pooler.level_poolers[0].spatial_scale = 1.0 / settings.res4_stride
+    if settings.res5_dilation == 2:
+        for block in heads.res5:
+            for conv in (block.conv1, block.conv2, block.shortcut):
+                if conv is not None:
+                    conv.stride = (1, 1)
+            block.conv2.padding = block.conv2.dilation = (2, 2)
+
+
+def to_instances(targets: DetectionTargets, sizes: list[tuple[int, int]]) -> list[Instances]:
+    """Annotated objects as Detectron2's `Instances`, one per image."""
+    rows = []
+    for number, (size, boxes, classes) in enumerate(zip(sizes, targets.boxes, targets.classes, strict=True)):
+        fields = {} if targets.attributes is None else {"gt_attributes": targets.attributes[number]}
+        rows.append(Instances(size, gt_boxes=Boxes(boxes), gt_classes=classes, **fields))
+    return rows
+
+
+def to_sums(losses: dict[str, Tensor], count: int) -> dict[str, Loss]:
+    """Detectron2 divides its losses already; undo that, so that several processes can add theirs up."""
+    return {name: Loss(value * count, value.detach().new_tensor(float(count))) for name, value in losses.items()}

@@ -1,0 +1,138 @@
+"""What only the Detectron2 backend has; that it equals the built-in one is tested in tests/parity."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from detector.detectron2_config import Detectron2Config
+from detector.structures import DetectionTargets, ImageBatch
+
+SMALL_FPN = {
+    "MODEL": {
+        "BACKBONE": {"NAME": "build_resnet_fpn_backbone", "FREEZE_AT": 0},
+        "RESNETS": {
+            "DEPTH": 50,
+            "OUT_FEATURES": ["res2", "res3", "res4", "res5"],
+            "RES2_OUT_CHANNELS": 16,
+            "STEM_OUT_CHANNELS": 8,
+            "WIDTH_PER_GROUP": 4,
+            "NORM": "BN",
+        },
+        "FPN": {"IN_FEATURES": ["res2", "res3", "res4", "res5"], "OUT_CHANNELS": 16},
+        "ANCHOR_GENERATOR": {"SIZES": [[32], [64], [128], [256], [512]]},
+        "RPN": {
+            "IN_FEATURES": ["p2", "p3", "p4", "p5", "p6"],
+            "PRE_NMS_TOPK_TEST": 100,
+            "POST_NMS_TOPK_TEST": 20,
+            "POST_NMS_TOPK_TRAIN": 20,
+        },
+        "ROI_HEADS": {
+            "NAME": "StandardROIHeads",
+            "IN_FEATURES": ["p2", "p3", "p4", "p5"],
+            "NUM_CLASSES": 7,
+            "SCORE_THRESH_TEST": 0.05,
+        },
+        "ROI_BOX_HEAD": {"NAME": "FastRCNNConvFCHead", "NUM_FC": 2, "FC_DIM": 24, "POOLER_RESOLUTION": 7},
+    }
+}
+IMPORT = "import sys; sys.modules['detectron2'] = None\n"  # makes `import detectron2` fail, installed or not
+
+
+def run_python(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
+    )
+
+
+def test_without_detectron2_choosing_it_says_how_to_install_it():
+    done = run_python(
+        IMPORT + "from e2e_vl.config import RunConfig\n"
+        "from e2e_vl.engine.build import named_parts\n"
+        "config = RunConfig()\n"
+        "named_parts(config)\n"  # the built-in detector needs nothing
+        "config.detector.backend = 'detectron2'\n"
+        "try:\n    named_parts(config)\n"
+        "except ValueError as error:\n    print(error)\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "python -m pip install 'git+https://github.com/facebookresearch/detectron2.git'" in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_the_builtin_detector_does_not_import_detectron2():
+    done = run_python("import sys\nimport e2e_vl.engine.build\nprint('detectron2' in sys.modules)")
+    assert done.stdout == "False\n", done.stderr
+
+
+@pytest.fixture(scope="module")
+def images() -> ImageBatch:
+    sizes = torch.tensor([[100, 130], [90, 120]])
+    pixels = torch.randn(2, 3, 100, 130, generator=torch.Generator().manual_seed(0))
+    pixels[1, :, 90:] = 0
+    pixels[1, :, :, 120:] = 0
+    return ImageBatch(pixels, sizes, sizes, ["first", "second"])
+
+
+@pytest.fixture(scope="module")
+def fpn():
+    pytest.importorskip("detectron2", reason="Detectron2 is not installed")
+    from detector.detectron2_adapter import Detectron2Detector
+
+    torch.manual_seed(0)
+    return Detectron2Detector(Detectron2Config.from_yaml(SMALL_FPN))
+
+
+@torch.no_grad()
+def test_fpn_equals_detectron2s_own_forward_pass(fpn, images):
+    from detectron2.modeling import build_model
+
+    from detector.detectron2_adapter import make_cfg
+
+    model = build_model(make_cfg(fpn.config)).eval()
+    assert model.state_dict().keys() == fpn.state_dict().keys()
+    model.load_state_dict(fpn.state_dict())
+    mean = torch.tensor(fpn.config.input.pixel_mean)[:, None, None]
+    inputs = [
+        {"image": pixels[:, :height, :width] + mean, "height": height, "width": width}
+        for pixels, (height, width) in zip(images.pixels, images.sizes.tolist(), strict=True)
+    ]
+    read = []
+    hook = model.roi_heads.box_predictor.register_forward_pre_hook(lambda module, args: read.append(args[0]))
+    expected = [output["instances"] for output in model(inputs)]
+    hook.remove()
+    regions = fpn.eval()(images)
+    for number, instances in enumerate(expected):
+        assert len(instances) > 3
+        assert torch.allclose(regions.boxes[number], instances.pred_boxes.tensor, atol=1e-2)
+        assert torch.allclose(regions.scores[number], instances.scores, atol=1e-4)
+        assert torch.equal(regions.classes[number], instances.pred_classes)
+
+    sizes = [tuple(size) for size in images.sizes.tolist()]
+    features = fpn.features(images)
+    boxes = fpn.propose(fpn.run_rpn(features), sizes)
+    described = fpn(images, boxes)  # what the last linear layers read, image by image
+    assert torch.allclose(torch.cat(described.features), read[0], rtol=1e-3, atol=1e-3)
+
+
+def test_fpn_trains_on_given_boxes(fpn, images):
+    boxes = [torch.tensor([[3.0, 4, 50, 60], [10, 10, 90, 80]]), torch.tensor([[3.0, 4, 50, 60]])]
+    targets = DetectionTargets(boxes, [torch.tensor([1, 2]), torch.tensor([3])])
+    regions = fpn.train()(images, boxes, targets, whole_image=True)
+    assert [rows.shape for rows in regions.features] == [(3, fpn.feature_dim), (2, fpn.feature_dim)]
+    assert set(regions.losses) == {"loss_rpn_cls", "loss_rpn_loc", "loss_cls", "loss_box_reg"}
+    (sum(loss.mean for loss in regions.losses.values()) + torch.cat(regions.features).sum()).backward()
+    missing = [name for name, parameter in fpn.named_parameters() if parameter.grad is None]
+    assert missing == []
+    with pytest.raises(ValueError, match="roi_masks need the res5 maps of a C4 model"):
+        fpn(images, boxes, roi_masks=[torch.ones(len(rows), 7, 7) for rows in boxes])
+
+
+def test_what_detectron2_refuses_is_one_sentence(fpn):
+    wrong = Detectron2Config.from_flat({**fpn.config.to_flat(), "MODEL.FPN.OUT_CHANELS": 16})
+    with pytest.raises(ValueError, match=r"Detectron2 refuses the detector's config: .*OUT_CHANELS"):
+        type(fpn)(wrong)

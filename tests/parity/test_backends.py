@@ -1,0 +1,297 @@
+"""Built-in detector and Detectron2 side by side: one YAML, one checkpoint, the same inputs, everything compared.
+
+Runs only where Detectron2 is installed.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from detector.checkpoint import load_weights, read_tensors
+from detector.faster_rcnn import FasterRCNN, TwoStageDetector
+from detector.structures import DetectionTargets, ImageBatch, Regions
+
+TOLERANCE = 1e-4  # of the largest value of a tensor
+GRADIENT_TOLERANCE = 3e-2  # relative L2 distance; ReLU sign flips move it, most of all through batch statistics
+
+SMALL = {
+    "MODEL": {
+        "BACKBONE": {"FREEZE_AT": 1},
+        "RESNETS": {"WIDTH_PER_GROUP": 8, "RES2_OUT_CHANNELS": 16, "STEM_OUT_CHANNELS": 8},
+        "ANCHOR_GENERATOR": {"SIZES": [[24, 48, 96]]},
+        "RPN": {"BATCH_SIZE_PER_IMAGE": 4096, "PRE_NMS_TOPK_TRAIN": 100, "POST_NMS_TOPK_TRAIN": 40},
+        "ROI_HEADS": {"NUM_CLASSES": 5, "BATCH_SIZE_PER_IMAGE": 512, "SCORE_THRESH_TEST": 0.1},
+    },
+    "TEST": {"DETECTIONS_PER_IMAGE": 30},
+}
+VARIANTS = {  # what is unlike the golden set
+    "stock": {},
+    "vl_bert": {
+        "RESNETS": {"RES5_DILATION": 2},
+        "ROI_BOX_HEAD": {"POOLER_TYPE": "ROIAlign", "POOLER_SAMPLING_RATIO": 1},
+    },
+    "bottom_up_attention": {
+        "RESNETS": {"RES5_DILATION": 2, "STEM_POOL": "caffe_max"},
+        "ROI_HEADS": {"FEATURES_OF": "proposal"},
+        "ROI_BOX_HEAD": {
+            "POOLER_TYPE": "ROIPool",
+            "ATTRIBUTES": {"NUM_CLASSES": 6, "EMBEDDING_DIM": 8, "HIDDEN_DIM": 12},
+        },
+    },
+    "torchvision_style": {
+        "RESNETS": {"STRIDE_IN_1X1": False, "NORM": "BN"},
+        "RPN": {"BBOX_REG_LOSS_TYPE": "giou", "CONV_DIMS": [16, -1], "BOUNDARY_THRESH": 8, "LOSS_WEIGHT": 0.5},
+        "ROI_BOX_HEAD": {"CLS_AGNOSTIC_BBOX_REG": True, "SMOOTH_L1_BETA": 0.5},
+        "BACKBONE": {"FREEZE_AT": 2},
+    },
+    "shallow": {"RESNETS": {"DEPTH": 18, "NORM": "BN"}, "BACKBONE": {"FREEZE_AT": 0}},
+    "stem_without_pool": {"RESNETS": {"STEM_POOL": "none"}, "BACKBONE": {"FREEZE_AT": 5}},
+}
+
+
+@dataclasses.dataclass
+class Pair:
+    ours: TwoStageDetector
+    theirs: TwoStageDetector
+
+    def train(self, mode: bool = True) -> Pair:
+        self.ours.train(mode)
+        self.theirs.train(mode)
+        return self
+
+    def run(self, *args, **options) -> tuple[Regions, Regions]:
+        results = []
+        for model in (self.ours, self.theirs):
+            torch.manual_seed(0)
+            results.append(model(*args, **options))
+        return results[0], results[1]
+
+
+def make_tree(variant: str) -> dict:
+    tree = copy.deepcopy(SMALL)
+    for group, values in VARIANTS[variant].items():
+        tree["MODEL"].setdefault(group, {}).update(values)
+    return tree
+
+
+def make_lively(model: TwoStageDetector) -> None:
+    """Random statistics, and weights that make features, scores and deltas of ordinary size, as training does."""
+    torch.manual_seed(1)
+    for name, value in model.state_dict().items():
+        if name.endswith("norm.weight"):
+            value.uniform_(0.5, 1.0)
+        elif name.endswith(("running_mean", "norm.bias")):
+            value.normal_(std=0.1)
+        elif name.endswith("running_var"):
+            value.uniform_(0.5, 1.5)
+        elif name.endswith(("cls_score.weight", "attr_score.weight", "cls_embedding.weight")):
+            value.normal_(std=0.2)
+        elif name.endswith(("objectness_logits.weight", "anchor_deltas.weight", "bbox_pred.weight")):
+            value.normal_(std=0.03)
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def pair(request: pytest.FixtureRequest, backends: ModuleType, tmp_path_factory) -> Pair:
+    """Both backends from one YAML file and one checkpoint file."""
+    adapter = backends.detector_class("detectron2")
+    folder = tmp_path_factory.mktemp(request.param)
+    (folder / "config.yaml").write_text(yaml.safe_dump(make_tree(request.param)), encoding="utf-8")
+    models = [cls(cls.config_class.from_yaml(folder / "config.yaml")) for cls in (FasterRCNN, adapter)]
+    make_lively(models[0])
+    torch.save(models[0].state_dict(), folder / "model.pth")
+    for model in models:
+        load_weights(model, read_tensors(folder / "model.pth"), folder / "model.pth")
+    return Pair(*models).train(False)
+
+
+@pytest.fixture(scope="module")
+def images() -> ImageBatch:
+    generator = torch.Generator().manual_seed(2)
+    sizes = torch.tensor([[128, 160], [112, 150]])
+    pixels = torch.randn(2, 3, 128, 160, generator=generator)
+    pixels[1, :, 112:] = 0
+    pixels[1, :, :, 150:] = 0
+    return ImageBatch(pixels, sizes, sizes * 2, ["first", "second"])
+
+
+@pytest.fixture(scope="module")
+def boxes() -> list[Tensor]:
+    return [
+        torch.tensor([[5.0, 6.0, 70.5, 90.0], [20.0, 30.0, 150.0, 120.0], [80.0, 10.0, 110.0, 44.0]]),
+        torch.tensor([[0.0, 0.0, 149.0, 111.0]]),
+    ]
+
+
+@pytest.fixture(scope="module")
+def targets(boxes: list[Tensor]) -> DetectionTargets:
+    classes = [torch.tensor([0, 4, 2]), torch.tensor([3])]
+    attributes = [torch.tensor([[1, -1], [-1, -1], [5, 0]]), torch.tensor([[2, 3]])]
+    return DetectionTargets(boxes, classes, attributes)
+
+
+def assert_near(ours: Tensor, theirs: Tensor, tolerance: float = TOLERANCE) -> None:
+    assert ours.shape == theirs.shape
+    if ours.numel():
+        worst, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
+        assert worst <= tolerance * largest, f"differs by {worst:.3g}; the largest value is {largest:.3g}"
+
+
+def same_rows(ours: Tensor, theirs: Tensor) -> Tensor:
+    """For each row of ours the nearest one of theirs, each used once: scores that nearly tie may swap places."""
+    nearest = torch.cdist(ours, theirs).argmin(dim=1)
+    assert len(ours) == len(theirs) == len(nearest.unique())
+    return nearest
+
+
+def assert_same_regions(ours: Regions, theirs: Regions) -> None:
+    assert ours.losses.keys() == theirs.losses.keys()
+    for name in ("boxes", "features", "class_logits", "scores", "classes", "attribute_logits"):
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        assert (mine is None) == (other is None), name
+        if mine is not None:
+            assert [len(rows) for rows in mine] == [len(rows) for rows in other], name
+            assert_near(torch.cat(mine).detach().float(), torch.cat(other).detach().float())
+    for name, loss in ours.losses.items():
+        assert loss.count == theirs.losses[name].count, name
+        assert loss.mean.item() == pytest.approx(theirs.losses[name].mean.item(), rel=TOLERANCE), name
+
+
+def test_the_same_parameters(pair: Pair):
+    assert pair.ours.state_dict().keys() == pair.theirs.state_dict().keys()
+    for name, parameter in pair.ours.named_parameters():
+        assert parameter.requires_grad == pair.theirs.get_parameter(name).requires_grad, name
+    assert pair.ours.feature_dim == pair.theirs.feature_dim
+    assert pair.ours.num_classes == pair.theirs.num_classes
+
+
+@torch.no_grad()
+def test_the_same_features_and_proposals(pair: Pair, images: ImageBatch, backends: ModuleType):
+    pair.train(False)
+    sizes = [tuple(size) for size in images.sizes.tolist()]
+    found = []
+    for model in (pair.ours, pair.theirs):
+        features = model.features(images)
+        output = model.run_rpn(features)
+        found.append((backends.res4(features), backends.rpn_arrays(output), model.propose(output, sizes)))
+    (map_1, rpn_1, proposals_1), (map_2, rpn_2, proposals_2) = found
+    assert_near(map_1, map_2)
+    assert torch.equal(rpn_1.anchors, rpn_2.anchors)
+    assert_near(rpn_1.objectness, rpn_2.objectness)
+    assert_near(rpn_1.deltas, rpn_2.deltas)
+    for ours, theirs in zip(proposals_1, proposals_2, strict=True):
+        assert len(ours) > 5
+        assert_near(ours, theirs[same_rows(ours, theirs)])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("whole_image", [False, True])
+def test_the_same_given_boxes_with_pixel_masks(pair: Pair, images, boxes, whole_image: bool):
+    pair.train(False)
+    plain = pair.run(images, boxes, whole_image=whole_image)
+    masked = pair.run(images, boxes, pixel_masks=[rows[:1] for rows in boxes], whole_image=whole_image)
+    for ours, theirs in (plain, masked):
+        assert_same_regions(ours, theirs)
+    assert not torch.allclose(plain[0].features[0], masked[0].features[0], rtol=1e-3)
+
+
+@torch.no_grad()
+def test_the_same_roi_masks(pair: Pair, images, boxes):
+    pair.train(False)
+    side = pair.ours.roi_heads.res5_map(pair.ours.features(images), torch.tensor([[0.0, 0, 0, 9, 9]])).shape[-1]
+    generator = torch.Generator().manual_seed(3)
+    masks = [torch.rand(len(rows), side, side, generator=generator) for rows in boxes]
+    assert_same_regions(*pair.run(images, boxes, roi_masks=masks, whole_image=True))
+    for model in (pair.ours, pair.theirs):
+        with pytest.raises(ValueError, match="RoI masks have shape"):
+            model(images, boxes, roi_masks=[mask[:, 1:] for mask in masks])
+
+
+@torch.no_grad()
+def test_the_same_detections(pair: Pair, images):
+    pair.train(False)
+    ours, theirs = pair.run(images)
+    assert min(len(rows) for rows in ours.boxes) > 3
+    keys = [
+        [torch.cat((boxes, 100 * scores[:, None], 100.0 * classes[:, None]), dim=1) for boxes, scores, classes in rows]
+        for rows in (zip(regions.boxes, regions.scores, regions.classes, strict=True) for regions in (ours, theirs))
+    ]
+    orders = [same_rows(mine, other) for mine, other in zip(*keys, strict=True)]
+    for field in dataclasses.fields(theirs):
+        if isinstance(values := getattr(theirs, field.name), list):
+            setattr(theirs, field.name, [rows[order] for rows, order in zip(values, orders, strict=True)])
+    assert_same_regions(ours, theirs)
+    assert torch.equal(torch.cat(ours.classes), torch.cat(theirs.classes))
+
+
+@pytest.mark.parametrize("with_boxes", [False, True])
+def test_the_same_losses_and_gradients(pair: Pair, images, boxes, targets, with_boxes: bool):
+    pair = Pair(copy.deepcopy(pair.ours), copy.deepcopy(pair.theirs)).train()
+    ours, theirs = pair.run(images, boxes if with_boxes else None, targets)
+    assert len(ours.losses) >= 4
+    if with_boxes:
+        assert_same_regions(ours, theirs)
+    else:  # sampling shuffles the RoIs
+        for name, loss in ours.losses.items():
+            assert loss.mean.item() == pytest.approx(theirs.losses[name].mean.item(), rel=TOLERANCE), name
+    for regions in (ours, theirs):
+        total = sum(loss.mean for loss in regions.losses.values())
+        (total + torch.cat(regions.features).square().mean()).backward()
+    compared = 0
+    for name, parameter in pair.ours.named_parameters():
+        theirs_gradient = pair.theirs.get_parameter(name).grad
+        assert (parameter.grad is None) == (theirs_gradient is None), name
+        if parameter.grad is not None and theirs_gradient.norm() > 0:
+            distance = (parameter.grad - theirs_gradient).norm() / theirs_gradient.norm()
+            assert distance.item() < GRADIENT_TOLERANCE, name
+            compared += 1
+    assert compared >= 10
+
+
+def test_a_batch_without_objects(pair: Pair, images):
+    pair = Pair(copy.deepcopy(pair.ours), copy.deepcopy(pair.theirs)).train()
+    empty = DetectionTargets(
+        [torch.zeros(0, 4)] * 2, [torch.zeros(0, dtype=torch.int64)] * 2, [torch.zeros(0, 2, dtype=torch.int64)] * 2
+    )
+    ours, theirs = pair.run(images, None, empty)
+    assert ours.losses.keys() == theirs.losses.keys()
+    for name, loss in ours.losses.items():
+        assert loss.mean.item() == pytest.approx(theirs.losses[name].mean.item(), rel=TOLERANCE, abs=1e-7), name
+
+
+def test_training_continues_in_the_other_backend(pair: Pair, images, targets, tmp_path: Path):
+    """Two steps in one backend, or one step in each with a checkpoint between them, give the same weights."""
+    start = copy.deepcopy(pair.ours.state_dict())
+    names = [name for name, _ in pair.ours.named_parameters()]
+
+    def step(model: TwoStageDetector) -> None:
+        model.train()
+        torch.manual_seed(0)
+        losses = model(images, None, targets).losses
+        model.zero_grad(set_to_none=True)
+        sum(loss.mean for loss in losses.values()).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 1e-3 * parameter.grad
+
+    ends = []
+    for first, second in ((pair.ours, pair.ours), (pair.ours, pair.theirs), (pair.theirs, pair.ours)):
+        first, second = copy.deepcopy(first), copy.deepcopy(second)
+        first.load_state_dict(start)
+        step(first)
+        torch.save({"model": first.state_dict()}, tmp_path / "model.pth")
+        load_weights(second, read_tensors(tmp_path / "model.pth"), tmp_path / "model.pth")
+        step(second)
+        ends.append(torch.cat([second.get_parameter(name).detach().flatten() for name in names]))
+    change = ends[0] - torch.cat([start[name].flatten() for name in names])
+    assert change.norm() > 1e-4
+    for other in ends[1:]:
+        assert (other - ends[0]).norm() <= 0.1 * change.norm()  # the second step may draw other RoIs
