@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
+from detector.checkpoint import load_strictly
 from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
-from e2e_vl.engine.weights import load_strictly
 from e2e_vl.structures import TextBatch, TextRegions
 
 
