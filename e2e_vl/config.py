@@ -104,7 +104,7 @@ class TrainSettings:
     images_per_batch: int = 32  # per optimiser step, over all processes and accumulated micro-batches
     accumulate: int = 1  # micro-batches per optimiser step
     epochs: float = 20.0
-    max_steps: int | None = None  # stop earlier (the schedule is then laid over these steps)
+    max_steps: int | None = None  # instead of epochs; the schedule is laid over these steps
     optimizer: str = "adamw"  # adamw | sgd
     lr: float = 2.56e-5
     detector_lr: float | None = None  # None = lr
@@ -222,6 +222,11 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         raise ValueError(f"{path}: setting '{error.full_key}' cannot be used: {_reason(error)}.") from error
     _check(config, str(path))
     return config
+
+
+def load_overrides(words: list[str]) -> dict[str, Any]:
+    """Nested detector settings of `detector.key=value` words, without anything from a file."""
+    return OmegaConf.to_container(OmegaConf.from_dotlist(words)).get("detector", {})
 
 
 def save_config(config: RunConfig, path: str | Path) -> None:

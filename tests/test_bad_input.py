@@ -158,8 +158,27 @@ def test_a_refs_pickle_that_tries_to_run_code(data, fails, tmp_path):
 
 def test_an_unknown_split(fails, trained_run, capfd):
     assert "no split 'nosuch'; the file has train, val" in fails("data.train_split=nosuch")
+    assert "no split 'vall'; the file has train, val" in fails("data.eval_splits=[vall]")  # before any training
     arguments = ["--run", str(trained_run.path), "--split", "testC"]
     assert "no split 'testC'; the file has train, val" in refusal(lambda: evaluation_tool.main(arguments), capfd)
+
+
+@pytest.mark.parametrize("word", ["detector.weights=x.pth", "encoder.weights=x", "detector.config=x.yaml"])
+def test_a_trained_model_keeps_its_own_weights(trained_run, capfd, word):
+    arguments = ["--run", str(trained_run.path), "--boxes", "gt", word]
+    assert f"{word}: a trained model brings its own" in refusal(lambda: evaluation_tool.main(arguments), capfd)
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("encoder.config.num_hidden_layers=abc", "encoder.config"),
+        ("encoder.config.vocab_size=3", "encoder.config.vocab_size"),
+        ("task.config.positive_iou=abc", "task.config"),
+    ],
+)
+def test_a_part_setting_of_the_wrong_type(fails, word, key):
+    assert key in fails(word)
 
 
 def test_more_categories_than_the_detector_has_classes(data, fails):

@@ -174,7 +174,7 @@ class CocoDetectionDataset(Dataset):
     def _objects(self, annotations: Sequence[CocoAnnotation], placement: Placement) -> Objects:
         boxes = np.array([annotation.box for annotation in annotations], dtype=np.float64).reshape(-1, 4)
         classes, attributes = object_labels(annotations, len(self.instances.attribute_names))
-        return Objects(_network_boxes(boxes, placement), classes, attributes)
+        return Objects(placement.move_objects(boxes), classes, attributes)
 
     def _record(self, image: CocoImage, path: Path, annotations: Sequence[CocoAnnotation]) -> dict[str, Any]:
         """Plain values for predictions and metrics; boxes and areas in pixels of the stored, unflipped image."""
@@ -203,22 +203,3 @@ def _file(settings: DataSettings, name: str, split: str) -> Path:
 
 def _without_crowds(annotations: Sequence[CocoAnnotation]) -> list[CocoAnnotation]:
     return [annotation for annotation in annotations if not annotation.is_crowd]
-
-
-def _network_boxes(boxes: np.ndarray, placement: Placement) -> np.ndarray:
-    """Scale, mirror and clip boxes as Detectron2 does: x' = width - x, clipped to [0, width] x [0, height].
-
-    (`Placement.move_and_clamp_boxes` is the official VL-BERT code's way, with width - 1 and height - 1.)
-
-    Args:
-        boxes: float64 [G, 4], xyxy in pixels of the stored image.
-
-    Returns:
-        float32 [G, 4], xyxy in pixels of the resized image.
-    """
-    height, width = placement.size
-    scale = np.array([width, height]) / np.array(placement.original_size[::-1])
-    moved = boxes * np.tile(scale, 2)
-    if placement.flipped:
-        moved[:, [0, 2]] = width - moved[:, [2, 0]]
-    return moved.clip(0, [width, height, width, height]).astype(np.float32)

@@ -37,6 +37,24 @@ class Placement:
             moved[:, [0, 2]] = width - 1 - moved[:, [2, 0]]
         return moved
 
+    def move_objects(self, boxes: np.ndarray) -> np.ndarray:
+        """Scale, mirror and clip as Detectron2 does: x' = width - x, clipped to [0, width] x [0, height].
+
+        For the targets of detection losses. (`move_and_clamp_boxes` is the official VL-BERT code's way.)
+
+        Args:
+            boxes: float64 [G, 4], xyxy in pixels of the stored image.
+
+        Returns:
+            float32 [G, 4], xyxy in pixels of the resized image.
+        """
+        height, width = self.size
+        scale = np.array([width, height]) / np.array(self.original_size[::-1])
+        moved = boxes * np.tile(scale, 2)
+        if self.flipped:
+            moved[:, [0, 2]] = width - moved[:, [2, 0]]
+        return moved.clip(0, [width, height, width, height]).astype(np.float32)
+
     def move_and_clamp_boxes(self, boxes: np.ndarray, name: str) -> np.ndarray:
         """Scale, flip and clamp boxes to [0, width - 1] x [0, height - 1] (official VL-BERT code).
 

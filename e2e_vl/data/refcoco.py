@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from detector.boxes import check_boxes
 from detector.images import ResizeRule
 from detector.selection import SelectionRule, select_regions
 from e2e_vl.config import DataSettings
@@ -277,7 +278,9 @@ class RefCOCODataset(Dataset):
         single = [annotation for annotation in annotations if not annotation.is_crowd]
         boxes = np.array([annotation.box for annotation in single], dtype=np.float64).reshape(-1, 4)
         classes, attributes = object_labels(single, len(self.instances.attribute_names))
-        return Objects(placement.move_and_clamp_boxes(boxes, str(self.instances.path)), classes, attributes)
+        moved = placement.move_objects(boxes)
+        check_boxes(moved, str(self.instances.path), "object")
+        return Objects(moved, classes, attributes)
 
     def _text(self, index: int, path: Path, placement: Placement) -> TextExample:
         expression = self.expressions[index]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from detector.checkpoint import load_checkpoint, load_strictly
@@ -75,6 +76,7 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     train_dataset: Any  # has `groups` and answers `Request`s; None when only evaluating
     collate: Callable[..., Batch]
+    eval_datasets: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)  # (split, boxes) -> data set
 
 
 def build_run(config: RunConfig) -> Run:
@@ -161,6 +163,13 @@ def build_dataset(
     )
 
 
+def build_eval_datasets(config: RunConfig, run: Run) -> None:
+    """Read all splits with all box sources that the settings evaluate, once a run."""
+    for split in config.data.eval_splits:
+        for boxes in config.eval.boxes:
+            run.eval_datasets[split, boxes] = build_dataset(config, run.tokenizer, split, boxes=boxes)
+
+
 def build_collate(model: VisionLanguageModel) -> Callable[..., Batch]:
     """Examples -> batch, with the colour statistics of the model's detector."""
     settings = model.detector.config.input
@@ -210,7 +219,14 @@ def build_encoder(config: RunConfig, *, vocab_size: int, feature_dim: int) -> En
         raise ValueError(
             f"encoder.config has the unknown key '{unknown[0]}'; see the fields of {config_class.__name__}."
         )
-    encoder = model_class(config_class(vocab_size=vocab_size, feature_dim=feature_dim, **config.encoder.config))
+    fixed = [key for key in ("vocab_size", "feature_dim") if key in config.encoder.config]
+    if fixed:
+        raise ValueError(f"encoder.config.{fixed[0]} follows from the tokenizer and the detector; leave it out.")
+    try:
+        encoder = model_class(config_class(vocab_size=vocab_size, feature_dim=feature_dim, **config.encoder.config))
+    except (TypeError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"encoder.config cannot be used: {reason}.") from error
     if config.encoder.weights is not None:
         load_strictly(encoder, Path(config.encoder.weights) / "model.safetensors")
     return encoder
@@ -227,7 +243,10 @@ def _filled(cls: type, values: dict[str, Any], name: str) -> Any:
     unknown = [key for key in values if key not in known]
     if unknown:
         raise ValueError(f"{name} has the unknown key '{unknown[0]}'; it takes {', '.join(known)}.")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except (TypeError, AttributeError, KeyError) as error:  # a value of the wrong type
+        raise ValueError(f"{name} cannot be used, a value has the wrong type: {error}.") from error
 
 
 def detector_yaml(config: RunConfig) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from detector.checkpoint import load_strictly
-from e2e_vl.config import RunConfig, differences, load_config, save_config
+from e2e_vl.config import RunConfig, differences, load_config, load_overrides, save_config
 from e2e_vl.engine.build import build_model, detector_yaml
 from e2e_vl.engine.logging import write_json
 from e2e_vl.model import VisionLanguageModel
@@ -55,7 +55,8 @@ def load_model(
     """Read what `save_model` wrote: the folder itself, or a run directory that holds it as `model/`.
 
     Args:
-        overrides: `key=value` settings that change the saved ones, such as `data.root=DIR`.
+        overrides: `key=value` settings that change the saved ones, such as `data.root=DIR`, or
+            `detector.overrides.TEST.DETECTIONS_PER_IMAGE=50` on top of the saved detector settings.
 
     Raises:
         FileNotFoundError: no model there.
@@ -68,9 +69,13 @@ def load_model(
                 f"{folder} holds no trained model (no model/config.yaml); give a run directory of tools/train.py."
             )
         folder = folder / "model"
+    for word in overrides or []:
+        if word.startswith(("detector.config=", "detector.weights=", "encoder.weights=")):
+            raise ValueError(f"{word}: a trained model brings its own detector and weights; leave this setting out.")
     config = load_config(folder / "config.yaml", overrides)
     config.detector.config = str(folder / "detector" / "config.yaml")
-    config.detector.overrides = {}
+    changes = [word for word in overrides or [] if word.startswith("detector.overrides.")]
+    config.detector.overrides = load_overrides(changes).get("overrides", {})
     config.detector.weights = config.encoder.weights = None
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     model = build_model(config, vocab_size=len(tokenizer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from e2e_vl.data.loading import BatchLoader
 from e2e_vl.engine.build import Run, build_collate, build_dataset
 from e2e_vl.engine.checkpoint import load_model
 from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.engine.logging import write_json
+from e2e_vl.engine.logging import write_text
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.base import Task
 
@@ -37,7 +38,7 @@ def evaluate_splits(
     max_images: int | None = None,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """Evaluate all of `data.eval_splits` with all of `eval.boxes`.
+    """Evaluate all of `data.eval_splits` with all of `eval.boxes`, on `run.eval_datasets`.
 
     Args:
         max_images: look at the first so many images of each split only; None = all.
@@ -50,7 +51,7 @@ def evaluate_splits(
     model = accelerator.unwrap_model(run.model)
     for split in config.data.eval_splits:
         for boxes in config.eval.boxes:
-            dataset = build_dataset(config, run.tokenizer, split, boxes=boxes)
+            dataset = run.eval_datasets[split, boxes]
             records = evaluate(
                 config, run, model, dataset, accelerator, max_images=max_images, name=f"{split}, {boxes}"
             )
@@ -121,7 +122,8 @@ def named_metrics(scores: dict[str, Any], split: str, boxes: str) -> dict[str, A
 
 def write_predictions(path: Path, records: list[dict[str, Any]], task: Task) -> None:
     """One JSON list, one object per text, each with `correct`; all boxes xyxy in pixels of the original image."""
-    write_json(path, [{**record, "correct": task.correct(record)} for record in records])
+    lines = [json.dumps({**record, "correct": task.correct(record)}, ensure_ascii=False) for record in records]
+    write_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
 def evaluate_run(

@@ -40,7 +40,12 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file in one step, so that a killed run never leaves half of one."""
+    """Write a JSON file in one step."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in one step, so that a killed run never leaves half of one."""
     temporary = path.with_suffix(path.suffix + ".part")
-    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)

@@ -24,7 +24,7 @@ from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.grouping import GroupedBatchSampler
 from e2e_vl.data.loading import BatchLoader
 from e2e_vl.engine import checkpoint
-from e2e_vl.engine.build import Run, build_run
+from e2e_vl.engine.build import Run, build_eval_datasets, build_run
 from e2e_vl.engine.evaluate import evaluate_splits
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.logging import RunLog, write_json
@@ -64,6 +64,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
     set_seed(config.seed)  # the same on all processes, so that all start from the same weights
     with accelerator.main_process_first():
         run = build_run(config)
+        build_eval_datasets(config, run)  # settings that do not fit are found before training, not after it
     if accelerator.is_main_process:
         save_config(config, output / "config.yaml")
         run.tokenizer.save_pretrained(output / "tokenizer")
@@ -117,13 +118,15 @@ class _Training:
         self.model, self.optimizer = accelerator.prepare(_Losses(run.model), optimizer)
         # After the weights: processes draw different dropout masks and RoI samples, but reproducibly.
         set_seed(config.seed, device_specific=True)
-        self.step = self.first_step = 0
+        self.step = 0
+        self.seconds_training = 0.0
         self.steps_summed, self.loss_sums = 0, {}  # since the last logged step
         self.rates: dict[str, float] = {}  # learning rates of the last step
         if resume_from:
             position = checkpoint.load_state(accelerator, optimizer, resume_from)
-            self.step = self.first_step = position["step"]
+            self.step = position["step"]
             self.steps_summed, self.loss_sums = position["steps_summed"], position["loss_sums"]
+            self.seconds_training = position["seconds_training"]
         self.schedule = build_schedule(optimizer, settings, self.total_steps, steps_done=self.step)
         self.log = RunLog(
             self.output / "log.jsonl",
@@ -131,7 +134,6 @@ class _Training:
             resume_step=self.step if resume_from else None,
         )
         accelerator.init_trackers("tensorboard")
-        self.seconds_training = 0.0
 
     def run(self, started: float) -> dict[str, Any]:
         bar = tqdm(
@@ -156,7 +158,9 @@ class _Training:
                     self._evaluate(self.config.eval.max_images)
                     since = time.perf_counter()
                 if self._is_due(self.config.train.save_every_epochs):
+                    self.seconds_training += time.perf_counter() - since
                     self._save(self.output / "checkpoints" / f"step_{self.step:08d}")
+                    since = time.perf_counter()
         self.seconds_training += time.perf_counter() - since
         self._save(self.output / "checkpoints" / f"step_{self.step:08d}")
         metrics = self._evaluate(None, final=True)
@@ -286,19 +290,23 @@ class _Training:
             self.config,
             self.built.model,
             self.built.tokenizer,
-            position={"step": self.step, "steps_summed": self.steps_summed, "loss_sums": self.loss_sums},
+            position={
+                "step": self.step,
+                "steps_summed": self.steps_summed,
+                "loss_sums": self.loss_sums,
+                "seconds_training": self.seconds_training,
+            },
             keep=self.config.train.keep_checkpoints,
         )
 
     def _finish(self, metrics: dict[str, Any], started: float) -> dict[str, Any]:
         model = self.built.model
-        steps = self.step - self.first_step
         summary = {
             **metrics,
             "steps": self.step,
             "seconds": time.perf_counter() - started,
             "seconds_training": self.seconds_training,
-            "images_per_second": steps * self.config.train.images_per_batch / max(self.seconds_training, 1e-9),
+            "images_per_second": self.step * self.config.train.images_per_batch / max(self.seconds_training, 1e-9),
             "processes": self.accelerator.num_processes,
             "parameters": {
                 name: sum(p.numel() for p in part.parameters())
