@@ -207,6 +207,8 @@ def print_result(result: dict[str, Any]) -> None:
         for group in ("ratios", "checks"):
             for name, value in case[group].items():
                 print(f"  {group}.{name:32s} {value:.4g}")
+    if not all(case["checks"]["loss"] for case in result["cases"]):
+        print("The loss before training is 0 (no region fits a text), so the check of the update says nothing.")
     if not is_same_update(result):
         print("The grouped and the ungrouped batches do not give the same loss and gradients.", file=sys.stderr)
 

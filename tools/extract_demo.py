@@ -7,7 +7,8 @@ Writes to DIR:
   regions.npz   boxes float32 [R, 4] (x1, y1, x2, y2 in pixels of the original image, after its EXIF rotation),
                 scores float32 [R], classes int64 [R], features float32 [R, D]; best score first
   regions.png   the image with the boxes and their scores
-  phrase.png, phrase.json   with --text: the box that the phrase refers to, all candidates and their scores
+  phrase.png, phrase.json   with --text: the box that the phrase refers to (null if there is no region), all candidates
+                and their scores
 Without --run or --weights the detector is a ResNet-101 C4 with random weights: it shows formats and speed, no more.
 """
 
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, help="trained run directory: its detector is used, and it answers --text")
     parser.add_argument("--text", help="a phrase; the box that it refers to is drawn (needs --run)")
     parser.add_argument("--min-score", type=float, default=0.2, help="regions score at least this (default: 0.2) ...")
-    parser.add_argument("--min-regions", type=int, default=10, help="... but there are at least so many (default: 10)")
+    parser.add_argument("--min-regions", type=int, help="... but there are at least so many (default: 10)")
     parser.add_argument("--max-regions", type=int, default=36, help="and at most so many (default: 36)")
     parser.add_argument("--max-proposals", type=int, default=100, help="RPN proposals looked at (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="seed of random weights (default: 0)")
@@ -55,7 +56,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Everything after the command line is read; errors are ValueError or OSError."""
     if arguments.text is not None and arguments.run is None:
         raise ValueError("--text needs --run, the directory of a trained run; train one with tools/train.py.")
-    rule = SelectionRule(arguments.min_score, min(arguments.min_regions, arguments.max_regions), arguments.max_regions)
+    least, most = arguments.min_regions, arguments.max_regions
+    if least is not None and least > most:
+        raise ValueError(f"--min-regions {least} is more than --max-regions {most}; lower the one or raise the other.")
+    rule = SelectionRule(arguments.min_score, min(10, most) if least is None else least, most)
     if arguments.run is not None and arguments.config is None and arguments.weights is None:
         extractor = extractor_of_run(arguments.run, rule, max_proposals=arguments.max_proposals)
     else:
@@ -89,6 +93,10 @@ def ground(arguments: argparse.Namespace, regions: ExtractedRegions) -> None:
     answer = {"image": str(arguments.image), "text": arguments.text, **answer}
     path = arguments.output / "phrase.json"
     path.write_text(json.dumps(answer, indent=2, default=lambda array: array.tolist()) + "\n", encoding="utf-8")
+    if answer["box"] is None:
+        save_picture(arguments.output / "phrase.png", regions, [], [], title=f"{arguments.text}: nothing found")
+        print(f'Nothing in this image fits "{arguments.text}": the run\'s detector found no region ({path}).')
+        return
     label = f"{float(answer['score']):.2f}"
     save_picture(arguments.output / "phrase.png", regions, [answer["box"]], [label], title=arguments.text)
     x1, y1, x2, y2 = (round(float(value), 1) for value in answer["box"])

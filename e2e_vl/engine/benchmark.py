@@ -43,8 +43,9 @@ def benchmark_training(
     """Time one optimiser step over I x k texts, grouped and not.
 
     "grouped": one forward and backward pass over I images with k texts each. "ungrouped": k passes over the same I
-    images with one text each, gradients accumulated. Both end in one clipped step of the optimiser, so both are the
-    same update (up to dropout). Batches are collated before the clock starts; the two ways take turns.
+    images with one text each, gradients accumulated; a task loss is divided by its count over all k passes. Both end in
+    one clipped step of the optimiser, so both are the same update (up to dropout and sampled boxes). Batches are
+    collated before the clock starts; the two ways take turns.
 
     Args:
         config: a run; I = `train.images_per_batch` / `train.accumulate`, k = `data.texts_per_image`. If it draws its
@@ -165,20 +166,24 @@ def with_rois(batches: Sequence[Batch], number: int | None, seed: int) -> list[B
 def compare_gradients(model: VisionLanguageModel, grouped: Batch, singles: Sequence[Batch]) -> dict[str, float]:
     """How far the task loss and its gradients of both ways are apart, without dropout, in float32.
 
+    Each loss is its total over the batches, divided by its count in the grouped batch.
+
     Returns:
-        `loss`: of the grouped batch. `loss_difference`: absolute, to the mean over the single batches.
+        `loss`: of the grouped batch; 0 if nothing is labelled. `loss_difference`: absolute, to the single batches.
         `max_gradient_difference`: the largest difference of any gradient entry, relative to the largest gradient entry.
     """
     was_training = model.training
     model.eval()
     losses, gradients = [], []
+    counts: dict[str, Tensor] = {}
     with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
         for batches in ([grouped], singles):
             model.zero_grad(set_to_none=True)
             total = 0.0
             for batch in batches:
                 output = model(dataclasses.replace(batch, detection_targets=None))
-                loss = sum(loss.mean for loss in output.task.losses.values()) / len(batches)
+                counts = counts or task_counts(output)  # the grouped batch comes first
+                loss = sum(loss.total / counts[name] for name, loss in output.task.losses.items())
                 loss.backward()
                 total += loss.item()
             losses.append(total)
@@ -188,13 +193,18 @@ def compare_gradients(model: VisionLanguageModel, grouped: Batch, singles: Seque
     ours, theirs = gradients
     if ours.keys() != theirs.keys():
         raise RuntimeError("The grouped and the single batches reach different parameters.")
-    largest = max(gradient.abs().max().item() for gradient in theirs.values())
+    largest = max(gradient.abs().max().item() for way in gradients for gradient in way.values())
     difference = max((ours[name] - theirs[name]).abs().max().item() for name in ours)
     return {
         "loss": losses[0],
         "loss_difference": abs(losses[0] - losses[1]),
-        "max_gradient_difference": difference / largest,
+        "max_gradient_difference": difference / largest if largest else 0.0,
     }
+
+
+def task_counts(output: ModelOutput) -> dict[str, Tensor]:
+    """What each task loss is divided by: its count, at least 1."""
+    return {name: loss.count.clamp(min=1) for name, loss in output.task.losses.items()}
 
 
 class _Stepper:
@@ -206,32 +216,41 @@ class _Stepper:
 
     def measure(self, ways: dict[str, list[Batch]], repetitions: int, warm_up: int) -> dict[str, list[float]]:
         """Seconds of every repetition of every way; the ways take turns, and so does the one that begins."""
+        counts = self.counts(ways["grouped"])
         times: dict[str, list[float]] = {name: [] for name in ways}
         for repetition in tqdm(range(warm_up + repetitions), desc="repetitions", leave=False):
             for name in list(ways) if repetition % 2 == 0 else list(ways)[::-1]:
                 self._synchronize()
                 started = time.perf_counter()
-                self._step(ways[name])
+                self.step(ways[name], counts)
                 self._synchronize()
                 if repetition >= warm_up:
                     times[name].append(time.perf_counter() - started)
         return times
 
-    def _step(self, batches: list[Batch]) -> None:
+    @torch.no_grad()
+    def counts(self, batches: list[Batch]) -> dict[str, Tensor]:
+        """Counts of the task losses in training, which the grouped batch and the single batches have together."""
+        (grouped,) = batches
+        return task_counts(self.model.train()(grouped))
+
+    def step(self, batches: list[Batch], counts: dict[str, Tensor]) -> None:
+        """One update from all batches, whose task losses have the given counts together."""
         self.model.train()
         for batch in batches:
-            self.accelerator.backward(self._loss(self.model(batch)) / len(batches))
+            self.accelerator.backward(self._loss(self.model(batch), counts, len(batches)))
         if self.config.train.clip_norm is not None:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.train.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _loss(self, output: ModelOutput) -> Tensor:
+    def _loss(self, output: ModelOutput, counts: dict[str, Tensor], num_batches: int) -> Tensor:
+        """The batch's share. Each of the batches has all images, so the detection losses are averaged over them."""
         settings = self.config.detector
-        task = sum(loss.mean for loss in output.task.losses.values())
+        task = sum(loss.total / counts[name] for name, loss in output.task.losses.items())
         weights = {name: settings.loss_weights.get(name, 1.0) for name in output.regions.losses}
         detection = sum(weights[name] * loss.mean for name, loss in output.regions.losses.items())
-        return task + settings.loss_weight * detection
+        return task + settings.loss_weight * detection / num_batches
 
     def _synchronize(self) -> None:
         if self.accelerator.device.type == "cuda":

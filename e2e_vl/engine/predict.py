@@ -20,11 +20,11 @@ def ground_phrase(run_dir: Path, image_path: Path, text: str) -> dict[str, Any]:
     Args:
         run_dir: run directory of tools/train.py, or a saved model folder.
         image_path: any JPEG or PNG.
-        text: the referring expression.
+        text: the referring expression; cut to the run's `data.max_text_length` as in training.
 
     Returns:
-        `box` [4], `score` (probability), `boxes` [R, 4] and `scores` [R] of all candidates; boxes are xyxy in pixels of
-        the original image.
+        `box` [4] (None if there is no region and the task allows that), `score` (probability), `boxes` [R, 4] and
+        `scores` [R] of all candidates; boxes are xyxy in pixels of the original image.
 
     Raises:
         FileNotFoundError, ValueError: no model or image there, or an empty phrase.
@@ -35,7 +35,8 @@ def ground_phrase(run_dir: Path, image_path: Path, text: str) -> dict[str, Any]:
     resize = config.data.resize
     rule = ResizeRule(resize.short_edge[-1], resize.long_edge, resize.rounding)
     pixels, original_size = load_resized(image_path, rule, model.detector.config.input.format)
-    ids = np.array(tokenizer(text)["input_ids"], dtype=np.int64)
+    longest = config.data.max_text_length
+    ids = np.array(tokenizer(text, truncation=longest is not None, max_length=longest)["input_ids"], dtype=np.int64)
     example = Example(
         images=[ImageExample(pixels=pixels, original_size=original_size, name=str(image_path))],
         texts=[
@@ -43,7 +44,7 @@ def ground_phrase(run_dir: Path, image_path: Path, text: str) -> dict[str, Any]:
                 input_ids=ids,
                 segment_ids=np.zeros_like(ids),
                 looks_at=(0,),
-                targets={"box": np.zeros(4, dtype=np.float32)},  # unknown; only the loss would read it
+                targets={},
                 record={"sent": text, "file_name": str(image_path)},
             )
         ],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 
 from e2e_vl.config import load_config
 from e2e_vl.engine import benchmark
@@ -121,6 +123,57 @@ def test_the_check_sees_a_missing_text(batches, tool):
     assert tool.is_same_update({"cases": [{"checks": right}]})
     assert not tool.is_same_update({"cases": [{"checks": right}, {"checks": wrong}]})
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.fixture(scope="module")
+def uneven(config_file, tmp_path_factory):
+    """A run with the softmax loss whose single batches have 1, 2, 1, 2 and 0 texts with a positive region."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("uneven")
+    words = [f"output={folder / 'run'}", f"data.root={folder / 'data'}", "data.flip=0", "task.config={loss: softmax}"]
+    no_dropout = [f"encoder.config.{name}_dropout_prob=0" for name in ("hidden", "attention_probs", "region")]
+    words += ["train.optimizer=sgd", "train.lr=1.0", "train.momentum=0", "train.clip_norm=null", *no_dropout]
+    config = load_config(config_file, words)
+    config.data.synthetic.scenes = {"train": 12}
+    run = build_run(config)
+    grouped, singles = benchmark.grouped_and_single(config, run)
+    outside = torch.tensor([-50.0, -50.0, -10.0, -10.0])  # no region is near
+    for single, image in ((0, 0), (2, 1), (4, 0), (4, 1)):
+        text = singles[single].records[image]["text_index"]
+        rows = [row for row, record in enumerate(grouped.records) if record["text_index"] == text]
+        grouped.targets["box"][rows] = outside
+        singles[single].targets["box"][image] = outside
+    return config, run.model, grouped, singles
+
+
+def test_batches_with_different_counts_are_the_same_update(uneven, tool):
+    config, model, grouped, singles = uneven
+    with torch.no_grad():
+        counts = [model(batch).task.losses["referring"].count.item() for batch in (grouped, *singles)]
+    assert counts == [6, 1, 2, 1, 2, 0]
+    checks = benchmark.compare_gradients(model, grouped, singles)
+    assert checks["loss"] > 0.01
+    assert checks["max_gradient_difference"] < 1e-4
+    assert tool.is_same_update({"cases": [{"checks": checks}]})
+
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    updates = []
+    for batches in ([grouped], singles):
+        stepper = benchmark._Stepper(config, copy.deepcopy(model), Accelerator())
+        stepper.step(batches, stepper.counts([grouped]))
+        updates.append({name: p.detach() - before[name] for name, p in stepper.model.named_parameters()})
+    largest = max(update.abs().max() for update in updates[0].values())
+    assert largest > 1e-3
+    assert max((updates[0][name] - updates[1][name]).abs().max() for name in before) < 1e-3 * largest
+
+
+def test_nothing_labelled_is_no_error(uneven):
+    _, model, grouped, singles = uneven
+    nothing = copy.deepcopy([grouped, *singles])
+    for batch in nothing:
+        batch.targets["box"][:] = torch.tensor([-50.0, -50.0, -10.0, -10.0])
+    checks = benchmark.compare_gradients(model, nothing[0], nothing[1:])
+    assert checks == {"loss": 0, "loss_difference": 0, "max_gradient_difference": 0}
 
 
 def test_random_boxes_fill_up_and_are_the_same_in_every_batch(batches):

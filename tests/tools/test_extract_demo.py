@@ -14,9 +14,17 @@ from safetensors.torch import save_file
 
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
-from e2e_vl.config import DataSettings, DetectorSettings, EncoderSettings, ResizeSettings, RunConfig
+from e2e_vl.config import (
+    DataSettings,
+    DetectorSettings,
+    EncoderSettings,
+    ResizeSettings,
+    RunConfig,
+    TaskSettings,
+)
 from e2e_vl.engine.build import build_model
 from e2e_vl.engine.checkpoint import save_model
+from e2e_vl.engine.predict import ground_phrase
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "extract_demo.py"
@@ -207,6 +215,9 @@ def test_bad_arguments(tool: types.ModuleType, config: Path, tmp_path: Path, cap
     assert_error(tool, [*start, "--config", str(config), "--weights", str(tmp_path / "no.bin")], "no.bin", capsys)
     assert_error(tool, [*start, "--config", str(config), "--max-regions", "0"], "max_regions", capsys)
     assert_error(tool, [*start, "--config", str(config), "--max-proposals", "0"], "proposals", capsys)
+    numbers = ["--max-regions", "3", "--min-regions", "50"]
+    assert_error(tool, [*start, "--config", str(config), *numbers], "--min-regions 50", capsys)
+    assert_error(tool, [*start, "--config", str(config), "--min-regions", "50"], "--max-regions 36", capsys)
     unknown = tmp_path / "unknown.yaml"
     unknown.write_text("MODEL: {RESNETS: {DEEPTH: 50}}")
     assert_error(tool, [*start, "--config", str(unknown)], "DEEPTH", capsys)
@@ -233,11 +244,19 @@ def test_default_detector_from_any_folder(
     assert regions["features"].shape[1] == 2048 and 10 <= len(regions["boxes"]) <= 12
 
 
-def test_phrase_with_a_saved_model(tool: types.ModuleType, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """A model in the form that training saves it, here untrained: whatever box it finds lies in the image."""
+def save_untrained_run(
+    folder: Path,
+    config: Path,
+    *,
+    detector: dict | None = None,
+    encoder: dict | None = None,
+    task: dict | None = None,
+    **data: object,
+) -> Path:
+    """A model in the form that training saves it."""
     settings = RunConfig(
-        output=str(tmp_path / "run"),
-        detector=DetectorSettings(config=str(config)),
+        output=str(folder / "run"),
+        detector=DetectorSettings(config=str(config), overrides=detector or {}),
         encoder=EncoderSettings(
             config={
                 "hidden_size": 32,
@@ -245,14 +264,21 @@ def test_phrase_with_a_saved_model(tool: types.ModuleType, config: Path, tmp_pat
                 "num_attention_heads": 2,
                 "intermediate_size": 32,
                 "visual_size": 32,
+                **(encoder or {}),
             }
         ),
-        data=DataSettings(root="data", resize=ResizeSettings(short_edge=[64], long_edge=120)),
+        task=TaskSettings(config=task or {}),
+        data=DataSettings(root="data", resize=ResizeSettings(short_edge=[64], long_edge=120), **data),
     )
-    build_vocabulary(["the red one"], tmp_path / "vocab.txt")
-    tokenizer = load_tokenizer(tmp_path / "vocab.txt")
-    save_model(tmp_path / "run" / "model", settings, build_model(settings, vocab_size=len(tokenizer)), tokenizer)
+    build_vocabulary(["the red one"], folder / "vocab.txt")
+    tokenizer = load_tokenizer(folder / "vocab.txt")
+    save_model(folder / "run" / "model", settings, build_model(settings, vocab_size=len(tokenizer)), tokenizer)
+    return folder / "run"
 
+
+def test_phrase_with_a_saved_model(tool: types.ModuleType, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Whatever box an untrained model finds lies in the image."""
+    save_untrained_run(tmp_path, config)
     image, (height, width) = write_image(tmp_path, "rotated")
     out = tmp_path / "out"
     assert tool.main([str(image), "--output", str(out), "--run", str(tmp_path / "run"), "--text", "The red one"]) == 0
@@ -266,3 +292,28 @@ def test_phrase_with_a_saved_model(tool: types.ModuleType, config: Path, tmp_pat
     assert_error(
         tool, [str(image), "--output", str(out), "--run", str(tmp_path / "run"), "--text", " "], "empty", capsys
     )
+
+
+def test_phrase_without_any_region(tool: types.ModuleType, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    run = save_untrained_run(
+        tmp_path,
+        config,
+        encoder={"uses_whole_image": False, "image_feature_on_words": False},
+        task={"no_region_is_miss": True},
+        detector={"MODEL": {"ROI_HEADS": {"SCORE_THRESH_TEST": 1.0}}},
+    )
+    image, _ = write_image(tmp_path, "rgb")
+    out = tmp_path / "out"
+    assert tool.main([str(image), "--output", str(out), "--run", str(run), "--text", "the red one"]) == 0
+    assert 'Nothing in this image fits "the red one"' in capsys.readouterr().out
+    answer = json.loads((out / "phrase.json").read_text())
+    assert (answer["box"], answer["score"], answer["boxes"], answer["scores"]) == (None, 0, [], [])
+    assert (out / "phrase.png").is_file()
+
+
+def test_phrase_is_cut_as_in_training(config: Path, tmp_path: Path):
+    run = save_untrained_run(tmp_path, config, max_text_length=4)
+    image, _ = write_image(tmp_path, "rgb")
+    long, short, other = (ground_phrase(run, image, text) for text in ("the red one one", "the red", "the one"))
+    assert long == short
+    assert long["scores"] != other["scores"]
