@@ -10,6 +10,8 @@ All feature maps are kept in channels-last memory: convolutions on CPU run marke
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
@@ -20,6 +22,8 @@ from detector.norms import freeze, make_norm
 BLOCKS_PER_STAGE = {18: (2, 2, 2), 34: (3, 4, 6), 50: (3, 4, 6), 101: (3, 4, 23), 152: (3, 8, 36)}
 RES5_BLOCKS = 3
 FROZEN_BRANCH_SCALE = 0.2  # of residual branches under FrozenBN, see `ResidualBlock`
+
+Pooling = Callable[[Tensor, int], Tensor]  # feature map [N, C, h, w], stride on the RoI maps -> RoI maps [R, C, S, S]
 
 
 class ConvNorm(nn.Conv2d):
@@ -40,6 +44,21 @@ class ConvNorm(nn.Conv2d):
         scale = self.norm.weight * (self.norm.running_var + self.norm.eps).rsqrt()
         shift = self.norm.bias - self.norm.running_mean * scale
         return self._conv_forward(x, self.weight * scale[:, None, None, None], shift)
+
+    def forward_pooled(self, x: Tensor, pool: Pooling) -> Tensor:
+        """`self(pool(x))` of a 1x1 convolution, with the convolution before the pooling.
+
+        Both are linear, one per cell and one per channel, so they can be exchanged exactly. The feature map of an
+        image has far fewer cells than the maps of many RoIs.
+        """
+        weight, stride = self.weight, self.stride[0]
+        if not isinstance(self.norm, FrozenBatchNorm2d):
+            return self.norm(pool(F.conv2d(x, weight), stride))
+        scale = self.norm.weight * (self.norm.running_var + self.norm.eps).rsqrt()
+        shift = self.norm.bias - self.norm.running_mean * scale
+        pooled = pool(F.conv2d(x, weight * scale[:, None, None, None]), stride)
+        # adding in place to a view would make autograd copy the whole map
+        return pooled + shift[:, None, None] if pooled.requires_grad else pooled.add_(shift[:, None, None])
 
 
 class BasicStem(nn.Module):
@@ -127,7 +146,16 @@ class BottleneckBlock(ResidualBlock):
         _scale_down(self.conv3)
 
     def branch(self, x: Tensor) -> Tensor:
-        return self.conv3(F.relu_(self.conv2(F.relu_(self.conv1(x)))))
+        return self._after_conv1(self.conv1(x))
+
+    def forward_pooled(self, x: Tensor, pool: Pooling) -> Tensor:
+        """`self(pool(x, 1))`, with the block's 1x1 convolutions before the pooling; `pool` must be linear."""
+        out = self._after_conv1(self.conv1.forward_pooled(x, pool))
+        out += pool(x, 1) if self.shortcut is None else self.shortcut.forward_pooled(x, pool)
+        return F.relu_(out)
+
+    def _after_conv1(self, x: Tensor) -> Tensor:
+        return self.conv3(F.relu_(self.conv2(F.relu_(x))))
 
 
 class ResNet(nn.Module):
@@ -160,7 +188,19 @@ class ResNet(nn.Module):
         return self.stages(pixels)["res4"]
 
 
-def make_res5(config: ResNetConfig) -> nn.Sequential:
+class Res5(nn.Sequential):
+    """Three bottleneck blocks on RoI maps."""
+
+    def forward(self, x: Tensor, pool: Pooling | None = None) -> Tensor:
+        """RoI maps [R, C, S, S], or feature maps of images and the linear pooling to be put in -> [R, D, S, S]."""
+        first, *rest = self
+        x = first(x) if pool is None else first.forward_pooled(x, pool)
+        for block in rest:
+            x = block(x)
+        return x
+
+
+def make_res5(config: ResNetConfig) -> Res5:
     """The res5 stage of the RoI head: always three bottleneck blocks, as in Detectron2, also for depths 18 and 34.
 
     With RES5_DILATION 2 all blocks have stride 1 and dilation 2, so the output keeps the side of the RoI map. (Stock
@@ -170,9 +210,10 @@ def make_res5(config: ResNetConfig) -> nn.Sequential:
     stage = _bottleneck_stage(
         config, 5, RES5_BLOCKS, config.res4_channels, config.res5_channels, stride, config.res5_dilation
     )
+    res5 = Res5(*stage)
     if config.freeze_at >= 5:
-        freeze(stage)
-    return stage
+        freeze(res5)
+    return res5
 
 
 def _basic_stage(

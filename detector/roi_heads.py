@@ -16,12 +16,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torchvision.ops import batched_nms, roi_align, roi_pool
+from torchvision.ops import batched_nms, roi_pool
 
 from detector.boxes import clip, decode_deltas, pairwise_iou
 from detector.config import DetectorConfig
 from detector.predictor import BoxPredictor
 from detector.resnet import make_res5
+from detector.roi_align import align_rois
 from detector.sampling import match, subsample
 from detector.structures import DetectionTargets, Loss
 
@@ -72,27 +73,35 @@ class Res5ROIHeads(nn.Module):
         self.res5 = make_res5(config.resnet)
         self.box_predictor = BoxPredictor(config.resnet.res5_channels, config.roi_heads, config.attributes)
 
-    def pool(self, features: Tensor, rois: Tensor) -> Tensor:
-        """res4 [N, channels, h, w] and rois [R, 5] -> RoI maps float32 [R, channels, resolution, resolution]."""
+    def pool(self, features: Tensor, rois: Tensor, stride: int = 1) -> Tensor:
+        """Feature maps [N, channels, h, w] and rois [R, 5] -> RoI maps float32 [R, channels, S, S].
+
+        S is the pooler's resolution, divided by `stride` where only every so many cells are asked for.
+        """
         config = self.config
-        side = (config.pooler_resolution, config.pooler_resolution)
         # pooling coordinates need more than bfloat16's 8 bits; float64 stays
         features = features.to(torch.promote_types(features.dtype, torch.float32))
         rois = rois.to(features.dtype)
         if config.pooler_type == "ROIPool":
-            return roi_pool(features, rois, side, self.spatial_scale)
-        return roi_align(
+            side = (config.pooler_resolution, config.pooler_resolution)
+            maps = roi_pool(features, rois, side, self.spatial_scale)[:, :, ::stride, ::stride]
+            return maps.contiguous(memory_format=torch.channels_last)
+        return align_rois(
             features,
             rois,
-            side,
+            config.pooler_resolution,
             self.spatial_scale,
             sampling_ratio=config.pooler_sampling_ratio,
             aligned=config.pooler_type == "ROIAlignV2",
+            stride=stride,
         )
 
     def res5_map(self, features: Tensor, rois: Tensor) -> Tensor:
-        """[R, D, S, S], one res5 map per RoI."""
-        return self.res5(self.pool(features, rois).contiguous(memory_format=torch.channels_last))
+        """[R, D, S, S], one res5 map per RoI of the res4 maps [N, channels, h, w]."""
+        cells = len(features) * features.shape[2] * features.shape[3]
+        if self.config.pooler_type != "ROIPool" and cells < len(rois) * self.config.pooler_resolution**2:
+            return self.res5(features, lambda maps, stride: self.pool(maps, rois, stride))
+        return self.res5(self.pool(features, rois))
 
     def describe(self, features: Tensor, rois: Tensor, masks: Tensor | None = None) -> Tensor:
         """Pooled features [R, D]; `masks` float [R, S, S] multiply the res5 maps before the mean over S * S cells."""

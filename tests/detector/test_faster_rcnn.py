@@ -128,7 +128,7 @@ def test_image_without_boxes(images: ImageBatch, boxes: list[Tensor]):
 def test_training_on_own_proposals_reuses_the_sampled_rois(images: ImageBatch, targets: DetectionTargets, norm: str):
     model = make({"MODEL.RESNETS.NORM": norm}).train()
     calls = []
-    model.roi_heads.res5.register_forward_hook(lambda module, args, out: calls.append(len(args[0])))
+    model.roi_heads.res5.register_forward_hook(lambda module, args, out: calls.append(len(out)))
     regions = model(images, None, targets, whole_image=True)
     assert calls == [16 + 16 + 2]  # one pass over the sampled RoIs and the whole images
     assert [len(rows) for rows in regions.boxes] == [17, 17]
@@ -145,7 +145,7 @@ def test_given_boxes_and_targets_share_one_pass(images: ImageBatch, boxes: list[
     model = make().train()
     trunk, calls = [], []
     model.backbone.register_forward_hook(lambda module, args, out: trunk.append(1))
-    model.roi_heads.res5.register_forward_hook(lambda module, args, out: calls.append(len(args[0])))
+    model.roi_heads.res5.register_forward_hook(lambda module, args, out: calls.append(len(out)))
     torch.manual_seed(5)
     both = model(images, boxes, targets)
     assert (len(trunk), calls) == (1, [4 + 32])

@@ -10,6 +10,7 @@ from torchvision.ops.misc import FrozenBatchNorm2d
 from detector.config import ResNetConfig
 from detector.norms import freeze, make_norm
 from detector.resnet import ConvNorm, ResNet, make_res5
+from detector.roi_align import align_rois
 
 TINY = ResNetConfig(depth=18, norm="BN", width_per_group=4, stem_out_channels=8, res2_out_channels=16, freeze_at=0)
 
@@ -39,6 +40,31 @@ def test_dilated_res5_keeps_the_side(dilation: int, side: int):
     res5 = make_res5(tiny(res5_dilation=dilation))
     assert res5(torch.rand(3, 64, 7, 7)).shape == (3, 128, side, side)
     assert [block.conv2.dilation[0] for block in res5] == [dilation] * 3
+
+
+@pytest.mark.parametrize("norm", ["FrozenBN", "BN", "GN"])
+@pytest.mark.parametrize("in_1x1", [True, False])
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_convolutions_before_the_pooling_change_nothing(norm: str, in_1x1: bool, dilation: int):
+    torch.manual_seed(0)
+    res5 = make_res5(tiny(norm=norm, stride_in_1x1=in_1x1, res5_dilation=dilation, freeze_at=0)).double()
+    for name, tensor in res5.named_buffers():
+        if name.endswith(("running_mean", "running_var", "norm.weight", "norm.bias")):
+            tensor.uniform_(0.5, 2)
+    features = torch.randn(2, 64, 9, 8, dtype=torch.float64, requires_grad=True)
+    rois = torch.tensor([[0, 3, 5, 60, 90], [1, -20, 0, 200, 50], [1, 10, 10, 30, 30]], dtype=torch.float64)
+
+    def pool(maps: Tensor, stride: int) -> Tensor:
+        return align_rois(maps, rois, 6, 1 / 16, sampling_ratio=0, aligned=True, stride=stride)
+
+    inputs = [features, *res5.parameters()]
+    weights = None
+    results = []
+    for maps in (res5(pool(features, 1)), res5(features, pool)):
+        weights = torch.randn_like(maps) if weights is None else weights
+        results.append((maps, *torch.autograd.grad(maps, inputs, weights)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("in_1x1", [True, False])

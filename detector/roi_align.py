@@ -1,0 +1,111 @@
+"""RoIAlign (He et al., Mask R-CNN, section 3) that gives torchvision's numbers and is fast on CPU in both directions.
+
+A cell of a RoI map is a weighted sum of a few cells of the feature map. With the feature map as a table of rows (one
+row of C channels per cell), that is `embedding_bag`: it reads whole rows of a channels-last map, where torchvision's
+CPU kernel walks through one channel after the other; its backward pass takes about ten times as long.
+
+Shape legend
+    N     images
+    C     channels
+    h, w  height and width of the feature map
+    R     RoIs; rows are [image, x1, y1, x2, y2] in pixels of the resized image
+    S     side of the RoI map
+    n     samples per cell of the RoI map along one axis
+    W     cells of the feature map that a cell of the RoI map reaches along one axis
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.ops import roi_align
+
+
+def align_rois(
+    features: Tensor,
+    rois: Tensor,
+    side: int,
+    spatial_scale: float,
+    *,
+    sampling_ratio: int,
+    aligned: bool,
+    stride: int = 1,
+) -> Tensor:
+    """Pool RoIs bilinearly.
+
+    Args:
+        features: float [N, C, h, w].
+        rois: float [R, 5].
+        side: cells of the RoI map along each axis.
+        spatial_scale: cells of the feature map per pixel.
+        sampling_ratio: n; 0 or less = as many as the cell is wide, rounded up.
+        aligned: half-pixel shift (Detectron2's ROIAlignV2); without it RoIs are at least one cell of the map large.
+        stride: only every so many cells of the RoI map are computed, from the first.
+
+    Returns:
+        float [R, C, S, S] with S = side / stride rounded up, in channels-last memory on CPU.
+    """
+    if features.device.type != "cpu":
+        maps = roi_align(features, rois, (side, side), spatial_scale, sampling_ratio, aligned)
+        return maps[:, :, ::stride, ::stride]
+    _, channels, height, width = features.shape
+    shift = 0.5 if aligned else 0.0
+    x1, y1, x2, y2 = (rois[:, 1:].detach() * spatial_scale - shift).unbind(1)
+    smallest = -torch.inf if aligned else 1.0
+    rows, row_weights = _axis(y1, (y2 - y1).clamp(min=smallest), side, stride, sampling_ratio, height)
+    columns, column_weights = _axis(x1, (x2 - x1).clamp(min=smallest), side, stride, sampling_ratio, width)
+
+    image = rois[:, 0].long()[:, None, None, None, None]
+    cells = (image * height + rows[:, :, None, :, None]) * width + columns[:, None, :, None, :]  # [R, S, S, W, W]
+    weights = row_weights[:, :, None, :, None] * column_weights[:, None, :, None, :]
+    cells, weights = cells.flatten(0, 2).flatten(1), weights.flatten(0, 2).flatten(1)
+    used = weights != 0
+    counts = used.sum(dim=1)
+    table = features.permute(0, 2, 3, 1).reshape(-1, channels)
+    pooled = F.embedding_bag(
+        cells[used], table, counts.cumsum(0) - counts, mode="sum", per_sample_weights=weights[used]
+    )
+    num_cells = rows.shape[1]
+    return pooled.view(len(rois), num_cells, num_cells, channels).permute(0, 3, 1, 2)
+
+
+def _axis(
+    start: Tensor, length: Tensor, side: int, stride: int, sampling_ratio: int, limit: int
+) -> tuple[Tensor, Tensor]:
+    """Which cells of the feature map each cell of the RoI map averages along one axis.
+
+    Args:
+        start, length: float [R], in cells of the feature map.
+        limit: cells of the feature map along the axis.
+
+    Returns:
+        index int64 [R, S, W] and weight float [R, S, W]; weights are 0 where there is nothing to read.
+    """
+    size = length / side
+    samples = torch.full_like(size, sampling_ratio) if sampling_ratio > 0 else size.ceil().clamp(min=0)
+    most = max(int(samples.max()), 1) if len(samples) else 1
+    cell = torch.arange(0, side, stride, dtype=start.dtype)
+    number = torch.arange(most, dtype=start.dtype)
+    # the order of these operations is torchvision's, so that samples on a border fall on the same side of it
+    point = (start[:, None] + cell * size[:, None])[..., None] + (
+        (number + 0.5) * size[:, None] / samples.clamp(min=1)[:, None]
+    )[:, None]
+    inside = (point >= -1) & (point <= limit) & (number < samples[:, None])[:, None]
+    point = point.clamp(0, limit - 1)
+    low = point.long()
+    upper = point - low  # weight of the cell after `low`
+    share = inside / samples.clamp(min=1)[:, None, None]
+
+    # samples lie at most one cell apart unless `sampling_ratio` says so: they share cells, which are read only once
+    first = low[..., :1]
+    reach = int((low - first).max()) + 2 if low.numel() else 2
+    if reach > 2 * most:
+        index = torch.cat((low, low + 1), dim=2)
+        weight = torch.cat(((1 - upper) * share, upper * share), dim=2)
+    else:
+        index = first + torch.arange(reach)
+        weight = torch.zeros(index.shape, dtype=start.dtype)
+        weight.scatter_add_(2, low - first, (1 - upper) * share)
+        weight.scatter_add_(2, low - first + 1, upper * share)
+    return index.clamp(max=limit - 1), weight
