@@ -45,6 +45,7 @@ class EncoderSettings:
 class TaskSettings:
     name: str = "refcoco"
     config: dict[str, Any] = field(default_factory=dict)  # fields of the task's config class
+    weights: str | None = None  # start of the head; None = random
 
 
 @dataclass
@@ -83,6 +84,7 @@ class ResizeSettings:
 @dataclass
 class DataSettings:
     name: str = "refcoco"  # which reader
+    config: dict[str, Any] = field(default_factory=dict)  # the reader's own options, see its file
     root: str = MISSING  # folder of the data set
     files: dict[str, str] = field(default_factory=dict)  # the reader's files, relative to root
     vocabulary: str | None = None  # vocab.txt, saved tokenizer or hub name; None = built from the training texts

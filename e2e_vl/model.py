@@ -62,14 +62,23 @@ class VisionLanguageModel(nn.Module):
             The task's losses and logits, the regions per image and per text, the encoder's output; detection losses
             too when the batch carries detection targets.
         """
+        batch = self.task.prepare(batch, self.detector)
         regions = self.detector(
             batch.images,
             batch.boxes,
             batch.detection_targets,
             pixel_masks=batch.pixel_masks,
+            roi_masks=batch.roi_masks,
             whole_image=self.encoder.uses_whole_image,
         )
-        text_regions = gather_regions(regions, batch.images.sizes, batch.looks_at)
+        text_regions = gather_regions(
+            regions,
+            batch.images.sizes,
+            batch.looks_at,
+            whole_image=self.encoder.uses_whole_image,
+            hidden=batch.hidden_regions,
+            limit=batch.region_limit,
+        )
         encoded = self.encoder(batch.texts, text_regions, output_attentions=output_attentions)
         task = self.task(batch, text_regions, encoded)
         return ModelOutput(task=task, regions=regions, text_regions=text_regions, encoded=encoded)

@@ -30,7 +30,7 @@ class TextBatch(Movable):
     segment_ids: Tensor  # int64 [M, L], 0 or 1
     attend: Tensor  # bool [M, L], True at real wordpieces
     positions: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # name -> int64 [M], e.g. where [MASK] is
-    region_of_token: Tensor | None = None  # int64 [M, L], row of the region a wordpiece names; -1 = none (VCR tags)
+    region_of_token: Tensor | None = None  # int64 [M, L], row of the candidate box a wordpiece names; -1 = none (VCR)
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -47,6 +47,10 @@ class Batch(Movable):
     targets: dict[str, Tensor]  # what the task needs, M rows each; the task's file documents its keys
     detection_targets: DetectionTargets | None = None  # annotated objects of the N images
     pixel_masks: list[Tensor] | None = None  # N x float32 [P, 4], boxes whose pixels are hidden from the detector
+    roi_masks: list[Tensor] | None = None  # N x float32 [R, S, S], instance masks of the candidate boxes (VCR)
+    region_targets: dict[str, list[Tensor]] = dataclasses.field(default_factory=dict)  # N x [R, ...] of candidate boxes
+    hidden_regions: list[Tensor] | None = None  # N x bool [R], candidate boxes that the encoder must not recognise
+    region_limit: Tensor | None = None  # int64 [M], a text reads only the first so many candidate boxes of its image
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # M plain dicts: ids, text, truth
 
     def __len__(self) -> int:
@@ -55,13 +59,54 @@ class Batch(Movable):
 
 @dataclasses.dataclass
 class TextRegions(Movable):
-    """Each text's regions, gathered from the images it looks at and padded at the end."""
+    """Each text's regions, gathered from the images it looks at and padded at the end.
+
+    Left out, `row` counts the regions of the text, `image` is the text's own row, and nothing is hidden.
+    """
 
     features: Tensor  # float [M, R, D]
     boxes: Tensor  # float32 [M, R, 4]; 0 at padding
     image_sizes: Tensor  # float32 [M, R, 2], (height, width) of the resized image a region comes from; 1 at padding
     attend: Tensor  # bool [M, R]
     image_slot: Tensor  # int64 [M, R], which of the text's K images a region comes from; 0 at padding
+    image: Tensor = None  # int64 [M, R], row of that image in the batch; -1 at padding
+    row: Tensor = (
+        None  # int64 [M, R], row of the region among its image's candidate boxes; -1 = whole image, or padding
+    )
+    is_hidden: Tensor = None  # bool [M, R], see `Batch.hidden_regions`
+
+    def __post_init__(self) -> None:
+        texts, longest = self.attend.shape
+        if self.row is None:
+            self.row = torch.arange(longest, device=self.attend.device).masked_fill(~self.attend, -1)
+        if self.image is None:
+            own = torch.arange(texts, device=self.attend.device)[:, None].expand_as(self.attend)
+            self.image = own.masked_fill(~self.attend, -1)
+        if self.is_hidden is None:
+            self.is_hidden = torch.zeros_like(self.attend)
+
+    @property
+    def is_whole_image(self) -> Tensor:
+        """bool [M, R]: the region is the whole image, put in front because the encoder asked for it."""
+        return self.attend & (self.row < 0)
+
+    def gather(self, values: list[Tensor], fill: float) -> Tensor:
+        """Copy what is known about the candidate boxes to the texts that read them.
+
+        Args:
+            values: N x [R, ...], a row per candidate box.
+            fill: stands at whole images and padding.
+
+        Returns:
+            [M, R, ...].
+        """
+        counts = torch.tensor([len(rows) for rows in values], device=self.row.device)
+        starts = counts.cumsum(0) - counts
+        joined = torch.cat(values)
+        known = self.row >= 0
+        result = joined.new_full((*self.row.shape, *joined.shape[1:]), fill)
+        result[known] = joined[(starts[self.image.clamp(min=0)] + self.row)[known]]
+        return result
 
     @property
     def whole_image(self) -> Tensor:
@@ -77,6 +122,9 @@ class EncoderOutput:
     regions: Tensor  # float [M, R, H]
     pooled: Tensor | None = None  # float [M, H], where the encoder has a pooler
     attentions: tuple[Tensor, ...] | None = None  # a layer: float [M, heads, L + R + 1, ...], only when asked for
+    word_table: Tensor | None = (
+        None  # float [V, H], the embedding of every wordpiece; a head that names words shares it
+    )
 
 
 @dataclasses.dataclass
@@ -102,18 +150,29 @@ class ModelOutput:
         return {**self.task.losses, **self.regions.losses}
 
 
-def gather_regions(regions: Regions, image_sizes: Tensor, looks_at: Tensor) -> TextRegions:
+def gather_regions(
+    regions: Regions,
+    image_sizes: Tensor,
+    looks_at: Tensor,
+    *,
+    whole_image: bool = False,
+    hidden: list[Tensor] | None = None,
+    limit: Tensor | None = None,
+) -> TextRegions:
     """Copy each text's regions out of the images it looks at; gradients of all texts add up in the shared regions.
 
     Args:
         regions: regions of N images.
         image_sizes: int64 [N, 2], (height, width) of the resized images.
         looks_at: int64 [M, K], image index or -1.
+        whole_image: row 0 of every image's regions is the whole image.
+        hidden, limit: see `Batch.hidden_regions` and `Batch.region_limit`.
 
     Returns:
         `TextRegions` with R = the largest number of regions of any text (at least 1, so that shapes stay valid).
     """
     num_images = len(regions.boxes)
+    first = int(whole_image)  # candidate boxes begin at this row
     device = regions.features[0].device
     counts = torch.tensor([len(boxes) for boxes in regions.boxes], device=device)
     padded = max(int(counts.max()) if num_images else 0, 1)
@@ -128,18 +187,22 @@ def gather_regions(regions: Regions, image_sizes: Tensor, looks_at: Tensor) -> T
 
     image = looks_at.clamp(min=0)  # [M, K]
     attend = is_real[image] & (looks_at >= 0)[..., None]  # [M, K, R]
+    if limit is not None:
+        attend = attend & (position < limit[:, None, None] + first)
     num_texts, num_slots = looks_at.shape
     slot = torch.arange(num_slots, device=device)[None, :, None].expand_as(attend)
     rows = index[image]
+    candidate = (position - first).expand_as(attend)
+    image_row = image[..., None].expand_as(attend)
 
-    flat = [tensor.reshape(num_texts, num_slots * padded) for tensor in (attend, slot, rows)]
+    flat = [t.reshape(num_texts, num_slots * padded) for t in (attend, slot, rows, candidate, image_row)]
     sizes = image_sizes.float()[image][:, :, None].expand(-1, -1, padded, -1).reshape(num_texts, -1, 2)
     if num_slots > 1:  # move padding between two images' regions to the end
         order = (~flat[0]).to(torch.uint8).argsort(dim=1, stable=True)
         flat = [tensor.gather(1, order) for tensor in flat]
         sizes = sizes.gather(1, order[..., None].expand(-1, -1, 2))
     longest = max(int(flat[0].sum(1).max()) if num_texts else 0, 1)
-    attend, slot, rows = (tensor[:, :longest] for tensor in flat)
+    attend, slot, rows, candidate, image_row = (tensor[:, :longest] for tensor in flat)
     sizes = sizes[:, :longest]
 
     if len(rows_features) == 0:
@@ -148,10 +211,16 @@ def gather_regions(regions: Regions, image_sizes: Tensor, looks_at: Tensor) -> T
     else:
         features = rows_features[rows] * attend[..., None]
         boxes = rows_boxes[rows] * attend[..., None]
-    return TextRegions(
+    result = TextRegions(
         features=features,
         boxes=boxes,
         image_sizes=torch.where(attend[..., None], sizes, torch.ones_like(sizes)),
         attend=attend,
         image_slot=torch.where(attend, slot, torch.zeros_like(slot)),
+        image=image_row.masked_fill(~attend, -1),
+        row=candidate.masked_fill(~attend, -1),
+        is_hidden=torch.zeros_like(attend),
     )
+    if hidden is not None:
+        result.is_hidden = result.gather(hidden, fill=False)
+    return result

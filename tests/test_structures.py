@@ -81,3 +81,25 @@ def test_padding_gets_no_gradient(regions):
     gathered = gather_regions(regions, SIZES, torch.tensor([[0], [2]]))
     gathered.features[0, 2].sum().backward()  # a padding row; it is filled with some region's row, times zero
     assert all(rows.grad is None or rows.grad.abs().sum() == 0 for rows in regions.features)
+
+
+def test_rows_of_candidate_boxes_behind_the_whole_image(regions):
+    looks_at = torch.tensor([[0, 2], [2, -1], [-1, -1]])
+    gathered = gather_regions(regions, SIZES, looks_at, whole_image=True)
+    assert gathered.row.tolist() == [[-1, 0, -1, 0, 1], [-1, 0, 1, -1, -1], [-1] * 5]
+    assert gathered.image.tolist() == [[0, 0, 2, 2, 2], [2, 2, 2, -1, -1], [-1] * 5]
+    assert gathered.is_whole_image.tolist() == [[True, False, True, False, False], [True] + [False] * 4, [False] * 5]
+    known = [torch.tensor([10.0]), torch.zeros(0), torch.tensor([30.0, 31.0])]
+    copied = gathered.gather(known, fill=-7)
+    assert copied.tolist() == [[-7, 10, -7, 30, 31], [-7, 30, 31, -7, -7], [-7] * 5]
+    assert not gathered.is_hidden.any()
+
+
+def test_hidden_and_cut_regions(regions):
+    hidden = [torch.tensor([True]), torch.zeros(0, dtype=torch.bool), torch.tensor([False, True])]
+    limit = torch.tensor([1, 2, 0])
+    gathered = gather_regions(
+        regions, SIZES, torch.tensor([[2], [2], [2]]), whole_image=True, hidden=hidden, limit=limit
+    )
+    assert gathered.attend.tolist() == [[True, True, False], [True] * 3, [True, False, False]]
+    assert gathered.is_hidden.tolist() == [[False] * 3, [False, False, True], [False] * 3]

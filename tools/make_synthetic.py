@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from e2e_vl.synthetic import LanguageConfig, SceneConfig, make_refcoco
+from e2e_vl.synthetic import LanguageConfig, SceneConfig, make_scenes
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -47,7 +47,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
     try:
-        stamp = make_refcoco(
+        stamp = make_scenes(
             options.output,
             scenes={split: getattr(options, split) for split in ("train", "val", "testA", "testB")},
             seed=options.seed,

@@ -73,6 +73,8 @@ def collate(
         pixel_masks=[_box_tensor(no_masks if i.pixel_masks is None else i.pixel_masks) for i in images]
         if has_masks
         else None,
+        roi_masks=_roi_masks(images) if _all_or_none(images, "roi_masks", "instance masks") else None,
+        region_targets=_region_targets(images),
         records=[text.record for text in texts],
     )
 
@@ -104,6 +106,21 @@ def _box_tensor(boxes: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(boxes, dtype=np.float32).reshape(-1, 4))
 
 
+def _roi_masks(images: Sequence[ImageExample]) -> list[Tensor]:
+    return [torch.from_numpy(np.ascontiguousarray(image.roi_masks, dtype=np.float32)) for image in images]
+
+
+def _region_targets(images: Sequence[ImageExample]) -> dict[str, list[Tensor]]:
+    names = sorted(images[0].region_targets)
+    for image in images:
+        if sorted(image.region_targets) != names:
+            raise ValueError(
+                f"{images[0].name} has targets {names} of its regions, {image.name} "
+                f"has {sorted(image.region_targets)}; one batch cannot mix datasets that differ in this"
+            )
+    return {name: [torch.from_numpy(image.region_targets[name]) for image in images] for name in names}
+
+
 def _looks_at(examples: Sequence[Example]) -> Tensor:
     """int64 [M, K]: rows of each example's own images become rows of the batch."""
     slots = max((len(text.looks_at) for example in examples for text in example.texts), default=0) or 1
@@ -128,7 +145,16 @@ def _join_targets(texts: Sequence[TextExample]) -> dict[str, Tensor]:
                 f"texts with targets {sorted(names)} and {sorted(text.targets)} cannot be in one batch; "
                 "all texts of a batch must come from datasets of the same task"
             )
-    return {name: _stack(name, [text.targets[name] for text in texts]) for name in sorted(names)}
+    return {
+        name: (_pad_labels if name.endswith("_labels") else _stack)(name, [text.targets[name] for text in texts])
+        for name in sorted(names)
+    }
+
+
+def _pad_labels(name: str, values: Sequence[np.ndarray]) -> Tensor:
+    """int64 [M, L] from int64 [L] of every text, -1 at padding."""
+    rows = [torch.from_numpy(np.asarray(value, dtype=np.int64)) for value in values]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1)
 
 
 def _stack(name: str, values: Sequence[Any]) -> Tensor:

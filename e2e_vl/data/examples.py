@@ -2,6 +2,7 @@
 
 Shape legend
     R   candidate boxes of one image
+    S   side of a RoI map
     G   annotated objects of one image
     A   attribute slots of an object
     P   masked boxes of one image
@@ -49,11 +50,16 @@ class ImageExample:
     pixel_masks: np.ndarray | None = None  # float32 [P, 4], boxes whose pixels are hidden from the detector
     features: np.ndarray | None = None  # float32 [R, D], precomputed; only the shape of `pixels` counts then
     image_feature: np.ndarray | None = None  # float32 [D], precomputed feature of the whole image
+    roi_masks: np.ndarray | None = None  # float32 [R, S, S], instance masks in 0..1 on the RoI maps
+    region_targets: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # [R, ...], a row per candidate box
 
 
 @dataclasses.dataclass
 class TextExample:
-    """One text, its targets, and which images of its `Example` it looks at."""
+    """One text, its targets, and which images of its `Example` it looks at.
+
+    Targets whose names end in `_labels` have an entry per wordpiece, int64 [L], -1 = no label.
+    """
 
     input_ids: np.ndarray  # int64 [L]
     segment_ids: np.ndarray  # int64 [L], 0 or 1
@@ -61,7 +67,7 @@ class TextExample:
     targets: dict[str, np.ndarray]  # the task's file documents the keys
     record: dict[str, Any]  # plain JSON-able values: ids, text, truth in pixels of the original image
     positions: dict[str, int] = dataclasses.field(default_factory=dict)  # e.g. where [MASK] is
-    region_of_token: np.ndarray | None = None  # int64 [L], row of the region a wordpiece names; -1 = none
+    region_of_token: np.ndarray | None = None  # int64 [L], row of the candidate box a wordpiece names; -1 = none
 
 
 @dataclasses.dataclass

@@ -46,6 +46,7 @@ class VLBertConfig(BertConfig):
         uses_whole_image: region 0 is the whole image.
         image_feature_on_words: words carry the vector of region 0 (scratch: False).
         text_only_embedding: a learned vector that words of texts without a region carry (pre-training).
+        hidden_region_embedding: another learned vector stands in a hidden region's place of a word (pre-training).
         with_pooler: tanh pooler on the first position.
         embedding_init_std: standard deviation of the embedding tables at the start (scratch); None =
             `initializer_range`.
@@ -68,6 +69,7 @@ class VLBertConfig(BertConfig):
     uses_whole_image: bool = True
     image_feature_on_words: bool = True
     text_only_embedding: bool = False
+    hidden_region_embedding: bool = False
     with_pooler: bool = False
     embedding_init_std: float | None = None
     norm_first: bool = False
@@ -195,6 +197,7 @@ class VLBertModel(Encoder):
             regions=objects,
             pooled=None if self.pooler is None else self.pooler(hidden),
             attentions=tuple(layout.unpack_pairs(maps) for maps in attentions) if output_attentions else None,
+            word_table=self.get_input_embeddings().weight,
         )
 
     def encode(

@@ -95,6 +95,7 @@ class VLBertEmbeddings(nn.Module):
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, hidden)
         self.segment_embeddings = nn.Embedding(config.type_vocab_size, hidden)
         self.region_word_embedding = nn.Embedding(1, hidden)
+        self.hidden_region_word_embedding = nn.Embedding(1, hidden) if config.hidden_region_embedding else None
         self.end_embedding = nn.Embedding(1, hidden)
         self.text_only_embedding = nn.Embedding(1, visual) if config.text_only_embedding else None
         self.region_projection = RegionProjection(
@@ -118,6 +119,9 @@ class VLBertEmbeddings(nn.Module):
         vectors = self.region_vectors(regions)
         word_vectors = self.word_vectors(texts, vectors, regions.attend)
         region_words = self.region_word_embedding.weight.expand(*regions.attend.shape, -1)
+        if self.hidden_region_word_embedding is not None:
+            hidden = self.hidden_region_word_embedding.weight
+            region_words = torch.where(regions.is_hidden[..., None], hidden, region_words)
         return self.join(texts, word_vectors, region_words, vectors, regions.attend)
 
     def region_vectors(self, regions: TextRegions) -> Tensor:
@@ -149,7 +153,7 @@ class VLBertEmbeddings(nn.Module):
         if texts.region_of_token is None:
             word_vectors = vectors[:, :1]
         else:
-            rows = texts.region_of_token.clamp(min=0)
+            rows = texts.region_of_token + 1  # row 0 is the whole image, which words that name nothing carry
             word_vectors = vectors.gather(1, rows[..., None].expand(-1, -1, vectors.shape[-1]))
         has_region = region_attend.any(dim=1)[:, None, None]
         if self.text_only_embedding is None:

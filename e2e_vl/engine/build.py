@@ -29,7 +29,7 @@ from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
-from e2e_vl.synthetic.build import make_refcoco
+from e2e_vl.synthetic.build import make_scenes
 from e2e_vl.synthetic.sampling import LanguageConfig
 from e2e_vl.synthetic.scenes import SceneConfig
 from e2e_vl.tasks.base import Task
@@ -84,7 +84,7 @@ def build_run(config: RunConfig) -> Run:
     named_parts(config)  # a wrong name is found before data are drawn
     make_synthetic_data(config)
     tokenizer = build_tokenizer(config)
-    model = build_model(config, vocab_size=len(tokenizer))
+    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     dataset = build_dataset(config, tokenizer, config.data.train_split, boxes=config.data.boxes.train, training=True)
     if config.detector.loss_weight > 0:
         dataset.check_classes(model.detector.num_classes)
@@ -119,7 +119,7 @@ def make_synthetic_data(config: RunConfig) -> None:
     unknown = set(synthetic.config) - {"scene", "language"}
     if unknown:
         raise ValueError(f"data.synthetic.config has {', '.join(sorted(unknown))}; it takes scene and language.")
-    make_refcoco(
+    make_scenes(
         Path(config.data.root),
         scenes=synthetic.scenes,
         seed=synthetic.seed,
@@ -176,11 +176,18 @@ def build_collate(model: VisionLanguageModel) -> Callable[..., Batch]:
     return partial(collate, pixel_mean=settings.pixel_mean, pixel_std=settings.pixel_std)
 
 
-def build_model(config: RunConfig, *, vocab_size: int) -> VisionLanguageModel:
-    """Detector, encoder and task with random or (`detector.weights`, `encoder.weights`) given starting values."""
+def build_model(
+    config: RunConfig, *, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None
+) -> VisionLanguageModel:
+    """Detector, encoder and task with random or (`detector.weights`, `encoder.weights`) given starting values.
+
+    With the tokenizer, the task takes what it wants from the other parts (`Task.initialise`).
+    """
     detector = build_detector(config)
     encoder = build_encoder(config, vocab_size=vocab_size, feature_dim=detector.feature_dim)
     task = build_task(config, encoder.hidden_size)
+    if tokenizer is not None:
+        task.initialise(tokenizer, encoder, detector)
     return VisionLanguageModel(detector, encoder, task, freeze_detector=config.detector.freeze)
 
 

@@ -78,7 +78,7 @@ def load_model(
     config.detector.overrides = load_overrides(changes).get("overrides", {})
     config.detector.weights = config.encoder.weights = None
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
-    model = build_model(config, vocab_size=len(tokenizer))
+    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     for name in ("detector", "task"):
         load_strictly(getattr(model, name), folder / name / "model.safetensors")
     load_strictly(model.encoder, folder / "encoder" / "model.safetensors")

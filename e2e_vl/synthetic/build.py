@@ -56,7 +56,7 @@ class _Job:
     path: Path
 
 
-def make_refcoco(
+def make_scenes(
     output: Path,
     *,
     scenes: Mapping[str, int],

@@ -6,7 +6,9 @@ import abc
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
+from detector.interface import Detector
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 
 
@@ -16,6 +18,16 @@ class Task(nn.Module, abc.ABC):
     Each task is built as `Task(hidden_size, config)` with a config dataclass of its own, and documents which keys of
     `batch.targets` and `batch.records` it reads.
     """
+
+    def prepare(self, batch: Batch, detector: Detector) -> Batch:
+        """Change a batch before the detector sees it; nothing by default. Pre-training hides regions here."""
+        return batch
+
+    def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
+        """Take starting values from the other parts; nothing by default.
+
+        Called once when a model is built, after the starting weights of detector and encoder were loaded.
+        """
 
     @abc.abstractmethod
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:

@@ -110,18 +110,10 @@ class ReferringTask(Task):
         return TaskOutput(losses=losses, logits=scores.masked_fill(~candidates, -torch.inf))
 
     def candidates(self, regions: TextRegions) -> Tensor:
-        """bool [M, R]: regions that may be the answer.
-
-        The whole image is recognised as the first region of an image that has the box [0, 0, width - 1, height - 1].
-        """
+        """bool [M, R]: regions that may be the answer."""
         if self.config.whole_image_can_win:
             return regions.attend
-        height, width = regions.image_sizes.unbind(-1)
-        zero = torch.zeros_like(width)
-        whole_box = torch.stack([zero, zero, width - 1, height - 1], dim=-1)
-        is_first = F.pad(regions.image_slot[:, 1:] != regions.image_slot[:, :-1], (1, 0), value=True)
-        is_whole = is_first & ((regions.boxes - whole_box).abs() < 0.01).all(dim=-1)
-        others = regions.attend & ~is_whole
+        others = regions.attend & ~regions.is_whole_image
         return torch.where(others.any(dim=1, keepdim=True), others, regions.attend)
 
     def positive_regions(self, regions: TextRegions, referred: Tensor) -> Tensor:

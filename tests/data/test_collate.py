@@ -165,3 +165,20 @@ def test_a_dataset_in_groups_gives_the_rows_of_single_texts(tiny):
         assert torch.equal(
             grouped.detection_targets.attributes[image_row], single.detection_targets.attributes[row][:, :2]
         )
+
+
+def test_labels_are_padded_and_targets_of_regions_stay_with_their_image():
+    def example(boxes: int, *lengths: int) -> Example:
+        shown = image(boxes=boxes)
+        shown.region_targets = {"object_class": np.arange(boxes)}
+        shown.roi_masks = np.ones((boxes, 7, 7), dtype=np.float32)
+        texts = [text(length, targets={"mlm_labels": np.full(length, length)}) for length in lengths]
+        return Example([shown], texts)
+
+    batch = join(example(2, 3, 1), example(0, 2))
+    assert batch.targets["mlm_labels"].tolist() == [[3, 3, 3], [1, -1, -1], [2, 2, -1]]
+    assert [rows.tolist() for rows in batch.region_targets["object_class"]] == [[0, 1], []]
+    assert [tuple(masks.shape) for masks in batch.roi_masks] == [(2, 7, 7), (0, 7, 7)]
+
+    with pytest.raises(ValueError, match="targets \\['object_class'\\] of its regions"):
+        join(example(2, 3), Example([image()], [text(3, targets={"mlm_labels": np.zeros(3)})]))

@@ -174,7 +174,7 @@ def test_word_that_names_a_region_carries_its_vector():
     texts, regions = make_inputs(counts=(3, 4, 2))
     named = dataclasses.replace(texts, region_of_token=torch.full_like(texts.input_ids, -1))
     torch.testing.assert_close(model(named, regions).text, model(texts, regions).text)
-    named.region_of_token[1, 2] = 3
+    named.region_of_token[1, 2] = 2  # of the candidate boxes, which follow the whole image
     before = model(named, regions).text
     other = dataclasses.replace(regions, features=regions.features.clone())
     other.features[1, 3] += 1

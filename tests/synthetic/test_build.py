@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from e2e_vl.synthetic import DetectionConfig, LanguageConfig, SceneConfig, make_refcoco
+from e2e_vl.synthetic import DetectionConfig, LanguageConfig, SceneConfig, make_scenes
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -21,18 +21,18 @@ SMALL = {"scenes": {"train": 4, "val": 2}, "seed": 5, "progress": False}
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("synthetic") / "small"
-    make_refcoco(path, **SMALL)
+    make_scenes(path, **SMALL)
     return path
 
 
 def test_number_of_processes_changes_nothing(small, tmp_path):
-    make_refcoco(tmp_path / "data", **SMALL, workers=2)  # in chunks of one scene
+    make_scenes(tmp_path / "data", **SMALL, workers=2)  # in chunks of one scene
     assert _contents(tmp_path / "data") == _contents(small)
 
 
 def test_other_seed_gives_other_scenes_and_more_training_scenes_keep_the_others(small, tmp_path):
-    make_refcoco(tmp_path / "seed", **{**SMALL, "seed": 6})
-    make_refcoco(tmp_path / "more", **{**SMALL, "scenes": {"train": 5, "val": 2}})
+    make_scenes(tmp_path / "seed", **{**SMALL, "seed": 6})
+    make_scenes(tmp_path / "more", **{**SMALL, "scenes": {"train": 5, "val": 2}})
     images = {
         name: [path.read_bytes() for path in sorted((folder / "images/train2014").iterdir())]
         for name, folder in (("small", small), ("seed", tmp_path / "seed"), ("more", tmp_path / "more"))
@@ -44,7 +44,7 @@ def test_other_seed_gives_other_scenes_and_more_training_scenes_keep_the_others(
 
 def test_second_call_does_nothing(small):
     before = {path: path.stat().st_mtime_ns for path in small.rglob("*")}
-    stamp = make_refcoco(small, **SMALL)
+    stamp = make_scenes(small, **SMALL)
     assert {path: path.stat().st_mtime_ns for path in small.rglob("*")} == before
     assert stamp == json.loads((small / "synthetic.json").read_text())
 
@@ -62,7 +62,7 @@ def test_second_call_does_nothing(small):
 )
 def test_other_settings_in_the_same_folder_are_an_error(small, change, name):
     with pytest.raises(ValueError, match=rf"other settings \({name}\): remove the folder"):
-        make_refcoco(small, **{**SMALL, **change})
+        make_scenes(small, **{**SMALL, **change})
 
 
 def test_interrupted_run_is_finished_and_foreign_folders_are_left_alone(small, tmp_path, monkeypatch):
@@ -70,27 +70,27 @@ def test_interrupted_run_is_finished_and_foreign_folders_are_left_alone(small, t
     with monkeypatch.context() as patch:
         patch.setattr("e2e_vl.synthetic.build._statistics", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            make_refcoco(folder, **SMALL)
+            make_scenes(folder, **SMALL)
     assert not (folder / "synthetic.json").exists()
     with pytest.raises(ValueError, match="other settings"):
-        make_refcoco(folder, **{**SMALL, "seed": 6})
-    make_refcoco(folder, **SMALL)
+        make_scenes(folder, **{**SMALL, "seed": 6})
+    make_scenes(folder, **SMALL)
     assert _contents(folder) == _contents(small)
 
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "photo.jpg").write_bytes(b"")
     with pytest.raises(ValueError, match="not empty and was not written by this tool"):
-        make_refcoco(foreign, **SMALL)
+        make_scenes(foreign, **SMALL)
     with pytest.raises(ValueError, match="is a file, not a folder"):
-        make_refcoco(foreign / "photo.jpg", **SMALL)
+        make_scenes(foreign / "photo.jpg", **SMALL)
     (folder / "synthetic.json").write_text("{")
     with pytest.raises(ValueError, match="cannot be read"):
-        make_refcoco(folder, **SMALL)
+        make_scenes(folder, **SMALL)
 
 
 def test_png_and_unequal_sides(tmp_path):
-    make_refcoco(
+    make_scenes(
         tmp_path / "data",
         scenes={"train": 3},
         seed=0,
@@ -118,7 +118,7 @@ def test_png_and_unequal_sides(tmp_path):
 )
 def test_impossible_settings_are_named(tmp_path, change, words):
     with pytest.raises(ValueError, match=words):
-        make_refcoco(tmp_path / "data", **{**SMALL, **change})
+        make_scenes(tmp_path / "data", **{**SMALL, **change})
     assert not (tmp_path / "data").exists()
     with pytest.raises(ValueError, match=r"detections\.missed"):
         DetectionConfig(missed=2)

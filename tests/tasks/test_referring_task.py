@@ -39,7 +39,7 @@ def make_batch(
         targets={"box": torch.tensor(referred[:count])},
         records=[{"sent_id": 10 + index} for index in range(count)],
     )
-    return batch, regions, gather_regions(regions, SIZES, batch.looks_at)
+    return batch, regions, gather_regions(regions, SIZES, batch.looks_at, whole_image=whole_image)
 
 
 def encoded(regions: TextRegions, seed: int = 0) -> EncoderOutput:
@@ -225,7 +225,7 @@ def test_texts_about_two_images_use_each_image_scale():
     task = make_task()
     batch, regions, _ = make_batch()
     batch.looks_at = torch.tensor([[0, 1], [1, 0], [1, -1]])
-    text_regions = gather_regions(regions, SIZES, batch.looks_at)
+    text_regions = gather_regions(regions, SIZES, batch.looks_at, whole_image=True)
     scores = [[0.0] * 7 for _ in range(3)]
     scores[0][4] = scores[1][6] = scores[2][1] = 1.0  # box 0 of image 1, box 1 of image 0, box 0 of image 1
     predictions = task.predict(batch, scored(task, batch, regions, text_regions, scores))
