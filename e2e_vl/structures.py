@@ -133,6 +133,7 @@ class TaskOutput:
 
     losses: dict[str, Loss]
     logits: Tensor  # float, what the task predicts from; the task's file gives the shape
+    details: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # what else it predicts from, M rows each
 
 
 @dataclasses.dataclass

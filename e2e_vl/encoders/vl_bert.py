@@ -21,10 +21,17 @@ from transformers.models.bert.modeling_bert import BertAttention, BertIntermedia
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.geometry import PairwiseGeometryBias
 from e2e_vl.encoders.sequence import SequenceLayout
-from e2e_vl.encoders.vl_bert_embeddings import RegionProjection, ScalarFactor, ScaledLayerNorm, VLBertEmbeddings
+from e2e_vl.encoders.vl_bert_embeddings import (
+    HiddenRegionFeature,
+    RegionProjection,
+    ScalarFactor,
+    ScaledLayerNorm,
+    VLBertEmbeddings,
+)
 from e2e_vl.structures import EncoderOutput, TextBatch, TextRegions
 
-OWN_START = (RegionProjection, ScaledLayerNorm, ScalarFactor, PairwiseGeometryBias)  # not initialised as in BERT
+# not initialised as in BERT
+OWN_START = (HiddenRegionFeature, RegionProjection, ScaledLayerNorm, ScalarFactor, PairwiseGeometryBias)
 
 
 class VLBertConfig(BertConfig):
@@ -47,6 +54,8 @@ class VLBertConfig(BertConfig):
         image_feature_on_words: words carry the vector of region 0 (scratch: False).
         text_only_embedding: a learned vector that words of texts without a region carry (pre-training).
         hidden_region_embedding: another learned vector stands in a hidden region's place of a word (pre-training).
+        hidden_region_feature: a learned vector replaces the feature of a hidden region (pre-training on precomputed
+            features, or without hiding pixels).
         with_pooler: tanh pooler on the first position.
         embedding_init_std: standard deviation of the embedding tables at the start (scratch); None =
             `initializer_range`.
@@ -70,6 +79,7 @@ class VLBertConfig(BertConfig):
     image_feature_on_words: bool = True
     text_only_embedding: bool = False
     hidden_region_embedding: bool = False
+    hidden_region_feature: bool = False
     with_pooler: bool = False
     embedding_init_std: float | None = None
     norm_first: bool = False

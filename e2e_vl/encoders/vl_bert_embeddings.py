@@ -79,6 +79,21 @@ class VisualPart(nn.Module):
         return self.norm(self.projection(vectors))
 
 
+class HiddenRegionFeature(nn.Module):
+    """One learned feature, zero at the start, in place of the features [M, R, D] of hidden regions [M, R]."""
+
+    def __init__(self, feature_dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, feature_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, features: Tensor, is_hidden: Tensor) -> Tensor:
+        return torch.where(is_hidden[..., None], self.weight.to(features.dtype), features)
+
+
 class VLBertEmbeddings(nn.Module):
     """Texts and their regions -> the packed input sequence `words, regions, [END]`.
 
@@ -96,6 +111,9 @@ class VLBertEmbeddings(nn.Module):
         self.segment_embeddings = nn.Embedding(config.type_vocab_size, hidden)
         self.region_word_embedding = nn.Embedding(1, hidden)
         self.hidden_region_word_embedding = nn.Embedding(1, hidden) if config.hidden_region_embedding else None
+        self.hidden_region_feature = None
+        if config.hidden_region_feature:
+            self.hidden_region_feature = HiddenRegionFeature(config.feature_dim)
         self.end_embedding = nn.Embedding(1, hidden)
         self.text_only_embedding = nn.Embedding(1, visual) if config.text_only_embedding else None
         self.region_projection = RegionProjection(
@@ -129,7 +147,10 @@ class VLBertEmbeddings(nn.Module):
         geometry = geometry_embedding(
             regions.boxes, regions.image_sizes, self.config.geometry_dim, self.config.geometry
         )
-        return self.region_projection(geometry, regions.features)
+        features = regions.features
+        if self.hidden_region_feature is not None:
+            features = self.hidden_region_feature(features, regions.is_hidden)
+        return self.region_projection(geometry, features)
 
     def word_vectors(self, texts: TextBatch, vectors: Tensor, region_attend: Tensor) -> Tensor | None:
         """The region vector each word carries: that of region 0, or of the region it names.

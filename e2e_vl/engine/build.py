@@ -34,6 +34,7 @@ from e2e_vl.synthetic.sampling import LanguageConfig
 from e2e_vl.synthetic.scenes import SceneConfig
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
+from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
@@ -55,7 +56,11 @@ DETECTORS: dict[str, Callable[[], type[Detector]]] = {
     "precomputed": lambda: PrecomputedDetector,
 }
 ENCODERS = {"vl_bert": (VLBertConfig, VLBertModel), "none": (NoEncoderConfig, NoEncoder)}
-TASKS = {"refcoco": (ReferringConfig, ReferringTask), "detection": (DetectionConfig, DetectionTask)}
+TASKS = {
+    "refcoco": (ReferringConfig, ReferringTask),
+    "detection": (DetectionConfig, DetectionTask),
+    "pretraining": (PretrainingConfig, PretrainingTask),
+}
 DATASETS = {"refcoco": RefCOCODataset, "coco_detection": CocoDetectionDataset}
 
 
@@ -185,7 +190,7 @@ def build_model(
     """
     detector = build_detector(config)
     encoder = build_encoder(config, vocab_size=vocab_size, feature_dim=detector.feature_dim)
-    task = build_task(config, encoder.hidden_size)
+    task = build_task(config, encoder.hidden_size, vocab_size)
     if tokenizer is not None:
         task.initialise(tokenizer, encoder, detector)
     return VisionLanguageModel(detector, encoder, task, freeze_detector=config.detector.freeze)
@@ -239,9 +244,14 @@ def build_encoder(config: RunConfig, *, vocab_size: int, feature_dim: int) -> En
     return encoder
 
 
-def build_task(config: RunConfig, hidden_size: int) -> Task:
+def build_task(config: RunConfig, hidden_size: int, vocab_size: int) -> Task:
     config_class, task_class = named_parts(config).task
-    return task_class(hidden_size, _filled(config_class, config.task.config, "task.config"))
+    values = dict(config.task.config)
+    if "vocab_size" in {field.name for field in dataclasses.fields(config_class)}:
+        if "vocab_size" in values:
+            raise ValueError("task.config.vocab_size follows from the tokenizer; leave it out.")
+        values["vocab_size"] = vocab_size
+    return task_class(hidden_size, _filled(config_class, values, "task.config"))
 
 
 def _filled(cls: type, values: dict[str, Any], name: str) -> Any:

@@ -13,6 +13,8 @@ STAGES = {f"backbone.layer{number}": f"backbone.res{number + 1}" for number in (
 ENCODER = {
     "image_feature_extractor.obj_downsample.1": "embeddings.region_projection",
     "object_linguistic_embeddings": "embeddings.region_word_embedding",
+    "object_mask_word_embedding": "embeddings.hidden_region_word_embedding",
+    "object_mask_visual_embedding": "embeddings.hidden_region_feature",
     "aux_text_visual_embedding": "embeddings.text_only_embedding",
     "vlbert.word_embeddings": "embeddings.word_embeddings",
     "vlbert.position_embeddings": "embeddings.position_embeddings",
@@ -29,6 +31,14 @@ ENCODER = {
     "vlbert.pooler": "pooler",
 }
 REFERRING = {"final_mlp.0.dense": "head.transform.dense", "final_mlp.2": "head.output"}
+PRETRAINING = {
+    "vlbert.mlm_head.predictions.transform.dense": "mlm.transform.dense",
+    "vlbert.mlm_head.predictions.transform.LayerNorm": "mlm.transform.norm",
+    "vlbert.mlm_head.predictions.bias": "mlm.bias",
+    "vlbert.mvrc_head.transform.dense": "region_classifier.transform.dense",
+    "vlbert.mvrc_head.region_cls_pred": "region_classifier.output",
+    "vlbert.relationsip_head.caption_image_relationship": "relationship",
+}
 
 
 def detector_key(official: str) -> str | None:
@@ -51,7 +61,7 @@ def encoder_key(official: str) -> str | None:
 
 def referring_key(official: str) -> str | None:
     """E.g. final_mlp.2.bias -> head.output.bias."""
-    return _replace_prefix(official, REFERRING)
+    return _replace_prefix(official, REFERRING | PRETRAINING)
 
 
 def _replace_prefix(official: str, prefixes: Mapping[str, str]) -> str | None:

@@ -1,0 +1,166 @@
+"""Pre-training against arrays recorded from the official VL-BERT code: end to end, with the image-text relationship,
+and on precomputed features. Configs and sizes are read from the set.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from detector.faster_rcnn import FasterRCNN
+from detector.precomputed import PrecomputedDetector
+from detector.structures import ImageBatch, PrecomputedFeatures
+from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.structures import Batch, ModelOutput, TextBatch
+from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
+
+_spec = importlib.util.spec_from_file_location("vl_bert_golden", Path(__file__).with_name("test_vl_bert_golden.py"))
+common = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(common)
+assert_near, RELATIVE, RELATIVE_CNN_FLOAT32 = common.assert_near, common.RELATIVE, common.RELATIVE_CNN_FLOAT32
+golden = common.golden
+
+VARIANTS = ("pretrain", "pretrain_rel", "pretrain_prec")
+PARTS = {"masked_words": "mlm_loss_wvc", "masked_text": "mlm_loss_aux", "masked_regions": "mvrc_loss"}
+
+
+def make_model(golden, keys, name: str) -> VisionLanguageModel:
+    network = golden.meta["configs"][name]
+    precomputed = network["IMAGE_FEAT_PRECOMPUTED"]
+    fields = common.encoder_config(golden, name).to_dict()
+    config = VLBertConfig(
+        **fields | {"text_only_embedding": True, "hidden_region_embedding": True, "hidden_region_feature": precomputed}
+    )
+    task = PretrainingTask(
+        config.hidden_size,
+        PretrainingConfig(
+            vocab_size=config.vocab_size,
+            region_classes=network["VLBERT"]["visual_region_classes"],
+            relationship=float(network["WITH_REL_LOSS"]),
+        ),
+    )
+    detector = (PrecomputedDetector if precomputed else FasterRCNN)(common.detector_config(golden))
+    model = VisionLanguageModel(detector, VLBertModel(config), task)
+    official = {**golden["trunk"], **golden.part("pretrain", "state."), **golden.part(name, "state.")}
+    if not network["WITH_REL_LOSS"]:
+        official = {key: value for key, value in official.items() if "relationsip_head" not in key}
+    state = keys.split_state(common.without_pooler(model.encoder, official))
+    if not precomputed:
+        model.detector.load_state_dict(state["detector"], strict=False)
+        for number in network["IMAGE_FROZEN_BACKBONE_STAGES"]:
+            model.detector.get_submodule(common.STAGES[number - 1]).requires_grad_(False)
+    model.encoder.load_state_dict(state["encoder"])
+    model.task.load_state_dict(state["task"])
+    return model.eval()
+
+
+def make_batch(golden, name: str, dtype: torch.dtype = torch.float32) -> Batch:
+    """Captions with their images, then the text-only rows; regions are labelled and hidden as recorded."""
+    data = golden.part("pretrain", "in.")
+    encoder = golden.part(name if name == "pretrain_prec" else "pretrain", "vlbert_in.")
+    captions = len(data["text"])
+    real = encoder["object_mask"][:captions]
+    rows = data["boxes"] if name != "pretrain_prec" else golden["pretrain_prec"]["in.boxes"]
+    own = [image_rows[kept][1:].to(dtype) for image_rows, kept in zip(rows, real, strict=True)]  # row 0: whole image
+    images = common.image_batch(data["image"].to(dtype), data["im_info"])
+    if name == "pretrain_prec":
+        features = PrecomputedFeatures([image_rows[:, 4:] for image_rows in own], rows[:, 0, 4:].to(dtype))
+        images = ImageBatch(torch.zeros(captions, 3, 0, 0), images.sizes, images.original_sizes, images.names, features)
+    length = encoder["text_input_ids"].shape[1]
+    labels = torch.full((len(encoder["text_input_ids"]), length), -1)
+    labels[:captions, : data["mlm_labels"].shape[1]] = data["mlm_labels"]
+    labels[captions:, : data["aux_mlm_labels"].shape[1]] = data["aux_mlm_labels"]
+
+    def of_boxes(values: Tensor) -> list[Tensor]:
+        return [image_rows[kept][1:] for image_rows, kept in zip(values, real, strict=True)]
+
+    no_image = torch.full((len(labels) - captions,), -1)
+    return Batch(
+        images=images,
+        boxes=[image_rows[:, :4] for image_rows in own],
+        texts=TextBatch(encoder["text_input_ids"], encoder["text_token_type_ids"], encoder["text_mask"]),
+        looks_at=torch.cat([torch.arange(captions), no_image])[:, None],
+        targets={"mlm_labels": labels, "is_match": torch.cat([data["relationship_label"], no_image])},
+        hidden_regions=[rows == 1 for rows in of_boxes(data["mvrc_ops"])],
+        region_targets={
+            "class_probs": of_boxes(data["mvrc_labels"].to(dtype)),
+            "is_labelled": [rows.sum(dim=1) > 0 for rows in of_boxes(data["mvrc_labels"])],
+        },
+    )
+
+
+def run(golden, keys, name: str) -> tuple[VisionLanguageModel, Batch, ModelOutput]:
+    model, batch = make_model(golden, keys, name), make_batch(golden, name)
+    with torch.no_grad():
+        return model, batch, model(batch)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_and_losses(golden, vl_bert_keys, name):
+    model, batch, output = run(golden, vl_bert_keys, name)
+    recorded = golden.part(name, "out.")
+    captions = len(batch.images.names)
+    words = model.task.mlm(output.encoded.text, output.encoded.word_table).detach()
+    for ours, logits, real in (
+        (words[:captions], recorded["mlm_logits_wvc"], batch.texts.attend[:captions]),
+        (words[captions:], recorded["mlm_logits_aux"], batch.texts.attend[captions:]),
+    ):
+        assert_near(ours[real], logits[real], "mlm_logits")
+    real = output.text_regions.attend[:captions]
+    regions = model.task.region_classifier(output.encoded.regions).detach()
+    assert_near(regions[:captions][real], recorded["mvrc_logits"][real], "mvrc_logits")
+
+    losses = output.task.losses
+    for ours, theirs in PARTS.items():
+        assert_near(losses[ours].mean, recorded[theirs], theirs)
+    if "relationship_logits" in recorded:
+        scores = model.task.relationship(output.encoded.pooled[:captions]).detach()
+        assert_near(scores, recorded["relationship_logits"], "relationship_logits")
+        assert_near(losses["relationship"].mean, recorded["relationship_loss"], "relationship_loss")
+    assert_near(sum(loss.mean for loss in losses.values()), recorded["loss"], "loss")
+    assert float(recorded["loss"]) == pytest.approx(golden.meta["values"][name]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["pretrain", "pretrain_prec"])
+def test_inputs_of_the_encoder(golden, vl_bert_keys, name):
+    model, batch, output = run(golden, vl_bert_keys, name)
+    recorded, embeddings = golden.part(name, "vlbert_in."), model.encoder.embeddings
+    with torch.no_grad():
+        vectors = embeddings.region_vectors(output.text_regions)
+        words = embeddings.word_vectors(batch.texts, vectors, output.text_regions.attend)
+    real, size = recorded["object_mask"], model.encoder.config.visual_size
+    assert torch.equal(output.text_regions.attend, real)
+    assert_near(vectors[real], recorded["object_vl_embeddings"][real][:, :size], "region vectors")
+    attend = batch.texts.attend
+    words = words.expand(*attend.shape, -1)
+    assert_near(words[attend], recorded["text_visual_embeddings"][attend], "word vectors")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradients(golden, vl_bert_keys, name):
+    model = make_model(golden, vl_bert_keys, name).double()
+    losses = model(make_batch(golden, name, torch.float64)).task.losses
+    sum(loss.mean for loss in losses.values()).backward()
+    parameters = dict(model.named_parameters())
+    in_float64, in_float32 = golden.part(name, "grad64."), golden.part(name, "grad.")
+    assert in_float32
+    for key, recorded in in_float64.items():
+        assert_near(parameters[vl_bert_keys.our_key(key)].grad, recorded, f"grad64.{key}")
+    for key, recorded in in_float32.items():
+        relative = RELATIVE_CNN_FLOAT32 if key in in_float64 or common.is_cnn(key) else RELATIVE
+        assert_near(parameters[vl_bert_keys.our_key(key)].grad, recorded, f"grad.{key}", relative)
+
+
+def test_frozen_parameters_get_no_gradient(golden, vl_bert_keys):
+    model = make_model(golden, vl_bert_keys, "pretrain")
+    sum(loss.mean for loss in model(make_batch(golden, "pretrain")).task.losses.values()).backward()
+    frozen = {
+        vl_bert_keys.our_key(key) for key in golden.meta["no_grad_params"]["pretrain"] if "relationsip" not in key
+    }
+    with_gradient = {key for key, parameter in model.named_parameters() if parameter.grad is not None}
+    assert not with_gradient & frozen
