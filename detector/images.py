@@ -12,6 +12,7 @@ Shape legend
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 from collections.abc import Sequence
@@ -126,7 +127,23 @@ def load_resized(path: str | Path, rule: ResizeRule, channel_order: str = "BGR")
     Raises:
         FileNotFoundError, ValueError: as `load_image`.
     """
-    image = _read(path)
+    return _resized(_read(path), rule, channel_order)
+
+
+def decode_resized(
+    content: bytes, name: str, rule: ResizeRule, channel_order: str = "BGR"
+) -> tuple[np.ndarray, tuple[int, int]]:
+    """`load_resized` for the content of a file, such as a member of an archive; `name` names it in errors.
+
+    Raises:
+        ValueError: as `load_image`.
+    """
+    if not content:
+        raise ValueError(f"Image {name} is empty (0 bytes); get the file again.")
+    return _resized(_decode(io.BytesIO(content), name), rule, channel_order)
+
+
+def _resized(image: Image.Image, rule: ResizeRule, channel_order: str) -> tuple[np.ndarray, tuple[int, int]]:
     size = (image.height, image.width)
     return _to_array(_resize(image, rule.target_size(*size)), channel_order), size
 
@@ -219,20 +236,25 @@ def _read(path: str | Path) -> Image.Image:
     if path.stat().st_size == 0:
         raise ValueError(f"Image {path} is empty (0 bytes); get the file again.")
     with path.open("rb") as stream:
-        try:
-            image = _open(stream)
-        except _DAMAGED as error:
-            raise ValueError(f"Image {path} is not a readable JPEG or PNG file; get or convert it again.") from error
-        if image.width * image.height > MAX_PIXELS:
-            raise ValueError(
-                f"Image {path} has {image.width} x {image.height} pixels; the limit is {MAX_PIXELS} pixels, "
-                "so make it smaller first."
-            )
-        try:
-            image.load()
-        except _DAMAGED as error:
-            raise ValueError(f"Image {path} is damaged or cut off ({error}); get the file again.") from error
-    rgb = _to_rgb(image, path)
+        return _decode(stream, str(path))
+
+
+def _decode(stream: BinaryIO, name: str) -> Image.Image:
+    """An upright RGB image from the content of a file."""
+    try:
+        image = _open(stream)
+    except _DAMAGED as error:
+        raise ValueError(f"Image {name} is not a readable JPEG or PNG file; get or convert it again.") from error
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(
+            f"Image {name} has {image.width} x {image.height} pixels; the limit is {MAX_PIXELS} pixels, "
+            "so make it smaller first."
+        )
+    try:
+        image.load()
+    except _DAMAGED as error:
+        raise ValueError(f"Image {name} is damaged or cut off ({error}); get the file again.") from error
+    rgb = _to_rgb(image, name)
     turn = _UPRIGHT.get(_orientation(image))
     return rgb if turn is None else rgb.transpose(turn)
 
@@ -252,16 +274,16 @@ def _open(stream: BinaryIO) -> Image.Image:
         raise ValueError(str(error)) from error
 
 
-def _to_rgb(image: Image.Image, path: Path) -> Image.Image:
+def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode == "RGB":
         return image
     if image.mode.startswith("I"):  # 16-bit grey; PIL's own conversion would clip it at 255
         values = np.asarray(image)
         if image.mode == "I" and (values.min() < 0 or values.max() > 65535):
-            raise ValueError(f"Image {path} has 32-bit pixels; save it with 8 or 16 bits a channel.")
+            raise ValueError(f"Image {name} has 32-bit pixels; save it with 8 or 16 bits a channel.")
         return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
     if image.mode == "F":
-        raise ValueError(f"Image {path} has floating-point pixels; save it with 8 or 16 bits a channel.")
+        raise ValueError(f"Image {name} has floating-point pixels; save it with 8 or 16 bits a channel.")
     if "transparency" in image.info:  # PIL warns about dropping this kind at once
         image = image.convert("RGBA")
     return image.convert("RGB")

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tools": BELOW_MODEL | {"model", "engine", "analysis", "weights"},
 }
 # Modules and packages directly in e2e_vl/ whose layer is not their own name.
-LAYER_OF_NAME = dict.fromkeys(("__init__", "structures", "text", "config", "drawing"), "base")
+LAYER_OF_NAME = dict.fromkeys(("__init__", "structures", "text", "masking", "config", "drawing"), "base")
 LAYER_OF_NAME |= {name: name for name in MAY_IMPORT if name not in ("detector", "base", "tools")}
 
 EVALUATION_EXTRA = "detector.boxes"

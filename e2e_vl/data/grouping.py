@@ -14,6 +14,35 @@ from torch.utils.data import Sampler
 from e2e_vl.data.examples import Request
 
 
+class ConsecutiveGroups(Sequence):
+    """Groups whose texts are numbered one after the other, without a Python object for each of them.
+
+    Args:
+        counts: int [G], texts of each group.
+    """
+
+    def __init__(self, counts: Sequence[int] | np.ndarray) -> None:
+        self.starts = np.concatenate([[0], np.cumsum(np.asarray(counts, dtype=np.int64))])
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def num_texts(self) -> int:
+        """Texts of all groups."""
+        return int(self.starts[-1])
+
+    def of_text(self, text: int) -> int:
+        """The group of a text."""
+        return int(np.searchsorted(self.starts, text, side="right")) - 1
+
+    def __getitem__(self, group: int | slice) -> range | list[range]:
+        if isinstance(group, slice):
+            return [self[index] for index in range(*group.indices(len(self)))]
+        index = range(len(self))[group]  # IndexError outside, and negative numbers count from the end
+        return range(int(self.starts[index]), int(self.starts[index + 1]))
+
+
 class GroupedBatchSampler(Sampler[list[Request]]):
     """Yields the `Request`s of one process for each batch; made for `DataLoader(batch_sampler=...)`.
 
@@ -69,8 +98,8 @@ class GroupedBatchSampler(Sampler[list[Request]]):
             raise ValueError(f"accumulate is {accumulate}; choose a positive number of batches")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} does not exist among {world_size} processes")
-        self.groups = [tuple(texts) for texts in groups if len(texts)]
-        if not self.groups:
+        self._texts, starts = _flat(groups)
+        if not len(self._texts):
             raise ValueError("there are no texts to sample from; check the split and the annotation files")
         self.images_per_batch = images_per_batch
         self.texts_per_image = texts_per_image
@@ -79,8 +108,14 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         self.accumulate = accumulate if shuffle else 1
         self.rank = rank
         self.world_size = world_size
-        self.num_groups = sum(-(-len(texts) // (texts_per_image or len(texts))) for texts in self.groups)
-        self._group_index = [index for index, texts in enumerate(groups) if len(texts)]
+        counts = np.diff(starts)
+        parts = np.minimum(counts, 1) if texts_per_image is None else -(-counts // texts_per_image)
+        self.num_groups = int(parts.sum())
+        self._starts = starts  # of the texts of each group in `_texts`
+        # of each part of a group, the group and where its texts begin
+        self._group_of = np.repeat(np.arange(len(counts)), parts)
+        number_in_group = np.arange(self.num_groups) - np.repeat(np.cumsum(parts) - parts, parts)
+        self._first = starts[self._group_of] + number_in_group * (texts_per_image or 0)
         self.set_epoch(epoch, start_batch)
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
@@ -101,11 +136,24 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         return len(self._own_batches())
 
     def __iter__(self) -> Iterator[list[Request]]:
-        order = self._epoch_order()
+        order, texts = self._epoch_order()
         share = self.images_per_batch // self.world_size
         for batch in self._own_batches():
-            requests = order[batch * self.images_per_batch : (batch + 1) * self.images_per_batch]
-            yield requests[self.rank * share : (self.rank + 1) * share] if self.shuffle else requests
+            first, last = batch * self.images_per_batch, (batch + 1) * self.images_per_batch
+            if self.shuffle:
+                first, last = first + self.rank * share, first + (self.rank + 1) * share
+                numbers = order[np.arange(first, last) % len(order)]  # the end is filled up from the start
+            else:
+                numbers = order[first:last]
+            yield [self._request(int(number), texts) for number in numbers]
+
+    def _request(self, number: int, texts: np.ndarray) -> Request:
+        """One part of a group, as an order that `_epoch_order` gave has its texts."""
+        group, first = int(self._group_of[number]), int(self._first[number])
+        last = int(self._starts[group + 1])
+        if self.texts_per_image is not None:
+            last = min(last, first + self.texts_per_image)
+        return Request(group, tuple(texts[first:last].tolist()), self.epoch)
 
     def _own_batches(self) -> range:
         """Numbers of the batches this rank has a part in."""
@@ -114,15 +162,22 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         first = self.start_batch + (self.rank - self.start_batch) % self.world_size
         return range(first, self.batches_per_epoch, self.world_size)
 
-    def _epoch_order(self) -> list[Request]:
+    def _epoch_order(self) -> tuple[np.ndarray, np.ndarray]:
+        """Order of the parts of groups, and all texts with those of each group in random order."""
+        if not self.shuffle:
+            return np.arange(self.num_groups), self._texts
         generator = np.random.default_rng([self.seed, self.epoch])
-        order = []
-        for group, texts in zip(self._group_index, self.groups, strict=True):
-            size = self.texts_per_image or len(texts)
-            texts = [texts[i] for i in generator.permutation(len(texts))] if self.shuffle else texts
-            order += [Request(group, tuple(texts[i : i + size]), self.epoch) for i in range(0, len(texts), size)]
-        if self.shuffle:
-            order = [order[i] for i in generator.permutation(len(order))]
-            missing = self.batches_per_epoch * self.images_per_batch - len(order)
-            order += [order[i % len(order)] for i in range(missing)]
-        return order
+        texts = self._texts.copy()
+        for group in np.flatnonzero(np.diff(self._starts) > 1):  # one text needs no order and draws nothing
+            first, last = self._starts[group], self._starts[group + 1]
+            texts[first:last] = texts[first:last][generator.permutation(last - first)]
+        return generator.permutation(self.num_groups), texts
+
+
+def _flat(groups: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """All texts int64 [T], and where those of each group begin, int64 [G + 1]."""
+    if isinstance(groups, ConsecutiveGroups):
+        return np.arange(groups.num_texts), groups.starts
+    counts = np.fromiter((len(texts) for texts in groups), dtype=np.int64, count=len(groups))
+    texts = np.fromiter((text for texts in groups for text in texts), dtype=np.int64, count=int(counts.sum()))
+    return texts, np.concatenate([[0], np.cumsum(counts)])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from detector.images import ResizeRule, load_resized
+from detector.images import ResizeRule, decode_resized, load_resized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +90,16 @@ class Placement:
         return moved
 
 
+@dataclasses.dataclass(frozen=True)
+class EncodedImage:
+    """The content of an image file that lies in an archive."""
+
+    content: bytes
+    name: str  # archive and member, for error messages
+
+
 def read_image(
-    path: str | Path,
+    source: str | Path | EncodedImage,
     expected_size: tuple[int, int] | None,
     resize: ResizeRule,
     *,
@@ -102,7 +110,7 @@ def read_image(
     """Load, resize and maybe flip one image.
 
     Args:
-        path: image file.
+        source: image file, or its content.
         expected_size: (height, width) that the annotation file states, or None.
         resize: the network's size.
         flip: mirror left and right.
@@ -116,14 +124,20 @@ def read_image(
         FileNotFoundError: no such file.
         ValueError: the file is no readable image or has another size than expected.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: the file of {name or 'an image'} is missing; check the image folder's path")
-    pixels, original_size = load_resized(path, resize, channel_order)
+    if isinstance(source, EncodedImage):
+        where = source.name
+        pixels, original_size = decode_resized(source.content, source.name, resize, channel_order)
+    else:
+        where = path = Path(source)
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path}: the file of {name or 'an image'} is missing; check the image folder's path"
+            )
+        pixels, original_size = load_resized(path, resize, channel_order)
     if expected_size is not None and original_size != tuple(expected_size):
         raise ValueError(
-            f"{path}: {name or 'the image'} is {original_size[1]} x {original_size[0]} pixels, but its annotation file "
-            f"says {expected_size[1]} x {expected_size[0]}; boxes would not fit, use the "
+            f"{where}: {name or 'the image'} is {original_size[1]} x {original_size[0]} pixels, but its annotation "
+            f"file says {expected_size[1]} x {expected_size[0]}; boxes would not fit, use the "
             "images that the annotations were made on"
         )
     if flip:

@@ -1,0 +1,152 @@
+"""Indices of files that are larger than memory: made by one pass, kept as `.npy` files, read row by row.
+
+Rows are read from the file when they are asked for and never mapped: mapped pages count as memory of a process, and
+with random access that would be the whole index after a while.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+_COPY_ROWS = 1 << 16
+
+
+class OpenFiles:
+    """Files open for reading in this process, the latest few of many.
+
+    File positions may not be shared with a forked worker, so every process opens its own.
+
+    Args:
+        limit: most files open at once.
+    """
+
+    def __init__(self, limit: int = 32) -> None:
+        self.limit = limit
+        self._files: dict[Path, BinaryIO] = {}
+        self._process = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"limit": self.limit}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+    def read(self, path: Path, offset: int, size: int) -> bytes:
+        """Up to `size` bytes from `offset` on; fewer at the end of the file."""
+        file = self[path]
+        file.seek(offset)
+        return file.read(size)
+
+    def __getitem__(self, path: Path) -> BinaryIO:
+        """The open file; its position is anywhere."""
+        if self._process != os.getpid():
+            self._files, self._process = {}, os.getpid()
+        file = self._files.pop(path, None)
+        if file is None:
+            if len(self._files) >= self.limit:
+                self._files.pop(next(iter(self._files))).close()
+            file = path.open("rb", buffering=0)
+        self._files[path] = file
+        return file
+
+
+class ArrayFile(Sequence):
+    """The rows of a `.npy` file, read one by one.
+
+    Args:
+        path: an int64 array of one or two dimensions.
+        files: open files, to share their limit with others.
+
+    Raises:
+        ValueError: no such array.
+    """
+
+    def __init__(self, path: Path, files: OpenFiles | None = None) -> None:
+        self.path = path
+        self.files = files or OpenFiles()
+        with path.open("rb") as file:
+            version = np.lib.format.read_magic(file)
+            read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else None
+            shape, fortran, dtype = read_header(file) if read_header else ((), False, None)
+            self._offset = file.tell()
+        if not shape or fortran or dtype != np.int64:
+            raise ValueError(f"{path}: not an index of rows of int64; remove the file, it is made again")
+        self.shape: tuple[int, ...] = shape
+        self._row_bytes = 8 * int(np.prod(shape[1:], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        """int64, the shape of one row."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"{self.path}: row {row} of {len(self)}")
+        data = self.files.read(self.path, self._offset + row * self._row_bytes, self._row_bytes)
+        return np.frombuffer(data, dtype=np.int64).reshape(self.shape[1:])
+
+
+def cached_index(
+    sources: Sequence[Path], folder: Path, version: str, rows: Callable[[], Iterator[np.ndarray]], columns: int = 0
+) -> Path:
+    """The `.npy` file with the index of some files; made if it is not there yet.
+
+    Its name tells the paths, sizes and times of the files and the version, so an index never belongs to other content.
+    Several processes may make it at once: each writes a file of its own and renames it when it is complete.
+
+    Args:
+        sources: what is indexed.
+        folder: where indices are kept; created if needed.
+        version: kind and version of the index.
+        rows: yields int64 arrays [n] or [n, columns], the parts of the index.
+        columns: 0 for an index of one dimension.
+
+    Raises:
+        OSError: the folder cannot be written to; the message says which setting to change.
+    """
+    parts = [version]
+    for source in sources:
+        status = source.stat()
+        parts += [str(source.resolve()), str(status.st_size), str(status.st_mtime_ns)]
+    stamp = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:20]
+    path = folder / f"{sources[0].name}.{stamp}.npy"
+    if path.is_file():
+        return path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, unfinished = tempfile.mkstemp(prefix=path.name + ".", suffix=".unfinished", dir=folder)
+    except OSError as error:
+        raise OSError(
+            f"{folder}: the index of {sources[0]} cannot be kept there ({error.strerror}); set data.config.cache to a "
+            "folder that can be written to"
+        ) from error
+    os.close(handle)
+    complete = Path(unfinished + ".npy")
+    try:
+        _write(Path(unfinished), complete, rows, columns)
+        complete.replace(path)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+        complete.unlink(missing_ok=True)
+    return path
+
+
+def _write(raw: Path, complete: Path, rows: Callable[[], Iterator[np.ndarray]], columns: int) -> None:
+    """Through a file of bare numbers, because the header of a `.npy` file holds the number of rows."""
+    count = 0
+    with raw.open("wb") as file:
+        for part in rows():
+            np.ascontiguousarray(part, dtype=np.int64).tofile(file)
+            count += len(part)
+    shape = (count, columns) if columns else (count,)
+    width = columns or 1
+    with raw.open("rb") as source, complete.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": shape})
+        while chunk := source.read(8 * width * _COPY_ROWS):
+            file.write(chunk)
