@@ -23,7 +23,7 @@ from detector.boxes import check_boxes, is_larger
 from detector.config import DetectorConfig
 from detector.interface import Detector
 from detector.pixel_masking import mask_pixels
-from detector.resnet import ResNet
+from detector.resnet import ResNet, recompute_activations
 from detector.roi_heads import Detections, Res5ROIHeads, SampledRoIs, to_rois
 from detector.rpn import RPN, RPNOutput
 from detector.structures import DetectionTargets, ImageBatch, Loss, Regions
@@ -214,6 +214,10 @@ class FasterRCNN(TwoStageDetector):
         self.backbone = ResNet(config.resnet)
         self.proposal_generator = RPN(config)
         self.roi_heads = Res5ROIHeads(config)
+
+    def recompute_activations(self) -> None:
+        """See `Detector.recompute_activations`."""
+        recompute_activations(self)
 
     def features(self, images: ImageBatch, pixel_masks: list[Tensor] | None = None) -> Tensor:
         """res4 of the padded batch, float [N, channels, H / stride, W / stride]."""

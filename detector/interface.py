@@ -17,6 +17,17 @@ class Detector(nn.Module, abc.ABC):
     feature_dim: int  # D, width of a region feature
     num_classes: int  # K, foreground classes
 
+    def recompute_activations(self) -> None:
+        """Save memory in training: compute activations again in the backward pass instead of keeping them.
+
+        Raises:
+            ValueError: this detector cannot.
+        """
+        raise ValueError(
+            f"{type(self).__name__} has no activation checkpointing; switch train.activation_checkpointing off or use "
+            "detector.backend builtin."
+        )
+
     @abc.abstractmethod
     def forward(
         self,

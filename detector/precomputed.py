@@ -31,6 +31,9 @@ class PrecomputedDetector(Detector):
         self.feature_dim = config.resnet.res5_channels
         self.num_classes = config.roi_heads.num_classes
 
+    def recompute_activations(self) -> None:
+        """Nothing is computed, so nothing is kept."""
+
     def forward(
         self,
         images: ImageBatch,

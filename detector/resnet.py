@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 from detector.config import ResNetConfig
@@ -92,13 +94,26 @@ class ResidualBlock(nn.Module):
             ConvNorm(in_channels, out_channels, 1, norm=norm, stride=stride) if in_channels != out_channels else None
         )
 
+        self.recompute = False  # see `recompute_activations`
+
     def branch(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, pool: Pooling | None = None) -> Tensor:
+        """The block on x; with `pool`, on `pool(x, 1)` (bottleneck blocks only, see `forward_pooled`)."""
+        function = self._forward if pool is None else self.forward_pooled
+        arguments = (x,) if pool is None else (x, pool)
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(function, *arguments, use_reentrant=False)
+        return function(*arguments)
+
+    def _forward(self, x: Tensor) -> Tensor:
         out = self.branch(x)
         out += x if self.shortcut is None else self.shortcut(x)
         return F.relu_(out)
+
+    def forward_pooled(self, x: Tensor, pool: Pooling) -> Tensor:
+        raise NotImplementedError
 
 
 class BasicBlock(ResidualBlock):
@@ -194,10 +209,27 @@ class Res5(nn.Sequential):
     def forward(self, x: Tensor, pool: Pooling | None = None) -> Tensor:
         """RoI maps [R, C, S, S], or feature maps of images and the linear pooling to be put in -> [R, D, S, S]."""
         first, *rest = self
-        x = first(x) if pool is None else first.forward_pooled(x, pool)
+        x = first(x, pool)
         for block in rest:
             x = block(x)
         return x
+
+
+def recompute_activations(module: nn.Module) -> None:
+    """Keep only the input of each residual block for the backward pass, and compute the rest again ("checkpointing").
+
+    Raises:
+        ValueError: batch norms that learn would count every batch twice.
+    """
+    for block in module.modules():
+        if not isinstance(block, ResidualBlock):
+            continue
+        if any(isinstance(norm, nn.BatchNorm2d) for norm in block.modules()):
+            raise ValueError(
+                "Activation checkpointing would count every batch twice in the statistics of batch norms that learn; "
+                "use MODEL.RESNETS.NORM FrozenBN or GN, or switch train.activation_checkpointing off."
+            )
+        block.recompute = True
 
 
 def make_res5(config: ResNetConfig) -> Res5:

@@ -123,6 +123,7 @@ class TrainSettings:
     clip_norm: float | None = 1.0
     mixed_precision: str = "no"  # no | bf16 | fp16
     channels_last: bool = True
+    activation_checkpointing: bool = False  # less memory, more time: compute activations again in the backward pass
     save_every_epochs: float = 1.0
     keep_checkpoints: int = 2
     log_every: int = 10

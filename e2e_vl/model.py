@@ -42,6 +42,12 @@ class VisionLanguageModel(nn.Module):
         if freeze_detector:
             detector.requires_grad_(False)
 
+    def recompute_activations(self) -> None:
+        """Keep fewer activations for the backward pass and compute them again: less memory, about a third more time."""
+        self.detector.recompute_activations()
+        if self.encoder.supports_gradient_checkpointing:
+            self.encoder.gradient_checkpointing_enable({"use_reentrant": False})
+
     def train(self, mode: bool = True) -> VisionLanguageModel:
         """As in `nn.Module`; batch norms of a frozen detector stay in evaluation mode."""
         super().train(mode)

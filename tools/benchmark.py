@@ -3,6 +3,7 @@
     python tools/benchmark.py train --json FILE
     python tools/benchmark.py train --preset base --json FILE
     python tools/benchmark.py train --config configs/demo/refcoco.yaml data.texts_per_image=8
+    python tools/benchmark.py train --preset base --sweep --json FILE
     python tools/benchmark.py detector --json FILE
     python tools/benchmark.py detector --detector-config configs/detector/R_101_C4.yaml --image-size 600 1000
 
@@ -10,7 +11,9 @@
 (grouped) against the same texts one per batch (ungrouped: as many passes over the same images, gradients accumulated,
 one optimiser step), so both are the same update. `ratios.grouped_5_over_1` is the median time of the grouped step
 divided by the median time of the ungrouped one, for the same texts: below 1, grouping is faster. The two ways take
-turns. Before that it checks that both give the same loss and gradients; if not, the exit status is 1.
+turns. Before that it checks that both give the same loss and gradients; if not, the exit status is 1. With `--sweep` it
+times single steps instead and shows their peak memory: one text per image and several, float32 and bfloat16, with and
+without activation checkpointing.
 
 `detector` times features of given boxes and training steps of the built-in detector and, where Detectron2 is installed,
 of Detectron2's model with the same config and weights. `ratio` is Detectron2's median time divided by ours: above 1,
@@ -28,6 +31,7 @@ from typing import Any, NamedTuple
 from e2e_vl.config import load_config
 from e2e_vl.engine.benchmark import benchmark_training
 from e2e_vl.engine.detector_benchmark import benchmark_detector
+from e2e_vl.engine.step_benchmark import benchmark_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs" / "benchmark"
@@ -70,6 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         help="boxes per image; each number is measured",
     )
     train.add_argument("--image-size", type=int, nargs=2, metavar=("H", "W"), help="pad images to this size, pixels")
+    train.add_argument("--sweep", action="store_true", help="precision, checkpointing and memory of single steps")
     train.add_argument("--repetitions", type=int, default=5, help="measured steps of each way (default: 5)")
     train.add_argument("--warm-up", type=int, default=1, help="steps of each way before them (default: 1)")
     train.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
@@ -91,6 +96,9 @@ def main(argv: list[str] | None = None) -> int:
     if result["benchmark"] == "detector":
         print_detector_result(result)
         return 0 if has_same_features(result) else 1
+    if result["benchmark"] == "steps":
+        print_steps(result)
+        return 0
     print_result(result)
     return 0 if is_same_update(result) else 1
 
@@ -167,6 +175,19 @@ def run_train(arguments: argparse.Namespace) -> dict[str, Any]:
     preset = PRESETS[arguments.preset] if arguments.config is None else Preset(arguments.config, None, (None,))
     config = load_config(preset.config, arguments.overrides)
     image_size = tuple(arguments.image_size) if arguments.image_size else preset.image_size
+    name = arguments.preset if arguments.config is None else str(arguments.config)
+    if arguments.sweep:
+        rois = arguments.rois or [number for number in preset.rois if number is not None]
+        if not rois:
+            raise ValueError("Give the boxes per image with --rois, such as --rois 36,100.")
+        result = benchmark_steps(
+            config,
+            rois=rois,
+            image_size=image_size,
+            repetitions=arguments.repetitions,
+            warm_up=arguments.warm_up,
+        )
+        return {"benchmark": "steps", "config": name, "overrides": arguments.overrides, **result}
     result = benchmark_training(
         config,
         rois=arguments.rois or preset.rois,
@@ -174,7 +195,6 @@ def run_train(arguments: argparse.Namespace) -> dict[str, Any]:
         repetitions=arguments.repetitions,
         warm_up=arguments.warm_up,
     )
-    name = arguments.preset if arguments.config is None else str(arguments.config)
     return {"benchmark": "train", "config": name, "overrides": arguments.overrides, **result}
 
 
@@ -185,6 +205,25 @@ def is_same_update(result: dict[str, Any]) -> bool:
         check["loss_difference"] <= TOLERANCE * abs(check["loss"]) and check["max_gradient_difference"] <= TOLERANCE
         for check in checks
     )
+
+
+def print_steps(result: dict[str, Any]) -> None:
+    """A table for people, in Markdown."""
+    machine, settings = result["machine"], result["settings"]
+    height, width = settings["image_size"]
+    print(f"{machine['device']}, {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}")
+    print(
+        f"{settings['images_per_batch']} images of {height} x {width} pixels, {settings['parameters'] / 1e6:.1f} M "
+        f"parameters, {settings['repetitions']} repetitions"
+    )
+    print("| boxes | texts per image | precision | checkpointing | s per step | of it forward + backward | peak GiB |")
+    print("|---:|---:|---|---|---:|---:|---:|")
+    for case in result["cases"]:
+        print(
+            f"| {case['rois']} | {case['texts_per_image']} | {case['precision']} | "
+            f"{'on' if case['activation_checkpointing'] else 'off'} | {case['seconds']:.2f} | "
+            f"{case['seconds_forward_backward']:.2f} | {case['peak_gib']:.2f} |"
+        )
 
 
 def print_result(result: dict[str, Any]) -> None:

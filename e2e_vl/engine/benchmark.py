@@ -71,7 +71,7 @@ def benchmark_training(
     if config.data.boxes.train == "online" and any(number is not None for number in rois):
         raise ValueError("The detector finds its own boxes (data.boxes.train=online), so their number cannot be set.")
     with tempfile.TemporaryDirectory() as folder:
-        config = _without_chance(config, Path(folder))
+        config = without_chance(config, Path(folder))
         set_seed(config.seed)
         run = build_run(config)
         grouped, singles = grouped_and_single(config, run, image_size)
@@ -105,7 +105,7 @@ def benchmark_training(
     }
 
 
-def _without_chance(config: RunConfig, folder: Path) -> RunConfig:
+def without_chance(config: RunConfig, folder: Path) -> RunConfig:
     """The run with one image size and no mirroring, so that all batches see the same pixels; it writes to `folder`."""
     resize = dataclasses.replace(config.data.resize, short_edge=config.data.resize.short_edge[-1:])
     data = dataclasses.replace(config.data, resize=resize, flip=0.0, workers=0)

@@ -113,6 +113,8 @@ class _Training:
         self.steps_per_epoch = len(self.sampler) // settings.accumulate
         self.total_steps = settings.max_steps or math.ceil(settings.epochs * self.steps_per_epoch)
         optimizer = build_optimizer(run.model, settings)
+        if settings.activation_checkpointing:
+            run.model.recompute_activations()
         if settings.channels_last:
             run.model.detector.to(memory_format=torch.channels_last)
         self.model, self.optimizer = accelerator.prepare(_Losses(run.model), optimizer)

@@ -9,7 +9,7 @@ from torchvision.ops.misc import FrozenBatchNorm2d
 
 from detector.config import ResNetConfig
 from detector.norms import freeze, make_norm
-from detector.resnet import ConvNorm, ResNet, make_res5
+from detector.resnet import ConvNorm, ResNet, make_res5, recompute_activations
 from detector.roi_align import align_rois
 
 TINY = ResNetConfig(depth=18, norm="BN", width_per_group=4, stem_out_channels=8, res2_out_channels=16, freeze_at=0)
@@ -122,3 +122,29 @@ def test_group_norm_of_one_image_does_not_depend_on_the_batch():
     model = ResNet(tiny(norm="GN")).train()
     images = torch.rand(3, 3, 64, 64)
     torch.testing.assert_close(model(images)[:1], model(images[:1]), atol=1e-5, rtol=1e-4)
+
+
+def test_recomputed_activations_change_nothing():
+    torch.manual_seed(0)
+    config = tiny(norm="FrozenBN", depth=50)
+    trunk, res5 = ResNet(config), make_res5(config)
+    rois = torch.tensor([[0, 3.0, 5, 60, 50], [0, 10, 10, 30, 30]])
+
+    def gradients() -> list[Tensor]:
+        features = trunk(torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(1)))
+        maps = res5(
+            features, lambda x, stride: align_rois(x, rois, 6, 1 / 16, sampling_ratio=1, aligned=True, stride=stride)
+        )
+        return torch.autograd.grad(maps.square().sum(), [*trunk.parameters(), *res5.parameters()])
+
+    before = gradients()
+    calls = []
+    hook = trunk.res4[0].conv2.register_forward_hook(lambda *_: calls.append(1))
+    for module in (trunk, res5):
+        recompute_activations(module)
+    after = gradients()
+    hook.remove()
+    assert len(calls) == 2  # forward, and again in the backward pass
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    with pytest.raises(ValueError, match="FrozenBN or GN"):
+        recompute_activations(ResNet(tiny(norm="BN")))

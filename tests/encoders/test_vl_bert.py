@@ -310,3 +310,26 @@ def test_text_longer_than_the_position_table_is_an_error():
     model = make_model(max_position_embeddings=7)
     with pytest.raises(ValueError, match=r"A text of 6 wordpieces .* max_position_embeddings = 7"):
         model(*make_inputs())
+
+
+def test_recomputed_activations_change_nothing():
+    model = make_model().train()
+    texts, regions = make_inputs()
+
+    def gradients() -> list[torch.Tensor]:
+        loss = model(texts, regions).text.square().sum()
+        return torch.autograd.grad(loss, [*model.layers.parameters()])
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.embeddings.region_projection.dropout = 0.0
+    for layer in model.layers:
+        layer.attention.self.dropout.p = 0.0
+    before = gradients()
+    calls = []
+    model.layers[0].intermediate.register_forward_hook(lambda *_: calls.append(1))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    after = gradients()
+    assert len(calls) == 2  # forward, and again in the backward pass
+    assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(before, after, strict=True))

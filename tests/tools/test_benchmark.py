@@ -218,3 +218,21 @@ def test_presets_load(tool, name):
     assert config.data.texts_per_image == 5
     assert config.data.resize.short_edge[-1] <= preset.image_size[0]
     assert config.data.resize.long_edge >= preset.image_size[1]
+
+
+def test_sweep_over_precision_checkpointing_and_texts(tool, config_file, tmp_path, capsys):
+    output = tmp_path / "steps.json"
+    words = ["detector.overrides={MODEL: {RESNETS: {NORM: FrozenBN}}}", "data.texts_per_image=3"]
+    options = ["--sweep", "--repetitions", "1", "--warm-up", "0", "--rois", "6", "--json", str(output)]
+    assert tool.main(["train", "--config", str(config_file), *options, *words]) == 0
+    cases = json.loads(output.read_text(encoding="utf-8"))["cases"]
+    assert [(c["texts_per_image"], c["precision"], c["activation_checkpointing"]) for c in cases] == [
+        (texts, precision, checkpointing)
+        for checkpointing in (False, True)
+        for precision in ("fp32", "bf16")
+        for texts in (1, 3)
+    ]
+    assert all(0 < case["seconds_forward_backward"] < case["seconds"] and case["peak_gib"] > 0.05 for case in cases)
+    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("| 6 |")]) == 8
+    assert tool.main(["train", "--config", str(config_file), "--sweep"]) == 2
+    assert "--rois" in capsys.readouterr().err
