@@ -213,7 +213,7 @@ def require_names(reader: BoxReader, names: Iterable[str]) -> None:
         missing = [name for name in names if int(name) not in reader.instances.images]
         if missing:
             raise ValueError(
-                f"{reader.instances.path}: image {missing[0]} and {len(missing) - 1} more with captions are not listed; "
+                f"{reader.instances.path}: image {missing[0]} and {len(missing) - 1} more are not listed; "
                 "use the instances of these images"
             )
     elif isinstance(reader, StoredBoxes):

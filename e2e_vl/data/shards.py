@@ -34,8 +34,8 @@ class ShardCaptions(CaptionSource):
     """One caption per image, from tar files, in any order: an index knows where in its file each record lies.
 
     webdataset itself only streams shards, in an order of its own with a buffer to shuffle, so it knows neither epochs
-    that every text is seen once in, nor how to resume in the middle, nor how to give several processes equal shares. (Its
-    random-access part `wids` is gone since version 1.0.) The standard library's `tarfile` tells the offsets.
+    that every text is seen once in, nor how to resume in the middle, nor how to give several processes equal shares.
+    (Its random-access part `wids` is gone since version 1.0.) The standard library's `tarfile` tells the offsets.
 
     Args:
         shards: a folder (all its `*.tar`) or a pattern such as `cc3m/0000*.tar`.
