@@ -247,7 +247,7 @@ class CaptionDataset(Dataset):
         return group, tuple(self.groups[group][:num_texts])
 
     def _image(self, group: int, flip: bool, resize: ResizeRule) -> tuple[ImageExample, Placement]:
-        found = self.source.boxes(group) if self.box_reader is None else self._box_reader(self.source.name(group))
+        found = self.source.boxes(group) if self.box_reader is None else self.box_reader(self.source.name(group))
         if found is not None and found.features is not None:
             return self._precomputed(group, found, resize)
         size = found.image_size if found is not None else None
