@@ -173,8 +173,7 @@ class TextCorpus(Sequence):
     def example(self, number: int, generator: np.random.Generator) -> TextExample:
         """One masked sample that looks at no image.
 
-        Targets: `mlm_labels` int64 [L], the id at pieces of chosen words and -1 elsewhere; `is_match` -1, as there is
-        no image that could match.
+        Targets: `mlm_labels` int64 [L], the id at pieces of chosen words and -1 elsewhere.
         """
         ids, labels = self.masking(self.words(number), generator)
         ids, labels = ids[: self.max_length], labels[: self.max_length]
@@ -182,6 +181,6 @@ class TextCorpus(Sequence):
             input_ids=ids,
             segment_ids=np.zeros_like(ids),
             looks_at=(),
-            targets={"mlm_labels": labels, "is_match": np.array(-1)},
+            targets={"mlm_labels": labels},
             record={},
         )

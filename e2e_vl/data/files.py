@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Options = TypeVar("Options")
 
 
 def require_file(path: str | Path, what: str) -> Path:
@@ -51,3 +54,21 @@ def corners_of(box: Any, where: str) -> tuple[float, float, float, float]:
             f"{where}: the box [x, y, width, height] = {box} is empty or inverted; correct or remove the record"
         )
     return x, y, x + width, y + height
+
+
+def read_options(cls: type[Options], values: dict[str, Any], where: str) -> Options:
+    """A reader's own options (`data.config`) as its dataclass.
+
+    Raises:
+        ValueError: an unknown key (the known ones are listed), or a value of another type than the default's.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for name, value in values.items():
+        if name not in fields:
+            raise ValueError(f"{where} has the unknown key '{name}'; it takes {', '.join(fields)}.")
+        default = fields[name].default
+        kinds = (int, float) if isinstance(default, float) else (type(default),)
+        fits = isinstance(value, kinds) and isinstance(value, bool) == isinstance(default, bool)
+        if default is not None and default is not dataclasses.MISSING and not fits:
+            raise ValueError(f"{where}.{name} is {value!r}; it must be a {type(default).__name__}.")
+    return cls(**values)

@@ -21,6 +21,7 @@ from detector.faster_rcnn import FasterRCNN
 from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
 from e2e_vl.config import RunConfig
+from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco_detection import CocoDetectionDataset
 from e2e_vl.data.collate import collate
 from e2e_vl.data.refcoco import RefCOCODataset
@@ -61,7 +62,7 @@ TASKS = {
     "detection": (DetectionConfig, DetectionTask),
     "pretraining": (PretrainingConfig, PretrainingTask),
 }
-DATASETS = {"refcoco": RefCOCODataset, "coco_detection": CocoDetectionDataset}
+DATASETS = {"refcoco": RefCOCODataset, "coco_detection": CocoDetectionDataset, "captions": CaptionDataset}
 
 
 class Parts(NamedTuple):

@@ -8,6 +8,11 @@ Layout under the output folder:
     detections/refcoco+_unc/res101_coco_minus_refer_notime_dets.json
     annotations/instances_train2014.json, captions_train2014.json
     detection/instances_<split>.json                     COCO, the images of one split each
+    captions/captions_<split>.json                       COCO, the images of one split each
+    shards/<split>/00000.tar, 00000_stats.json           one caption per image, as img2dataset writes them
+    conceptual/<split>.json, <split>_frcnn.json          the same as the official VL-BERT code has them, with
+    conceptual/<split>_image.zip, <split>_frcnn.zip      images, and detected boxes with class distributions
+    corpus/corpus.doc                                    text without images
     synthetic.json                                       written last: settings and statistics
 
 A scene depends only on the seed, the name of its split and its number in it: more training scenes leave the
@@ -32,15 +37,17 @@ import cv2
 import numpy as np
 from tqdm import tqdm
 
-from e2e_vl.synthetic import coco, refer
+from e2e_vl.synthetic import coco, conceptual, refer
 from e2e_vl.synthetic.captions import draw_captions
+from e2e_vl.synthetic.corpus import write_corpus
 from e2e_vl.synthetic.detections import DetectionConfig, draw_detections, write_detections
 from e2e_vl.synthetic.language import as_typed
 from e2e_vl.synthetic.relations import SceneFacts
 from e2e_vl.synthetic.sampling import LanguageConfig, draw_references
 from e2e_vl.synthetic.scenes import Scene, SceneConfig, draw_scene
 
-VERSION = 2  # raise it when the same settings give other files
+VERSION = 3  # raise it when the same settings give other files
+CORPUS_LINES_PER_SCENE = 4
 STAMP = "synthetic.json"
 _UNFINISHED = "synthetic.json.unfinished"
 _IMAGE_FORMATS = {"jpg": [cv2.IMWRITE_JPEG_QUALITY, 95], "png": [cv2.IMWRITE_PNG_COMPRESSION, 3]}
@@ -122,6 +129,8 @@ def make_scenes(
     for job, record in zip(jobs, records, strict=True):
         dataset.add(job, record)
     dataset.write(output, np.random.default_rng([seed, 0]))
+    corpus_rng = np.random.default_rng([seed, zlib.crc32(b"corpus")])
+    write_corpus(output / "corpus" / "corpus.doc", config, corpus_rng, lines=CORPUS_LINES_PER_SCENE * len(jobs))
     stamp = {"version": VERSION, "settings": settings, "statistics": _statistics(jobs, records)}
     unfinished = output / _UNFINISHED
     unfinished.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
@@ -203,10 +212,16 @@ def _make_scene(
             (item.target, item.sentence, as_typed(item.sentence, rng), item.expression.family)
             for item in draw_references(facts, language, rng)
         ],
-        "captions": draw_captions(facts, rng),
-        "detections": draw_detections(scene, detections, rng),
+        "captions": (captions := draw_captions(facts, rng)),
+        "detections": (found := draw_detections(scene, detections, rng)),
         "baselines": _baselines(scene),
+        "conceptual": conceptual.draw_caption(captions, found, _generator(job, seed, "conceptual")),
     }
+
+
+def _generator(job: _Job, seed: int, name: str) -> np.random.Generator:
+    """A format's own generator for one scene: what it draws leaves the other files as they are."""
+    return np.random.default_rng([seed, zlib.crc32(job.split.encode()), job.number, zlib.crc32(name.encode())])
 
 
 def _xywh(box: tuple[int, int, int, int]) -> list[float]:
@@ -224,6 +239,7 @@ class _Dataset:
         self.refs: list[dict[str, Any]] = []
         self.captions: dict[int, list[str]] = {}
         self.detections: dict[int, list[dict[str, Any]]] = {}
+        self.conceptual: dict[str, list[conceptual.CaptionedImage]] = {}  # by split
         self._sentences = 0
 
     def add(self, job: _Job, record: dict[str, Any]) -> None:
@@ -246,6 +262,8 @@ class _Dataset:
             self.refs.append(ref)
         self.captions[image_id] = record["captions"]
         self.detections[image_id] = record["detections"]
+        captioned = conceptual.CaptionedImage(job.path, (height, width), **record["conceptual"])
+        self.conceptual.setdefault(job.split, []).append(captioned)
 
     def write(self, output: Path, rng: np.random.Generator) -> None:
         coco.write_instances(output / "refcoco+" / "instances.json", self.images, self.annotations)
@@ -254,6 +272,10 @@ class _Dataset:
             images = [image for image in self.images if image["id"] in image_ids]
             annotations = [entry for entry in self.annotations if entry["image_id"] in image_ids]
             coco.write_instances(output / "detection" / f"instances_{split}.json", images, annotations)
+            captions = {image_id: self.captions[image_id] for image_id in sorted(image_ids)}
+            coco.write_captions(output / "captions" / f"captions_{split}.json", images, captions)
+            conceptual.write_shards(output / "shards" / split, self.conceptual[split])
+            conceptual.write_official(output / "conceptual", split, self.conceptual[split])
         coco.write_captions(output / "annotations" / "captions_train2014.json", self.images, self.captions)
         refer.write_refs(output / "refcoco+" / "refs(unc).p", self.refs)
         name = "res101_coco_minus_refer_notime_dets.json"
