@@ -46,7 +46,6 @@ TASK_NAME = "bert"  # of `Parts` that come from BERT
 SEGMENTS = "embeddings.segment_embeddings.weight"
 POSITIONS = "embeddings.position_embeddings.weight"
 SAME_CONFIG = ("num_attention_heads", "hidden_act", "layer_norm_eps")  # what no shape shows
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def is_bert(tensors: Mapping[str, Tensor]) -> bool:
@@ -120,13 +119,6 @@ def check_config(file: Path, config: VLBertConfig) -> None:
                 f"{path}: {name} is {theirs[name]}, but the encoder's is {getattr(config, name)}; set "
                 f"encoder.config.{name} to {theirs[name]}."
             )
-
-
-def looks_like_hub_name(name: str) -> bool:
-    """Only a text that cannot be a path is a hub name, so that a mistyped path never reaches for the network."""
-    owner, slash, _ = name.partition("/")
-    is_path = Path(name).suffix in (".bin", ".model", ".safetensors", ".pth", ".pt") or (slash and Path(owner).exists())
-    return bool(_HUB_NAME.fullmatch(name)) and not is_path
 
 
 def fetch_from_hub(name: str) -> Path:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from detector.checkpoint import LoadReport, load_weights
 from detector.weight_files import read_tensors
 from e2e_vl.encoders.vl_bert import VLBertModel
+from e2e_vl.text import looks_like_hub_name
 from e2e_vl.weights import bert
 from e2e_vl.weights.vl_bert import HEADS, PRETRAINING_EMBEDDINGS, TEACHER, from_official, is_official
 
@@ -161,11 +162,7 @@ def load_task(task: nn.Module, path: str | Path, *, task_name: str) -> LoadRepor
     unknown = [name for name in left if not name.startswith(PRETRAINING_HEADS)]
     if unknown:
         raise ValueError(f"{source.path}: {unknown[0]} is no part of a head of {source.task_name}.")
-    # a pre-training run without an objective has no head of it to copy
-    absent = tuple(to for start, to in transfer.copies.items() if not any(n.startswith(start) for n in source.tensors))
-    report = load_weights(
-        task, tensors, source.path, may_miss=(*transfer.random, *absent, TEACHER), layout=source.layout
-    )
+    report = load_weights(task, tensors, source.path, may_miss=(*transfer.random, TEACHER), layout=source.layout)
     return dataclasses.replace(report, unexpected=[*report.unexpected, *left], copied=copied)
 
 
@@ -190,7 +187,7 @@ def _find(name: str, part: str) -> tuple[Path, str | None]:
     path = Path(name).expanduser()
     if path.is_file():
         return path, _task_of_run(path.parent, part)
-    if not path.exists() and bert.looks_like_hub_name(name):
+    if not path.exists() and looks_like_hub_name(name):
         return bert.fetch_from_hub(name), None
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such weights file or folder.")

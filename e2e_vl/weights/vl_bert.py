@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from detector.weight_names import VL_BERT, from_vl_bert, to_vl_bert
+from e2e_vl.encoders.vl_bert import VLBertModel
+from e2e_vl.model import VisionLanguageModel
 
 # official -> ours; a name is a parameter or, most often, the module that holds it
 ENCODER = {
@@ -79,6 +81,12 @@ PRETRAINING_EMBEDDINGS = (
     "embeddings.hidden_region_feature.",
     "embeddings.text_only_embedding.",
 )
+ENCODER_CONFIG = {
+    "geometry": "centre_size",
+    "image_feature_on_words": True,
+    "uses_whole_image": True,
+    "norm_first": False,
+}
 TEACHER = "teacher."  # our pre-training keeps a frozen copy of the detector
 
 
@@ -167,6 +175,29 @@ def to_official(parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
     if task == "vcr":
         official = {name.replace("vlbert.", "vlbert._module.", 1): value for name, value in official.items()}
     return {f"module.{name}": value for name, value in official.items()}, left_out
+
+
+def save_official(model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
+    """Write a model as an official `.model` file; returns what was left out, see `to_official`.
+
+    Raises:
+        ValueError: the official code has no such model, or the file's name does not end with `.model`.
+    """
+    path = Path(path)
+    if path.suffix != ".model":
+        raise ValueError(f"{path}: official VL-BERT files are named *.model.")
+    if not isinstance(model.encoder, VLBertModel):
+        raise ValueError(f"{path}: the encoder is a {type(model.encoder).__name__}, not VL-BERT.")
+    for name, value in ENCODER_CONFIG.items():
+        if getattr(model.encoder.config, name) != value:
+            raise ValueError(
+                f"{path}: the official code has no encoder with {name} = {getattr(model.encoder.config, name)}."
+            )
+    states = (part.state_dict() for part in (model.detector, model.encoder, model.task))
+    official, left_out = to_official(Parts(*states, task_name=task_name))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"state_dict": {name: value.detach().cpu() for name, value in official.items()}}, path)
+    return left_out
 
 
 def recognise_task(names: Mapping[str, Tensor]) -> str | None:
