@@ -41,6 +41,7 @@ class LoadReport:
     unexpected: list[str]  # in the file, not in the model (or not asked for)
     mismatched: list[str]  # in both, with other shapes: "key [file shape] -> [model shape]"
     layout: str = "this detector"  # whose names and conventions the file had
+    copied: list[str] = dataclasses.field(default_factory=list)  # "from -> to": values taken over under other names
 
     @property
     def is_complete(self) -> bool:
@@ -54,6 +55,8 @@ class LoadReport:
             if keys:
                 more = ", ..." if len(keys) > shown else ""
                 parts.append(f"{len(keys)} {kind} ({', '.join(keys[:shown])}{more})")
+        if self.copied:
+            parts.append(f"copied: {', '.join(self.copied)}")
         return ", ".join(parts)
 
     def __str__(self) -> str:
@@ -62,6 +65,7 @@ class LoadReport:
         for kind in ("missing", "unexpected", "mismatched"):
             keys = getattr(self, kind)
             lines += [f"{kind}: {len(keys)}", *(f"  {key}" for key in keys)]
+        lines += [f"copied: {rule}" for rule in self.copied]
         return "\n".join(lines)
 
 

@@ -6,6 +6,8 @@ Layouts:
   attention): plain dictionaries with these names and an attribute head.
 - Caffe2 (Detectron, and Detectron2's ImageNet models): `res2_0_branch2a_w`. Background is class 0 there.
 - torchvision: `layer1.0.conv1.weight`; VL-BERT's `resnet101-pt-vgbua-0000.model` has them too.
+- VL-BERT: `image_feature_extractor.backbone.layer1.0.conv1.weight`, the network up to res5 in a `.model` file of the
+  official VL-BERT code, beside its encoder and heads, which are left out here.
 - partial: `stem.conv1.weight`, `res2.0.conv1.weight`, matched with the ends of the model's names.
 - Caffe bottom-up attention: the `.pth` files of "bottom-up-attention.pytorch" in its caffe mode (ResNet-101). Their
   numbers are rearranged exactly. The box arithmetic of that code is no matter of weights and is not reproduced: it
@@ -22,7 +24,8 @@ Shape legend
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -66,6 +69,9 @@ _CAFFE2_LAYERS = {
 }
 _CAFFE2_NORM = re.compile(rf"(?P<layer>.*)_(?:bn|gn)_(?P<parameter>{'|'.join(_NORM_PARAMETER)})")
 _CAFFE2_BLOCK = re.compile(r"res(?P<stage>\d)_(?P<block>\d+)_branch(?P<branch>1|2a|2b|2c)")
+VL_BERT = "image_feature_extractor."
+_VL_BERT_RES5 = f"{VL_BERT}roi_head_feature_extractor."
+_VL_BERT_RES5_AGAIN = f"{VL_BERT}head.0."  # the official module has res5 under two names
 _TORCHVISION_BLOCK = re.compile(r"layer(?P<stage>[1-4])\.(?P<block>\d+)\.(?P<rest>.+)")
 
 
@@ -89,6 +95,8 @@ def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: 
     source, tensors = weights.path, weights.tensors
     if tensors and all(name.startswith("module.") for name in tensors):  # DataParallel's prefix
         tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
+    if any(name.startswith(VL_BERT) for name in tensors):
+        return Renamed(from_vl_bert(tensors, source), "VL-BERT")
     if any(name.startswith(FULL_PREFIXES) for name in tensors):
         if is_caffe_attention(tensors):
             converted = from_caffe_attention(tensors, config, str(source))
@@ -105,7 +113,7 @@ def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: 
     else:
         raise ValueError(
             f"{source}: its names are of no known layout ({', '.join(list(tensors)[:3])}, ...); expected those of "
-            "Detectron2, Caffe2 or torchvision."
+            "Detectron2, Caffe2, torchvision or VL-BERT."
         )
     return Renamed(match_ends(converted, model_names, str(source)), layout)
 
@@ -181,6 +189,67 @@ def _torchvision_name(name: str) -> str:
         rest = re.sub(r"^downsample\.1\.", "shortcut.norm.", re.sub(r"^downsample\.0\.", "shortcut.", rest))
         return f"res{int(block['stage']) + 1}.{block['block']}.{rest}"
     return f"stem.{rest}" if rest.startswith("conv1.") else rest
+
+
+def from_vl_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[str, Tensor]:
+    """The network up to res5 of an official VL-BERT model (without the prefix `module.`), in float32.
+
+    `image_feature_extractor.backbone.layer2.0.bn1.weight` -> `backbone.res3.0.conv1.norm.weight`,
+    `image_feature_extractor.roi_head_feature_extractor.0.*` -> `roi_heads.res5.0.*`. Everything else is left out:
+    encoder, heads, and `image_feature_extractor.obj_downsample`, which is part of our encoder.
+
+    Raises:
+        ValueError: no such network (files for precomputed features have none), an unknown part of it, or two copies of
+            res5 that differ.
+    """
+    renamed = {}
+    for name, value in tensors.items():
+        rest = name.removeprefix(VL_BERT)
+        if name.startswith(_VL_BERT_RES5_AGAIN):
+            first = tensors.get(_VL_BERT_RES5 + name.removeprefix(_VL_BERT_RES5_AGAIN))
+            if first is not None and not torch.equal(first, value):
+                raise ValueError(f"{source}: {name} differs from its copy under {_VL_BERT_RES5}; the file is damaged.")
+        elif name.startswith(_VL_BERT_RES5):
+            rest = _torchvision_name(f"layer4.{name.removeprefix(_VL_BERT_RES5)}")
+            renamed[f"roi_heads.{rest}"] = _as_float(value)
+        elif name.startswith(VL_BERT) and rest.startswith("backbone."):
+            renamed[f"backbone.{_torchvision_name(rest.removeprefix('backbone.'))}"] = _as_float(value)
+        elif name.startswith(VL_BERT) and not rest.startswith("obj_downsample."):
+            raise ValueError(f"{source}: {name} is no name of an official VL-BERT model.")
+    if not renamed:
+        raise ValueError(
+            f"{source}: this VL-BERT model was made for precomputed features and holds no detector; leave out "
+            "detector.weights, or give others."
+        )
+    return renamed
+
+
+def to_vl_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The reverse of `from_vl_bert`, with res5 under both of its names and `num_batches_tracked` for every batch norm.
+
+    What the official model has no place for (RPN, box head) is left out.
+    """
+    official = {}
+    for name, value in tensors.items():
+        if not name.startswith(("backbone.", "roi_heads.res5.")):
+            continue
+        rest = name.removeprefix("backbone.").removeprefix("roi_heads.").removeprefix("stem.")
+        rest = re.sub(r"\bres(\d)\.", lambda stage: f"layer{int(stage[1]) - 1}.", rest)
+        rest = re.sub(r"\bshortcut\.norm\.", "downsample.1.", rest)
+        rest = re.sub(r"\bshortcut\.", "downsample.0.", rest)
+        rest = re.sub(r"\bconv(\d)\.norm\.", r"bn\1.", rest)
+        is_res5 = rest.startswith("layer4.")
+        rest = rest.removeprefix("layer4.")
+        for prefix in (_VL_BERT_RES5, _VL_BERT_RES5_AGAIN) if is_res5 else (f"{VL_BERT}backbone.",):
+            official[prefix + rest] = value
+            if rest.endswith("running_var"):  # a frozen norm counts no batches
+                counter = f"{prefix}{rest.removesuffix('running_var')}num_batches_tracked"
+                official.setdefault(counter, torch.zeros((), dtype=torch.int64))
+    return official
+
+
+def _as_float(value: Tensor) -> Tensor:
+    return value.float() if value.is_floating_point() else value
 
 
 def is_caffe_attention(tensors: dict[str, Tensor]) -> bool:

@@ -38,14 +38,15 @@ class EncoderSettings:
 
     name: str = "vl_bert"
     config: dict[str, Any] = field(default_factory=dict)  # fields of the encoder's config class
-    weights: str | None = None  # a `save_pretrained` folder to start from; None = random
+    weights: str | None = None  # start: a run, a folder, an official VL-BERT file or a BERT; None = random
+    fallback_weights: str | None = None  # a BERT for what `weights` lacks: VCR's pooler, as in the official code
 
 
 @dataclass
 class TaskSettings:
     name: str = "refcoco"
     config: dict[str, Any] = field(default_factory=dict)  # fields of the task's config class
-    weights: str | None = None  # start of the head; None = random
+    weights: str | None = None  # start of the head: a run, an official VL-BERT file or a BERT; None = random
 
 
 @dataclass
@@ -107,7 +108,7 @@ class TrainSettings:
     accumulate: int = 1  # micro-batches per optimiser step
     epochs: float = 20.0
     max_steps: int | None = None  # instead of epochs; the schedule is laid over these steps
-    optimizer: str = "adamw"  # adamw | sgd
+    optimizer: str = "adamw"  # adamw | adamw_official (of the official VL-BERT code) | sgd
     lr: float = 2.56e-5
     detector_lr: float | None = None  # None = lr
     head_lr: float | None = None  # None = lr
@@ -117,7 +118,8 @@ class TrainSettings:
     weight_decay: float = 1e-4
     decay_norm_and_bias: bool = True  # the official code decays them too
     warmup_steps: int = 0
-    schedule: str = "linear"  # after the warm-up: linear (to 0) | cosine (to 0) | constant | steps
+    schedule: str = "linear"  # after the warm-up: linear (to 0; also: triangle) | cosine (to 0) | constant | steps
+    schedule_first: bool = False  # the first update has the rate of step 1, the last one that of the end (official)
     decay_steps: list[int] = field(default_factory=list)  # schedule "steps": optimiser steps before each decay
     decay_factor: float = 0.1  # schedule "steps": what each decay multiplies the rates with
     clip_norm: float | None = 1.0
@@ -156,8 +158,8 @@ CHOICES = {  # the names of detectors, encoders, tasks and data sets are in e2e_
     "detector.expect": ("all", "no_attributes", "backbone"),
     "data.boxes.train": ("gt", "detections", "detections+gt", "online", "precomputed"),
     "data.resize.rounding": ("vl_bert", "detectron2"),
-    "train.optimizer": ("adamw", "sgd"),
-    "train.schedule": ("linear", "cosine", "constant", "steps"),
+    "train.optimizer": ("adamw", "adamw_official", "sgd"),
+    "train.schedule": ("linear", "cosine", "constant", "steps", "triangle"),
     "train.mixed_precision": ("no", "bf16", "fp16"),
 }
 EVAL_BOXES = ("gt", "detections", "online", "precomputed")

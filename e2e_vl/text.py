@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 from e2e_vl.structures import TextBatch
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+FILE_ENDS = (".txt", ".json", ".bin", ".model", ".safetensors", ".pth", ".pkl")  # no hub names
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -59,7 +60,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
         if not (path / "tokenizer_config.json").is_file() and (path / "vocab.txt").is_file():
             return _read_vocabulary(path / "vocab.txt")
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    if not _looks_like_hub_name(str(name_or_path)):
+    if not looks_like_hub_name(str(name_or_path)):
         raise FileNotFoundError(
             f"{path}: no tokenizer there; give an existing vocab.txt (e2e_vl.text.build_vocabulary writes one), a "
             "folder written by save_pretrained, or a hub name such as bert-base-uncased"
@@ -73,8 +74,9 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _looks_like_hub_name(name: str) -> bool:
-    if not _HUB_ID.fullmatch(name) or name.endswith((".txt", ".json")):
+def looks_like_hub_name(name: str) -> bool:
+    """Only a text that cannot be a path is a hub name, so that a mistyped path never reaches for the network."""
+    if not _HUB_ID.fullmatch(name) or name.endswith(FILE_ENDS):
         return False
     owner, slash, _ = name.partition("/")
     return not (slash and Path(owner).exists())  # "runs/old" beside an existing folder "runs" is a path

@@ -16,7 +16,7 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from detector.checkpoint import load_checkpoint, load_strictly
+from detector.checkpoint import LoadReport, load_checkpoint
 from detector.faster_rcnn import FasterRCNN
 from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
@@ -38,6 +38,7 @@ from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.text import build_vocabulary, load_tokenizer
+from e2e_vl.weights.start import load_encoder, load_task
 
 logger = logging.getLogger(__name__)
 
@@ -185,15 +186,17 @@ def build_collate(model: VisionLanguageModel) -> Callable[..., Batch]:
 def build_model(
     config: RunConfig, *, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> VisionLanguageModel:
-    """Detector, encoder and task with random or (`detector.weights`, `encoder.weights`) given starting values.
+    """Detector, encoder and task with random or (`weights` of each) given starting values.
 
-    With the tokenizer, the task takes what it wants from the other parts (`Task.initialise`).
+    With the tokenizer, the task takes what it wants from the other parts (`Task.initialise`); `task.weights` beat that.
     """
     detector = build_detector(config)
     encoder = build_encoder(config, vocab_size=vocab_size, feature_dim=detector.feature_dim)
     task = build_task(config, encoder.hidden_size, vocab_size)
     if tokenizer is not None:
         task.initialise(tokenizer, encoder, detector)
+    if config.task.weights is not None:
+        _log_start(config.task.weights, load_task(task, config.task.weights, task_name=config.task.name))
     return VisionLanguageModel(detector, encoder, task, freeze_detector=config.detector.freeze)
 
 
@@ -219,9 +222,14 @@ def build_detector(config: RunConfig) -> Detector:
     detector = named_parts(config).detector(build_detector_config(config))
     if config.detector.weights is not None:
         report = load_checkpoint(detector, config.detector.weights, expect=config.detector.expect)
-        if not report.is_complete:
-            logger.warning("%s (%s names): %s.", config.detector.weights, report.layout, report.summary())
+        _log_start(config.detector.weights, report)
     return detector
+
+
+def _log_start(path: str, report: LoadReport) -> None:
+    """What came from a weights file; a warning if something stayed random or unused."""
+    level = logging.INFO if report.is_complete else logging.WARNING
+    logger.log(level, "%s (%s names): %s.", path, report.layout, report.summary())
 
 
 def build_encoder(config: RunConfig, *, vocab_size: int, feature_dim: int) -> Encoder:
@@ -240,8 +248,9 @@ def build_encoder(config: RunConfig, *, vocab_size: int, feature_dim: int) -> En
     except (TypeError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"encoder.config cannot be used: {reason}.") from error
-    if config.encoder.weights is not None:
-        load_strictly(encoder, Path(config.encoder.weights) / "model.safetensors")
+    for weights in (config.encoder.fallback_weights, config.encoder.weights):
+        if weights is not None:
+            _log_start(weights, load_encoder(encoder, weights, task_name=config.task.name))
     return encoder
 
 

@@ -33,6 +33,8 @@ from e2e_vl.model import VisionLanguageModel
 from e2e_vl.text import load_tokenizer
 
 logger = logging.getLogger(__name__)
+# Settings that a trained model has no use for.
+OWN_START = ("detector.config", "detector.weights", "encoder.weights", "encoder.fallback_weights", "task.weights")
 
 
 def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -70,13 +72,13 @@ def load_model(
             )
         folder = folder / "model"
     for word in overrides or []:
-        if word.startswith(("detector.config=", "detector.weights=", "encoder.weights=")):
+        if word.partition("=")[0] in OWN_START:
             raise ValueError(f"{word}: a trained model brings its own detector and weights; leave this setting out.")
     config = load_config(folder / "config.yaml", overrides)
     config.detector.config = str(folder / "detector" / "config.yaml")
     changes = [word for word in overrides or [] if word.startswith("detector.overrides.")]
     config.detector.overrides = load_overrides(changes).get("overrides", {})
-    config.detector.weights = config.encoder.weights = None
+    config.detector.weights = config.encoder.weights = config.encoder.fallback_weights = config.task.weights = None
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     for name in ("detector", "task"):

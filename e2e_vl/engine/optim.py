@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from transformers import get_linear_schedule_with_warmup as get_linear
 
@@ -13,8 +16,52 @@ from e2e_vl.config import TrainSettings
 from e2e_vl.model import VisionLanguageModel
 
 
+class OfficialAdamW(torch.optim.Optimizer):
+    """AdamW of the old transformers, which the official VL-BERT code trains with.
+
+    Against `torch.optim.AdamW`: the epsilon is added before the bias correction, `sqrt(v) + eps`, and the decay,
+    `lr * weight_decay * weight`, is taken off after the update.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """One update of all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = 0
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                mean, square = state["exp_avg"], state["exp_avg_sq"]
+                mean.mul_(beta1).add_(parameter.grad, alpha=1 - beta1)
+                square.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+                correction = math.sqrt(1 - beta2 ** state["step"]) / (1 - beta1 ** state["step"])
+                parameter.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-group["lr"] * correction)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        return loss
+
+
 def build_optimizer(model: VisionLanguageModel, settings: TrainSettings) -> torch.optim.Optimizer:
-    """AdamW or SGD over groups named detector, encoder, head (and `*_no_decay` if norms and biases are not decayed).
+    """Groups named detector, encoder, head (and `*_no_decay` if norms and biases are not decayed).
 
     Raises:
         ValueError: nothing is trainable.
@@ -38,7 +85,8 @@ def build_optimizer(model: VisionLanguageModel, settings: TrainSettings) -> torc
         raise ValueError("No parameter of detector, encoder or task is trainable.")
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=settings.momentum)
-    return torch.optim.AdamW(groups, betas=tuple(settings.betas), eps=settings.eps)
+    adamw = OfficialAdamW if settings.optimizer == "adamw_official" else torch.optim.AdamW
+    return adamw(groups, betas=tuple(settings.betas), eps=settings.eps)
 
 
 def _split_by_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -52,13 +100,16 @@ def build_schedule(
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """Linear warm-up, then the chosen decay: to 0 at `total_steps` optimiser steps (not micro-batches), or in steps.
 
+    Update u (from 0) has the rate of step u; with `schedule_first`, as in the official VL-BERT code, of step u + 1, so
+    that the first update already moves and the last one has rate 0.
+
     Args:
         optimizer: its groups hold the highest rates.
         steps_done: where to go on. The rates are a function of the step, so nothing else needs to be saved.
     """
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    last = steps_done - 1  # building a schedule does one step
+    last = steps_done - 1 + int(settings.schedule_first)  # building a schedule does one step
     if settings.schedule == "constant":
         return get_constant_schedule_with_warmup(optimizer, settings.warmup_steps, last_epoch=last)
     if settings.schedule == "steps":
@@ -68,5 +119,5 @@ def build_schedule(
             return warmup * settings.decay_factor ** bisect.bisect_right(settings.decay_steps, step)
 
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=last)
-    build = get_linear if settings.schedule == "linear" else get_cosine_schedule_with_warmup
+    build = get_cosine_schedule_with_warmup if settings.schedule == "cosine" else get_linear
     return build(optimizer, settings.warmup_steps, total_steps, last_epoch=last)

@@ -49,6 +49,21 @@ def test_sgd_moves_with_momentum():
     assert model.task.bias.item() == pytest.approx(start.item() - 0.5 * (1 + 1.9))
 
 
+def test_official_adamw_adds_epsilon_before_the_bias_correction_and_decays_after_the_update():
+    model = Parts()
+    settings = TrainSettings(optimizer="adamw_official", lr=0.1, betas=[0.9, 0.99], eps=0.5, weight_decay=0.3)
+    optimizer = build_optimizer(model, settings)
+    expected, mean, square = model.task.bias.item(), 0.0, 0.0
+    for step, gradient in enumerate((2.0, -3.0, 0.5), start=1):
+        model.task.bias.grad = torch.full((1,), gradient)
+        optimizer.step()
+        mean, square = 0.9 * mean + 0.1 * gradient, 0.99 * square + 0.01 * gradient**2
+        step_size = 0.1 * math.sqrt(1 - 0.99**step) / (1 - 0.9**step)
+        expected -= step_size * mean / (math.sqrt(square) + 0.5)
+        expected -= 0.1 * 0.3 * expected
+        assert model.task.bias.item() == pytest.approx(expected, rel=1e-6)
+
+
 def test_norms_and_biases_can_be_left_undecayed():
     model = Parts()
     groups = groups_of(model, weight_decay=0.3, decay_norm_and_bias=False)
@@ -80,13 +95,20 @@ def expected_factor(schedule: str, step: int) -> float:
     if schedule == "steps":
         return 1.0 if step < 6 else 0.5 if step < 9 else 0.25
     progress = (step - 4) / (12 - 4)
-    return 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "steps"])
-def test_schedule_warms_up_and_decays_and_can_go_on_anywhere(schedule):
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("schedule", ["linear", "triangle", "cosine", "constant", "steps"])
+def test_schedule_warms_up_and_decays_and_can_go_on_anywhere(schedule, first):
     settings = TrainSettings(
-        lr=0.5, head_lr=2.0, warmup_steps=4, schedule=schedule, decay_steps=[6, 9], decay_factor=0.5
+        lr=0.5,
+        head_lr=2.0,
+        warmup_steps=4,
+        schedule=schedule,
+        schedule_first=first,
+        decay_steps=[6, 9],
+        decay_factor=0.5,
     )
 
     def rates(optimizer) -> list[float]:
@@ -94,8 +116,8 @@ def test_schedule_warms_up_and_decays_and_can_go_on_anywhere(schedule):
 
     optimizer = build_optimizer(Parts(), settings)
     scheduler = build_schedule(optimizer, settings, 12)
-    for step in range(13):
-        factor = expected_factor(schedule, step)
+    for step in range(12 if first else 13):
+        factor = expected_factor(schedule, step + first)
         assert rates(optimizer) == pytest.approx([0.5 * factor, 0.5 * factor, 2.0 * factor], abs=1e-12)
         resumed = build_optimizer(Parts(), settings)
         build_schedule(resumed, settings, 12, steps_done=step)

@@ -1,0 +1,215 @@
+"""Starting weights of an encoder and of a task's head: from our own runs, official VL-BERT files, and BERT.
+
+What a path holds is told by its content:
+
+- a run directory, the `model` folder in it, or its `encoder` or `task` folder; an encoder's `save_pretrained` folder;
+- an official VL-BERT file (`.model`), see `e2e_vl.weights.vl_bert`;
+- a BERT of transformers: folder, file, or hub name, see `e2e_vl.weights.bert`.
+
+A model for another task starts as in the official code: see `TRANSFERS` and `load_encoder`. Everything else must fit,
+and whatever stays random or unused is listed in the report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from torch import Tensor, nn
+
+from detector.checkpoint import LoadReport, load_weights
+from detector.weight_files import read_tensors
+from e2e_vl.encoders.vl_bert import VLBertModel
+from e2e_vl.text import looks_like_hub_name
+from e2e_vl.weights import bert
+from e2e_vl.weights.vl_bert import HEADS, PRETRAINING_EMBEDDINGS, TEACHER, from_official, is_official
+
+OWN = "this project"
+PRETRAINING, BERT = "pretraining", bert.TASK_NAME
+RELATIONSHIP = "relationship."
+POOLER = "pooler."
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """How a head starts from the heads of another task. All names are prefixes."""
+
+    copies: Mapping[str, str]  # from -> to
+    random: tuple[str, ...]  # of the new head, keeps its random start
+    match_from_relationship: bool = False  # `head.output` = row "match" minus row "no match" of `relationship`
+
+
+PRETRAINING_HEADS = tuple(sorted({f"{name.split('.')[0]}." for name in HEADS[PRETRAINING].values()}))
+TO_VQA = Transfer(copies={"mlm.transform.": "head.transform."}, random=("head.output.",))
+TRANSFERS = {  # (from, to); what is not copied is not used
+    (PRETRAINING, "refcoco"): Transfer(
+        copies={"region_classifier.transform.": "head.transform."}, random=("head.output.",)
+    ),
+    (PRETRAINING, "vqa"): TO_VQA,
+    (PRETRAINING, "vcr"): Transfer(
+        copies={"region_classifier.transform.": "region_classifier.transform."},
+        random=("region_classifier.output.", "head.output."),
+        match_from_relationship=True,
+    ),
+    (BERT, PRETRAINING): Transfer(
+        copies={"mlm.": "mlm."}, random=tuple(name for name in PRETRAINING_HEADS if name != "mlm.")
+    ),
+    (BERT, "vqa"): TO_VQA,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Weights by our names, and where they come from."""
+
+    path: Path
+    layout: str  # whose names the file has
+    task_name: str | None  # what they were trained for; "bert"; None: not known
+    tensors: dict[str, Tensor]  # of the part that was asked for
+
+
+def read_source(path: str | Path, part: Literal["encoder", "task"]) -> Source:
+    """Read the encoder's or the task's weights of any kind.
+
+    Raises:
+        FileNotFoundError, ValueError: nothing there, or nothing that is known.
+    """
+    file, task_name = _find(str(path), part)
+    tensors = read_tensors(file)
+    for recognise, convert, layout in ((is_official, from_official, "VL-BERT"), (bert.is_bert, bert.from_bert, "BERT")):
+        if recognise(tensors):
+            parts = convert(tensors, file)
+            return Source(file, layout, parts.task_name, getattr(parts, part))
+    own = {name: value for name, value in tensors.items() if not name.startswith(TEACHER)}
+    return Source(file, OWN, task_name, own)
+
+
+def load_encoder(encoder: nn.Module, path: str | Path, *, task_name: str) -> LoadReport:
+    """Start an encoder.
+
+    As in the official code, VCR's segment row 1 (answers) becomes a copy of row 0 when it starts from pre-training,
+    and what only pre-training or a pooled output needs may be missing or left over.
+
+    Args:
+        path: see the top of this file.
+        task_name: what the encoder is for.
+
+    Raises:
+        FileNotFoundError, ValueError: nothing there, or it does not fit.
+    """
+    source = read_source(path, "encoder")
+    tensors, copied = source.tensors, []
+    if source.layout != OWN and not isinstance(encoder, VLBertModel):
+        raise ValueError(f"{source.path}: holds {source.layout}, which is no start for a {type(encoder).__name__}.")
+    may_miss: tuple[str, ...] = ()
+    if source.task_name == BERT:
+        bert.check_config(source.path, encoder.config)
+        tensors = bert.fit_to_encoder(tensors, encoder, source.path)
+        copied.append("segment rows of BERT -> the first rows of embeddings.segment_embeddings")
+        needed = tuple(f"{module}." for module in bert.ENCODER.values() if module != "pooler")
+        may_miss = tuple(name for name in encoder.state_dict() if not name.startswith(needed))
+    elif source.task_name is not None and source.task_name != task_name:
+        may_miss = (POOLER,) if source.task_name == PRETRAINING else (POOLER, *PRETRAINING_EMBEDDINGS)
+        if (source.task_name, task_name) == (PRETRAINING, "vcr") and bert.SEGMENTS in tensors:
+            rows = tensors[bert.SEGMENTS].clone()
+            rows[1] = rows[0]
+            tensors = {**tensors, bert.SEGMENTS: rows}
+            copied.append(f"{bert.SEGMENTS} row 0 -> row 1")
+    is_transfer = source.task_name is not None
+    report = load_weights(
+        encoder,
+        tensors,
+        source.path,
+        may_miss=may_miss,
+        may_exceed=(POOLER, *PRETRAINING_EMBEDDINGS) if is_transfer else (),
+        layout=source.layout,
+    )
+    return dataclasses.replace(report, copied=copied)
+
+
+def load_task(task: nn.Module, path: str | Path, *, task_name: str) -> LoadReport:
+    """Start a task's head: of the same task as it is, of another one by the rules in `TRANSFERS`.
+
+    Heads of pre-training objectives that are switched off in the task may be left over. The frozen detector that
+    pre-training learns from is none of its weights: it is a copy of the detector that the run starts with.
+
+    Args:
+        path: see the top of this file.
+        task_name: what the head is for.
+
+    Raises:
+        FileNotFoundError, ValueError: nothing there, no rule for such a start, or it does not fit.
+    """
+    source = read_source(path, "task")
+    if source.task_name == task_name or (source.layout == OWN and source.task_name is None):
+        own = {f"{name.split('.')[0]}." for name in task.state_dict()}
+        unused = tuple(name for name in PRETRAINING_HEADS if name not in own) if task_name == PRETRAINING else ()
+        return load_weights(
+            task, source.tensors, source.path, may_miss=(TEACHER,), may_exceed=unused, layout=source.layout
+        )
+    transfer = TRANSFERS.get((source.task_name, task_name))
+    if transfer is None:
+        raise ValueError(
+            f"{source.path}: holds {_described(source)}, and no rule says how the head of {task_name} starts from it; "
+            "leave out task.weights."
+        )
+    tensors, copied = _transferred(source.tensors, transfer)
+    used = tuple(transfer.copies) + ((RELATIONSHIP,) if transfer.match_from_relationship else ())
+    left = [name for name in source.tensors if not name.startswith(used)]
+    unknown = [name for name in left if not name.startswith(PRETRAINING_HEADS)]
+    if unknown:
+        raise ValueError(f"{source.path}: {unknown[0]} is no part of a head of {source.task_name}.")
+    report = load_weights(task, tensors, source.path, may_miss=(*transfer.random, TEACHER), layout=source.layout)
+    return dataclasses.replace(report, unexpected=[*report.unexpected, *left], copied=copied)
+
+
+def _transferred(tensors: Mapping[str, Tensor], transfer: Transfer) -> tuple[dict[str, Tensor], list[str]]:
+    """The new head's weights and "from -> to" lines."""
+    renamed, copied = {}, []
+    for start, to in transfer.copies.items():
+        found = {to + name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
+        renamed |= found
+        if found:
+            copied.append(f"{start[:-1]} -> {to[:-1]}")
+    if transfer.match_from_relationship and f"{RELATIONSHIP}weight" in tensors:
+        for end in ("weight", "bias"):
+            rows = tensors[f"{RELATIONSHIP}{end}"]
+            renamed[f"head.output.{end}"] = rows[1:2] - rows[0:1]  # row 1: match
+        copied.append("relationship row 1 minus row 0 -> head.output")
+    return renamed, copied
+
+
+def _find(name: str, part: str) -> tuple[Path, str | None]:
+    """The weights file, and the task that the run beside it was for."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path, _task_of_run(path.parent, part)
+    if not path.exists() and looks_like_hub_name(name):
+        return bert.fetch_from_hub(name), None
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: no such weights file or folder.")
+    for folder in (path / "model" / part, path / part, path):
+        file = next((folder / file for file in bert.FILES if (folder / file).is_file()), None)
+        if file is not None:
+            return file, _task_of_run(folder, part)
+    raise FileNotFoundError(
+        f"{path}: holds no {part}'s weights; give a run directory, a file, or a folder with {' or '.join(bert.FILES)}."
+    )
+
+
+def _task_of_run(folder: Path, part: str) -> str | None:
+    """The task of the run that a part's folder lies in; None for a folder by itself."""
+    path = folder.absolute().parent / "config.yaml"
+    if folder.absolute().name != part or not path.is_file():
+        return None
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return settings.get("task", {}).get("name") if isinstance(settings, dict) else None
+
+
+def _described(source: Source) -> str:
+    if source.task_name is None:
+        return "weights of an unknown task"
+    return "a BERT" if source.task_name == BERT else f"the head of {source.task_name}"

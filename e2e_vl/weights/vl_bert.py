@@ -1,0 +1,245 @@
+"""Names of official VL-BERT checkpoints (`vl-bert-*.model`, fine-tuned ones too) <-> names of our three parts.
+
+A file is a dict with the weights under `state_dict`, each name with the prefix `module.`, maybe in half precision. The
+fine-tuned model of VCR has `vlbert._module.` where the others have `vlbert.`. Two things are in a file twice: res5 (see
+`detector.weight_names`) and the word table, again as `vlbert.mlm_head.predictions.decoder.weight`.
+
+Facts from the official code (jackroos/VL-BERT).
+
+Shape legend
+    H   hidden size
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from detector.weight_names import VL_BERT, from_vl_bert, to_vl_bert
+from e2e_vl.encoders.vl_bert import VLBertModel
+from e2e_vl.model import VisionLanguageModel
+
+# official -> ours; a name is a parameter or, most often, the module that holds it
+ENCODER = {
+    "image_feature_extractor.obj_downsample.1": "embeddings.region_projection",
+    "object_linguistic_embeddings": "embeddings.region_word_embedding",
+    "object_mask_word_embedding": "embeddings.hidden_region_word_embedding",
+    "object_mask_visual_embedding": "embeddings.hidden_region_feature",
+    "aux_text_visual_embedding": "embeddings.text_only_embedding",
+    "vlbert.word_embeddings": "embeddings.word_embeddings",
+    "vlbert.position_embeddings": "embeddings.position_embeddings",
+    "vlbert.token_type_embeddings": "embeddings.segment_embeddings",
+    "vlbert.end_embedding": "embeddings.end_embedding",
+    "vlbert.embedding_LayerNorm": "embeddings.norm",
+    "vlbert.visual_1x1_text": "embeddings.text_visual.projection",
+    "vlbert.visual_1x1_object": "embeddings.region_visual.projection",
+    "vlbert.visual_ln_text": "embeddings.text_visual.norm",
+    "vlbert.visual_ln_object": "embeddings.region_visual.norm",
+    "vlbert.encoder.layer": "layers",
+    "vlbert.pooler": "pooler",
+}
+SCALARS = {  # instead of the LayerNorms above, with `visual_layer_norm` off
+    "vlbert.visual_scale_text": "embeddings.text_visual.norm.weight",
+    "vlbert.visual_scale_object": "embeddings.region_visual.norm.weight",
+}
+HEADS = {  # task -> its head
+    "pretraining": {
+        "vlbert.mlm_head.predictions.transform.dense": "mlm.transform.dense",
+        "vlbert.mlm_head.predictions.transform.LayerNorm": "mlm.transform.norm",
+        "vlbert.mlm_head.predictions.bias": "mlm.bias",
+        "vlbert.mvrc_head.transform.dense": "region_classifier.transform.dense",
+        "vlbert.mvrc_head.region_cls_pred": "region_classifier.output",
+        "vlbert.relationsip_head.caption_image_relationship": "relationship",  # (sic)
+    },
+    "refcoco": {"final_mlp.0.dense": "head.transform.dense", "final_mlp.2": "head.output"},
+    "vqa": {
+        "final_mlp.0.dense": "head.transform.dense",
+        "final_mlp.0.LayerNorm": "head.transform.norm",
+        "final_mlp.2": "head.output",
+    },
+    "vcr": {
+        "final_mlp.1": "head.output",
+        "cnn_loss_reg.0.dense": "region_classifier.transform.dense",
+        "cnn_loss_reg.2": "region_classifier.output",
+    },
+}
+MARKS = {  # task -> names that only its files have; looked up in this order
+    "pretraining": ("vlbert.mlm_head.", "vlbert.mvrc_head.", "vlbert.relationsip_head."),
+    "vcr": ("cnn_loss_reg.", "final_mlp.1."),
+    "vqa": ("final_mlp.0.LayerNorm.",),
+    "refcoco": ("final_mlp.",),
+}
+WORD_TABLE = "embeddings.word_embeddings.weight"
+DECODER = "vlbert.mlm_head.predictions.decoder.weight"
+# Ours of what only the official pre-training model has.
+PRETRAINING_EMBEDDINGS = (
+    "embeddings.hidden_region_word_embedding.",
+    "embeddings.hidden_region_feature.",
+    "embeddings.text_only_embedding.",
+)
+ENCODER_CONFIG = {
+    "geometry": "centre_size",
+    "image_feature_on_words": True,
+    "uses_whole_image": True,
+    "norm_first": False,
+}
+TEACHER = "teacher."  # our pre-training keeps a frozen copy of the detector
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Weights by our names."""
+
+    detector: dict[str, Tensor]  # empty in files for precomputed features
+    encoder: dict[str, Tensor]
+    task: dict[str, Tensor]
+    task_name: str | None  # a key of `HEADS`; None: no head
+
+
+def is_official(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the names are those of an official VL-BERT model."""
+    return any(name.removeprefix("module.").startswith("vlbert.") for name in tensors)
+
+
+def from_official(tensors: Mapping[str, Tensor], source: str | Path) -> Parts:
+    """Take an official state dict apart, cast to float32.
+
+    Args:
+        tensors: what `detector.weight_files.read_weights` gives.
+        source: the file's name, for error messages.
+
+    Raises:
+        ValueError: a name that no official model has, or two copies of one thing that differ.
+    """
+    tensors = {_plain_name(name): value for name, value in tensors.items()}
+    task_name = recognise_task(tensors)
+    parts = Parts(
+        detector=from_vl_bert(tensors, source) if any(is_detector_name(name) for name in tensors) else {},
+        encoder={},
+        task={},
+        task_name=task_name,
+    )
+    for name, value in tensors.items():
+        if is_detector_name(name):
+            continue
+        value = value.float() if value.is_floating_point() else value
+        if (ours := encoder_name(name)) is not None:
+            parts.encoder[ours] = value
+        elif (ours := head_name(name, task_name)) is not None:
+            parts.task[ours] = value
+        elif name != DECODER:
+            raise ValueError(f"{source}: {name} is no name of an official VL-BERT model{_for(task_name)}.")
+    words = parts.encoder.get(WORD_TABLE)
+    if DECODER in tensors and (words is None or not torch.equal(tensors[DECODER].float(), words)):
+        raise ValueError(f"{source}: {DECODER} differs from vlbert.word_embeddings.weight; the file is damaged.")
+    return parts
+
+
+def to_official(parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
+    """The reverse of `from_official`: official names with the prefix `module.`, as the files have them.
+
+    Returns:
+        the weights, and the names (`detector.`, `encoder.`, `task.`) of what an official model of this task has no
+        place for and was left out: RPN and box head, learned vectors of pre-training, a pooler that nothing reads.
+
+    Raises:
+        ValueError: no official model has such a task, or such an encoder or head.
+    """
+    task = parts.task_name
+    if task not in HEADS:
+        raise ValueError(f"There is no official VL-BERT model for the task '{task}', only for {', '.join(HEADS)}.")
+    official = to_vl_bert(parts.detector)
+    left_out = [f"detector.{name}" for name in parts.detector if not name.startswith(("backbone.", "roi_heads.res5."))]
+    for name, value in parts.encoder.items():
+        if _is_not_of(task, name, parts.task):
+            left_out.append(f"encoder.{name}")
+            continue
+        theirs = replace_module(name, _reverse(SCALARS if value.ndim == 0 else ENCODER))
+        if theirs is None:
+            raise ValueError(f"encoder.{name} has no place in an official VL-BERT model; its encoder has no such part.")
+        official[theirs] = value
+    for name, value in parts.task.items():
+        if name.startswith(TEACHER):
+            left_out.append(f"task.{name}")
+            continue
+        theirs = replace_module(name, _reverse(HEADS[task]))
+        if theirs is None:
+            raise ValueError(f"task.{name} has no place in an official VL-BERT model{_for(task)}.")
+        official[theirs] = value
+    if "mlm.bias" in parts.task:
+        official[DECODER] = parts.encoder[WORD_TABLE]
+    if task == "vcr":
+        official = {name.replace("vlbert.", "vlbert._module.", 1): value for name, value in official.items()}
+    return {f"module.{name}": value for name, value in official.items()}, left_out
+
+
+def save_official(model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
+    """Write a model as an official `.model` file; returns what was left out, see `to_official`.
+
+    Raises:
+        ValueError: the official code has no such model, or the file's name does not end with `.model`.
+    """
+    path = Path(path)
+    if path.suffix != ".model":
+        raise ValueError(f"{path}: official VL-BERT files are named *.model.")
+    if not isinstance(model.encoder, VLBertModel):
+        raise ValueError(f"{path}: the encoder is a {type(model.encoder).__name__}, not VL-BERT.")
+    for name, value in ENCODER_CONFIG.items():
+        if getattr(model.encoder.config, name) != value:
+            raise ValueError(
+                f"{path}: the official code has no encoder with {name} = {getattr(model.encoder.config, name)}."
+            )
+    states = (part.state_dict() for part in (model.detector, model.encoder, model.task))
+    official, left_out = to_official(Parts(*states, task_name=task_name))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"state_dict": {name: value.detach().cpu() for name, value in official.items()}}, path)
+    return left_out
+
+
+def recognise_task(names: Mapping[str, Tensor]) -> str | None:
+    """The task that a model with these names was trained for; None if it has no head."""
+    return next((task for task, marks in MARKS.items() if any(name.startswith(marks) for name in names)), None)
+
+
+def is_detector_name(name: str) -> bool:
+    return name.startswith(VL_BERT) and encoder_name(name) is None
+
+
+def encoder_name(official: str) -> str | None:
+    """E.g. vlbert.encoder.layer.0.output.dense.weight -> layers.0.output.dense.weight; None if not the encoder's."""
+    return replace_module(official, ENCODER | SCALARS)
+
+
+def head_name(official: str, task: str | None) -> str | None:
+    """E.g. final_mlp.2.bias -> head.output.bias; None if it is not in the task's head."""
+    return replace_module(official, HEADS.get(task, {}))
+
+
+def _plain_name(name: str) -> str:
+    return name.removeprefix("module.").replace("vlbert._module.", "vlbert.", 1)
+
+
+def replace_module(name: str, names: Mapping[str, str]) -> str | None:
+    for old, new in names.items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return None
+
+
+def _reverse(names: Mapping[str, str]) -> dict[str, str]:
+    return {ours: official for official, ours in names.items()}
+
+
+def _is_not_of(task: str, name: str, head: Mapping[str, Tensor]) -> bool:
+    """Whether the official model of a task lacks this part of our encoder."""
+    if name.startswith(PRETRAINING_EMBEDDINGS):
+        return task != "pretraining"
+    return name.startswith("pooler.") and not (task == "vcr" or "relationship.weight" in head)
+
+
+def _for(task: str | None) -> str:
+    return f" for {task}" if task else " without a head"

@@ -1,0 +1,304 @@
+"""Official VL-BERT checkpoints in and out."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from detector.checkpoint import load_checkpoint
+from detector.config import DetectorConfig
+from detector.faster_rcnn import FasterRCNN
+from detector.precomputed import PrecomputedDetector
+from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
+from e2e_vl.tasks.refcoco import ReferringTask
+from e2e_vl.weights.start import load_encoder, load_task
+from e2e_vl.weights.vl_bert import Parts, from_official, save_official, to_official
+
+ROOT = Path(__file__).parents[2]
+TINY_DETECTOR = {"MODEL.RESNETS.DEPTH": 50, "MODEL.RESNETS.STEM_OUT_CHANNELS": 4, "MODEL.RESNETS.WIDTH_PER_GROUP": 4}
+TINY_DETECTOR |= {"MODEL.RESNETS.RES2_OUT_CHANNELS": 8, "MODEL.RESNETS.NORM": "BN", "MODEL.ROI_HEADS.NUM_CLASSES": 4}
+TINY_ENCODER = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY_ENCODER |= {"intermediate_size": 24, "max_position_embeddings": 20, "geometry_dim": 16}
+PRETRAINING = {"text_only_embedding": True, "hidden_region_embedding": True}
+KINDS = ("pretraining", "pretraining_rel", "pretraining_prec", "refcoco", "vqa", "vcr")
+
+
+class Head(nn.Module):
+    """Linears under the names of a task that is not needed in whole."""
+
+    def __init__(self, hidden: int, **outputs: int) -> None:
+        super().__init__()
+        for name, size in outputs.items():
+            part = nn.Module()
+            part.transform = nn.ModuleDict({"dense": nn.Linear(hidden, hidden)})
+            part.output = nn.Linear(hidden, size)
+            setattr(self, name, part)
+
+
+def vqa_head(hidden: int, answers: int) -> nn.Module:
+    task = Head(hidden, head=answers)
+    task.head.transform["norm"] = nn.LayerNorm(hidden)
+    return task
+
+
+def vcr_head(hidden: int) -> nn.Module:
+    task = Head(hidden, head=1, region_classifier=81)
+    del task.head.transform
+    return task
+
+
+def make_parts(kind: str, detector: dict | None, encoder: dict, classes: int, answers: int) -> tuple[nn.Module, ...]:
+    name = kind.split("_")[0]
+    is_precomputed = kind in ("pretraining_prec", "vqa")
+    more = PRETRAINING if name == "pretraining" else {}
+    config = VLBertConfig(
+        **encoder,
+        **more,
+        hidden_region_feature=kind == "pretraining_prec",
+        with_pooler=kind in ("pretraining_rel", "vcr"),
+    )
+    hidden = config.hidden_size
+    if name == "pretraining":
+        settings = PretrainingConfig(
+            vocab_size=config.vocab_size, region_classes=classes, relationship=float(kind == "pretraining_rel")
+        )
+        task = PretrainingTask(hidden, settings)
+    else:
+        task = {"refcoco": ReferringTask, "vqa": lambda h: vqa_head(h, answers), "vcr": vcr_head}[name](hidden)
+    network = DetectorConfig.from_flat(detector) if isinstance(detector, dict) else DetectorConfig.from_yaml(detector)
+    return (PrecomputedDetector if is_precomputed else FasterRCNN)(network), VLBertModel(config), task
+
+
+def tiny_model(kind: str, seed: int) -> VisionLanguageModel:
+    torch.manual_seed(seed)
+    feature_dim = 8 * TINY_DETECTOR["MODEL.RESNETS.RES2_OUT_CHANNELS"]
+    model = VisionLanguageModel(
+        *make_parts(kind, TINY_DETECTOR, {**TINY_ENCODER, "feature_dim": feature_dim}, classes=5, answers=7)
+    )
+    for tensor in model.state_dict().values():  # also those that start at 0 or 1
+        if tensor.is_floating_point():
+            tensor.copy_(torch.rand(tensor.shape) + 0.1)
+        else:
+            tensor.fill_(seed)
+    return model
+
+
+def load_all(model: VisionLanguageModel, path: Path, task_name: str) -> None:
+    if model.detector.state_dict():
+        load_checkpoint(model.detector, path, expect="backbone")
+    load_encoder(model.encoder, path, task_name=task_name)
+    load_task(model.task, path, task_name=task_name)
+
+
+def official_layout(kind: str, golden_root: Path) -> dict[str, list[int]]:
+    """Names, without `module.`, and shapes of the full-size model."""
+    recorded = json.loads((golden_root / "vl_bert" / "official_state_keys.json").read_text())
+    if kind in ("pretraining", "pretraining_prec"):
+        return recorded["pretrain_base_e2e" if kind == "pretraining" else "pretrain_base_prec"]
+    changes = recorded["downstream"][{"refcoco": "refcoco_base", "vqa": "vqa_base", "vcr": "vcr_q2a_base"}[kind]]
+    keys = dict(recorded["pretrain_base_e2e"])
+    for name in changes["pretrain_base_e2e_keys_absent"]:
+        del keys[name]
+    keys |= changes["keys_not_in_pretrain_base_e2e"]
+    if kind == "vcr":  # the file lists only the pooler with the prefix that all of `vlbert.` has there
+        keys = {
+            name.replace("vlbert.", "vlbert._module.", 1) if "_module" not in name else name: shape
+            for name, shape in keys.items()
+        }
+    return keys
+
+
+@pytest.mark.parametrize("kind", ["pretraining", "pretraining_prec", "refcoco", "vqa", "vcr"])
+def test_names_and_shapes_of_the_full_size_model_are_the_official_ones(kind, golden_root, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with torch.device("meta"):
+        encoder = {"vocab_size": 30522, "feature_dim": 2048}
+        parts = make_parts(kind, "configs/detector/vl_bert_R_101.yaml", encoder, classes=1601, answers=3129)
+    states = (part.state_dict() for part in parts)
+    official, left_out = to_official(Parts(*states, task_name=kind.split("_")[0]))
+    shapes = {name: list(value.shape) for name, value in official.items()}
+    assert shapes == {f"module.{name}": shape for name, shape in official_layout(kind, golden_root).items()}
+    expected = () if kind in ("pretraining_prec", "vqa") else ("detector.proposal_generator", "detector.roi_heads.box_")
+    assert {name for name in left_out if not name.startswith(expected)} == set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back_is_exact(kind, tmp_path):
+    name = kind.split("_")[0]
+    model, other, path = tiny_model(kind, seed=1), tiny_model(kind, seed=2), tmp_path / "x.model"
+    left_out = save_official(model, name, path)
+    load_all(other, path, name)
+    left = {key for key in left_out if not key.endswith("num_batches_tracked")}
+    theirs, ours = model.state_dict(), other.state_dict()
+    for key, value in theirs.items():
+        assert torch.equal(value, ours[key]) == (key not in left_out), key
+    assert all(key.startswith(("detector.proposal_generator.", "detector.roi_heads.box_predictor.")) for key in left)
+    save_official(other, name, tmp_path / "y.model")
+    first, second = (torch.load(tmp_path / f"{n}.model", weights_only=True)["state_dict"] for n in "xy")
+    assert list(first) == list(second)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_half_precision_and_files_without_the_prefix(tmp_path, prefix):
+    model, other, path = tiny_model("refcoco", seed=1), tiny_model("refcoco", seed=2), tmp_path / "half.model"
+    save_official(model, "refcoco", path)
+    state = torch.load(path, weights_only=True)["state_dict"]
+    half = {
+        prefix + key.removeprefix("module."): value.half() if value.is_floating_point() else value
+        for key, value in state.items()
+    }
+    torch.save({"state_dict": half, "optimizer": {"lr": 0.1}, "validation_monitor": {"best_epoch": 3}}, path)
+    load_all(other, path, "refcoco")
+    for key in ("detector.backbone.stem.conv1.weight", "encoder.embeddings.norm.bias", "task.head.output.weight"):
+        value = other.state_dict()[key]
+        assert value.dtype == torch.float32
+        assert torch.equal(value, model.state_dict()[key].half().float())
+
+
+def test_pre_training_starts_refcoco(tmp_path):
+    source, target, path = tiny_model("pretraining", 1), tiny_model("refcoco", 2), tmp_path / "x.model"
+    before = {key: value.clone() for key, value in target.task.state_dict().items()}
+    save_official(source, "pretraining", path)
+    report = load_encoder(target.encoder, path, task_name="refcoco")
+    assert report.unexpected == [
+        "embeddings.hidden_region_word_embedding.weight",
+        "embeddings.text_only_embedding.weight",
+    ]
+    report = load_task(target.task, path, task_name="refcoco")
+    assert report.copied == ["region_classifier.transform -> head.transform"]
+    assert report.missing == ["head.output.weight", "head.output.bias"]
+    assert {name.split(".")[0] for name in report.unexpected} == {"mlm", "region_classifier"}
+    dense, head = source.task.region_classifier.transform["dense"], target.task.head
+    assert torch.equal(head.transform["dense"].weight, dense.weight)
+    assert torch.equal(head.transform["dense"].bias, dense.bias)
+    assert torch.equal(head.output.weight, before["head.output.weight"])
+    assert "copied: region_classifier.transform -> head.transform" in str(report)
+
+
+def test_pre_training_starts_vqa(tmp_path):
+    source, target, path = tiny_model("pretraining_prec", 1), tiny_model("vqa", 2), tmp_path / "x.model"
+    save_official(source, "pretraining", path)
+    load_encoder(target.encoder, path, task_name="vqa")
+    report = load_task(target.task, path, task_name="vqa")
+    assert report.missing == ["head.output.weight", "head.output.bias"]
+    for name in ("dense", "norm"):
+        assert torch.equal(target.task.head.transform[name].weight, source.task.mlm.transform[name].weight)
+
+
+@pytest.mark.parametrize("kind", ["pretraining", "pretraining_rel"])
+def test_pre_training_starts_vcr(tmp_path, kind):
+    source, target, path = tiny_model(kind, 1), tiny_model("vcr", 2), tmp_path / "x.model"
+    own = {key: value.clone() for key, value in target.state_dict().items()}
+    save_official(source, "pretraining", path)
+    report = load_encoder(target.encoder, path, task_name="vcr")
+    theirs = source.encoder.embeddings.segment_embeddings.weight
+    assert torch.equal(target.encoder.embeddings.segment_embeddings.weight, theirs[[0, 0, 2]])
+    assert report.copied == ["embeddings.segment_embeddings.weight row 0 -> row 1"]
+    has_pooler = kind == "pretraining_rel"
+    assert report.missing == ([] if has_pooler else ["pooler.dense.weight", "pooler.dense.bias"])
+    report = load_task(target.task, path, task_name="vcr")
+    transform = source.task.region_classifier.transform["dense"].weight
+    assert torch.equal(target.task.region_classifier.transform["dense"].weight, transform)
+    assert torch.equal(target.task.region_classifier.output.weight, own["task.region_classifier.output.weight"])
+    if has_pooler:
+        rows = source.task.relationship
+        assert torch.equal(target.task.head.output.weight, rows.weight[1:] - rows.weight[:1])
+        assert torch.equal(target.task.head.output.bias, rows.bias[1:] - rows.bias[:1])
+    else:
+        assert torch.equal(target.task.head.output.weight, own["task.head.output.weight"])
+        assert "head.output.weight" in report.missing
+
+
+def test_no_rule_from_one_fine_tuned_task_to_another(tmp_path):
+    save_official(tiny_model("vqa", 1), "vqa", tmp_path / "vqa.model")
+    with pytest.raises(ValueError, match=r"vqa.model: holds the head of vqa, and no rule .* refcoco .*leave out"):
+        load_task(tiny_model("refcoco", 2).task, tmp_path / "vqa.model", task_name="refcoco")
+
+
+def state_of(kind: str, tmp_path: Path) -> dict[str, Tensor]:
+    save_official(tiny_model(kind, 1), kind, tmp_path / "x.model")
+    return torch.load(tmp_path / "x.model", weights_only=True)["state_dict"]
+
+
+@pytest.mark.parametrize(
+    ("change", "part", "message"),
+    [
+        ({"vlbert.end_embedding.weight": None}, "encoder", r"x.model does not fit .*1 missing \(embeddings.end_emb"),
+        ({"vlbert.word_embeddings.weight": (41, 16)}, "encoder", r"word_embeddings.weight \[41, 16\] -> \[40, 16\]"),
+        ({"final_mlp.2.bias": None}, "task", r"x.model does not fit .*1 missing \(head.output.bias\)"),
+        ({"vlbert.new.weight": (1,)}, "encoder", "x.model: vlbert.new.weight is no name of an official VL-BERT model"),
+        ({"image_feature_extractor.new.weight": (1,)}, "encoder", "x.model: image_feature_extractor.new.weight is no"),
+        (
+            {"image_feature_extractor.head.0.0.conv1.weight": (32, 16, 1, 1)},
+            "encoder",
+            "x.model: image_feature_extractor.head.0.0.conv1.weight differs from its copy",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_file(tmp_path, change, part, message):
+    state = state_of("refcoco", tmp_path)
+    for key, shape in change.items():
+        state.pop(f"module.{key}", None)
+        if shape is not None:
+            state[f"module.{key}"] = torch.zeros(shape)
+    torch.save({"state_dict": state}, tmp_path / "x.model")
+    model = tiny_model("refcoco", 2)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    load = load_encoder if part == "encoder" else load_task
+    with pytest.raises(ValueError, match=message):
+        load(getattr(model, part), tmp_path / "x.model", task_name="refcoco")
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_the_decoder_must_be_the_word_table(tmp_path):
+    state = state_of("pretraining", tmp_path)
+    decoder = "module.vlbert.mlm_head.predictions.decoder.weight"
+    state[decoder] = state[decoder] + 1
+    with pytest.raises(ValueError, match=r"x.model: vlbert.mlm_head.predictions.decoder.weight differs from"):
+        from_official(state, "x.model")
+
+
+def test_no_detector_in_a_file_for_precomputed_features(tmp_path):
+    save_official(tiny_model("vqa", 1), "vqa", tmp_path / "vqa.model")
+    with pytest.raises(ValueError, match=r"vqa.model: this VL-BERT model was made for precomputed features"):
+        load_checkpoint(tiny_model("refcoco", 2).detector, tmp_path / "vqa.model", expect="backbone")
+
+
+class Evil:
+    def __reduce__(self):
+        return (Path.touch, (Path("ran"),))
+
+
+@pytest.mark.parametrize("part", ["encoder", "task"])
+def test_a_file_that_tries_to_run_code_is_refused(tmp_path, monkeypatch, part):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {"module.vlbert.x": torch.zeros(1)}, "optimizer": Evil()}, "evil.model")
+    Path("old.model").write_bytes(pickle.dumps(Evil(), protocol=2))
+    model = tiny_model("refcoco", 2)
+    load = load_encoder if part == "encoder" else load_task
+    for name in ("evil.model", "old.model"):
+        with pytest.raises(ValueError, match=name):
+            load(getattr(model, part), name, task_name="refcoco")
+    assert not Path("ran").exists()
+
+
+def test_encoders_without_a_place_in_the_official_layout(tmp_path):
+    model = tiny_model("refcoco", 1)
+    model.encoder.config.geometry = "corners"
+    with pytest.raises(ValueError, match="no encoder with geometry = corners"):
+        save_official(model, "refcoco", tmp_path / "x.model")
+    model.encoder.config.geometry = "centre_size"
+    model.encoder.final_norm = nn.LayerNorm(16)
+    with pytest.raises(ValueError, match=r"encoder.final_norm.weight has no place"):
+        save_official(model, "refcoco", tmp_path / "x.model")
+    with pytest.raises(ValueError, match="no official VL-BERT model for the task 'detection'"):
+        save_official(tiny_model("refcoco", 1), "detection", tmp_path / "x.model")
+    assert not (tmp_path / "x.model").exists()
