@@ -3,8 +3,8 @@
 The rules are those of the official evaluation script, its slips included (they are part of the published numbers), and
 of the tool for answer vocabularies that comes with BAN. Golden data of both pins them.
 
-An answer is compared in four steps: `clean_answer`, and then, unless all human answers are the same string,
-`strip_punctuation` and `standardise_words` on both sides. It scores as much as humans agree with it (`answer_accuracy`).
+Predicted and human answers go through `clean_answer`, and unless all human answers are the same string also through
+`strip_punctuation` and `standardise_words`. An answer scores as much as humans agree with it (`answer_accuracy`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ _COMMA_IN_NUMBER = re.compile("[0-9],[0-9]")
 _LOOSE_PERIOD = re.compile(r"\.(?![0-9])")
 _MAX_PERIODS = 32  # a regex flag of the official script lands in the count argument
 _ARTICLES = frozenset(("a", "an", "the"))
-_NUMBERS = {"none": "0", "zero": "0"} | {
-    word: str(number)
-    for number, word in enumerate("one two three four five six seven eight nine ten".split(), start=1)
-}
+_NUMBER_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_NUMBERS = {"none": "0"} | {word: str(number) for number, word in enumerate(_NUMBER_WORDS)}
 # Words that are also understood without any one of their apostrophes.
 _CONTRACTIONS = """
 'ow's'at 'twas ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't
@@ -35,10 +33,10 @@ someone'd someone'd've someone'll someone's something'd something'd've something
 there's they'd they'd've they'll they're they've wasn't we'd've we've weren't what'll what're what's what've when's
 where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't would've wouldn't wouldn't've
 y'all y'all'd've y'all'll you'd you'd've you'll you're you've
-""".split()
+"""
 _WITH_APOSTROPHES = {
     word[:place] + word[place + 1 :]: word
-    for word in _CONTRACTIONS
+    for word in _CONTRACTIONS.split()
     for place, letter in enumerate(word)
     if letter == "'"
 } | {"somebody'd": "somebodyd"}  # as in the official table
@@ -52,9 +50,9 @@ def clean_answer(answer: str) -> str:
 def strip_punctuation(answer: str) -> str:
     """The official punctuation step.
 
-    Each of the marks ``; / [ ] " { } ( ) = + \\ _ - > < @ ` , ? !`` is deleted where it stands beside a space anywhere in
-    the answer, or where there is a comma between two digits; otherwise it becomes a space. The first 32 periods that no
-    digit follows are deleted.
+    Each mark (slashes, brackets, double quotes, = + _ - > < @ ` ; , ? !) is deleted if it stands beside a space
+    anywhere in the answer, or if there is a comma between two digits; otherwise it becomes a space. The first 32
+    periods that no digit follows are deleted.
     """
     delete_all = _COMMA_IN_NUMBER.search(answer) is not None
     stripped = answer

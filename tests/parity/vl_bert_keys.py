@@ -31,6 +31,7 @@ ENCODER = {
     "vlbert.pooler": "pooler",
 }
 REFERRING = {"final_mlp.0.dense": "head.transform.dense", "final_mlp.2": "head.output"}
+VQA = REFERRING | {"final_mlp.0.LayerNorm": "head.transform.norm"}
 PRETRAINING = {
     "vlbert.mlm_head.predictions.transform.dense": "mlm.transform.dense",
     "vlbert.mlm_head.predictions.transform.LayerNorm": "mlm.transform.norm",
@@ -61,7 +62,7 @@ def encoder_key(official: str) -> str | None:
 
 def referring_key(official: str) -> str | None:
     """E.g. final_mlp.2.bias -> head.output.bias."""
-    return _replace_prefix(official, REFERRING | PRETRAINING)
+    return _replace_prefix(official, VQA | PRETRAINING)
 
 
 def _replace_prefix(official: str, prefixes: Mapping[str, str]) -> str | None:
