@@ -8,6 +8,7 @@ Layout under the output folder:
     detections/refcoco+_unc/res101_coco_minus_refer_notime_dets.json
     annotations/instances_train2014.json, captions_train2014.json
     detection/instances_<split>.json                     COCO, the images of one split each
+    vqa/v2_OpenEnded_mscoco_<split>_questions.json, vqa/v2_mscoco_<split>_annotations.json
     synthetic.json                                       written last: settings and statistics
 
 A scene depends only on the seed, the name of its split and its number in it: more training scenes leave the
@@ -39,8 +40,9 @@ from e2e_vl.synthetic.language import as_typed
 from e2e_vl.synthetic.relations import SceneFacts
 from e2e_vl.synthetic.sampling import LanguageConfig, draw_references
 from e2e_vl.synthetic.scenes import Scene, SceneConfig, draw_scene
+from e2e_vl.synthetic.vqa import draw_questions, vqa_statistics, write_vqa
 
-VERSION = 2  # raise it when the same settings give other files
+VERSION = 3  # raise it when the same settings give other files
 STAMP = "synthetic.json"
 _UNFINISHED = "synthetic.json.unfinished"
 _IMAGE_FORMATS = {"jpg": [cv2.IMWRITE_JPEG_QUALITY, 95], "png": [cv2.IMWRITE_PNG_COMPRESSION, 3]}
@@ -206,7 +208,13 @@ def _make_scene(
         "captions": draw_captions(facts, rng),
         "detections": draw_detections(scene, detections, rng),
         "baselines": _baselines(scene),
+        "questions": draw_questions(facts, config, _generator(seed, job, "vqa")),
     }
+
+
+def _generator(seed: int, job: _Job, name: str) -> np.random.Generator:
+    """A generator for one format, so that what is drawn for it changes nothing else."""
+    return np.random.default_rng([seed, zlib.crc32(job.split.encode()), job.number, zlib.crc32(name.encode())])
 
 
 def _xywh(box: tuple[int, int, int, int]) -> list[float]:
@@ -224,6 +232,7 @@ class _Dataset:
         self.refs: list[dict[str, Any]] = []
         self.captions: dict[int, list[str]] = {}
         self.detections: dict[int, list[dict[str, Any]]] = {}
+        self.questions: dict[str, list[tuple[int, list[dict[str, Any]]]]] = {}  # of each split, by image id
         self._sentences = 0
 
     def add(self, job: _Job, record: dict[str, Any]) -> None:
@@ -246,6 +255,7 @@ class _Dataset:
             self.refs.append(ref)
         self.captions[image_id] = record["captions"]
         self.detections[image_id] = record["detections"]
+        self.questions.setdefault(job.split, []).append((image_id, record["questions"]))
 
     def write(self, output: Path, rng: np.random.Generator) -> None:
         coco.write_instances(output / "refcoco+" / "instances.json", self.images, self.annotations)
@@ -258,6 +268,8 @@ class _Dataset:
         refer.write_refs(output / "refcoco+" / "refs(unc).p", self.refs)
         name = "res101_coco_minus_refer_notime_dets.json"
         write_detections(output / "detections" / "refcoco+_unc" / name, self.detections, rng)
+        for split, questions in self.questions.items():
+            write_vqa(output / "vqa", split, questions)
 
 
 def _baselines(scene: Scene) -> dict[str, int]:
@@ -289,4 +301,5 @@ def _statistics(jobs: list[_Job], records: list[dict[str, Any]]) -> dict[str, An
         "families": {name: round(count / len(said), 4) for name, count in sorted(families.items())},
         "blind_accuracy": blind
         | {"chance": round(float(np.mean([1 / len(record["objects"]) for _, record in said])), 4)},
+        "vqa": vqa_statistics([question for record in records for question in record["questions"]]),
     }
