@@ -108,6 +108,11 @@ def split_words(sentence: str) -> list[str]:
     return [word for word, _ in BertPreTokenizer().pre_tokenize_str(normal)]
 
 
+def mirror_words(words: Iterable[str]) -> list[str]:
+    """The words "left" and "right" swapped, as the text of a mirrored image has them (official VL-BERT code)."""
+    return [{"left": "right", "right": "left"}.get(word, word) for word in words]
+
+
 def build_vocabulary(sentences: Iterable[str], path: str | Path, min_count: int = 1) -> list[str]:
     """Write a BERT-style vocab.txt of all words of some sentences, for training from scratch.
 

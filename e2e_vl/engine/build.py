@@ -25,9 +25,11 @@ from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco_detection import CocoDetectionDataset
 from e2e_vl.data.collate import collate
 from e2e_vl.data.refcoco import RefCOCODataset
+from e2e_vl.data.vqa import VQADataset
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.engine.answers import possible_answers
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
 from e2e_vl.synthetic.build import make_scenes
@@ -37,6 +39,7 @@ from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
+from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from e2e_vl.weights.start import load_encoder, load_task
 
@@ -62,8 +65,14 @@ TASKS = {
     "refcoco": (ReferringConfig, ReferringTask),
     "detection": (DetectionConfig, DetectionTask),
     "pretraining": (PretrainingConfig, PretrainingTask),
+    "vqa": (VQAConfig, VQATask),
 }
-DATASETS = {"refcoco": RefCOCODataset, "coco_detection": CocoDetectionDataset, "captions": CaptionDataset}
+DATASETS = {
+    "refcoco": RefCOCODataset,
+    "coco_detection": CocoDetectionDataset,
+    "captions": CaptionDataset,
+    "vqa": VQADataset,
+}
 
 
 class Parts(NamedTuple):
@@ -261,7 +270,11 @@ def build_task(config: RunConfig, hidden_size: int, vocab_size: int) -> Task:
         if "vocab_size" in values:
             raise ValueError("task.config.vocab_size follows from the tokenizer; leave it out.")
         values["vocab_size"] = vocab_size
-    return task_class(hidden_size, _filled(config_class, values, "task.config"))
+    task_config = _filled(config_class, values, "task.config")
+    if hasattr(task_config, "answers"):  # it chooses from a list
+        answers = possible_answers(config, named_parts(config).dataset, task_config.min_answer_count)
+        task_config = dataclasses.replace(task_config, answers=answers)
+    return task_class(hidden_size, task_config)
 
 
 def _filled(cls: type, values: dict[str, Any], name: str) -> Any:

@@ -27,6 +27,8 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.checkpoint import load_strictly
 from e2e_vl.config import RunConfig, differences, load_config, load_overrides, save_config
+from e2e_vl.data.vqa_files import write_answers
+from e2e_vl.engine.answers import FILE_NAME
 from e2e_vl.engine.build import build_model, detector_yaml
 from e2e_vl.engine.logging import write_json
 from e2e_vl.model import VisionLanguageModel
@@ -47,6 +49,8 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
         (folder / name).mkdir(exist_ok=True)
         tensors = {key: value.detach().contiguous().cpu() for key, value in part.state_dict().items()}
         save_file(tensors, folder / name / "model.safetensors")
+    if hasattr(model.task, "answers"):
+        write_answers(folder / "task" / FILE_NAME, model.task.answers)
     (folder / "detector" / "config.yaml").write_text(model.detector.config.to_yaml(), encoding="utf-8")
     tokenizer.save_pretrained(folder / "tokenizer")
 
@@ -79,6 +83,8 @@ def load_model(
     changes = [word for word in overrides or [] if word.startswith("detector.overrides.")]
     config.detector.overrides = load_overrides(changes).get("overrides", {})
     config.detector.weights = config.encoder.weights = config.encoder.fallback_weights = config.task.weights = None
+    if (folder / "task" / FILE_NAME).is_file():
+        config.task.config["answers"] = str(folder / "task" / FILE_NAME)
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     for name in ("detector", "task"):

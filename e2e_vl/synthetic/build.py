@@ -13,6 +13,7 @@ Layout under the output folder:
     conceptual/<split>.json, <split>_frcnn.json          the same as the official VL-BERT code has them, with
     conceptual/<split>_image.zip, <split>_frcnn.zip      images, and detected boxes with class distributions
     corpus/corpus.doc                                    text without images
+    vqa/v2_OpenEnded_mscoco_<split>_questions.json, vqa/v2_mscoco_<split>_annotations.json
     synthetic.json                                       written last: settings and statistics
 
 A scene depends only on the seed, the name of its split and its number in it: more training scenes leave the
@@ -45,6 +46,7 @@ from e2e_vl.synthetic.language import as_typed
 from e2e_vl.synthetic.relations import SceneFacts
 from e2e_vl.synthetic.sampling import LanguageConfig, draw_references
 from e2e_vl.synthetic.scenes import Scene, SceneConfig, draw_scene
+from e2e_vl.synthetic.vqa import draw_questions, vqa_statistics, write_vqa
 
 VERSION = 3  # raise it when the same settings give other files
 CORPUS_LINES_PER_SCENE = 4
@@ -216,6 +218,7 @@ def _make_scene(
         "detections": (found := draw_detections(scene, detections, rng)),
         "baselines": _baselines(scene),
         "conceptual": conceptual.draw_caption(captions, found, _generator(job, seed, "conceptual")),
+        "questions": draw_questions(facts, config, _generator(job, seed, "vqa")),
     }
 
 
@@ -240,6 +243,7 @@ class _Dataset:
         self.captions: dict[int, list[str]] = {}
         self.detections: dict[int, list[dict[str, Any]]] = {}
         self.conceptual: dict[str, list[conceptual.CaptionedImage]] = {}  # by split
+        self.questions: dict[str, list[tuple[int, list[dict[str, Any]]]]] = {}  # of each split, by image id
         self._sentences = 0
 
     def add(self, job: _Job, record: dict[str, Any]) -> None:
@@ -264,6 +268,7 @@ class _Dataset:
         self.detections[image_id] = record["detections"]
         captioned = conceptual.CaptionedImage(job.path, (height, width), **record["conceptual"])
         self.conceptual.setdefault(job.split, []).append(captioned)
+        self.questions.setdefault(job.split, []).append((image_id, record["questions"]))
 
     def write(self, output: Path, rng: np.random.Generator) -> None:
         coco.write_instances(output / "refcoco+" / "instances.json", self.images, self.annotations)
@@ -280,6 +285,8 @@ class _Dataset:
         refer.write_refs(output / "refcoco+" / "refs(unc).p", self.refs)
         name = "res101_coco_minus_refer_notime_dets.json"
         write_detections(output / "detections" / "refcoco+_unc" / name, self.detections, rng)
+        for split, questions in self.questions.items():
+            write_vqa(output / "vqa", split, questions)
 
 
 def _baselines(scene: Scene) -> dict[str, int]:
@@ -311,4 +318,5 @@ def _statistics(jobs: list[_Job], records: list[dict[str, Any]]) -> dict[str, An
         "families": {name: round(count / len(said), 4) for name, count in sorted(families.items())},
         "blind_accuracy": blind
         | {"chance": round(float(np.mean([1 / len(record["objects"]) for _, record in said])), 4)},
+        "vqa": vqa_statistics([question for record in records for question in record["questions"]]),
     }
