@@ -96,6 +96,7 @@ class DataSettings:
     keep_empty_images: bool = True  # detection: also train on images without objects
     texts_per_image: int | None = 1  # texts of one image in one batch; None = all of them
     blank_text: bool = False  # text-blind control: every text is empty
+    blank_image: bool = False  # image-blind control: every pixel is the mean colour
     max_text_length: int | None = None  # wordpieces, [CLS] and [SEP] included; None = no cut
     workers: int = 2
     synthetic: SyntheticSettings = field(default_factory=SyntheticSettings)

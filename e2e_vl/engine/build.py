@@ -24,6 +24,7 @@ from e2e_vl.config import RunConfig
 from e2e_vl.data.coco_detection import CocoDetectionDataset
 from e2e_vl.data.collate import collate
 from e2e_vl.data.refcoco import RefCOCODataset
+from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
@@ -36,6 +37,7 @@ from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
+from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -60,8 +62,13 @@ TASKS = {
     "refcoco": (ReferringConfig, ReferringTask),
     "detection": (DetectionConfig, DetectionTask),
     "pretraining": (PretrainingConfig, PretrainingTask),
+    "vcr": (VCRConfig, VCRTask),
 }
-DATASETS = {"refcoco": RefCOCODataset, "coco_detection": CocoDetectionDataset}
+DATASETS = {
+    "refcoco": RefCOCODataset,
+    "coco_detection": CocoDetectionDataset,
+    "vcr": VCRDataset,
+}
 
 
 class Parts(NamedTuple):
