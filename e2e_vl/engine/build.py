@@ -25,6 +25,7 @@ from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco_detection import CocoDetectionDataset
 from e2e_vl.data.collate import collate
 from e2e_vl.data.refcoco import RefCOCODataset
+from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.data.vqa import VQADataset
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
@@ -39,6 +40,7 @@ from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
+from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from e2e_vl.weights.start import load_encoder, load_task
@@ -66,12 +68,14 @@ TASKS = {
     "detection": (DetectionConfig, DetectionTask),
     "pretraining": (PretrainingConfig, PretrainingTask),
     "vqa": (VQAConfig, VQATask),
+    "vcr": (VCRConfig, VCRTask),
 }
 DATASETS = {
     "refcoco": RefCOCODataset,
     "coco_detection": CocoDetectionDataset,
     "captions": CaptionDataset,
     "vqa": VQADataset,
+    "vcr": VCRDataset,
 }
 
 

@@ -1,0 +1,259 @@
+"""VCR's metrics and its leaderboard file.
+
+Q->A and QA->R are accuracies of the arg-max; Q->AR is the share of questions with both right (the official R2C code,
+`eval_q2ar.py`). QA->R is conditioned on the right answer.
+
+Shape legend
+    Q   questions; every question has four answers and four rationales
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+CHOICES = 4
+ANSWER_COLUMNS = tuple(f"answer_{i}" for i in range(CHOICES))
+RATIONALE_COLUMNS = tuple(f"rationale_conditioned_on_a{a}_{r}" for a in range(CHOICES) for r in range(CHOICES))
+COLUMNS = ("annot_id", *ANSWER_COLUMNS, *RATIONALE_COLUMNS)
+
+
+class Submission(NamedTuple):
+    """What the leaderboard file holds."""
+
+    annot_ids: list[str]  # Q, all different
+    answers: np.ndarray  # float64 [Q, 4], one score per answer
+    rationales: np.ndarray  # float64 [Q, 4, 4]: rationales (last axis), given each of the answers
+
+
+def vcr_hits(
+    answers: np.ndarray, rationales: np.ndarray, answer_labels: Sequence[int], rationale_labels: Sequence[int]
+) -> dict[str, np.ndarray]:
+    """Which questions are right, bool [Q] under each of "Q->A", "QA->R" and "Q->AR". The first of equal scores wins.
+
+    Args:
+        answers: float [Q, 4].
+        rationales: float [Q, 4], given the right answer, or [Q, 4, 4], given each answer: then the rows of the right
+            answer count.
+        answer_labels, rationale_labels: Q indices of the right choices.
+
+    Raises:
+        ValueError: arrays of other shapes, labels outside 0 to 3, or scores that are not numbers.
+    """
+    answers, rationales = np.asarray(answers, dtype=np.float64), np.asarray(rationales, dtype=np.float64)
+    right_answer, right_rationale = np.asarray(answer_labels, dtype=np.int64), np.asarray(rationale_labels, np.int64)
+    number = len(right_answer)
+    if (
+        answers.shape != (number, CHOICES)
+        or rationales.shape not in ((number, CHOICES), (number, CHOICES, CHOICES))
+        or right_rationale.shape != (number,)
+    ):
+        raise ValueError(
+            f"{number} questions need answers [{number}, 4] and rationales [{number}, 4] or [{number}, 4, 4]; these "
+            f"are {list(answers.shape)} and {list(rationales.shape)}, with {len(right_rationale)} rationale labels."
+        )
+    for name, labels in (("answer", right_answer), ("rationale", right_rationale)):
+        if number and not 0 <= labels.min() <= labels.max() < CHOICES:
+            raise ValueError(f"The {name} labels must be 0 to 3; they go from {labels.min()} to {labels.max()}.")
+    if np.isnan(answers).any() or np.isnan(rationales).any():
+        raise ValueError("A score is not a number (NaN), so there is no best choice; look for a diverged model.")
+    if rationales.ndim == 3:
+        rationales = rationales[np.arange(number), right_answer]
+    answer = answers.argmax(axis=1) == right_answer
+    rationale = rationales.argmax(axis=1) == right_rationale
+    return {"Q->A": answer, "QA->R": rationale, "Q->AR": answer & rationale}
+
+
+def vcr_accuracies(
+    answers: np.ndarray, rationales: np.ndarray, answer_labels: Sequence[int], rationale_labels: Sequence[int]
+) -> dict[str, float]:
+    """Fractions "Q->A", "QA->R" and "Q->AR"; arguments as in `vcr_hits`.
+
+    Raises:
+        ValueError: as `vcr_hits`, or there is no question.
+    """
+    hits = vcr_hits(answers, rationales, answer_labels, rationale_labels)
+    if not len(hits["Q->A"]):
+        raise ValueError("There is no question to score.")
+    return {name: float(right.mean()) for name, right in hits.items()}
+
+
+def write_submission(path: str | Path, submission: Submission) -> None:
+    """Write the leaderboard file: a header and a row of 21 columns per question. Scores are written in full.
+
+    Raises:
+        ValueError: arrays that do not fit together, a question twice, or a score that is not finite.
+    """
+    _check_submission(submission, str(path))
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for annot_id, answers, rationales in zip(*submission, strict=True):
+            scores = np.concatenate([answers, rationales.reshape(-1)])
+            writer.writerow([annot_id, *(repr(float(score)) for score in scores)])
+
+
+def read_submission(path: str | Path, annot_ids: Sequence[str] | None = None) -> Submission:
+    """Read a leaderboard file.
+
+    Args:
+        path: CSV of 21 columns, in any order.
+        annot_ids: the questions it must answer, no more and no less; the result is in their order. None = those of
+            the file, in its order.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a missing, double or unknown column, a row of another length, a score that is not a finite number,
+            a question that is there twice, is missing, or is not asked for.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such submission file; check the path.")
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.reader(file))
+    header = rows[0] if rows else []
+    if sorted(header) != sorted(COLUMNS):
+        missing = [name for name in COLUMNS if name not in header]
+        wrong = f"misses {missing[0]}" if missing else "has unknown or double columns"
+        raise ValueError(f"{path}: the header {wrong}; it must hold the 21 columns {COLUMNS[0]}, ..., {COLUMNS[-1]}.")
+    place = [header.index(name) for name in COLUMNS]
+    scores: dict[str, list[float]] = {}
+    for number, row in enumerate(rows[1:], start=2):
+        if len(row) != len(COLUMNS):
+            raise ValueError(f"{path}, line {number}: {len(row)} columns instead of {len(COLUMNS)}; repair the line.")
+        annot_id, *values = (row[index] for index in place)
+        if annot_id in scores:
+            raise ValueError(f"{path}, line {number}: the question {annot_id} is there twice; remove one of its lines.")
+        scores[annot_id] = [_number(value, f"{path}, line {number} ({annot_id})") for value in values]
+    if annot_ids is not None:
+        _check_questions(scores, annot_ids, path)
+        scores = {annot_id: scores[annot_id] for annot_id in annot_ids}
+    table = np.array(list(scores.values()), dtype=np.float64).reshape(-1, len(COLUMNS) - 1)
+    return Submission(list(scores), table[:, :CHOICES], table[:, CHOICES:].reshape(-1, CHOICES, CHOICES))
+
+
+def join_predictions(
+    answer_records: Sequence[Mapping[str, Any]], rationale_records: Sequence[Mapping[str, Any]]
+) -> Submission:
+    """Join the predictions of a Q->A run and of a QA->R run that was conditioned on each of the four answers.
+
+    Args:
+        answer_records: one per question, with `kind`, `annot_id` and `probabilities` [4].
+        rationale_records: four per question, with `kind`, `annot_id`, `conditioned_on` (0 to 3), `probabilities` [4].
+
+    Returns:
+        The submission, in the order of `answer_records`.
+
+    Raises:
+        ValueError: a record of the other kind, or a question that one of the two misses or has twice; the question
+            is named.
+    """
+    answers = _by_question(answer_records, "answer")
+    rationales = _by_question(rationale_records, "rationale")
+    wanted = [(annot_id, answer) for annot_id, _ in answers for answer in range(CHOICES)]
+    missing = [key for key in wanted if key not in rationales]
+    if missing:
+        annot_id, answer = missing[0]
+        raise ValueError(
+            f"There is no rationale prediction for the question {annot_id}, given answer {answer}, and for "
+            f"{len(missing) - 1} more; predict rationales of the same split with data.config.condition_on=each."
+        )
+    if len(rationales) > len(wanted):
+        annot_id, answer = next(key for key in rationales if (key[0], None) not in answers)
+        raise ValueError(f"The question {annot_id} has rationale predictions but no answer prediction; predict both.")
+    annot_ids = [annot_id for annot_id, _ in answers]
+    return Submission(
+        annot_ids,
+        np.array(list(answers.values()), dtype=np.float64).reshape(-1, CHOICES),
+        np.array([rationales[key] for key in wanted], dtype=np.float64).reshape(-1, CHOICES, CHOICES),
+    )
+
+
+def joint_metrics(
+    answer_records: Sequence[Mapping[str, Any]], rationale_records: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """Accuracies "Q->A", "QA->R" and "Q->AR" of a Q->A run and a QA->R run on the same split.
+
+    Args:
+        answer_records: one per question, with `annot_id`, `probabilities` [4] and `label`.
+        rationale_records: the same of rationales, with `conditioned_on`; those given a wrong answer are not counted.
+
+    Raises:
+        ValueError: questions without a label, or that one of the two misses or has twice.
+    """
+    answers = _by_question(answer_records, "answer")
+    truth = {record["annot_id"]: record["label"] for record in answer_records}
+    kept = [record for record in rationale_records if record["conditioned_on"] == truth.get(record["annot_id"])]
+    for record in (*answer_records, *kept):
+        if record["label"] is None:
+            raise ValueError(f"The question {record['annot_id']} has no label, as in the test split; nothing to score.")
+    rationales = _by_question(kept, "rationale")
+    keys = [(annot_id, truth[annot_id]) for annot_id, _ in answers]
+    missing = [annot_id for annot_id, label in keys if (annot_id, label) not in rationales]
+    extra = {record["annot_id"] for record in rationale_records} - set(truth)
+    if missing or extra:
+        kind, annot_id = ("rationale", missing[0]) if missing else ("answer", sorted(extra)[0])
+        raise ValueError(f"There is no {kind} prediction for the question {annot_id}; predict both on the same split.")
+    rationale_truth = {record["annot_id"]: record["label"] for record in kept}
+    return vcr_accuracies(
+        np.array(list(answers.values())),
+        np.array([rationales[key] for key in keys]),
+        [label for _, label in keys],
+        [rationale_truth[annot_id] for annot_id, _ in keys],
+    )
+
+
+def _by_question(records: Sequence[Mapping[str, Any]], kind: str) -> dict[tuple[str, int | None], list[float]]:
+    """(annot_id, conditioned_on) -> probabilities."""
+    found: dict[tuple[str, int | None], list[float]] = {}
+    for record in records:
+        if record.get("kind") != kind:
+            raise ValueError(
+                f"The prediction for {record.get('annot_id')} is about the {record.get('kind')}, expected the {kind}: "
+                "give the predictions of the Q->A run and those of the QA->R run, in this order."
+            )
+        key = (record["annot_id"], record["conditioned_on"])
+        if key in found:
+            raise ValueError(f"There are two {kind} predictions for the question {record['annot_id']}; remove one.")
+        found[key] = record["probabilities"]
+    return found
+
+
+def _check_submission(submission: Submission, where: str) -> None:
+    number = len(submission.annot_ids)
+    shapes = [np.shape(submission.answers), np.shape(submission.rationales)]
+    if shapes != [(number, CHOICES), (number, CHOICES, CHOICES)]:
+        raise ValueError(
+            f"{where}: {number} questions need scores [Q, 4] and [Q, 4, 4]; these have the shapes {shapes}."
+        )
+    if len(set(submission.annot_ids)) != number:
+        raise ValueError(f"{where}: a question is there twice; every annot_id needs one row.")
+    if not (np.isfinite(submission.answers).all() and np.isfinite(submission.rationales).all()):
+        raise ValueError(f"{where}: a score is not a finite number; look for a diverged model.")
+
+
+def _check_questions(scores: Mapping[str, Any], annot_ids: Sequence[str], path: Path) -> None:
+    wanted = set(annot_ids)
+    missing = [annot_id for annot_id in annot_ids if annot_id not in scores]
+    unknown = [annot_id for annot_id in scores if annot_id not in wanted]
+    if missing:
+        raise ValueError(f"{path}: no row for the question {missing[0]} and {len(missing) - 1} more; predict them all.")
+    if unknown:
+        raise ValueError(f"{path}: the question {unknown[0]} is not one of the split; use the file of this split.")
+
+
+def _number(text: str, where: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{where}: {text!r} is not a finite number; repair the line.")
+    return value

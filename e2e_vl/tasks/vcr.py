@@ -1,0 +1,175 @@
+"""VCR: which of four answers, or of four rationales, is right?
+
+The texts of a batch come in fours: the choices of one question. Reads `batch.targets["is_right"]`, float [M], 1 for the
+right choice of each four, and `batch.region_targets["object_class"]`, N x int64 [R], classes of the candidate boxes
+from 1 on. The encoder must have a pooler (`with_pooler`).
+
+Shape legend
+    M   texts in the batch, four per question
+    Q   questions, M / 4
+    R   regions of the text with the most regions
+    H   hidden size of the encoder
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from detector.structures import Loss
+from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
+from e2e_vl.tasks.base import Task
+
+CHOICES = 4
+LOSSES = ("sigmoid", "softmax")
+
+
+@dataclasses.dataclass
+class VCRConfig:
+    """The defaults are those of the official VL-BERT code.
+
+    Attributes:
+        dropout: on the pooled state, before the Linear that scores a choice.
+        loss: "sigmoid": a binary cross entropy per choice, mean over all choices (official). "softmax": a cross entropy
+            over the four choices (paper, section 4.2.1).
+        region_loss_weight: weight of the classification of regions; 0 leaves it out.
+        num_classes: classes of regions, the whole image (class 0) included.
+        region_dropout: dropout between the two Linears of that classification.
+        initializer_range: standard deviation of their start values.
+    """
+
+    dropout: float = 0.1
+    loss: str = "sigmoid"
+    region_loss_weight: float = 1.0
+    num_classes: int = 81
+    region_dropout: float = 0.0
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise ValueError(f"task.config.loss is {self.loss!r}; it must be one of {', '.join(LOSSES)}.")
+        if self.region_loss_weight < 0:
+            raise ValueError(f"task.config.region_loss_weight is {self.region_loss_weight}; it must not be negative.")
+
+
+class ChoiceHead(nn.Module):
+    """Dropout and a Linear: [M, H] -> [M]."""
+
+    def __init__(self, hidden_size: int, dropout: float):
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.output = nn.Linear(hidden_size, 1)
+        nn.init.xavier_uniform_(self.output.weight)
+        nn.init.zeros_(self.output.bias)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        return self.output(self.dropout(pooled)).squeeze(-1)
+
+
+class RegionClassifier(nn.Module):
+    """Linear + GELU, dropout, Linear: [..., H] -> [..., classes]."""
+
+    def __init__(self, hidden_size: int, num_classes: int, dropout: float, std: float):
+        super().__init__()
+        self.transform = nn.ModuleDict({"dense": nn.Linear(hidden_size, hidden_size)})
+        self.dropout = nn.Dropout(dropout)
+        self.output = nn.Linear(hidden_size, num_classes)
+        for linear in (self.transform["dense"], self.output):
+            nn.init.normal_(linear.weight, std=std)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, regions: Tensor) -> Tensor:
+        return self.output(self.dropout(F.gelu(self.transform["dense"](regions))))
+
+
+class VCRTask(Task):
+    """A score per choice from the pooled state; beside it, every region is classified from its output state."""
+
+    def __init__(self, hidden_size: int, config: VCRConfig | None = None):
+        super().__init__()
+        self.config = config or VCRConfig()
+        self.head = ChoiceHead(hidden_size, self.config.dropout)
+        self.region_classifier = None
+        if self.config.region_loss_weight > 0:
+            self.region_classifier = RegionClassifier(
+                hidden_size, self.config.num_classes, self.config.region_dropout, self.config.initializer_range
+            )
+
+    def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
+        """Score the four choices of Q questions.
+
+        Returns:
+            `logits` float32 [Q, 4]; the loss `choice` if the batch has labels (count: choices with "sigmoid", questions
+            with "softmax"), and with it `region_class`, already weighted (count: regions of all texts).
+
+        Raises:
+            ValueError: an encoder without a pooler, texts that do not come in fours, or a class beyond `num_classes`.
+        """
+        if encoded.pooled is None:
+            raise ValueError("VCR reads the pooled state; set encoder.config.with_pooler to true.")
+        if len(batch) % CHOICES:
+            raise ValueError(f"VCR's texts come in fours, one per choice; this batch has {len(batch)} texts.")
+        scores = self.head(encoded.pooled)
+        logits = scores.to(torch.promote_types(scores.dtype, torch.float32)).view(-1, CHOICES)
+        losses = {}
+        if "is_right" in batch.targets:
+            losses["choice"] = self._choice_loss(logits, batch.targets["is_right"].view(-1, CHOICES))
+            if self.region_classifier is not None:
+                losses["region_class"] = self._region_loss(batch, regions, encoded.regions)
+        return TaskOutput(losses=losses, logits=logits)
+
+    def _choice_loss(self, logits: Tensor, is_right: Tensor) -> Loss:
+        if self.config.loss == "sigmoid":
+            total = F.binary_cross_entropy_with_logits(logits, is_right.to(logits.dtype), reduction="sum")
+            return Loss(total=total, count=total.new_tensor(float(logits.numel())).detach())
+        total = F.cross_entropy(logits, is_right.argmax(dim=1), reduction="sum")
+        return Loss(total=total, count=total.new_tensor(float(len(logits))).detach())
+
+    def _region_loss(self, batch: Batch, regions: TextRegions, states: Tensor) -> Loss:
+        """Every region of every text counts, the whole image as class 0."""
+        kept = regions.attend
+        classes = regions.gather(batch.region_targets["object_class"], fill=0)[kept]
+        if len(classes) and int(classes.max()) >= self.config.num_classes:
+            raise ValueError(
+                f"A region has the class {int(classes.max())}, but task.config.num_classes is "
+                f"{self.config.num_classes}, the whole image included; set it to the number of classes plus one."
+            )
+        scores = self.region_classifier(states[kept])
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        total = F.cross_entropy(scores, classes, reduction="sum") * self.config.region_loss_weight
+        return Loss(total=total, count=kept.sum().to(total.dtype))
+
+    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+        """One record per question: those of its texts plus `probabilities` (four, softmax) and `choice`.
+
+        The softmax is that of the official code, whichever loss was trained.
+        """
+        probabilities = output.task.logits.softmax(dim=1).tolist()
+        best = output.task.logits.argmax(dim=1).tolist()
+        records = batch.records[::CHOICES] if batch.records else [{} for _ in best]
+        return [
+            {**record, "probabilities": shares, "choice": choice}
+            for record, shares, choice in zip(records, probabilities, best, strict=True)
+        ]
+
+    def correct(self, record: dict[str, Any]) -> float:
+        """1 if the right choice was made; 0 if not, or where the right one is unknown (test split)."""
+        return float(record["choice"] == record["label"])
+
+    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        """`accuracy` over the questions with a label, `accuracy/<family>` where records have a family.
+
+        Whether it is the accuracy of Q->A or of QA->R is the data's `question`. Without any label there is no accuracy.
+        """
+        labelled = [record for record in records if record["label"] is not None]
+        scores: dict[str, list[float]] = defaultdict(list)
+        for record in labelled:
+            scores["accuracy"].append(self.correct(record))
+            if "family" in record:
+                scores[f"accuracy/{record['family']}"].append(self.correct(record))
+        return {name: sum(values) / len(values) for name, values in sorted(scores.items())}

@@ -1,0 +1,85 @@
+"""VCR's accuracies, its leaderboard file and R2C's choice of boxes are those of the official code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from e2e_vl.data.vcr_files import VCRFile, read_metadata
+from e2e_vl.data.vcr_text import relevant_objects
+from e2e_vl.evaluation.vcr import Submission, read_submission, vcr_accuracies, vcr_hits, write_submission
+
+
+@pytest.fixture(scope="module")
+def root(golden_root: Path) -> Path:
+    return golden_root / "evaluation" / "vcr"
+
+
+@pytest.fixture(scope="module")
+def expected(root: Path) -> dict:
+    return json.loads((root / "expected.json").read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def questions(root: Path) -> VCRFile:
+    return VCRFile(root / "val.jsonl")
+
+
+@pytest.fixture(scope="module")
+def labels(questions: VCRFile) -> tuple[list[int], list[int]]:
+    every = [questions[index] for index in range(len(questions))]
+    return [one.answer_label for one in every], [one.rationale_label for one in every]
+
+
+def test_accuracies_of_predictions(root, expected, questions, labels):
+    predictions = json.loads((root / "predictions.json").read_text("utf-8"))
+    assert predictions["annot_id"] == questions.annot_ids
+    scores = (predictions["answer_probs"], predictions["rationale_probs"])
+    assert vcr_accuracies(*map(np.array, scores), *labels) == {key: expected[key] for key in ("Q->A", "QA->R", "Q->AR")}
+    hits = vcr_hits(*map(np.array, scores), *labels)
+    ours = zip(questions.annot_ids, *(hits[key].tolist() for key in ("Q->A", "QA->R", "Q->AR")), strict=True)
+    assert [list(row) for row in ours] == expected["hits"]
+
+
+def test_accuracies_of_the_leaderboard_file(root, expected, questions, labels):
+    submission = read_submission(root / "submission.csv", questions.annot_ids)
+    ours = vcr_accuracies(submission.answers, submission.rationales, *labels)
+    assert ours == expected["from_submission_csv_re_derived"]
+
+
+def test_leaderboard_file_comes_back_equal(root, questions, tmp_path):
+    submission = read_submission(root / "submission.csv")
+    write_submission(tmp_path / "again.csv", submission)
+    again = read_submission(tmp_path / "again.csv", questions.annot_ids)
+    np.testing.assert_array_equal(again.answers, submission.answers)
+    np.testing.assert_array_equal(again.rationales, submission.rationales)
+    recorded = (root / "submission.csv").read_text("utf-8").replace("\r\n", "\n")
+    assert (tmp_path / "again.csv").read_text("utf-8") == recorded
+    assert isinstance(again, Submission)
+
+
+def test_boxes_that_r2c_keeps(expected, questions):
+    for index in range(len(questions)):
+        one = questions[index]
+        recorded = expected["r2c_detections"]["items"][one.annot_id]
+        right = one.answer_choices[one.answer_label]
+        sentences = {
+            "answer": [one.question, *one.answer_choices],
+            "rationale": [one.question + right, *one.rationale_choices],
+        }
+        for kind, said in sentences.items():
+            used = relevant_objects(one.objects, said)
+            assert used == recorded[kind]["used"]
+            tags = [used.index(number) + 1 if number in used else -1 for number in range(len(one.objects))]
+            assert tags == recorded[kind]["old_to_new"]
+
+
+def test_metadata_of_every_image(root, questions):
+    for index in range(len(questions)):
+        one = questions[index]
+        metadata = read_metadata(root / "vcr1images" / one.metadata_fn, one)
+        assert metadata.boxes.shape == (len(one.objects), 4)
+        assert len(metadata.polygons) == len(one.objects)

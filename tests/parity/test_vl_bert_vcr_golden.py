@@ -1,0 +1,305 @@
+"""VCR's texts, instance masks, model and losses against arrays recorded from the official VL-BERT code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from detector.config import DetectorConfig
+from detector.faster_rcnn import FasterRCNN
+from detector.structures import ImageBatch
+from e2e_vl.data.instance_masks import instance_mask
+from e2e_vl.data.vcr_text import Piece, encode_sentence, join_choice, names_of
+from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.structures import Batch
+from e2e_vl.tasks.vcr import VCRConfig, VCRTask
+from e2e_vl.text import SPECIAL_TOKENS, load_tokenizer, pad_texts
+
+RELATIVE = 1e-4  # of the largest value
+RELATIVE_CNN_FLOAT32 = 0.1  # single ReLU signs decide gradients of the CNN in float32
+KEY_BIAS = "attention.self.key.bias"  # its gradient is zero up to rounding
+STAGES = ("backbone.stem", "backbone.res2", "backbone.res3", "backbone.res4", "roi_heads.res5")  # official 1 .. 5
+BLOCKS_TO_DEPTH = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
+HEADS = {
+    "final_mlp.1.": "head.output.",
+    "cnn_loss_reg.0.dense.": "region_classifier.transform.dense.",
+    "cnn_loss_reg.2.": "region_classifier.output.",
+}
+BERT_FIELDS = (
+    "hidden_size",
+    "visual_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "hidden_act",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "max_position_embeddings",
+    "type_vocab_size",
+    "vocab_size",
+    "initializer_range",
+    "visual_scale_text_init",
+    "visual_scale_object_init",
+    "with_pooler",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(golden_root: Path) -> Path:
+    return golden_root / "vl_bert"
+
+
+@pytest.fixture(scope="module")
+def meta(folder: Path) -> dict:
+    return json.loads((folder / "meta.json").read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path) -> dict:
+    return json.loads((folder / "data.json").read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def vcr(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "vcr.safetensors")
+
+
+def part(arrays: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
+
+
+def assert_near(ours: Tensor, recorded: Tensor, name: str, relative: float = RELATIVE) -> None:
+    assert ours.shape == recorded.shape, f"{name}: shape {tuple(ours.shape)}, recorded {tuple(recorded.shape)}"
+    scale = recorded.double().abs().max()
+    difference = (ours.detach().double() - recorded.double()).abs().max()
+    assert difference <= relative * scale, f"{name}: differs by {difference:.3g}, largest value {scale:.3g}"
+
+
+def official_key(name: str) -> str:
+    """VCR wraps the encoder: vlbert._module.X is vlbert.X elsewhere."""
+    return name.replace("vlbert._module.", "vlbert.")
+
+
+def task_key(name: str) -> str | None:
+    for theirs, ours in HEADS.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return None
+
+
+def our_key(name: str, keys: ModuleType) -> str:
+    ours = task_key(name)
+    return f"task.{ours}" if ours else keys.our_key(official_key(name))
+
+
+def make_model(meta: dict, folder: Path, vcr: dict[str, Tensor], keys: ModuleType, loss: str = "sigmoid"):
+    visual, network = meta["configs"]["visual"], meta["configs"]["vcr"]
+    frozen = network["IMAGE_FROZEN_BACKBONE_STAGES"]
+    detector = DetectorConfig.from_flat(
+        {
+            "MODEL.RESNETS.DEPTH": BLOCKS_TO_DEPTH[tuple(visual["blocks"])],
+            "MODEL.RESNETS.STEM_OUT_CHANNELS": visual["stem_width"],
+            "MODEL.RESNETS.WIDTH_PER_GROUP": visual["stage_planes"][0],
+            "MODEL.RESNETS.RES2_OUT_CHANNELS": visual["feature_dim"] // 8,
+            "MODEL.RESNETS.STRIDE_IN_1X1": network["IMAGE_STRIDE_IN_1x1"],
+            "MODEL.RESNETS.RES5_DILATION": 2 if network["IMAGE_C5_DILATED"] else 1,
+            "MODEL.RESNETS.NORM": "FrozenBN" if network["IMAGE_FROZEN_BN"] else "BN",
+            "MODEL.BACKBONE.FREEZE_AT": next(n for n in range(len(STAGES) + 1) if n + 1 not in frozen),
+            "MODEL.ROI_BOX_HEAD.POOLER_TYPE": "ROIAlign",
+            "MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION": visual["roi_output"][0],
+            "MODEL.ROI_BOX_HEAD.POOLER_SAMPLING_RATIO": visual["sampling_ratio"],
+        }
+    )
+    bert = network["VLBERT"]
+    encoder = VLBertConfig(
+        **{field: bert[field] for field in BERT_FIELDS},
+        visual_layer_norm=bert["visual_ln"],
+        feature_dim=visual["feature_dim"],
+        geometry_dim=visual["coordinate_dim"],
+    )
+    classes = len(vcr["state.cnn_loss_reg.2.bias"])
+    config = VCRConfig(
+        dropout=network["CLASSIFIER_DROPOUT"],
+        loss=loss,
+        region_loss_weight=network["CNN_LOSS_WEIGHT"],
+        num_classes=classes,
+        region_dropout=network["CNN_REG_DROPOUT"],
+    )
+    model = VisionLanguageModel(FasterRCNN(detector), VLBertModel(encoder), VCRTask(encoder.hidden_size, config))
+    trunk = keys.split_state({official_key(k): v for k, v in load_file(folder / "trunk.safetensors").items()})
+    missing, unexpected = model.detector.load_state_dict(trunk["detector"], strict=False)
+    assert not unexpected
+    assert all(key.startswith(("proposal_generator.", "roi_heads.box_predictor.")) for key in missing)
+    model.encoder.load_state_dict(trunk["encoder"], strict=True)
+    model.task.load_state_dict({task_key(k): v for k, v in part(vcr, "state.").items()}, strict=True)
+    for number in frozen:  # FREEZE_AT knows no gaps
+        model.detector.get_submodule(STAGES[number - 1]).requires_grad_(False)
+    return model.eval()
+
+
+class Recorded:
+    """A text of the recorded batch in the form that `pad_texts` reads."""
+
+    positions: dict = {}  # noqa: RUF012
+
+    def __init__(self, query: Tensor, choice: Tensor, tokenizer) -> None:
+        pieces = [[Piece(id, tag - 1, word) for id, tag, word in rows.tolist() if id >= 0] for rows in (query, choice)]
+        self.input_ids, self.segment_ids, self.region_of_token = join_choice(*pieces, tokenizer)
+
+
+class SpecialIds:
+    """[CLS] and [SEP] of the recorded texts."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.cls_token_id, self.sep_token_id = int(ids[0]), int(ids[-1])
+
+
+def make_batch(vcr: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Batch:
+    """The recorded images, boxes and sentences. Row 0 of the boxes, the whole image, is left to the detector."""
+    inputs = part(vcr, "in.")
+    first = vcr["vlbert_in.text_input_ids"][0][vcr["vlbert_in.text_mask"][0]]
+    texts = [
+        Recorded(question, choice, SpecialIds(first))
+        for question, choices in zip(inputs["question"], inputs["answer_choices"], strict=True)
+        for choice in choices
+    ]
+    number, choices = inputs["answer_choices"].shape[:2]
+    kept = [rows[:, 3] > -0.5 for rows in inputs["boxes"]]
+    boxes = [rows[real][1:] for rows, real in zip(inputs["boxes"], kept, strict=True)]
+    sizes = inputs["im_info"][:, [1, 0]]
+    ratios = inputs["im_info"][:, [3, 2]]
+    return Batch(
+        images=ImageBatch(
+            inputs["image"].to(dtype), sizes.long(), sizes / ratios, [f"image {n}" for n in range(number)]
+        ),
+        boxes=[rows[:, :4].to(dtype) for rows in boxes],
+        texts=pad_texts(texts),
+        looks_at=torch.arange(number).repeat_interleave(choices)[:, None],
+        targets={"is_right": torch.nn.functional.one_hot(inputs["answer_label"], choices).flatten().to(dtype)},
+        roi_masks=[rows[real][1:].to(dtype) for rows, real in zip(inputs["masks"], kept, strict=True)],
+        region_targets={"object_class": [rows[:, -1].long() for rows in boxes]},
+    )
+
+
+def test_texts_of_choices(vcr):
+    batch, recorded = make_batch(vcr), part(vcr, "vlbert_in.")
+    mask = recorded["text_mask"]
+    assert torch.equal(batch.texts.attend, mask)
+    assert torch.equal(batch.texts.input_ids[mask], recorded["text_input_ids"][mask])
+    assert torch.equal(batch.texts.segment_ids[mask], recorded["text_token_type_ids"][mask])
+
+
+def test_inputs_logits_and_losses(meta, folder, vcr, vl_bert_keys):
+    model, batch = make_model(meta, folder, vcr, vl_bert_keys), make_batch(vcr)
+    with torch.no_grad():
+        output = model(batch)
+        vectors = model.encoder.embeddings.region_vectors(output.text_regions)
+        words = model.encoder.embeddings.word_vectors(batch.texts, vectors, output.text_regions.attend)
+    mask, real = vcr["vlbert_in.object_mask"], vcr["vlbert_in.text_mask"]
+    assert torch.equal(output.text_regions.attend, mask)
+    size = model.encoder.config.visual_size
+    assert_near(vectors[mask], vcr["vlbert_in.object_vl_embeddings"][mask][:, :size], "region vectors")
+    assert_near(words[real], vcr["vlbert_in.text_visual_embeddings"][real], "word vectors")
+    assert_near(output.task.logits, vcr["out.label_logits"], "label_logits")
+    assert_near(output.losses["choice"].mean, vcr["out.ans_loss"], "ans_loss")
+    assert_near(output.losses["region_class"].mean, vcr["out.cnn_regularization_loss"], "cnn_regularization_loss")
+    assert_near(sum(loss.mean for loss in output.losses.values()), vcr["out.loss"], "loss")
+    for name, key in (("ans_loss", "choice"), ("cnn_regularization_loss", "region_class")):
+        assert float(output.losses[key].mean) == pytest.approx(meta["values"]["vcr"][name], rel=RELATIVE)
+
+
+def test_softmax_loss(meta, folder, vcr, vl_bert_keys):
+    model = make_model(meta, folder, vcr, vl_bert_keys, loss="softmax")
+    with torch.no_grad():
+        output = model(make_batch(vcr))
+    assert_near(output.losses["choice"].mean, vcr["out.softmax_ans_loss"], "softmax_ans_loss")
+
+
+def is_cnn(name: str) -> bool:
+    return "backbone" in name or "roi_head" in name
+
+
+def test_gradients(meta, folder, vcr, vl_bert_keys):
+    """All gradients in float64: those recorded in float64 for the CNN, and the float32 ones of everything behind it."""
+    model = make_model(meta, folder, vcr, vl_bert_keys).double()
+    losses = model(make_batch(vcr, torch.float64)).losses
+    sum(loss.mean for loss in losses.values()).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    in_float64 = part(vcr, "grad64.")
+    assert in_float64
+    for name, recorded in in_float64.items():
+        assert_near(gradients[our_key(name, vl_bert_keys)], recorded, f"grad64.{name}")
+    for name, recorded in part(vcr, "grad.").items():
+        if not name.endswith(KEY_BIAS):
+            relative = RELATIVE_CNN_FLOAT32 if name in in_float64 or is_cnn(name) else RELATIVE
+            assert_near(gradients[our_key(name, vl_bert_keys)], recorded, f"grad.{name}", relative)
+    norms = meta["grad_norms"]["vcr"]
+    assert set(gradients) == {our_key(name, vl_bert_keys) for name in norms}
+    assert not set(gradients) & {our_key(name, vl_bert_keys) for name in meta["no_grad_params"]["vcr"]}
+    for name, norm in norms.items():
+        if not name.endswith(KEY_BIAS):
+            ours = float(gradients[our_key(name, vl_bert_keys)].norm())
+            assert ours == pytest.approx(norm, rel=RELATIVE_CNN_FLOAT32 if is_cnn(name) else RELATIVE), name
+
+
+def test_predictions(meta, folder, vcr, vl_bert_keys):
+    model, batch = make_model(meta, folder, vcr, vl_bert_keys), make_batch(vcr)
+    batch.records = [{"text_index": row // 4, "label": 0} for row in range(len(batch))]
+    with torch.no_grad():
+        predictions = model.task.predict(batch, model(batch))
+    assert [one["text_index"] for one in predictions] == list(range(len(vcr["out.label_logits"])))
+    assert [one["choice"] for one in predictions] == vcr["out.label_logits"].argmax(dim=1).tolist()
+    ours = torch.tensor([one["probabilities"] for one in predictions])
+    assert_near(ours, vcr["out.label_logits"].softmax(dim=1), "probabilities")
+
+
+def vocabulary_of(words: list[list], path: Path) -> Path:
+    """A vocabulary in which every word is split into as many pieces as recorded, with the recorded ids."""
+    lines: dict[int, str] = {}
+    for word, ids in words:
+        cuts = [*range(len(ids)), len(word)]
+        for number, index in enumerate(ids):
+            lines[index] = ("##" if number else "") + word[cuts[number] : cuts[number + 1]]
+    free = (index for index in range(10**6) if index not in lines)
+    for special in SPECIAL_TOKENS:
+        lines[next(free)] = special
+    path.write_text("".join(f"{lines.get(i, f'[unused{i}]')}\n" for i in range(max(lines) + 1)), encoding="utf-8")
+    return path
+
+
+def test_names_and_wordpieces(data, tmp_path):
+    """Recorded: wordpieces with the row of the box they name (0 = the whole image) and the number of the word."""
+    recorded = data["vcr_text"]
+    rows: dict[int, list[int]] = {}
+    for index, _, word in recorded["ids_tags_wordindex"]:
+        rows.setdefault(word, []).append(index)
+    words = []
+    for token in recorded["tokens"]:
+        if isinstance(token, str):
+            words.append(token.lower())
+            continue
+        for position, number in enumerate(token):
+            words += ["and"] * bool(position) + [recorded["object_names"][number].lower()]
+    tokenizer = load_tokenizer(vocabulary_of(list(zip(words, rows.values(), strict=True)), tmp_path / "vocab.txt"))
+    names = recorded["object_names"]
+    pieces = encode_sentence(recorded["tokens"], names, range(len(names)), tokenizer)
+    assert [[piece.id, piece.row + 1, piece.word] for piece in pieces] == recorded["ids_tags_wordindex"]
+
+
+def test_people_are_named_in_turn(data):
+    assert names_of(["person", "person", "pottedplant", "person"]) == data["vcr_text"]["object_names"]
+
+
+def test_instance_mask(folder, data):
+    recorded = load_file(folder / "data.safetensors")["vcr.instance_mask"].numpy()
+    case = data["vcr_instance_mask"]
+    outlines = [np.array(polygon) for polygon in case["polygons"]]
+    np.testing.assert_array_equal(instance_mask(outlines, np.array(case["box"]), len(recorded)), recorded)
