@@ -73,11 +73,14 @@ def rescale_detections(boxes: Tensor, size: Sequence[int], output_size: Sequence
 
 
 def encode_deltas(boxes: Tensor, targets: Tensor, weights: Sequence[float]) -> Tensor:
-    """Deltas (dx, dy, dw, dh) [R, 4] that move `boxes` onto `targets` (R-CNN, appendix C), times `weights`."""
-    sizes, centres = boxes[..., 2:] - boxes[..., :2], 0.5 * (boxes[..., :2] + boxes[..., 2:])
-    target_sizes, target_centres = targets[..., 2:] - targets[..., :2], 0.5 * (targets[..., :2] + targets[..., 2:])
-    deltas = torch.cat(((target_centres - centres) / sizes, torch.log(target_sizes / sizes)), dim=-1)
-    return deltas * deltas.new_tensor(weights)
+    """Deltas (dx, dy, dw, dh) [R, 4] that move `boxes` onto `targets` (R-CNN, appendix C), times `weights`.
+
+    The order of the operations is Detectron2's, so that the results are equal bit for bit.
+    """
+    weights = boxes.new_tensor(weights)
+    sizes, target_sizes = boxes[..., 2:] - boxes[..., :2], targets[..., 2:] - targets[..., :2]
+    shifts = (targets[..., :2] + 0.5 * target_sizes) - (boxes[..., :2] + 0.5 * sizes)
+    return torch.cat((weights[:2] * shifts / sizes, weights[2:] * torch.log(target_sizes / sizes)), dim=-1)
 
 
 def decode_deltas(deltas: Tensor, boxes: Tensor, weights: Sequence[float]) -> Tensor:

@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from detector.anchors import configured_cell_anchors
+from detector.backends import detector_class
 from detector.config import DetectorConfig
-from detector.faster_rcnn import FasterRCNN
+from detector.faster_rcnn import TwoStageDetector
 from detector.interface import Detector
 from detector.weight_files import WEIGHTS_NAME, read_tensors, read_weights
 from detector.weight_names import CELL_ANCHORS, LEFTOVERS, PREDICTOR, Renamed, to_detector_names
@@ -199,7 +200,7 @@ def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
         raise ValueError(f"{path}: weights are written as .pth or .safetensors.")
 
 
-def save_pretrained(detector: FasterRCNN, directory: str | Path) -> None:
+def save_pretrained(detector: TwoStageDetector, directory: str | Path) -> None:
     """Write `config.yaml` and `model.safetensors` (Detectron2's parameter names) into a folder, made if needed."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -207,14 +208,19 @@ def save_pretrained(detector: FasterRCNN, directory: str | Path) -> None:
     save_weights(detector.state_dict(), directory / WEIGHTS_NAME)
 
 
-def load_detector(directory: str | Path) -> FasterRCNN:
+def load_detector(directory: str | Path, backend: str = "builtin") -> TwoStageDetector:
     """A detector as `save_pretrained` wrote it, on CPU and in evaluation mode.
 
+    Args:
+        backend: builtin or detectron2; either reads what the other wrote.
+
     Raises:
-        FileNotFoundError, ValueError: a file is missing or damaged, or the weights do not fit the config.
+        FileNotFoundError, ValueError: a file is missing or damaged, the weights do not fit the config, or there is no
+            such backend.
     """
     directory = Path(directory)
-    detector = FasterRCNN(DetectorConfig.from_yaml(directory / CONFIG_NAME))
+    cls = detector_class(backend)
+    detector = cls(cls.config_class.from_yaml(directory / CONFIG_NAME))
     load_strictly(detector, directory / WEIGHTS_NAME)
     return detector.eval()
 

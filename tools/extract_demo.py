@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from detector.backends import BACKENDS
 from detector.images import resize_boxes
 from detector.selection import SelectionRule
 from e2e_vl.drawing import draw_boxes
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     parser.add_argument("--config", type=Path, help="Detectron2 YAML file (default: ResNet-101 C4, or that of --run)")
     parser.add_argument("--weights", type=Path, help="detector weights: a file of any kind, or a folder")
+    parser.add_argument("--backend", choices=BACKENDS, help="detector (default: builtin, or that of --run)")
     parser.add_argument("--run", type=Path, help="trained run directory: its detector is used, and it answers --text")
     parser.add_argument("--text", help="a phrase; the box that it refers to is drawn (needs --run)")
     parser.add_argument("--min-score", type=float, default=0.2, help="regions score at least this (default: 0.2) ...")
@@ -61,12 +63,15 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--min-regions {least} is more than --max-regions {most}; lower the one or raise the other.")
     rule = SelectionRule(arguments.min_score, min(10, most) if least is None else least, most)
     if arguments.run is not None and arguments.config is None and arguments.weights is None:
-        extractor = extractor_of_run(arguments.run, rule, max_proposals=arguments.max_proposals)
+        extractor = extractor_of_run(
+            arguments.run, rule, backend=arguments.backend, max_proposals=arguments.max_proposals
+        )
     else:
         extractor = build_extractor(
             arguments.config or DEFAULT_CONFIG,
             arguments.weights,
             rule,
+            backend=arguments.backend or "builtin",
             max_proposals=arguments.max_proposals,
             seed=arguments.seed,
         )

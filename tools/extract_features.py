@@ -27,7 +27,9 @@ from pathlib import Path
 
 from accelerate import PartialState
 
+from detector.backends import BACKENDS
 from detector.selection import SelectionRule
+from detector.weight_files import find_weights
 from e2e_vl.data.features.writers import FORMATS
 from e2e_vl.data.image_lists import list_images, read_given_boxes
 from e2e_vl.engine.bulk_extract import Extraction, extract_features, make_stamp
@@ -47,8 +49,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder (npz) or file to write")
     parser.add_argument("--format", default="npz", choices=FORMATS)
     parser.add_argument("--config", type=Path, help="Detectron2 YAML file (default: ResNet-101 C4)")
-    parser.add_argument("--weights", type=Path, help="detector weights: a safetensors file or a folder with one")
+    parser.add_argument("--weights", type=Path, help="detector weights: .pth, .pkl, .safetensors, or a folder")
     parser.add_argument("--run", type=Path, help="trained run directory: its detector, at the size it was evaluated at")
+    parser.add_argument("--backend", choices=BACKENDS, help="detector (default: builtin, or that of --run)")
+    parser.add_argument("--precision", default="no", choices=("no", "bf16", "fp16"), help="mixed precision")
     parser.add_argument("--rule", default="score", choices=tuple(DEFAULTS), help="which boxes (default: score)")
     parser.add_argument("--num-boxes", type=int, help="a fixed number of boxes")
     parser.add_argument("--min-boxes", type=int, help="at least so many, if the detector proposes them")
@@ -81,20 +85,20 @@ def run(arguments: argparse.Namespace) -> int:
         given = read_given_boxes(arguments.boxes)
     rule = settings.numbers if given is None else DEFAULTS["score"]
     if arguments.run is not None:
-        extractor = extractor_of_run(arguments.run, rule, max_proposals=arguments.max_proposals)
-        folder = arguments.run / "model" if (arguments.run / "model").is_dir() else arguments.run
-        weights = folder / "detector"
+        extractor = extractor_of_run(
+            arguments.run, rule, backend=arguments.backend, max_proposals=arguments.max_proposals
+        )
+        weights = find_weights(arguments.run)
     else:
         extractor = build_extractor(
             arguments.config or DEFAULT_CONFIG,
             arguments.weights,
             rule,
+            backend=arguments.backend or "builtin",
             max_proposals=arguments.max_proposals,
             seed=arguments.seed,
         )
-        weights = arguments.weights
-    if weights is not None and weights.is_dir():
-        weights = weights / "model.safetensors"
+        weights = arguments.weights and find_weights(arguments.weights)
     stamp = make_stamp(
         extractor.detector,
         extractor.resize,
@@ -102,6 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
         weights=weights,
         seed=arguments.seed,
         boxes_file=arguments.boxes,
+        backend=extractor.backend,
+        precision=arguments.precision,
     )
     job = Extraction(
         images=images,
@@ -114,6 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         stamp=stamp,
         batch_size=arguments.batch_size,
         workers=arguments.workers,
+        precision=arguments.precision,
     )
     summary = extract_features(job)
     if PartialState().is_main_process:

@@ -16,8 +16,8 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from detector.backends import BACKENDS, detector_class
 from detector.checkpoint import LoadReport, load_checkpoint
-from detector.faster_rcnn import FasterRCNN
 from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
 from e2e_vl.config import RunConfig
@@ -48,18 +48,8 @@ from e2e_vl.weights.start import load_encoder, load_task
 logger = logging.getLogger(__name__)
 
 
-def _detectron2_detector() -> type[Detector]:
-    """Detectron2 is imported only when it is chosen."""
-    try:
-        from detector.detectron2_adapter import Detectron2Detector
-    except ImportError as error:
-        raise ValueError(str(error)) from error
-    return Detectron2Detector
-
-
 DETECTORS: dict[str, Callable[[], type[Detector]]] = {
-    "builtin": lambda: FasterRCNN,
-    "detectron2": _detectron2_detector,
+    **{name: partial(detector_class, name) for name in BACKENDS},
     "precomputed": lambda: PrecomputedDetector,
 }
 ENCODERS = {"vl_bert": (VLBertConfig, VLBertModel), "none": (NoEncoderConfig, NoEncoder)}

@@ -25,7 +25,7 @@ from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gath
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from detector.faster_rcnn import FasterRCNN
+from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule, load_resized, make_image_batch
 from e2e_vl.data.features.record import RegionFeatures, load_npz, save_npz
 from e2e_vl.data.features.stores import STAMP_NAME, open_features
@@ -50,13 +50,14 @@ class Extraction:
     images: list[ListedImage]
     output: Path
     layout: str  # one of `FORMATS`
-    detector: FasterRCNN
+    detector: TwoStageDetector
     resize: ResizeRule
     settings: DescribeSettings
     given: dict[str, GivenBoxes] | None = None  # by image id, with the rule "given"
     stamp: dict[str, Any] = dataclasses.field(default_factory=dict)
     batch_size: int = 8  # images of one size in one pass of the detector
     workers: int = 2  # processes that read images, per process
+    precision: str = "no"  # no, bf16 or fp16: Accelerate's mixed precision; what is written is float32 all the same
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.workers < 0:
@@ -90,7 +91,7 @@ def extract_features(job: Extraction) -> Summary:
     check_format(job.layout, job.output)
     if job.given is not None and not any(image.id in job.given for image in job.images):
         raise ValueError("The file of given boxes has boxes of none of the images; give the file that belongs to them.")
-    accelerator = make_accelerator("no", kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)])
+    accelerator = make_accelerator(job.precision, kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)])
     todo: list[Any] = [None]
     if accelerator.is_main_process:
         try:
@@ -166,12 +167,12 @@ def _describe_all(job: Extraction, images: list[ListedImage], accelerator: Accel
                 empty = GivenBoxes(np.zeros((0, 4)), np.zeros(0, dtype=np.int64))
                 given = [job.given.get(one.image.id, empty) for one in batch]
             try:
-                records = _describe(describer, job, batch, given, accelerator.device)
+                records = _describe(describer, job, batch, given, accelerator)
             except ValueError:  # a bad box of one image: the others of the batch are done without it
                 records = []
                 for row, one in enumerate(batch):
                     try:
-                        records += _describe(describer, job, [one], given and given[row : row + 1], accelerator.device)
+                        records += _describe(describer, job, [one], given and given[row : row + 1], accelerator)
                     except ValueError as error:
                         summary.failures[one.image.id] = str(error)
             for record in records:
@@ -183,7 +184,11 @@ def _describe_all(job: Extraction, images: list[ListedImage], accelerator: Accel
 
 
 def _describe(
-    describer: Describer, job: Extraction, batch: list[_Loaded], given: list[GivenBoxes] | None, device: torch.device
+    describer: Describer,
+    job: Extraction,
+    batch: list[_Loaded],
+    given: list[GivenBoxes] | None,
+    accelerator: Accelerator,
 ) -> list[RegionFeatures]:
     settings = job.detector.config.input
     pixels = make_image_batch(
@@ -193,7 +198,8 @@ def _describe(
         settings.pixel_mean,
         settings.pixel_std,
     )
-    return describer(pixels.to(device), [one.image.id for one in batch], given)
+    with accelerator.autocast():
+        return describer(pixels.to(accelerator.device), [one.image.id for one in batch], given)
 
 
 def _save(job: Extraction, record: RegionFeatures) -> None:
@@ -278,25 +284,31 @@ def _unchanged(loaded: _Loaded) -> _Loaded:
 
 
 def make_stamp(
-    detector: FasterRCNN,
+    detector: TwoStageDetector,
     resize: ResizeRule,
     settings: DescribeSettings,
     *,
     weights: Path | None,
     seed: int,
     boxes_file: Path | None,
+    backend: str = "builtin",
+    precision: str = "no",
 ) -> dict[str, Any]:
     """How features come about, as JSON: two files with equal stamps were made alike.
 
     Args:
         weights: file that was loaded; None = random values from `seed`.
         boxes_file: given boxes.
+        backend, precision: written where they are not "builtin" and "no".
     """
     config = detector.config
     is_given = settings.rule == "given"
     numbers = None if is_given else dataclasses.asdict(settings.numbers)
+    unusual = {"backend": backend} if backend != "builtin" else {}
+    unusual |= {"precision": precision} if precision != "no" else {}
     return {
         "format": "e2e-vl region features 1",
+        **unusual,
         "detector": config.to_flat(),
         "weights": {
             "file": None if weights is None else weights.name,

@@ -11,14 +11,14 @@ Shape legend
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torchvision.ops import batched_nms, nms
 
 from detector.boxes import clip, decode_deltas, is_larger
-from detector.faster_rcnn import FasterRCNN
+from detector.faster_rcnn import TwoStageDetector
 from detector.images import resize_boxes
 from detector.roi_heads import to_rois
 from detector.selection import SelectionRule, best_class_boxes, select_max_conf, select_max_nms, select_regions
@@ -83,7 +83,7 @@ class Describer:
         ValueError: attributes are wanted, but the detector has no attribute head.
     """
 
-    def __init__(self, detector: FasterRCNN, settings: DescribeSettings) -> None:
+    def __init__(self, detector: TwoStageDetector, settings: DescribeSettings) -> None:
         if settings.attributes and not detector.roi_heads.box_predictor.has_attributes:
             raise ValueError("The detector has no attribute head; extract without attributes, or use another config.")
         self.detector = detector
@@ -118,8 +118,8 @@ class Describer:
             records.append(self._record(images, row, image_id, one, image_feature, given[row] if given else None))
         return records
 
-    def _pool(self, maps: Tensor, boxes: list[Tensor]) -> list[Tensor]:
-        pooled = self.detector.roi_heads.describe(maps, to_rois(boxes))
+    def _pool(self, maps: Any, boxes: list[Tensor]) -> list[Tensor]:
+        pooled = self.detector.describe(maps, to_rois(boxes))
         return list(pooled.split([len(rows) for rows in boxes]))
 
     def _given(self, images: ImageBatch, row: int, given: GivenBoxes) -> _Chosen:
@@ -128,15 +128,15 @@ class Describer:
         boxes = placement.move_and_clamp_boxes(given.boxes, images.names[row])
         return _Chosen(torch.from_numpy(boxes).to(images.pixels.device))
 
-    def _choose(self, maps: Tensor, images: ImageBatch) -> list[_Chosen]:
-        heads, generator = self.detector.roi_heads, self.detector.proposal_generator
+    def _choose(self, maps: Any, images: ImageBatch) -> list[_Chosen]:
+        detector = self.detector
         sizes = [(height, width) for height, width in images.sizes.tolist()]
         originals = images.original_sizes.tolist()
-        proposals = generator.propose(generator(maps), sizes).boxes
-        pooled = heads.describe(maps, to_rois(proposals))
-        logits, deltas = heads.box_predictor(pooled)
-        refined = decode_deltas(deltas, torch.cat(proposals), heads.config.box_weights)
-        probs = logits.softmax(dim=1)[:, :-1]
+        proposals = detector.propose(detector.run_rpn(maps), sizes)
+        pooled = detector.describe(maps, to_rois(proposals))
+        logits, deltas = detector.roi_heads.box_predictor(pooled)
+        refined = decode_deltas(deltas, torch.cat(proposals), detector.config.roi_heads.box_weights)
+        probs = logits.float().softmax(dim=1)[:, :-1]
         chosen = []
         counts = [len(rows) for rows in proposals]
         split = (tensor.split(counts) for tensor in (pooled, probs, refined))
@@ -184,7 +184,7 @@ class Describer:
         usable = torch.isfinite(boxes).all(dim=1) & is_larger(boxes)
         rows, classes, boxes = rows[usable], classes[usable], boxes[usable]
         scores = probs[rows, classes]
-        kept = batched_nms(boxes, scores, classes, self.detector.roi_heads.config.nms_thresh)
+        kept = batched_nms(boxes, scores, classes, self.detector.config.roi_heads.nms_thresh)
         kept = kept[nms(boxes[kept], scores[kept], SAME_PLACE)]
         kept = kept[select_regions(scores[kept], self.settings.numbers)]
         return rows[kept], classes[kept], boxes[kept]

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torchvision.ops import nms
 
+from detector.backends import BACKENDS, detector_class
 from detector.checkpoint import load_checkpoint
-from detector.config import DetectorConfig
-from detector.faster_rcnn import FasterRCNN
+from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
 from detector.selection import SelectionRule, select_regions
 from e2e_vl.config import load_config
@@ -48,9 +48,10 @@ class ExtractedRegions:
 class Extractor:
     """A detector with the image size and the selection rule it is used with."""
 
-    detector: FasterRCNN
+    detector: TwoStageDetector
     resize: ResizeRule
     rule: SelectionRule
+    backend: str = "builtin"  # name of the detector's class
 
     @torch.inference_mode()
     def __call__(self, path: str | Path) -> ExtractedRegions:
@@ -87,6 +88,7 @@ def build_extractor(
     weights: str | Path | None,
     rule: SelectionRule,
     *,
+    backend: str = "builtin",
     resize: ResizeRule | None = None,
     max_proposals: int = 100,
     seed: int = 0,
@@ -98,48 +100,63 @@ def build_extractor(
         weights: file or folder of any kind that `load_checkpoint` reads; None = random values, the same for the same
             seed.
         rule: which detections become regions.
+        backend: builtin or detectron2.
         resize: size of the network input; None = the config's INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST.
         max_proposals: limit for RPN.POST_NMS_TOPK_TEST, the number of boxes that the RoI head looks at. Time on a CPU
             grows with it; bottom-up attention uses 300, Detectron2 1000.
         seed: of the random values.
 
     Raises:
-        FileNotFoundError, ValueError: a file that is missing or does not fit, or no proposals allowed.
+        FileNotFoundError, ValueError: a file that is missing or does not fit, no such backend, or no proposals
+            allowed.
     """
     if max_proposals < 1:
         raise ValueError(f"The detector needs at least 1 proposal to look at, not {max_proposals} proposals.")
-    settings = DetectorConfig.from_yaml(config)
-    settings = dataclasses.replace(
-        settings,
-        rpn=dataclasses.replace(settings.rpn, post_nms_topk_test=min(settings.rpn.post_nms_topk_test, max_proposals)),
-        roi_heads=dataclasses.replace(
-            settings.roi_heads, score_thresh=0.0, detections_per_image=CANDIDATES * rule.max_regions
-        ),
-    )
+    cls = detector_class(backend)
+    settings = cls.config_class.from_yaml(config)
+    changes = {
+        "MODEL.RPN.POST_NMS_TOPK_TEST": min(settings.rpn.post_nms_topk_test, max_proposals),
+        "MODEL.ROI_HEADS.SCORE_THRESH_TEST": 0.0,
+        "TEST.DETECTIONS_PER_IMAGE": CANDIDATES * rule.max_regions,
+    }
+    settings = cls.config_class.from_flat(settings.to_flat() | changes, str(config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        detector = FasterRCNN(settings).eval()
+        detector = cls(settings).eval()
     if weights is not None:
         load_checkpoint(detector, weights)
     resize = resize or ResizeRule(settings.input.min_size_test, settings.input.max_size_test, "detectron2")
-    return Extractor(detector, resize, rule)
+    return Extractor(detector, resize, rule, backend)
 
 
-def extractor_of_run(run_dir: str | Path, rule: SelectionRule, *, max_proposals: int = 100) -> Extractor:
+def extractor_of_run(
+    run_dir: str | Path, rule: SelectionRule, *, backend: str | None = None, max_proposals: int = 100
+) -> Extractor:
     """The trained detector of a run directory (or of a saved model folder), with the image size it was evaluated at.
+
+    Args:
+        backend: builtin or detectron2; None = that of the run.
 
     Raises:
         FileNotFoundError: no trained model there.
+        ValueError: the run was trained on precomputed features, so that it has no detector.
     """
     folder = Path(run_dir)
     folder = folder / "model" if (folder / "model").is_dir() else folder
     if not (folder / "detector" / "config.yaml").is_file():
         raise FileNotFoundError(f"{run_dir} holds no trained model; give a run directory of tools/train.py.")
-    resize = load_config(folder / "config.yaml").data.resize
+    config = load_config(folder / "config.yaml")
+    if config.detector.backend not in BACKENDS:
+        raise ValueError(
+            f"{run_dir}: detector.backend is {config.detector.backend}, so the run has no detector that could look at "
+            "images; give --config and --weights."
+        )
+    resize = config.data.resize
     return build_extractor(
         folder / "detector" / "config.yaml",
         folder / "detector",
         rule,
+        backend=backend or config.detector.backend,
         resize=ResizeRule(resize.short_edge[-1], resize.long_edge, resize.rounding),
         max_proposals=max_proposals,
     )

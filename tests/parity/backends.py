@@ -94,9 +94,15 @@ def label_anchors(
         return model.proposal_generator.label_anchors(rpn_output.anchors, targets.boxes, sizes)
     from detectron2.structures import Boxes, pairwise_iou
 
-    matcher = model.proposal_generator.anchor_matcher
-    pairs = [matcher(pairwise_iou(Boxes(boxes), rpn_output.anchors[0])) for boxes in targets.boxes]
-    return torch.stack([label for _, label in pairs]), torch.stack([matched for matched, _ in pairs])
+    rpn, anchors = model.proposal_generator, rpn_output.anchors[0]
+    labels, matches = [], []
+    for boxes, size in zip(targets.boxes, sizes, strict=True):
+        matched, label = rpn.anchor_matcher(pairwise_iou(Boxes(boxes), anchors))
+        if rpn.anchor_boundary_thresh >= 0:
+            label[~anchors.inside_box(size, rpn.anchor_boundary_thresh)] = -1
+        labels.append(label)
+        matches.append(matched)
+    return torch.stack(labels), torch.stack(matches)
 
 
 class SampledArrays(NamedTuple):

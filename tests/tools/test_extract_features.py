@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -14,9 +15,16 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
+from accelerate.state import AcceleratorState
 from PIL import Image
 
+from detector.checkpoint import save_weights
+from detector.config import DetectorConfig
+from detector.faster_rcnn import FasterRCNN
+from e2e_vl.config import load_config
 from e2e_vl.data.features.stores import open_features
+from e2e_vl.engine.train import train
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "extract_features.py"
@@ -121,6 +129,61 @@ def test_given_boxes_with_the_detector_of_a_run(tool, images, trained_run, tmp_p
     assert record.attributes is None
     assert store.stamp["features_of"] == "given boxes" and len(store.stamp["box_rule"]["boxes_sha256"]) == 64
     assert store.stamp["weights"]["file"] == "model.safetensors"
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_backends_precisions_and_kinds_of_weights(tool, words, tmp_path, images):
+    """The same boxes and features from .pth and .pkl files in either backend; nearly the same in bfloat16."""
+    config = DetectorConfig.from_yaml(words[3])
+    torch.manual_seed(0)
+    tensors = FasterRCNN(config).state_dict()
+    save_weights(tensors, tmp_path / "w.pth")
+    arrays = {name: value.numpy() for name, value in tensors.items()}
+    (tmp_path / "w.pkl").write_bytes(pickle.dumps({"model": arrays, "__author__": "Detectron2 Model Zoo"}))
+    (tmp_path / "list.txt").write_text(f"{images}/003.png\n{images}/001.png\n")
+    words[1] = str(tmp_path / "list.txt")
+
+    def extract(weights: str, *more: str):
+        output = tmp_path / f"{weights}{''.join(more)}.tsv"
+        assert tool.main([*words, "--weights", str(tmp_path / weights), "--output", str(output), *more]) == 0
+        AcceleratorState._reset_state()  # one process has one precision
+        return open_features(output)
+
+    expected = extract("w.pth")
+    exact, rough = [extract("w.pkl")], extract("w.pth", "--precision", "bf16")
+    if importlib.util.find_spec("detectron2") is not None:
+        exact.append(extract("w.pkl", "--backend", "detectron2"))
+        assert exact[-1].stamp["backend"] == "detectron2"
+    for found in exact:
+        for one, other in zip(found, expected, strict=True):
+            assert np.allclose(one.boxes, other.boxes, atol=1e-3)
+            assert np.allclose(one.features, other.features, atol=1e-4)
+    assert "precision" not in expected.stamp and rough.stamp["precision"] == "bf16"
+    changed = [np.abs(one.features.mean(0) - two.features.mean(0)) for one, two in zip(rough, expected, strict=True)]
+    size = np.abs(np.concatenate([one.features for one in expected])).max()
+    assert 0 < np.max(changed) < 0.2 * size
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_tiny_run_on_precomputed_features(tool, trained_run, tmp_path):
+    """configs/tiny/precomputed.yaml after the commands that its header gives."""
+    data = trained_run.config.data
+    instances = Path(data.root) / data.files["instances"]
+    words = f"--images {instances} --root {Path(data.root) / data.files['images']} --boxes {instances}"
+    more = f"--run {trained_run.path} --image-feature --output {tmp_path / 'features'} --workers 0"
+    assert tool.main([*words.split(), *more.split()]) == 0
+    own = [
+        f"data.root={data.root}",
+        f"data.files.features={tmp_path / 'features'}",
+        f"detector.config={trained_run.config.detector.config}",
+        f"output={tmp_path / 'run'}",
+    ]
+    config = load_config(ROOT / "configs" / "tiny" / "precomputed.yaml", own)
+    config.data.synthetic = data.synthetic
+    metrics = train(config)
+    assert metrics["val/count_precomputed_boxes"] > 0
+    assert not (tmp_path / "run" / "model" / "detector" / "model.safetensors").stat().st_size > 1000
+    assert tool.main([*words.split(), "--run", str(tmp_path / "run"), "--output", str(tmp_path / "other")]) == 2
 
 
 @pytest.mark.parametrize(

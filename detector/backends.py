@@ -1,0 +1,24 @@
+"""The detectors that look at pixels, by name."""
+
+from __future__ import annotations
+
+from detector.faster_rcnn import FasterRCNN, TwoStageDetector
+
+BACKENDS = ("builtin", "detectron2")
+
+
+def detector_class(backend: str) -> type[TwoStageDetector]:
+    """The class of a backend; its `config_class` reads the settings it is built from.
+
+    Raises:
+        ValueError: there is no such backend, or Detectron2 is not installed.
+    """
+    if backend == "builtin":
+        return FasterRCNN
+    if backend != "detectron2":
+        raise ValueError(f"There is no detector '{backend}'; it must be one of {', '.join(BACKENDS)}.")
+    try:
+        from detector.detectron2_adapter import Detectron2Detector  # imported only when it is chosen
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    return Detectron2Detector
