@@ -133,7 +133,7 @@ def test_accumulated_micro_batches_give_the_parameters_of_one_batch(tiny_config,
         train(config)
     one, two = (parameters_of(path) for path in runs.values())
     assert set(one) == set(two)
-    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-6
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 2e-5  # of steps of 1e-2
     lines = {parts: logged(path) for parts, path in runs.items()}
     for name in ("lr_head", "lr_detector", "epoch", "step"):
         assert [line[name] for line in lines[1]] == [line[name] for line in lines[2]]
