@@ -163,7 +163,9 @@ def test_an_unknown_split(fails, trained_run, capfd):
     assert "no split 'testC'; the file has train, val" in refusal(lambda: evaluation_tool.main(arguments), capfd)
 
 
-@pytest.mark.parametrize("word", ["detector.weights=x.pth", "encoder.weights=x", "detector.config=x.yaml"])
+@pytest.mark.parametrize(
+    "word", ["detector.weights=x.pth", "encoder.weights=x", "task.weights=x", "detector.config=x.yaml"]
+)
 def test_a_trained_model_keeps_its_own_weights(trained_run, capfd, word):
     arguments = ["--run", str(trained_run.path), "--boxes", "gt", word]
     assert f"{word}: a trained model brings its own" in refusal(lambda: evaluation_tool.main(arguments), capfd)

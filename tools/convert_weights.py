@@ -1,19 +1,31 @@
-"""Read a detector's published checkpoint, say how it fits, and write it in this project's form.
+"""Read published weights, say how they fit, and write them in this project's form; or a model of ours as VL-BERT's.
+
+A detector's checkpoint (Detectron2's .pkl and .pth, Caffe2 and torchvision names, both ports of bottom-up attention,
+VL-BERT's resnet101-pt-vgbua-0000.model, .safetensors files, and folders that hold a detector):
 
     python tools/convert_weights.py faster_rcnn_from_caffe_attr.pkl \
         --config configs/detector/bottom_up_attention.yaml --output weights/bottom_up_attention
 
-Reads Detectron2's .pkl and .pth, Caffe2 and torchvision names, both ports of bottom-up attention, VL-BERT's
-resnet101-pt-vgbua-0000.model, .safetensors files, and folders that hold a detector. Writes, by the output's name:
+Writes, by the output's name:
   DIR            config.yaml and model.safetensors: detector.weights of a run, --weights of tools/extract_demo.py
   x.safetensors  the weights alone, with Detectron2's names
   x.pth          the same, as Detectron2 itself loads them
-Converting is not needed before training: detector.weights takes the published files too.
+
+A whole model of the official VL-BERT code, with the settings of a run, as a folder that tools/evaluate.py takes:
+
+    python tools/convert_weights.py refcoco.model --run configs/refcoco/vl_bert_base.yaml data.root=DATA --output DIR
+
+A model of ours (a run directory) as a file that the official VL-BERT code loads:
+
+    python tools/convert_weights.py runs/refcoco_plus_vl_bert_base --output refcoco.model
+
+Converting is not needed before training: detector.weights, encoder.weights and task.weights take the published files.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 
@@ -27,22 +39,44 @@ from detector.checkpoint import (
 )
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
+from e2e_vl.config import load_config
+from e2e_vl.engine.build import build_model, build_tokenizer
+from e2e_vl.engine.checkpoint import load_model, save_model
+from e2e_vl.weights.vl_bert import save_official
+
+OFFICIAL = ".model"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("weights", type=Path, help="file or folder to read")
-    parser.add_argument("--config", type=Path, required=True, help="Detectron2 YAML file of the detector")
-    parser.add_argument("--output", type=Path, required=True, help="folder, .pth or .safetensors to write")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--config", type=Path, help="Detectron2 YAML file of the detector to convert")
+    kind.add_argument("--run", type=Path, help="YAML file of a run: convert a whole official VL-BERT model")
+    parser.add_argument("--output", type=Path, required=True, help="folder, .pth, .safetensors or .model to write")
     parser.add_argument(
         "--expect",
         choices=EXPECT,
         default="all",
         help="what the file must hold; only what it holds is written (default: all)",
     )
-    options = parser.parse_args(argv)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --run: settings that beat the file")
+    options = parser.parse_intermixed_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     try:
-        convert(options.weights, options.config, options.output, options.expect)
+        if options.run is not None:
+            import_official(options.weights, options.run, options.output, options.overrides)
+        elif options.overrides:
+            raise ValueError(f"{options.overrides[0]}: settings are for --run.")
+        elif options.config is not None:
+            convert(options.weights, options.config, options.output, options.expect)
+        elif options.output.suffix == OFFICIAL:
+            export_official(options.weights, options.output)
+        else:
+            raise ValueError(
+                f"What is {options.weights}? Give --config for a detector, --run for an official VL-BERT model, or a "
+                f"run directory and an --output that ends with {OFFICIAL}."
+            )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -65,6 +99,31 @@ def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
         {name: converted.tensors[name] for name in report.matched}, output / WEIGHTS_NAME if is_folder else output
     )
     print(f"written: {output}")
+
+
+def import_official(weights: Path, run: Path, output: Path, overrides: list[str]) -> None:
+    """Write a model folder with the weights of an official file; what it lacks stays random, and is reported."""
+    if output.suffix or output.is_file():
+        raise ValueError(f"{output} is not a folder.")
+    if not weights.is_file():
+        raise FileNotFoundError(f"{weights}: no such weights file.")
+    config = load_config(run, overrides)
+    if config.data.vocabulary is None:
+        raise ValueError(f"{run}: data.vocabulary is not set; give that of the official model (bert-base-uncased).")
+    if config.detector.backend != "precomputed":
+        config.detector.weights, config.detector.expect = str(weights), "backbone"
+    config.encoder.weights = config.task.weights = str(weights)
+    tokenizer = build_tokenizer(config)
+    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
+    save_model(output, config, model, tokenizer)
+    print(f"written: {output}")
+
+
+def export_official(folder: Path, output: Path) -> None:
+    """Write a trained model of ours as an official file, and say what has no place in it."""
+    config, model, _ = load_model(folder)
+    left_out = save_official(model, config.task.name, output)
+    print(f"left out: {len(left_out)}", *(f"  {name}" for name in left_out), f"written: {output}", sep="\n")
 
 
 if __name__ == "__main__":

@@ -127,15 +127,13 @@ def fetch_from_hub(name: str) -> Path:
     Raises:
         FileNotFoundError: nothing of that name within reach.
     """
-    for file in FILES:
-        try:
-            found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-            cached_file(name, "config.json", _raise_exceptions_for_missing_entries=False)
-        except (OSError, ValueError) as error:
-            raise FileNotFoundError(
-                f"{name}: neither a local file or folder nor a model that could be fetched from the hub "
-                f"({str(error).splitlines()[0]}); check the name and the connection, or give a local file."
-            ) from error
-        if found is not None:
-            return Path(found)
-    raise FileNotFoundError(f"{name}: the hub's model has none of the files {', '.join(FILES)}.")
+    try:
+        cached_file(name, "config.json")  # fails for all reasons there are; `check_config` reads it
+        new, old = FILES
+        found = cached_file(name, new, _raise_exceptions_for_missing_entries=False) or cached_file(name, old)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"{name}: neither a local file or folder nor a model that could be fetched from the hub "
+            f"({str(error).splitlines()[0]}); check the name and the connection, or give a local file."
+        ) from error
+    return Path(found)

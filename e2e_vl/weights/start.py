@@ -133,8 +133,8 @@ def load_encoder(encoder: nn.Module, path: str | Path, *, task_name: str) -> Loa
 def load_task(task: nn.Module, path: str | Path, *, task_name: str) -> LoadReport:
     """Start a task's head: of the same task as it is, of another one by the rules in `TRANSFERS`.
 
-    Heads of pre-training objectives that are switched off in the task may be left over. The frozen detector that
-    pre-training learns from is none of its weights: it is a copy of the detector that the run starts with.
+    Heads of objectives that are switched off in the task may be left over. The frozen detector that pre-training
+    learns from is none of its weights: it is a copy of the detector that the run starts with.
 
     Args:
         path: see the top of this file.
@@ -144,9 +144,9 @@ def load_task(task: nn.Module, path: str | Path, *, task_name: str) -> LoadRepor
         FileNotFoundError, ValueError: nothing there, no rule for such a start, or it does not fit.
     """
     source = read_source(path, "task")
+    own = {f"{name.split('.')[0]}." for name in task.state_dict()}
     if source.task_name == task_name or (source.layout == OWN and source.task_name is None):
-        own = {f"{name.split('.')[0]}." for name in task.state_dict()}
-        unused = tuple(name for name in PRETRAINING_HEADS if name not in own) if task_name == PRETRAINING else ()
+        unused = tuple(name for name in PRETRAINING_HEADS if name not in own)  # VCR's region classifier is among them
         return load_weights(
             task, source.tensors, source.path, may_miss=(TEACHER,), may_exceed=unused, layout=source.layout
         )
@@ -156,8 +156,9 @@ def load_task(task: nn.Module, path: str | Path, *, task_name: str) -> LoadRepor
             f"{source.path}: holds {_described(source)}, and no rule says how the head of {task_name} starts from it; "
             "leave out task.weights."
         )
-    tensors, copied = _transferred(source.tensors, transfer)
-    used = tuple(transfer.copies) + ((RELATIONSHIP,) if transfer.match_from_relationship else ())
+    wanted = {start: to for start, to in transfer.copies.items() if f"{to.split('.')[0]}." in own}
+    tensors, copied = _transferred(source.tensors, dataclasses.replace(transfer, copies=wanted))
+    used = (*wanted, *((RELATIONSHIP,) if transfer.match_from_relationship else ()))
     left = [name for name in source.tensors if not name.startswith(used)]
     unknown = [name for name in left if not name.startswith(PRETRAINING_HEADS)]
     if unknown:

@@ -105,6 +105,30 @@ def test_interrupted_and_resumed_equals_uninterrupted(uninterrupted, tiny_config
     assert_same_run(uninterrupted, run)
 
 
+def test_the_official_optimiser_goes_on_exactly_and_ends_with_rate_zero(tiny_config, tmp_path, monkeypatch):
+    """In bf16; 3 steps an epoch, so the checkpoint lies at step 3."""
+    official = ("optimizer=adamw_official", "schedule=triangle", "schedule_first=true", "warmup_steps=2", "max_steps=5")
+    words = [f"train.{word}" for word in (*official, "mixed_precision=bf16")]
+    words += ["eval.boxes=[gt]", "eval.every_epochs=0", "train.save_every_epochs=1"]
+    train(tiny_config(*words, f"output={tmp_path / 'whole'}"))
+    config = tiny_config(*words)
+    update = training._Training._update
+
+    def interrupt(self, micro_batches):
+        if self.step == 4:
+            raise KeyboardInterrupt
+        return update(self, micro_batches)
+
+    monkeypatch.setattr(training._Training, "_update", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    monkeypatch.setattr(training._Training, "_update", update)
+    train(config, resume=True)
+    assert_same_run(tmp_path / "whole", config.output)
+    rates = [line["lr_encoder"] for line in read_log(Path(config.output) / "log.jsonl") if "lr_encoder" in line]
+    assert rates == pytest.approx([config.train.lr * factor for factor in (0.5, 1, 2 / 3, 1 / 3, 0)])
+
+
 def test_a_half_written_checkpoint_is_passed_over(uninterrupted, stopped):
     run = Path(stopped.output)
     half = run / "checkpoints" / "step_00000008"

@@ -18,6 +18,8 @@ from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringTask
+from e2e_vl.tasks.vcr import VCRConfig, VCRTask
+from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.weights.start import load_encoder, load_task
 from e2e_vl.weights.vl_bert import Parts, from_official, save_official, to_official
 
@@ -28,30 +30,6 @@ TINY_ENCODER = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "nu
 TINY_ENCODER |= {"intermediate_size": 24, "max_position_embeddings": 20, "geometry_dim": 16}
 PRETRAINING = {"text_only_embedding": True, "hidden_region_embedding": True}
 KINDS = ("pretraining", "pretraining_rel", "pretraining_prec", "refcoco", "vqa", "vcr")
-
-
-class Head(nn.Module):
-    """Linears under the names of a task that is not needed in whole."""
-
-    def __init__(self, hidden: int, **outputs: int) -> None:
-        super().__init__()
-        for name, size in outputs.items():
-            part = nn.Module()
-            part.transform = nn.ModuleDict({"dense": nn.Linear(hidden, hidden)})
-            part.output = nn.Linear(hidden, size)
-            setattr(self, name, part)
-
-
-def vqa_head(hidden: int, answers: int) -> nn.Module:
-    task = Head(hidden, head=answers)
-    task.head.transform["norm"] = nn.LayerNorm(hidden)
-    return task
-
-
-def vcr_head(hidden: int) -> nn.Module:
-    task = Head(hidden, head=1, region_classifier=81)
-    del task.head.transform
-    return task
 
 
 def make_parts(kind: str, detector: dict | None, encoder: dict, classes: int, answers: int) -> tuple[nn.Module, ...]:
@@ -70,8 +48,10 @@ def make_parts(kind: str, detector: dict | None, encoder: dict, classes: int, an
             vocab_size=config.vocab_size, region_classes=classes, relationship=float(kind == "pretraining_rel")
         )
         task = PretrainingTask(hidden, settings)
+    elif name == "vqa":
+        task = VQATask(hidden, VQAConfig(answers=[str(number) for number in range(answers)]))
     else:
-        task = {"refcoco": ReferringTask, "vqa": lambda h: vqa_head(h, answers), "vcr": vcr_head}[name](hidden)
+        task = {"refcoco": ReferringTask, "vcr": VCRTask}[name](hidden)
     network = DetectorConfig.from_flat(detector) if isinstance(detector, dict) else DetectorConfig.from_yaml(detector)
     return (PrecomputedDetector if is_precomputed else FasterRCNN)(network), VLBertModel(config), task
 
@@ -215,6 +195,15 @@ def test_pre_training_starts_vcr(tmp_path, kind):
     else:
         assert torch.equal(target.task.head.output.weight, own["task.head.output.weight"])
         assert "head.output.weight" in report.missing
+
+
+def test_a_head_that_is_switched_off_is_left_over(tmp_path):
+    for kind in ("pretraining", "vcr"):
+        save_official(tiny_model(kind, 1), kind, tmp_path / f"{kind}.model")
+        task = VCRTask(16, VCRConfig(region_loss_weight=0))
+        report = load_task(task, tmp_path / f"{kind}.model", task_name="vcr")
+        assert "region_classifier.transform.dense.weight" in report.unexpected
+        assert not any("region_classifier" in name for name in (*task.state_dict(), *report.copied))
 
 
 def test_no_rule_from_one_fine_tuned_task_to_another(tmp_path):

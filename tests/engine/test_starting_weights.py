@@ -1,0 +1,123 @@
+"""`detector.weights`, `encoder.weights` and `task.weights` from a run, an official file or a BERT."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+from e2e_vl.config import RunConfig
+from e2e_vl.engine.build import build_detector_config, build_model, build_tokenizer
+from e2e_vl.engine.checkpoint import load_model, save_model
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.weights.vl_bert import save_official
+
+# The official architecture, small: the tiny config's own departs from it.
+ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+ENCODER |= {"max_position_embeddings": 64, "geometry_dim": 64}
+LEARNED_VECTORS = {"text_only_embedding": True, "hidden_region_embedding": True}
+
+
+@pytest.fixture
+def config_of(tiny_config: Callable[..., RunConfig]) -> Callable[..., RunConfig]:
+    """`config_of(task, words, encoder fields)`: a tiny run of the official architecture."""
+
+    def make(task: str, *words: str, **encoder: object) -> RunConfig:
+        config = tiny_config(*words)
+        config.encoder.config = {**ENCODER, **encoder}
+        config.task.name, config.task.config = task, {}
+        if task == "pretraining":
+            config.encoder.config |= LEARNED_VECTORS
+            config.task.config = {"region_classes": build_detector_config(config).roi_heads.num_classes + 1}
+        return config
+
+    return make
+
+
+def build(config: RunConfig, seed: int = 0) -> VisionLanguageModel:
+    torch.manual_seed(seed)
+    tokenizer = build_tokenizer(config)
+    return build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
+
+
+@pytest.fixture
+def pretrained(config_of: Callable[..., RunConfig], tmp_path: Path) -> tuple[VisionLanguageModel, dict[str, Path]]:
+    """A pre-trained model, and the same as a run directory and as an official file."""
+    config = config_of("pretraining")
+    model = build(config, seed=1)
+    save_model(tmp_path / "pretrained" / "model", config, model, build_tokenizer(config))
+    save_official(model, "pretraining", tmp_path / "pretrained.model")
+    return model, {"run": tmp_path / "pretrained", "file": tmp_path / "pretrained.model"}
+
+
+@pytest.mark.parametrize("kind", ["run", "folders", "file"])
+def test_fine_tuning_starts_from_pre_training(config_of, pretrained, caplog, kind):
+    source, paths = pretrained
+    path = paths["file" if kind == "file" else "run"]
+    encoder, task = (path / "model" / name if kind == "folders" else path for name in ("encoder", "task"))
+    words = [f"detector.weights={path}", f"encoder.weights={encoder}", f"task.weights={task}"]
+    with caplog.at_level(logging.INFO):
+        started = build(config_of("refcoco", *words, *(["detector.expect=backbone"] if kind == "file" else [])), seed=2)
+    own = build(config_of("refcoco"), seed=2)
+    for a, b in (
+        (source.detector.roi_heads.res5, started.detector.roi_heads.res5),
+        (source.encoder.layers, started.encoder.layers),
+        (source.encoder.embeddings.region_projection, started.encoder.embeddings.region_projection),
+        (source.task.region_classifier.transform, started.task.head.transform),
+        (own.task.head.output, started.task.head.output),
+    ):
+        assert all(torch.equal(value, b.state_dict()[name]) for name, value in a.state_dict().items())
+    assert "copied: region_classifier.transform -> head.transform" in caplog.text
+    assert "2 missing (head.output.weight, head.output.bias)" in caplog.text
+
+
+def test_pre_training_goes_on_from_its_own_files_but_learns_from_the_new_detector(config_of, pretrained):
+    source, paths = pretrained
+    for path in paths.values():
+        started = build(config_of("pretraining", f"encoder.weights={path}", f"task.weights={path}"), seed=2)
+        for name, value in source.task.state_dict().items():
+            if not name.startswith("teacher."):
+                assert torch.equal(started.task.state_dict()[name], value), name
+        for name, value in started.detector.state_dict().items():
+            assert torch.equal(started.task.teacher.state_dict()[name], value), name
+
+
+def test_a_fine_tuned_model_comes_back_without_its_starting_weights(config_of, pretrained, tmp_path):
+    _, paths = pretrained
+    config = config_of("refcoco", f"encoder.weights={paths['run']}", f"task.weights={paths['run']}")
+    model = build(config)
+    save_model(tmp_path / "tuned", config, model, build_tokenizer(config))
+    (paths["run"] / "model" / "config.yaml").unlink()  # the start is not read again
+    again, loaded, _ = load_model(tmp_path / "tuned")
+    assert again.task.weights is None
+    assert again.encoder.weights is None
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_bert_fills_what_the_weights_lack(config_of, pretrained, tmp_path):
+    source, paths = pretrained
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    fields = {name: getattr(source.encoder.config, name) for name in (*sizes, "max_position_embeddings")}
+    bert = BertModel(BertConfig(**fields))
+    bert.save_pretrained(tmp_path / "bert")
+    words = [f"encoder.weights={paths['run']}", f"encoder.fallback_weights={tmp_path / 'bert'}"]
+    started = build(config_of("refcoco", *words, with_pooler=True)).encoder
+    assert torch.equal(started.layers[0].output.dense.weight, source.encoder.layers[0].output.dense.weight)
+    assert torch.equal(started.pooler.dense.weight, bert.pooler.dense.weight)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("encoder.weights=./nothing", "nothing: no such weights file or folder"),
+        ("task.weights=./nothing", "nothing: no such weights file or folder"),
+        ("encoder.weights={here}", "holds no encoder's weights"),
+    ],
+)
+def test_a_start_that_is_not_there(config_of, tmp_path, word, message):
+    with pytest.raises(FileNotFoundError, match=message):
+        build(config_of("refcoco", word.format(here=tmp_path)))

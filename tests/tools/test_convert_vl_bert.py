@@ -1,0 +1,87 @@
+"""Official VL-BERT files to a model folder and back."""
+
+from __future__ import annotations
+
+import importlib.util
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from e2e_vl.config import RunConfig, save_config
+from e2e_vl.engine.build import build_model, build_tokenizer
+from e2e_vl.engine.checkpoint import load_model
+from e2e_vl.weights.vl_bert import save_official
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "convert_weights.py"
+ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+
+
+@pytest.fixture(scope="module")
+def tool() -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("convert_weights", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def settings(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> tuple[RunConfig, Path]:
+    """A run of the official architecture, and its file."""
+    config = tiny_config()
+    config.encoder.config = ENCODER
+    build_tokenizer(config)
+    config.data.vocabulary = str(Path(config.output) / "tokenizer" / "vocab.txt")
+    save_config(config, tmp_path / "run.yaml")
+    return config, tmp_path / "run.yaml"
+
+
+def test_an_official_file_becomes_a_model_folder_and_comes_back_equal(tool, settings, tmp_path, capsys):
+    config, run = settings
+    tokenizer = build_tokenizer(config)
+    torch.manual_seed(1)
+    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
+    save_official(model, "refcoco", tmp_path / "official.model")
+
+    folder, again = tmp_path / "folder", tmp_path / "again.model"
+    assert tool.main([str(tmp_path / "official.model"), "--run", str(run), "seed=3", "--output", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "official.model (VL-BERT names): " in printed
+    assert f"written: {folder}" in printed
+    read, loaded, _ = load_model(folder)
+    assert read.seed == 3
+    for part in (loaded.encoder, loaded.task, loaded.detector.backbone, loaded.detector.roi_heads.res5):
+        name = next(name for name, module in loaded.named_modules() if module is part)
+        theirs = model.get_submodule(name).state_dict()
+        assert all(torch.equal(value, theirs[key]) for key, value in part.state_dict().items())
+
+    assert tool.main([str(folder), "--output", str(again)]) == 0
+    printed = capsys.readouterr().out
+    assert "  detector.proposal_generator.rpn_head.conv.weight\n" in printed
+    first, second = (torch.load(path, weights_only=True)["state_dict"] for path in (tmp_path / "official.model", again))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["none.model", "--run", "run.yaml", "--output", "out"], "none.model: no such weights file"),
+        (["run.yaml", "--run", "run.yaml", "--output", "out.pth"], "out.pth is not a folder"),
+        (["run.yaml", "--run", "run.yaml", "--output", "out", "data.vocabulary=null"], "data.vocabulary is not set"),
+        (["run.yaml", "--run", "run.yaml", "--output", "out"], "run.yaml: "),
+        (["here", "--output", "out"], "What is here?"),
+        (["here", "--output", "out.model"], "here holds no trained model"),
+        (["here", "--output", "out.model", "seed=3"], "seed=3: settings are for --run"),
+    ],
+)
+def test_errors_are_one_line(tool, settings, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert tool.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert not list(tmp_path.glob("out*"))
