@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from e2e_vl.data.collate import collate
 from e2e_vl.data.examples import Request
 from e2e_vl.data.features.record import RegionFeatures, save_npz
 from e2e_vl.data.grouping import GroupedBatchSampler
+from e2e_vl.data.loading import BatchLoader
 from e2e_vl.engine.build import DATASETS
 from e2e_vl.synthetic.build import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
@@ -162,6 +164,24 @@ def test_masks_depend_on_seed_epoch_and_text_only(root, tokenizer):
     assert len({tuple(ids) for _, ids, _ in texts(0, 1).values()}) > len(dataset) / 2, "the corpus is drawn at random"
 
 
+@pytest.mark.parametrize(("files", "source"), [({**SHARDS, "corpus": COCO["corpus"]}, "shards"), (OFFICIAL, "vl_bert")])
+def test_workers_read_what_one_process_reads(root, tokenizer, files, source):
+    dataset = make(root, tokenizer, files, source, relationship=0.5)
+    dataset[Request(0, (0,))]  # files are open before the workers are forked
+    joined = partial(collate, pixel_mean=(0, 0, 0), pixel_std=(1, 1, 1))
+
+    def batches(workers: int):
+        return list(BatchLoader(dataset, GroupedBatchSampler(dataset.groups, 2, 1, seed=3), joined, workers=workers))
+
+    for one, other in zip(batches(0), batches(2), strict=True):
+        assert torch.equal(one.images.pixels, other.images.pixels)
+        assert torch.equal(one.texts.input_ids, other.texts.input_ids)
+        assert {name: values.tolist() for name, values in one.targets.items()} == {
+            name: values.tolist() for name, values in other.targets.items()
+        }
+        assert one.records == other.records
+
+
 def test_the_choice_of_words_does_not_depend_on_the_mirroring(root, tokenizer):
     dataset = make(root, tokenizer, COCO, word_probability=0.15)
     masked = {True: [], False: []}
@@ -237,7 +257,8 @@ def test_boxes_of_a_features_file_by_image_id(root, tokenizer, tmp_path):
     np.testing.assert_allclose(found[Request(0, (0,))].images[0].boxes, boxes[[1, 2]] * 96 / 128)
     whole = CaptionDataset.from_settings(options, tokenizer, "val", boxes="precomputed", **build)
     image = whole[Request(0, (0,))].images[0]
-    assert image.features.shape == (3, 3)
+    np.testing.assert_array_equal(image.features, np.eye(3)[[1, 2, 0]])
+    np.testing.assert_allclose(image.boxes, boxes[[1, 2, 0]] * 96 / 128)
     assert image.pixels.shape == (96, 96, 3)
     with pytest.raises(ValueError, match=r"features: has no regions of image \d+ and 5 more"):
         CaptionDataset.from_settings(options, tokenizer, "train", boxes="detections", **build)
