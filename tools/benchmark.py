@@ -1,4 +1,4 @@
-"""Measure speed on this machine.
+"""Measure speed and memory on this machine.
 
     python tools/benchmark.py train --json FILE
     python tools/benchmark.py train --preset base --json FILE
@@ -6,6 +6,7 @@
     python tools/benchmark.py train --preset base --sweep --json FILE
     python tools/benchmark.py detector --json FILE
     python tools/benchmark.py detector --detector-config configs/detector/R_101_C4.yaml --image-size 600 1000
+    python tools/benchmark.py memory --folder DIR --corpus-mib 2048 --records 200000 --json FILE
 
 `train` times whole training steps (forward, backward, optimiser) with several texts of each image in one batch
 (grouped) against the same texts one per batch (ungrouped: as many passes over the same images, gradients accumulated,
@@ -18,6 +19,9 @@ without activation checkpointing.
 `detector` times features of given boxes and training steps of the built-in detector and, where Detectron2 is installed,
 of Detectron2's model with the same config and weights. `ratio` is Detectron2's median time divided by ours: above 1,
 ours is faster. The two take turns. If their features differ, the exit status is 1.
+
+`memory` writes a text corpus and captioned images in shards (as large as asked for; they stay in the folder), reads
+batches of them as pre-training does, and shows the resident memory of the main process and of each worker.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from typing import Any, NamedTuple
 from e2e_vl.config import load_config
 from e2e_vl.engine.benchmark import benchmark_training
 from e2e_vl.engine.detector_benchmark import benchmark_detector
+from e2e_vl.engine.memory_benchmark import benchmark_memory
 from e2e_vl.engine.step_benchmark import benchmark_steps
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,13 +85,15 @@ def main(argv: list[str] | None = None) -> int:
     train.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that beat the file")
     _add_detector_command(commands)
+    _add_memory_command(commands)
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["train"]:  # overrides may stand anywhere, which a parser of sub-commands cannot read
         arguments = train.parse_intermixed_args(words[1:])
     else:
         arguments = parser.parse_args(words)
     try:
-        result = run_detector(arguments) if words[:1] == ["detector"] else run_train(arguments)
+        runs = {"detector": run_detector, "memory": run_memory}
+        result = runs.get(words[0], run_train)(arguments)
         if arguments.json is not None:
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -96,6 +103,9 @@ def main(argv: list[str] | None = None) -> int:
     if result["benchmark"] == "detector":
         print_detector_result(result)
         return 0 if has_same_features(result) else 1
+    if result["benchmark"] == "memory":
+        print_memory(result)
+        return 0
     if result["benchmark"] == "steps":
         print_steps(result)
         return 0
@@ -131,6 +141,48 @@ def _add_detector_command(commands: Any) -> None:
     parser.add_argument("--warm-up", type=int, default=1, help="calls of each before them (default: 1)")
     parser.add_argument("--no-train", action="store_true", help="leave out the training step")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
+
+
+def _add_memory_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "memory",
+        help="memory of pre-training on large files",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--folder", type=Path, required=True, metavar="DIR", help="the files are written there")
+    parser.add_argument("--corpus-mib", type=int, default=2048, help="size of the text corpus (default: 2048 MiB)")
+    parser.add_argument("--records", type=int, default=200_000, help="images with captions (default: 200000)")
+    parser.add_argument("--batches", type=int, default=1000, help="batches that are read (default: 1000)")
+    parser.add_argument("--images-per-batch", type=int, default=8, help="captions in a batch (default: 8)")
+    parser.add_argument("--workers", type=int, default=2, help="processes that read (default: 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
+
+
+def run_memory(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The measurement that the command line describes."""
+    result = benchmark_memory(
+        arguments.folder,
+        corpus_mib=arguments.corpus_mib,
+        records=arguments.records,
+        batches=arguments.batches,
+        images_per_batch=arguments.images_per_batch,
+        workers=arguments.workers,
+    )
+    return {"benchmark": "memory", **result}
+
+
+def print_memory(result: dict[str, Any]) -> None:
+    """A short table for people."""
+    settings, files, seconds, memory = (result[name] for name in ("settings", "files", "seconds", "memory"))
+    print(f"corpus {files['corpus']} MiB, {settings['records']} images in {files['shards']} MiB of shards")
+    print(f"  {'imported':20s} {memory['start']:8.1f} MiB")
+    print(f"  {'peak at the index':20s} {memory['index']:8.1f} MiB, {seconds['index']} s")
+    print(f"{settings['batches']} batches of {settings['images_per_batch']} captions, {seconds['batches']} s:")
+    rows = {"main process": memory["main"]}
+    rows |= {f"worker {number}": values for number, values in enumerate(memory["workers"])}
+    for name, values in rows.items():
+        print(f"  {name:20s} {values['peak']:8.1f} MiB peak, {values['growth']:+.1f} MiB growth")
 
 
 def run_detector(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class StoredBoxes:
     Args:
         store: the file.
         selection: which boxes are kept; files without scores keep all of them in their order.
-        with_features: give the features too, so that no detector has to run. Then every box is kept.
+        with_features: give the features too, so that no detector has to run. Then every box is kept, in the same order.
     """
 
     def __init__(self, store: FeatureStore, selection: SelectionRule, *, with_features: bool) -> None:
@@ -196,7 +196,9 @@ class StoredBoxes:
         found = self.store[name]
         origin = f"{self.store.path}: image {name}"
         if self.with_features:
-            return CandidateBoxes(found.boxes, origin, {}, found.image_size, found.features, found.image_feature)
+            order = slice(None) if found.scores is None else np.argsort(-found.scores, kind="stable")
+            features = found.features[order]
+            return CandidateBoxes(found.boxes[order], origin, {}, found.image_size, features, found.image_feature)
         kept = slice(None) if found.scores is None else select_regions(found.scores, self.selection).numpy()
         return CandidateBoxes(found.boxes[kept], origin, {}, found.image_size)
 

@@ -8,7 +8,7 @@
                          {"image_w", "image_h", "num_boxes", "boxes", "classes", "features"}
 
 The last three are base64 of float32 [R, 4], [R, C] and [R, D]: corners in pixels of the stored image, the detector's
-distribution over its classes (1601 with the background, for bottom-up attention) and region features.
+distribution over its classes (1601 for bottom-up attention, the background first) and region features.
 
 Shape legend: R boxes, C classes, D width of a feature.
 """

@@ -19,7 +19,7 @@ from e2e_vl.data.index_files import ArrayFile, OpenFiles, cached_index
 from e2e_vl.data.masking import WordMasking, word_pieces
 
 _VERSION = "lines 1"
-_CHUNK = 1 << 22  # bytes read at once while a file is indexed
+_CHUNK = 1 << 20  # bytes read at once while a file is indexed
 _LONGEST_LINE = 1 << 24  # bytes
 _WHITE = np.isin(np.arange(256), list(b" \t\n\r\v\f"))
 

@@ -50,7 +50,7 @@ class OpenFiles:
             self._files, self._process = {}, os.getpid()
         file = self._files.pop(path, None)
         if file is None:
-            if len(self._files) >= self.limit:
+            while len(self._files) >= self.limit:
                 self._files.pop(next(iter(self._files))).close()
             file = path.open("rb", buffering=0)
         self._files[path] = file

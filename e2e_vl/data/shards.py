@@ -84,7 +84,8 @@ class ShardCaptions(CaptionSource):
 
     def name(self, group: int) -> str:
         """The record's key."""
-        return self._member(group).partition(".")[0]
+        folder, slash, file = self._member(group).rpartition("/")
+        return folder + slash + file.partition(".")[0]
 
     def image(self, group: int) -> EncodedImage:
         shard, row = self._find(group)

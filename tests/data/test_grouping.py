@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import collections
 
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from e2e_vl.data.grouping import GroupedBatchSampler
+from e2e_vl.data.grouping import ConsecutiveGroups, GroupedBatchSampler
 
 GROUPS = [[0, 1, 2, 3, 4], [5], [6, 7], [8, 9, 10, 11, 12, 13, 14], [15, 16, 17], [18, 19, 20]]
 TEXTS = list(range(21))
+ORDER_IN_PAIRS = [2, 5, 3, 4, 6, 15, 1, 9, 2, 5]
+ORDER_OF_IMAGES = [3, 0, 2, 1, 4, 6, 7, 13, 14, 8, 10, 11, 12, 9, 16, 17, 15, 5, 20, 18, 19]
 
 
 def texts_of(batches) -> list[int]:
@@ -126,6 +129,46 @@ def test_all_texts_of_one_image_appear_in_all_arrangements():
         for request in batch
     )
     assert len(seen) == 6
+
+
+def test_the_order_stays_what_it_always_was():
+    """Runs can be resumed and repeated with later versions."""
+    assert texts_of(GroupedBatchSampler([[3, 1, 4, 15], [9], [], [2, 6, 5]], 2, 2, seed=1, epoch=2)) == ORDER_IN_PAIRS
+    assert texts_of(GroupedBatchSampler(GROUPS, 3, None, seed=7, epoch=1)) == ORDER_OF_IMAGES
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("texts_per_image", [1, 2, None])
+def test_consecutive_groups_give_what_lists_give(shuffle, texts_per_image):
+    counts = [len(group) for group in GROUPS]
+    counts.insert(2, 0)
+    groups = ConsecutiveGroups(counts)
+    lists = [list(group) for group in groups]
+    assert [text for texts in lists for text in texts] == TEXTS
+    options = {"seed": 4, "epoch": 1, "shuffle": shuffle}
+    arrays = list(GroupedBatchSampler(groups, 3, texts_per_image, **options))
+    assert arrays == list(GroupedBatchSampler(lists, 3, texts_per_image, **options))
+    request = arrays[0][0]
+    assert type(request.group) is int
+    assert {type(text) for text in request.texts} == {int}
+
+
+def test_consecutive_groups_are_a_sequence():
+    groups = ConsecutiveGroups([2, 0, 3])
+    assert (len(groups), groups.num_texts) == (3, 5)
+    assert [list(group) for group in groups] == [[0, 1], [], [2, 3, 4]]
+    assert list(groups[-1]) == [2, 3, 4]
+    assert [list(group) for group in groups[:2]] == [[0, 1], []]
+    assert [groups.of_text(text) for text in range(5)] == [0, 0, 2, 2, 2]
+    with pytest.raises(IndexError):
+        groups[3]
+
+
+def test_millions_of_groups_take_a_few_bytes_each():
+    sampler = GroupedBatchSampler(ConsecutiveGroups(np.ones(300_000, dtype=np.int64)), 8, 1)
+    arrays = [value for value in vars(sampler).values() if isinstance(value, np.ndarray)]
+    assert sum(array.nbytes for array in arrays) <= 40 * 300_000
+    assert len(next(iter(sampler))) == 8
 
 
 def test_works_as_the_batch_sampler_of_a_data_loader():

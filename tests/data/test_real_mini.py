@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 
 from detector.images import ResizeRule
+from e2e_vl.data.caption_settings import CaptionConfig
+from e2e_vl.data.caption_sources import AnnotatedBoxes, CocoCaptions
+from e2e_vl.data.captions import CaptionDataset
+from e2e_vl.data.coco import read_instances
 from e2e_vl.data.collate import collate
 from e2e_vl.data.detections import DetectionsFile
 from e2e_vl.data.grouping import GroupedBatchSampler
@@ -138,3 +142,21 @@ def test_the_folder_holds_every_photo_that_is_annotated(root, refer):
     for image in refer.instances.images.values():
         assert (root / "images" / "train2014" / image.file_name).is_file()
     assert len(json.loads((root / "refcoco+" / "instances.json").read_text())["images"]) == 10
+
+
+def test_the_50_captions_belong_to_the_ten_photos(root, tmp_path):
+    source = CocoCaptions(root / "captions" / "captions_train2014.json", root / "images" / "train2014")
+    assert len(source.groups) == 10
+    assert source.groups.num_texts == 50
+    captions = [source.caption(text) for text in range(50)]
+    build_vocabulary(captions, tmp_path / "vocab.txt")
+    tokenizer = load_tokenizer(tmp_path / "vocab.txt")
+    boxes = AnnotatedBoxes(read_instances(root / "refcoco+" / "instances.json"))
+    dataset = CaptionDataset(source, tokenizer, VL_BERT, CaptionConfig(), boxes=boxes, flip_probability=0.5, seed=3)
+    for request in (request for batch in GroupedBatchSampler(dataset.groups, 1) for request in batch):
+        example = dataset[request]
+        assert [text.record["sent"] for text in example.texts] == [captions[text] for text in request.texts]
+        assert len(example.images[0].boxes) == len(example.images[0].region_targets["object_class"]) >= 1
+        batch = collate([example], (0, 0, 0), (1, 1, 1))
+        assert batch.targets["mlm_labels"].shape == batch.texts.input_ids.shape
+        assert min(batch.images.sizes[0].tolist()) <= 600

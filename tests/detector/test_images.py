@@ -14,6 +14,7 @@ from PIL import Image
 from detector.images import (
     MAX_PIXELS,
     ResizeRule,
+    decode_resized,
     load_image,
     load_resized,
     make_image_batch,
@@ -215,6 +216,24 @@ def test_load_resized_is_load_then_resize(tmp_path: Path):
     pixels, size = load_resized(tmp_path / "a.png", rule)
     assert size == (140, 90)
     assert np.array_equal(pixels, resize_image(load_image(tmp_path / "a.png"), rule.target_size(*size)))
+
+
+def test_the_content_of_a_file_is_read_as_the_file_itself(tmp_path: Path):
+    path = tmp_path / "a.jpg"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8)).save(path)
+    rule = ResizeRule(20, 50)
+    pixels, size = decode_resized(path.read_bytes(), "shard.tar: a.jpg", rule)
+    expected, expected_size = load_resized(path, rule)
+    np.testing.assert_array_equal(pixels, expected)
+    assert size == expected_size == (40, 60)
+    content = path.read_bytes()
+    for damaged, message in (
+        (b"", "is empty"),
+        (b"<html>", "is not a readable"),
+        (content[: len(content) // 2], "is damaged or cut off"),
+    ):
+        with pytest.raises(ValueError, match=f"Image shard.tar: a.jpg {message}"):
+            decode_resized(damaged, "shard.tar: a.jpg", rule)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""Captioned images as the official code prepares them: size, mirroring, order and corners of boxes, class labels."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.numpy import load_file
+
+from detector.images import ResizeRule
+from detector.pixel_masking import mask_rectangles
+from e2e_vl.data.captions import CaptionDataset
+from e2e_vl.data.collate import collate
+from e2e_vl.data.conceptual import VLBertCaptions
+from e2e_vl.data.examples import Request
+from e2e_vl.text import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def facts(golden_root) -> dict:
+    return json.loads((golden_root / "vl_bert" / "data.json").read_text(encoding="utf-8"))["cc"]
+
+
+@pytest.fixture(scope="module")
+def arrays(golden_root) -> dict[str, np.ndarray]:
+    return load_file(golden_root / "vl_bert" / "data.safetensors")
+
+
+@pytest.fixture(scope="module")
+def source(facts, arrays, tmp_path_factory) -> VLBertCaptions:
+    """The recorded image with its boxes, written in the official layout."""
+    root = tmp_path_factory.mktemp("captions")
+    for folder in ("val_image", "val_frcnn"):
+        (root / folder).mkdir()
+    stream = io.BytesIO()
+    Image.fromarray(arrays["cc.image_uint8"]).save(stream, "PNG")
+    (root / "val_image" / "00000000.jpg").write_bytes(stream.getvalue())
+    height, width = arrays["cc.image_uint8"].shape[:2]
+    frcnn = {"image_w": width, "image_h": height, "num_boxes": len(arrays["cc.boxes"])}
+    for key, name in (("boxes", "cc.boxes"), ("classes", "cc.class_scores")):
+        frcnn[key] = base64.encodebytes(arrays[name].astype(np.float32).tobytes()).decode()
+    (root / "val_frcnn" / "00000000.json").write_text(json.dumps(frcnn))
+    line = {"image": "val_image.zip@/00000000.jpg", "frcnn": "val_frcnn.zip@/00000000.json"}
+    (root / "val_frcnn.json").write_text(json.dumps({**line, "caption": facts["caption_words"]}) + "\n")
+    (root / "vocab.txt").write_text(_vocabulary(facts), encoding="utf-8")
+    return VLBertCaptions(root / "val_frcnn.json", root / "index", with_boxes=True)
+
+
+def _vocabulary(facts: dict) -> str:
+    """The recorded words at their recorded ids."""
+    words = [f"[unused{number}]" for number in range(max(facts["caption_ids"]) + 1)]
+    for number, word in ((0, "[PAD]"), (100, "[UNK]"), (101, "[CLS]"), (102, "[SEP]"), (103, "[MASK]")):
+        words[number] = word
+    for number, word in zip(facts["caption_ids"], facts["caption_words"], strict=True):
+        words[number] = word
+    return "".join(f"{word}\n" for word in words)
+
+
+def test_image_boxes_classes_and_words_are_those_of_the_official_code(facts, arrays, source):
+    short, long = facts["scales"]
+    tokenizer = load_tokenizer(source.path.parent / "vocab.txt")
+    for number, case in enumerate(facts["cases"]):
+        rule = ResizeRule(short, long, "vl_bert")
+        dataset = CaptionDataset(source, tokenizer, rule, flip_probability=float(case["flip"]))
+        example = dataset[Request(0, (0,))]
+        batch = collate([example], facts["pixel_means"], (1, 1, 1))
+
+        boxes = arrays[f"cc.{number}.boxes"][1:]  # without the whole image
+        np.testing.assert_allclose(batch.boxes[0][: len(boxes)].numpy(), boxes, rtol=1e-5, atol=1e-4)
+
+        probabilities = batch.region_targets["class_probs"][0].numpy()
+        labels = arrays[f"cc.{number}.mvrc_labels"][1:]
+        labelled = labels.sum(axis=1) > 0
+        np.testing.assert_array_equal(probabilities[: len(labels)][labelled], labels[labelled])
+
+        masked = arrays[f"cc.{number}.mvrc_ops_before_truncation"][1:].astype(bool)
+        height, width = batch.images.sizes[0].tolist()
+        hidden = torch.zeros(height, width, dtype=torch.bool)
+        for x1, y1, x2, y2 in mask_rectangles(batch.boxes[0][masked], (height, width), "vl_bert").int().tolist():
+            hidden[y1:y2, x1:x2] = True
+        pixels = batch.images.pixels[0].masked_fill(hidden, 0.0).numpy()
+        np.testing.assert_allclose(pixels, arrays[f"cc.{number}.image"], atol=1e-3)
+
+        kept = case["kept_text"]
+        expected = arrays[f"cc.{number}.mlm_labels"], arrays[f"cc.{number}.text"]
+        original = np.where(expected[0] >= 0, expected[0], expected[1])
+        words = example.texts[0].targets["mlm_labels"], example.texts[0].input_ids
+        ours = np.where(words[0] >= 0, words[0], words[1])
+        np.testing.assert_array_equal([*ours[: kept - 1], ours[-1]], original)
