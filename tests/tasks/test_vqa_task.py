@@ -1,0 +1,155 @@
+"""VQA: targets, losses, what is predicted, and starting rows from word embeddings."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from detector.structures import ImageBatch, Regions
+from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, gather_regions
+from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.text import build_vocabulary, load_tokenizer
+
+HIDDEN, LENGTH = 8, 6
+ANSWERS = ["yes", "no", "2", "", "<unk>", "yes"]
+MASK = torch.tensor([2, 4])
+FIRST = ["yes"] * 6 + ["no"] * 3 + ["maybe"]
+SECOND = ["Two"] * 9 + ["2"]
+
+
+def make_task(**config) -> VQATask:
+    torch.manual_seed(0)
+    return VQATask(HIDDEN, VQAConfig(**{"answers": ANSWERS} | config)).eval()
+
+
+def make_batch(*answers, **targets) -> Batch:
+    sizes = torch.tensor([[10, 10]])
+    records = [{"question_id": number, "answers": given} for number, given in enumerate(answers)]
+    return Batch(
+        images=ImageBatch(torch.zeros(1, 3, 10, 10), sizes, sizes, ["a.jpg"]),
+        boxes=None,
+        texts=TextBatch(
+            *(torch.ones(2, LENGTH, dtype=kind) for kind in (torch.long, torch.long, torch.bool)), {"mask": MASK}
+        ),
+        looks_at=torch.zeros(2, 1, dtype=torch.long),
+        targets=targets,
+        records=records,
+    )
+
+
+def run(task: VQATask, batch: Batch, seed: int = 0) -> tuple[ModelOutput, torch.Tensor]:
+    regions = Regions([torch.zeros(0, 4)], [torch.zeros(0, 3)], [torch.zeros(0, 2)])
+    text_regions = gather_regions(regions, batch.images.sizes, batch.looks_at, whole_image=False)
+    states = torch.randn(2, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    encoded = EncoderOutput(text=states, regions=torch.zeros(2, 1, HIDDEN))
+    return ModelOutput(task(batch, text_regions, encoded), regions, text_regions, encoded), states
+
+
+def test_the_state_at_mask_decides():
+    output, states = run(make_task(), make_batch(FIRST, SECOND))
+    output.losses["vqa"].mean.backward()
+    used = states.grad.abs().sum(dim=-1) > 0
+    assert used.nonzero().tolist() == [[0, 2], [1, 4]]
+
+
+def test_soft_targets():
+    targets = make_task().soft_targets([FIRST, SECOND])
+    # "maybe" is unknown, "<unk>" never scores, of the two "yes" the first counts, and "Two" is not "2"
+    torch.testing.assert_close(targets, torch.tensor([[1.0, 0.9, 0, 0, 0, 0], [0, 0, 0.3, 0, 0, 0]]))
+    normalised = make_task(normalised_targets=True).soft_targets([SECOND, ["a", "<unk>", "unk"] * 3])
+    torch.testing.assert_close(normalised, torch.tensor([[0, 0, 1.0, 0, 0, 0], [0, 0, 0, 0.9, 0, 0]]), atol=0.1, rtol=0)
+
+
+def test_the_binary_loss_is_the_official_mean_times_the_number_of_answers():
+    task, batch = make_task(), make_batch(FIRST, SECOND)
+    output, _ = run(task, batch)
+    targets = task.soft_targets([FIRST, SECOND])
+    expected = F.binary_cross_entropy_with_logits(output.task.logits, targets) * len(ANSWERS)
+    torch.testing.assert_close(output.losses["vqa"].mean, expected)
+    assert output.losses["vqa"].count == 2
+
+
+def test_the_softmax_loss_leaves_out_what_has_no_known_answer():
+    task = make_task(loss="softmax")
+    output, _ = run(task, make_batch(["no"] * 5 + ["2"] * 2 + ["yes"] * 3, ["maybe"] * 10))
+    loss = output.losses["vqa"]
+    torch.testing.assert_close(loss.mean, F.cross_entropy(output.task.logits[:1], torch.tensor([1])))
+    assert loss.count == 1
+    output, states = run(task, make_batch(["maybe"] * 10, ["maybe"] * 10))
+    output.losses["vqa"].mean.backward()
+    assert output.losses["vqa"].mean == 0 and not states.grad.abs().sum()
+
+
+def test_scores_of_the_data_set_replace_the_answers():
+    scores = torch.rand(2, len(ANSWERS))
+    output, _ = run(make_task(), make_batch(FIRST, SECOND, answer_scores=scores))
+    expected = F.binary_cross_entropy_with_logits(output.task.logits, scores) * len(ANSWERS)
+    torch.testing.assert_close(output.losses["vqa"].mean, expected)
+    output, _ = run(make_task(loss="softmax"), make_batch(None, None, answer_scores=scores))
+    torch.testing.assert_close(output.losses["vqa"].mean, F.cross_entropy(output.task.logits, scores.argmax(dim=1)))
+
+
+def test_without_answers_there_is_no_loss():
+    task = make_task()
+    output, _ = run(task, make_batch(None, None))
+    assert output.losses == {}
+    with pytest.raises(ValueError, match="with and without answers"):
+        run(task, make_batch(FIRST, None))
+
+
+def test_predictions_and_metrics():
+    task, batch = make_task(top_answers=2), make_batch(FIRST, SECOND)
+    output, _ = run(task, batch)
+    logits = torch.tensor([[0.0, 2.0, 1.0, 0, 9.0, 0], [0, 0, 3.0, 1.0, 9.0, 0]])
+    scored = ModelOutput(TaskOutput({}, logits), output.regions, output.text_regions, output.encoded)
+    first, second = task.predict(batch, scored)
+    assert first["answer"] == "no" and second["answer"] == "2"  # never <unk>
+    assert [answer for answer, _ in first["top_answers"]] == ["no", "2"]
+    assert first["score"] == pytest.approx(1 / (1 + math.exp(-2)))
+    assert first["question_id"] == 0
+    assert task.correct(first) == pytest.approx(0.9) and task.correct(second) == pytest.approx(1)
+    assert task.metrics([first, second])["accuracy"] == pytest.approx(0.95)
+    assert task.correct({"answer": "no", "answers": None}) is None
+    shares = make_task(loss="softmax").predict(batch, scored)[0]
+    assert shares["score"] == pytest.approx(float(logits[0].softmax(0)[1]))
+    assert len(shares["top_answers"]) == 5
+
+
+def test_rows_start_from_word_embeddings(tmp_path):
+    build_vocabulary(["yes no hot dog"], tmp_path / "vocab.txt")
+    tokenizer = load_tokenizer(tmp_path / "vocab.txt")
+    encoder = VLBertModel(
+        VLBertConfig(vocab_size=len(tokenizer), hidden_size=HIDDEN, num_hidden_layers=1, num_attention_heads=2)
+    )
+    task = make_task(answers=["yes", "hot dog", ""])
+    before = task.head.output.weight.detach().clone()
+    task.initialise(tokenizer, encoder, None)
+    table, ids = encoder.get_input_embeddings().weight, tokenizer.convert_tokens_to_ids
+    rows = task.head.output.weight
+    torch.testing.assert_close(rows[0], table[ids("yes")])
+    torch.testing.assert_close(rows[1], (table[ids("hot")] + table[ids("dog")]) / 2)
+    assert torch.equal(rows[2], before[2])  # no wordpiece
+    assert rows.requires_grad and not task.head.output.bias.any()
+    task = make_task(answers=["yes"], initialise_from_words=False)
+    before = task.head.output.weight.detach().clone()
+    task.initialise(tokenizer, encoder, None)
+    assert torch.equal(task.head.output.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"answers": None}, "needs the list of possible answers"),
+        ({"answers": "answers.txt"}, "needs the list of possible answers"),
+        ({"answers": ["<unk>"]}, "is empty"),
+        ({"loss": "hinge"}, 'The VQA loss is "hinge"'),
+        ({"min_answer_count": 0}, "must be at least 1"),
+    ],
+)
+def test_settings_that_do_not_fit(config, message):
+    with pytest.raises(ValueError, match=message):
+        make_task(**config)
