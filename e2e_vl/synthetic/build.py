@@ -8,6 +8,7 @@ Layout under the output folder:
     detections/refcoco+_unc/res101_coco_minus_refer_notime_dets.json
     annotations/instances_train2014.json, captions_train2014.json
     detection/instances_<split>.json                     COCO, the images of one split each
+    vcr/<split>.jsonl, vcr/vcr1images/                   VCR (see ``vcr``)
     synthetic.json                                       written last: settings and statistics
 
 A scene depends only on the seed, the name of its split and its number in it: more training scenes leave the
@@ -39,8 +40,9 @@ from e2e_vl.synthetic.language import as_typed
 from e2e_vl.synthetic.relations import SceneFacts
 from e2e_vl.synthetic.sampling import LanguageConfig, draw_references
 from e2e_vl.synthetic.scenes import Scene, SceneConfig, draw_scene
+from e2e_vl.synthetic.vcr import VCRWriter, draw_questions
 
-VERSION = 2  # raise it when the same settings give other files
+VERSION = 3  # raise it when the same settings give other files
 STAMP = "synthetic.json"
 _UNFINISHED = "synthetic.json.unfinished"
 _IMAGE_FORMATS = {"jpg": [cv2.IMWRITE_JPEG_QUALITY, 95], "png": [cv2.IMWRITE_PNG_COMPRESSION, 3]}
@@ -206,7 +208,13 @@ def _make_scene(
         "captions": draw_captions(facts, rng),
         "detections": draw_detections(scene, detections, rng),
         "baselines": _baselines(scene),
+        "vcr": draw_questions(facts, _own_generator(seed, job, "vcr")),
     }
+
+
+def _own_generator(seed: int, job: _Job, name: str) -> np.random.Generator:
+    """Of one format: what it draws leaves the other formats' files as they are."""
+    return np.random.default_rng([seed, zlib.crc32(job.split.encode()), job.number, zlib.crc32(name.encode())])
 
 
 def _xywh(box: tuple[int, int, int, int]) -> list[float]:
@@ -224,6 +232,7 @@ class _Dataset:
         self.refs: list[dict[str, Any]] = []
         self.captions: dict[int, list[str]] = {}
         self.detections: dict[int, list[dict[str, Any]]] = {}
+        self.vcr = VCRWriter()
         self._sentences = 0
 
     def add(self, job: _Job, record: dict[str, Any]) -> None:
@@ -246,6 +255,7 @@ class _Dataset:
             self.refs.append(ref)
         self.captions[image_id] = record["captions"]
         self.detections[image_id] = record["detections"]
+        self.vcr.add(job.split, job.path, record)
 
     def write(self, output: Path, rng: np.random.Generator) -> None:
         coco.write_instances(output / "refcoco+" / "instances.json", self.images, self.annotations)
@@ -254,6 +264,7 @@ class _Dataset:
             images = [image for image in self.images if image["id"] in image_ids]
             annotations = [entry for entry in self.annotations if entry["image_id"] in image_ids]
             coco.write_instances(output / "detection" / f"instances_{split}.json", images, annotations)
+        self.vcr.write(output)
         coco.write_captions(output / "annotations" / "captions_train2014.json", self.images, self.captions)
         refer.write_refs(output / "refcoco+" / "refs(unc).p", self.refs)
         name = "res101_coco_minus_refer_notime_dets.json"
