@@ -263,7 +263,8 @@ class VCRDataset(Dataset):
     def _objects(self, question: VCRQuestion, metadata: VCRMetadata, placement: Placement) -> Objects:
         moved = placement.move_objects(metadata.boxes)
         check_boxes(moved, str(self.images_root / question.metadata_fn), "object")
-        return Objects(moved, np.array([self._class_of[name] - 1 for name in question.objects], dtype=np.int64))
+        classes = np.array([self._class_of[name] - 1 for name in question.objects], dtype=np.int64)
+        return Objects(moved, classes, metadata.attributes)
 
     def _texts(
         self, question: VCRQuestion, index: int, epoch: int, kept: list[int], path: Path, placement: Placement

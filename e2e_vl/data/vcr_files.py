@@ -47,6 +47,7 @@ class VCRMetadata:
     size: tuple[int, int]  # (height, width) of the stored image
     boxes: np.ndarray  # float64 [R, 4], xyxy in pixels of the stored image, as in the file
     polygons: list[list[np.ndarray]]  # R lists of float64 [P, 2] outlines (x, y), pixels of the stored image
+    attributes: np.ndarray | None = None  # int64 [R, A], from 0, where the file says them (drawn scenes do)
 
 
 class VCRFile:
@@ -170,6 +171,8 @@ def _check_sentence(sentence: Any, num_objects: int, where: str) -> None:
 def read_metadata(path: str | Path, question: VCRQuestion) -> VCRMetadata:
     """Read the metadata file of a question's image.
 
+    Besides VCR's own keys it may have `attribute_ids`: a list of equally many numbers from 0 for each object.
+
     Args:
         path: the JSON file.
         question: whose `objects` the file must describe.
@@ -197,7 +200,20 @@ def read_metadata(path: str | Path, question: VCRQuestion) -> VCRMetadata:
         raise ValueError(f"{where}: width and height are {size[1]!r} and {size[0]!r}, expected positive whole numbers")
     boxes = [_box(box, f"{where}: box {row}") for row, box in enumerate(content["boxes"])]
     polygons = [_polygons(item, f"{where}: segms {row}") for row, item in enumerate(content["segms"])]
-    return VCRMetadata(size, np.array(boxes, dtype=np.float64).reshape(-1, 4), polygons)
+    attributes = None
+    if "attribute_ids" in content:
+        attributes = _attributes(content["attribute_ids"], number, f"{where}: attribute_ids")
+    return VCRMetadata(size, np.array(boxes, dtype=np.float64).reshape(-1, 4), polygons, attributes)
+
+
+def _attributes(rows: Any, number: int, where: str) -> np.ndarray:
+    try:
+        attributes = np.array(rows, dtype=np.int64).reshape(number, -1)
+    except (TypeError, ValueError, OverflowError):
+        attributes = np.array([[-1]])
+    if attributes.size and attributes.min() < 0:
+        raise ValueError(f"{where} must be a list of equally many numbers from 0 for each of the {number} objects")
+    return attributes
 
 
 def _box(box: Any, where: str) -> list[float]:

@@ -14,6 +14,7 @@ Layout under the output folder:
     conceptual/<split>_image.zip, <split>_frcnn.zip      images, and detected boxes with class distributions
     corpus/corpus.doc                                    text without images
     vqa/v2_OpenEnded_mscoco_<split>_questions.json, vqa/v2_mscoco_<split>_annotations.json
+    vcr/<split>.jsonl, vcr/vcr1images/                   VCR (see ``vcr``)
     synthetic.json                                       written last: settings and statistics
 
 A scene depends only on the seed, the name of its split and its number in it: more training scenes leave the
@@ -46,9 +47,11 @@ from e2e_vl.synthetic.language import as_typed
 from e2e_vl.synthetic.relations import SceneFacts
 from e2e_vl.synthetic.sampling import LanguageConfig, draw_references
 from e2e_vl.synthetic.scenes import Scene, SceneConfig, draw_scene
+from e2e_vl.synthetic.vcr import VCRWriter
+from e2e_vl.synthetic.vcr import draw_questions as draw_vcr_questions
 from e2e_vl.synthetic.vqa import draw_questions, vqa_statistics, write_vqa
 
-VERSION = 3  # raise it when the same settings give other files
+VERSION = 4  # raise it when the same settings give other files
 CORPUS_LINES_PER_SCENE = 4
 STAMP = "synthetic.json"
 _UNFINISHED = "synthetic.json.unfinished"
@@ -219,6 +222,7 @@ def _make_scene(
         "baselines": _baselines(scene),
         "conceptual": conceptual.draw_caption(captions, found, _generator(job, seed, "conceptual")),
         "questions": draw_questions(facts, config, _generator(job, seed, "vqa")),
+        "vcr": draw_vcr_questions(facts, _generator(job, seed, "vcr")),
     }
 
 
@@ -244,6 +248,7 @@ class _Dataset:
         self.detections: dict[int, list[dict[str, Any]]] = {}
         self.conceptual: dict[str, list[conceptual.CaptionedImage]] = {}  # by split
         self.questions: dict[str, list[tuple[int, list[dict[str, Any]]]]] = {}  # of each split, by image id
+        self.vcr = VCRWriter()
         self._sentences = 0
 
     def add(self, job: _Job, record: dict[str, Any]) -> None:
@@ -269,6 +274,7 @@ class _Dataset:
         captioned = conceptual.CaptionedImage(job.path, (height, width), **record["conceptual"])
         self.conceptual.setdefault(job.split, []).append(captioned)
         self.questions.setdefault(job.split, []).append((image_id, record["questions"]))
+        self.vcr.add(job.split, job.path, record)
 
     def write(self, output: Path, rng: np.random.Generator) -> None:
         coco.write_instances(output / "refcoco+" / "instances.json", self.images, self.annotations)
@@ -281,6 +287,7 @@ class _Dataset:
             coco.write_captions(output / "captions" / f"captions_{split}.json", images, captions)
             conceptual.write_shards(output / "shards" / split, self.conceptual[split])
             conceptual.write_official(output / "conceptual", split, self.conceptual[split])
+        self.vcr.write(output)
         coco.write_captions(output / "annotations" / "captions_train2014.json", self.images, self.captions)
         refer.write_refs(output / "refcoco+" / "refs(unc).p", self.refs)
         name = "res101_coco_minus_refer_notime_dets.json"

@@ -53,8 +53,13 @@ def annotation_record(
         "bbox": box,
         "category_id": category_id(look.shape),
         "id": annotation_id,
-        "attribute_ids": [_ATTRIBUTE_IDS[value] for value in (look.colour, look.texture, look.size)],
+        "attribute_ids": attribute_ids(look),
     }
+
+
+def attribute_ids(look: Look) -> list[int]:
+    """Colour, texture and size as indices into ``ATTRIBUTES``."""
+    return [_ATTRIBUTE_IDS[value] for value in (look.colour, look.texture, look.size)]
 
 
 def category_id(shape: str) -> int:

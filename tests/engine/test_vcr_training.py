@@ -1,0 +1,78 @@
+"""VCR from drawn scenes to trained models, predictions, Q->AR and the leaderboard file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from e2e_vl.config import load_config
+from e2e_vl.engine.build import make_synthetic_data
+from e2e_vl.engine.evaluate import evaluate_run
+from e2e_vl.engine.train import train
+from e2e_vl.evaluation.vcr import join_predictions, joint_metrics, read_submission, write_submission
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory) -> list[str]:
+    found = [
+        f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
+        f"data.root={tmp_path_factory.mktemp('vcr') / 'data'}",
+    ]
+    make_synthetic_data(load_config(ROOT / "configs" / "tiny" / "vcr.yaml", [*found, "output=unused"]))
+    return found
+
+
+def run(words: list[str], output: Path, *more: str) -> dict:
+    return train(load_config(ROOT / "configs" / "tiny" / "vcr.yaml", [*words, f"output={output}", *more]))
+
+
+def predictions(path: Path) -> list[dict]:
+    return json.loads(path.read_text("utf-8"))
+
+
+def test_two_runs_make_one_submission(words, tmp_path, on_cpu):
+    scores = run(words, tmp_path / "q2a")
+    assert 0 <= scores["val/accuracy_gt_boxes"] <= 1
+    assert {f"val/accuracy_gt_boxes/{family}" for family in ("colour", "match", "pair")} <= set(scores)
+    logged = [json.loads(line) for line in (tmp_path / "q2a" / "log.jsonl").read_text().splitlines()]
+    assert {"choice", "region_class", "loss_attribute"} <= set(logged[0])
+    run(words, tmp_path / "qa2r", "data.config.question=rationale")
+
+    answers = predictions(tmp_path / "q2a" / "predictions_val_gt.json")
+    rationales = predictions(tmp_path / "qa2r" / "predictions_val_gt.json")
+    joint = joint_metrics(answers, rationales)
+    assert joint["Q->A"] == pytest.approx(scores["val/accuracy_gt_boxes"])
+    assert joint["Q->AR"] <= min(joint["Q->A"], joint["QA->R"])
+
+    each = ["data.config.condition_on=each"]
+    metrics, path = evaluate_run(
+        tmp_path / "qa2r", split="val", boxes="gt", output=tmp_path / "each.json", overrides=each
+    )
+    given_each = predictions(path)
+    assert len(given_each) == 4 * len(answers)
+    assert metrics["val/accuracy_gt_boxes"] == pytest.approx(joint["QA->R"])
+    assert joint_metrics(answers, given_each) == pytest.approx(joint)
+
+    _, path = evaluate_run(tmp_path / "q2a", split="test", boxes="gt", output=tmp_path / "answers.json")
+    answers = predictions(path)
+    metrics, path = evaluate_run(
+        tmp_path / "qa2r", split="test", boxes="gt", output=tmp_path / "rationales.json", overrides=each
+    )
+    assert metrics == {}  # the test split has no labels
+    submission = join_predictions(answers, predictions(path))
+    write_submission(tmp_path / "test.csv", submission)
+    assert read_submission(tmp_path / "test.csv").annot_ids == [record["annot_id"] for record in answers]
+
+
+def test_controls_are_chance(words, tmp_path, on_cpu):
+    """Without any word the four choices are one text, so their scores are equal and the first wins."""
+    run(words, tmp_path / "blind", "data.blank_text=true", "train.max_steps=1")
+    records = predictions(tmp_path / "blind" / "predictions_val_gt.json")
+    assert {record["choice"] for record in records} <= {0, 1, 2, 3}
+    for record in records:
+        assert record["probabilities"] == pytest.approx([0.25] * 4, abs=1e-5)
+    run(words, tmp_path / "dark", "data.blank_image=true", "train.max_steps=1")

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from e2e_vl.evaluation.vcr import (
+    COLUMNS,
+    Submission,
+    join_predictions,
+    joint_metrics,
+    read_submission,
+    vcr_accuracies,
+    vcr_hits,
+    write_submission,
+)
+
+BEST = np.eye(4)
+
+
+def submission(number: int = 3) -> Submission:
+    rng = np.random.default_rng(0)
+    return Submission([f"q-{i}" for i in range(number)], rng.random((number, 4)), rng.random((number, 4, 4)))
+
+
+def test_columns_are_those_of_the_leaderboard():
+    assert len(COLUMNS) == 21
+    assert COLUMNS[:2] == ("annot_id", "answer_0")
+    assert COLUMNS[5] == "rationale_conditioned_on_a0_0"
+    assert COLUMNS[-1] == "rationale_conditioned_on_a3_3"
+
+
+def test_both_must_be_right_for_the_joint_score():
+    answers, rationales = BEST[[0, 1, 2, 3]], BEST[[0, 1, 0, 0]]
+    scores = vcr_accuracies(answers, rationales, [0, 1, 2, 0], [0, 2, 0, 1])
+    assert scores == {"Q->A": 0.75, "QA->R": 0.5, "Q->AR": 0.5}
+
+
+def test_rationales_are_those_given_the_right_answer():
+    rationales = np.zeros((1, 4, 4))
+    rationales[0, :, 0] = 1
+    rationales[0, 2] = BEST[3]  # only given answer 2 is rationale 3 the best
+    for label, right in ((2, True), (1, False)):
+        assert vcr_hits(BEST[[0]], rationales, [label], [3])["QA->R"].tolist() == [right]
+
+
+def test_the_first_of_equal_scores_wins():
+    hits = vcr_hits(np.ones((2, 4)), np.ones((2, 4)), [0, 1], [0, 0])
+    assert hits["Q->A"].tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("answers", "rationales", "labels", "message"),
+    [
+        (BEST[:2], BEST[:1], [0, 1], "2 questions need"),
+        (BEST[:1, :3], BEST[:1], [0], "need answers"),
+        (BEST[:1], BEST[:1], [4], "0 to 3"),
+        (BEST[:1] * np.nan, BEST[:1], [0], "not a number"),
+        (BEST[:0], BEST[:0], [], "no question"),
+    ],
+)
+def test_scores_that_do_not_fit(answers, rationales, labels, message):
+    with pytest.raises(ValueError, match=message):
+        vcr_accuracies(answers, rationales, labels, [0] * len(labels))
+
+
+def test_submission_comes_back_in_the_order_of_the_questions(tmp_path):
+    path, ours = tmp_path / "new" / "test.csv", submission()
+    write_submission(path, ours)
+    again = read_submission(path, ["q-2", "q-0", "q-1"])
+    assert again.annot_ids == ["q-2", "q-0", "q-1"]
+    np.testing.assert_array_equal(again.answers, ours.answers[[2, 0, 1]])
+    np.testing.assert_array_equal(again.rationales, ours.rationales[[2, 0, 1]])
+    assert read_submission(path).annot_ids == ours.annot_ids
+
+
+def test_columns_may_be_in_any_order(tmp_path):
+    path, ours = tmp_path / "test.csv", submission()
+    write_submission(path, ours)
+    rows = [line.split(",") for line in path.read_text().splitlines()]
+    path.write_text("".join(",".join(reversed(row)) + "\n" for row in rows))
+    np.testing.assert_array_equal(read_submission(path).rationales, ours.rationales)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace("answer_3,", "answer_4,"), "misses answer_3"),
+        (lambda text: "", "misses annot_id"),
+        (lambda text: text.replace("q-1,", "q-0,"), r"line 3: the question q-0 is there twice"),
+        (lambda text: text.replace("q-1,", "q-1,0.5,"), r"line 3: 22 columns"),
+        (lambda text: text.replace("q-1,", "q-1,nan,").replace("\nq-2", ",\nq-2"), "line 3: 23 columns"),
+        (lambda text: text + "q-3" + ",x" * 20 + "\n", r"line 5 \(q-3\): 'x' is not a finite number"),
+        (lambda text: text + "q-3" + ",inf" * 20 + "\n", "'inf' is not a finite number"),
+        (lambda text: text.replace("q-1,", "other,"), "no row for the question q-1"),
+        (lambda text: text + "q-3" + ",0.1" * 20 + "\n", "q-3 is not one of the split"),
+    ],
+)
+def test_broken_submissions(tmp_path, change, message):
+    path, ours = tmp_path / "test.csv", submission()
+    write_submission(path, ours)
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ValueError, match=message):
+        read_submission(path, ours.annot_ids)
+
+
+def test_missing_submission(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such submission file"):
+        read_submission(tmp_path / "none.csv")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answers": np.zeros((3, 3))}, "need scores"),
+        ({"annot_ids": ["a", "b", "a"]}, "there twice"),
+        ({"rationales": np.full((3, 4, 4), np.inf)}, "not a finite number"),
+    ],
+)
+def test_scores_that_cannot_be_written(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        write_submission(tmp_path / "test.csv", submission()._replace(**change))
+
+
+def answer(annot_id: str, choice: int, label: int | None = 0) -> dict:
+    shares = BEST[choice].tolist()
+    return {"annot_id": annot_id, "kind": "answer", "conditioned_on": None, "probabilities": shares, "label": label}
+
+
+def rationale(annot_id: str, given: int, choice: int, label: int | None = None) -> dict:
+    return answer(annot_id, choice, label) | {"kind": "rationale", "conditioned_on": given}
+
+
+def test_predictions_of_two_runs_make_a_submission():
+    answers = [answer("b", 1), answer("a", 2)]
+    rationales = [rationale(name, given, 3 - given) for name in "ab" for given in range(4)]
+    joined = join_predictions(answers, rationales)
+    assert joined.annot_ids == ["b", "a"]
+    np.testing.assert_array_equal(joined.answers, BEST[[1, 2]])
+    np.testing.assert_array_equal(joined.rationales, np.stack([BEST[::-1]] * 2))
+
+
+def test_predictions_that_do_not_go_together():
+    answers = [answer("a", 2)]
+    rationales = [rationale("a", given, 0) for given in range(4)]
+    with pytest.raises(ValueError, match=r"the question a, given answer 3, .*condition_on=each"):
+        join_predictions(answers, rationales[:3])
+    with pytest.raises(ValueError, match="question b has rationale predictions but no answer"):
+        join_predictions(answers, [*rationales, rationale("b", 0, 0)])
+    with pytest.raises(ValueError, match="two rationale predictions for the question a"):
+        join_predictions(answers, [*rationales, rationales[0]])
+    with pytest.raises(ValueError, match="about the rationale, expected the answer"):
+        join_predictions(rationales, answers)
+
+
+@pytest.mark.parametrize("conditioned", ["right", "each"])
+def test_joint_metrics_of_two_runs(conditioned):
+    answers = [answer("a", 2, 2), answer("b", 1, 0), answer("c", 3, 3)]
+    rationales = [rationale("a", 2, 1, 1), rationale("b", 0, 2, 2), rationale("c", 3, 0, 1)]
+    if conditioned == "each":
+        labels = {"a": 2, "b": 0, "c": 3}
+        rationales += [rationale(n, given, 0) for n in "abc" for given in range(4) if given != labels[n]]
+    scores = joint_metrics(answers, rationales)
+    assert scores == pytest.approx({"Q->A": 2 / 3, "QA->R": 2 / 3, "Q->AR": 1 / 3})
+
+
+def test_joint_metrics_of_different_questions():
+    with pytest.raises(ValueError, match="no rationale prediction for the question a"):
+        joint_metrics([answer("a", 2, 2)], [rationale("a", 1, 1, 1)])
+    with pytest.raises(ValueError, match="no answer prediction for the question b"):
+        joint_metrics([answer("a", 2, 2)], [rationale("a", 2, 1, 1), rationale("b", 2, 1, 1)])
+    with pytest.raises(ValueError, match="a has no label"):
+        joint_metrics([answer("a", 2, None)], [])

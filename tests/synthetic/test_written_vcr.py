@@ -1,0 +1,124 @@
+"""The VCR files of drawn scenes: official layout, true and false sentences as they should be."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from e2e_vl.synthetic import make_scenes
+from e2e_vl.synthetic.coco import ATTRIBUTES
+from e2e_vl.synthetic.scenes import COLOURS
+from e2e_vl.synthetic.vcr import CLASS_OF, as_read_aloud
+
+SCENES = {"train": 60, "val": 8, "test": 5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("vcr") / "data"
+    make_scenes(path, scenes=SCENES, seed=5, progress=False)
+    return path / "vcr"
+
+
+def read(folder: Path, split: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{split}.jsonl").read_text("utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def lines(folder) -> list[dict]:
+    return read(folder, "train")
+
+
+def metadata_of(folder: Path, line: dict) -> dict:
+    return json.loads((folder / "vcr1images" / line["metadata_fn"]).read_text("utf-8"))
+
+
+def colours_of(folder: Path, line: dict) -> list[str]:
+    names = {entry["id"]: entry["name"] for entry in ATTRIBUTES}
+    return [names[ids[0]] for ids in metadata_of(folder, line)["attribute_ids"]]
+
+
+def test_layout(folder, lines):
+    assert [line["annot_id"] for line in lines] == [f"train-{number}" for number in range(len(lines))]
+    assert len({line["img_fn"] for line in lines}) > 0.8 * SCENES["train"]
+    for line in lines:
+        image = cv2.imread(str(folder / "vcr1images" / line["img_fn"]))
+        metadata = metadata_of(folder, line)
+        assert image.shape[:2] == (metadata["height"], metadata["width"])
+        assert metadata["names"] == line["objects"]
+        assert len(metadata["boxes"]) == len(metadata["segms"]) == len(line["objects"])
+        assert line["img_fn"].rpartition(".")[0] == line["metadata_fn"].rpartition(".")[0]
+
+
+def test_images_take_no_room_of_their_own(folder):
+    first = next((folder / "vcr1images").glob("drawn_train/*.jpg"))
+    assert first.stat().st_nlink == 2
+
+
+def test_keys_are_those_of_the_release(lines, golden_root):
+    official = json.loads((golden_root / "evaluation" / "vcr" / "val.jsonl").read_text("utf-8").splitlines()[0])
+    assert set(lines[0]) == {*official, "family"}
+    for key, value in official.items():
+        assert type(lines[0][key]) is type(value), key
+
+
+def test_the_test_split_gives_no_answer_away(folder):
+    line = read(folder, "test")[0]
+    assert {"question", "answer_choices", "rationale_choices", "objects", "img_fn", "annot_id"} <= set(line)
+    assert not any(
+        word in key for key in line for word in ("label", "sources", "match", "answer_orig", "rationale_orig")
+    )
+
+
+def test_outlines_lie_in_their_boxes(folder, lines):
+    for line in lines[:40]:
+        metadata = metadata_of(folder, line)
+        for (x1, y1, x2, y2, score), parts in zip(metadata["boxes"], metadata["segms"], strict=True):
+            points = np.concatenate([np.array(part) for part in parts])
+            assert points.min(axis=0).tolist() == [x1, y1]
+            assert points.max(axis=0).tolist() == [x2, y2]
+            assert 0 < score <= 1
+
+
+def is_true(sentence: list, question: list, colours: list[str]) -> bool:
+    """Whether a choice is right, from the words and the colours of the objects."""
+    asked = [number for token in question if isinstance(token, list) for number in token]
+    named = [token[0] for token in sentence if isinstance(token, list)]
+    said = [token for token in sentence if isinstance(token, str) and token in COLOURS]
+    if sentence[0] in ("It", "Both"):
+        return [colours[number] for number in named] == [colours[asked[0]]] if named else said == [colours[asked[0]]]
+    if len(sentence) == 2:
+        return colours[named[0]] == colours[asked[0]]
+    if said:
+        return [colours[number] for number in named] == said
+    return colours[named[0]] == colours[named[1]]
+
+
+def test_exactly_the_labelled_choices_are_true(folder, lines):
+    for line in lines:
+        colours = colours_of(folder, line)
+        for kind in ("answer", "rationale"):
+            truth = [is_true(choice, line["question"], colours) for choice in line[f"{kind}_choices"]]
+            assert [number for number, right in enumerate(truth) if right] == [line[f"{kind}_label"]], line
+            assert len({json.dumps(choice) for choice in line[f"{kind}_choices"]}) == 4
+
+
+def test_labels_families_and_names_are_mixed(lines):
+    for kind in ("answer", "rationale"):
+        counts = Counter(line[f"{kind}_label"] for line in lines)
+        assert min(counts[number] for number in range(4)) > 0.15 * len(lines)
+    families = Counter(line["family"] for line in lines)
+    assert set(families) == {"colour", "match", "pair"}
+    assert min(families.values()) > 0.2 * len(lines)
+    classes = Counter(name for line in lines for name in line["objects"])
+    assert set(classes) == set(CLASS_OF.values())
+    assert any(len(token) > 1 for line in lines for token in line["question"] if isinstance(token, list))
+
+
+def test_a_sentence_as_raw_text():
+    assert as_read_aloud(["Why", [0], "and", [1, 2], "?"]) == "Why 1 and 2 and 3 ?"
