@@ -31,6 +31,13 @@ class DetectorSettings:
     loss_weight: float = 0.0  # weight of the detection losses beside the task's; 0 = they are not computed
     loss_weights: dict[str, float] = field(default_factory=dict)  # weights of single detection losses; 1 unless named
 
+    @property
+    def proposes_at_random(self) -> bool:
+        """Nothing trained the RPN and the box head: own boxes mean nothing."""
+        is_trained = self.loss_weight > 0 and not self.freeze
+        is_loaded = self.weights is not None and self.expect != "backbone"
+        return self.backend != "precomputed" and not is_trained and not is_loaded
+
 
 @dataclass
 class EncoderSettings:

@@ -20,7 +20,7 @@ from detector.backends import BACKENDS, detector_class
 from detector.checkpoint import load_checkpoint, load_strictly
 from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
-from e2e_vl.config import ResizeSettings, RunConfig
+from e2e_vl.config import DetectorSettings, ResizeSettings, RunConfig
 from e2e_vl.data.coco_detection import CocoDetectionDataset
 from e2e_vl.data.collate import collate
 from e2e_vl.data.refcoco import RefCOCODataset
@@ -184,9 +184,20 @@ def build_dataset(
 
 def build_eval_datasets(config: RunConfig, run: Run) -> None:
     """Read all splits with all box sources that the settings evaluate, once a run."""
+    if "online" in config.eval.boxes:
+        warn_of_random_boxes(config.detector)
     for split in config.data.eval_splits:
         for boxes in config.eval.boxes:
             run.eval_datasets[split, boxes] = build_dataset(config, run.tokenizer, split, boxes=boxes)
+
+
+def warn_of_random_boxes(settings: DetectorSettings) -> None:
+    """To be called where a detector's own boxes are evaluated."""
+    if settings.proposes_at_random:
+        logger.warning(
+            "The detector's own boxes are random: it was neither trained (detector.loss_weight is 0, or it is frozen) "
+            "nor loaded with an RPN (detector.weights), so accuracies with boxes 'online' mean nothing."
+        )
 
 
 def build_collate(model: VisionLanguageModel) -> Callable[..., Batch]:
