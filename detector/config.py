@@ -37,6 +37,29 @@ POOLER_TYPES = ("ROIAlignV2", "ROIAlign", "ROIPool")
 NORMS = ("FrozenBN", "BN", "SyncBN", "GN")
 BOX_LOSSES = ("smooth_l1", "giou", "diou", "ciou")
 STEM_POOLS = ("max", "caffe_max", "none")
+GROUPS_OF_GN = 32  # Detectron2's number of groups
+
+# Keys whose numbers (those in lists too) must be above 0, or at least 0. Detectron2 gives some values below a meaning
+# (MIN_SIZE_TEST 0, DETECTIONS_PER_IMAGE -1); they are not built here.
+POSITIVE = (
+    *("INPUT.MIN_SIZE_TRAIN", "INPUT.MAX_SIZE_TRAIN", "INPUT.MIN_SIZE_TEST", "INPUT.MAX_SIZE_TEST", "MODEL.PIXEL_STD"),
+    *("MODEL.RESNETS.NUM_GROUPS", "MODEL.RESNETS.WIDTH_PER_GROUP"),
+    *("MODEL.RESNETS.STEM_OUT_CHANNELS", "MODEL.RESNETS.RES2_OUT_CHANNELS"),
+    *("MODEL.ANCHOR_GENERATOR.SIZES", "MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS"),
+    *("MODEL.RPN.BATCH_SIZE_PER_IMAGE", "MODEL.RPN.BBOX_REG_WEIGHTS"),
+    *("MODEL.RPN.PRE_NMS_TOPK_TRAIN", "MODEL.RPN.PRE_NMS_TOPK_TEST"),
+    *("MODEL.RPN.POST_NMS_TOPK_TRAIN", "MODEL.RPN.POST_NMS_TOPK_TEST"),
+    *("MODEL.ROI_HEADS.NUM_CLASSES", "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE"),
+    *("TEST.DETECTIONS_PER_IMAGE", "MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION", "MODEL.ROI_BOX_HEAD.BBOX_REG_WEIGHTS"),
+    *("MODEL.ROI_BOX_HEAD.ATTRIBUTES.EMBEDDING_DIM", "MODEL.ROI_BOX_HEAD.ATTRIBUTES.HIDDEN_DIM"),
+)
+NOT_NEGATIVE = (
+    *("MODEL.PROPOSAL_GENERATOR.MIN_SIZE", "MODEL.RPN.POSITIVE_FRACTION", "MODEL.ROI_HEADS.POSITIVE_FRACTION"),
+    *("MODEL.RPN.NMS_THRESH", "MODEL.ROI_HEADS.NMS_THRESH_TEST"),
+    *("MODEL.RPN.LOSS_WEIGHT", "MODEL.RPN.BBOX_REG_LOSS_WEIGHT", "MODEL.ROI_BOX_HEAD.BBOX_REG_LOSS_WEIGHT"),
+    *("MODEL.RPN.SMOOTH_L1_BETA", "MODEL.ROI_BOX_HEAD.SMOOTH_L1_BETA", "MODEL.ROI_BOX_HEAD.POOLER_SAMPLING_RATIO"),
+    *("MODEL.ROI_BOX_HEAD.ATTRIBUTES.NUM_CLASSES", "MODEL.ROI_BOX_HEAD.ATTRIBUTES.LOSS_WEIGHT"),
+)
 
 
 def _key(key: str, default: Any, *, ours: bool = False) -> Any:
@@ -243,7 +266,6 @@ def check(config: DetectorConfig) -> None:
         (config.input.format in ("BGR", "RGB"), "INPUT.FORMAT must be BGR or RGB"),
         (len(config.input.pixel_mean) == 3, "MODEL.PIXEL_MEAN must have 3 values"),
         (len(config.input.pixel_std) == 3, "MODEL.PIXEL_STD must have 3 values"),
-        (all(value > 0 for value in config.input.pixel_std), "MODEL.PIXEL_STD must be positive"),
         (len(config.input.min_size_train) > 0, "INPUT.MIN_SIZE_TRAIN must not be empty"),
         (
             config.input.min_size_train_sampling in ("choice", "range"),
@@ -263,7 +285,14 @@ def check(config: DetectorConfig) -> None:
             "MODEL.ANCHOR_GENERATOR.CELL_ANCHORS must hold [x1, y1, x2, y2] for each pair of SIZES and ASPECT_RATIOS",
         ),
         (len(rpn.conv_dims) > 0, "MODEL.RPN.CONV_DIMS must not be empty"),
-        (heads.num_classes > 0, "MODEL.ROI_HEADS.NUM_CLASSES must be positive"),
+        (all(dim == -1 or dim > 0 for dim in rpn.conv_dims), "MODEL.RPN.CONV_DIMS must hold positive widths or -1"),
+        (
+            resnet.norm != "GN" or all(width % GROUPS_OF_GN == 0 for width in _widths(resnet)),
+            f"MODEL.RESNETS.NORM GN needs STEM_OUT_CHANNELS, RES2_OUT_CHANNELS and NUM_GROUPS * WIDTH_PER_GROUP to be "
+            f"multiples of {GROUPS_OF_GN}",
+        ),
+        (rpn.positive_fraction <= 1, "MODEL.RPN.POSITIVE_FRACTION must be at most 1"),
+        (heads.positive_fraction <= 1, "MODEL.ROI_HEADS.POSITIVE_FRACTION must be at most 1"),
         (
             heads.pooler_type in POOLER_TYPES,
             f"MODEL.ROI_BOX_HEAD.POOLER_TYPE must be one of {', '.join(POOLER_TYPES)}",
@@ -287,6 +316,23 @@ def check(config: DetectorConfig) -> None:
     for holds, message in rules:
         if not holds:
             raise ValueError(f"{message}.")
+    flat = config.to_flat()
+    for keys, allows_zero, needed in ((POSITIVE, False, "positive"), (NOT_NEGATIVE, True, "0 or more")):
+        for key in keys:
+            value = flat.get(key, 1)  # keys of ours have a good value unless they are written
+            numbers = _numbers(value)
+            if not numbers or not all(number > 0 or (allows_zero and number == 0) for number in numbers):
+                raise ValueError(f"{key} is {value}; it must be {needed}.")
+
+
+def _numbers(value: Any) -> list[float]:
+    """All numbers of a nested list."""
+    return [number for item in value for number in _numbers(item)] if isinstance(value, list) else [value]
+
+
+def _widths(resnet: ResNetConfig) -> tuple[int, ...]:
+    bottleneck = resnet.num_groups * resnet.width_per_group if resnet.depth >= 50 else 0
+    return resnet.stem_out_channels, resnet.res2_out_channels, bottleneck
 
 
 def _is_one_box_per_anchor(anchors: AnchorConfig) -> bool:

@@ -31,6 +31,13 @@ class DetectorSettings:
     loss_weight: float = 0.0  # weight of the detection losses beside the task's; 0 = they are not computed
     loss_weights: dict[str, float] = field(default_factory=dict)  # weights of single detection losses; 1 unless named
 
+    @property
+    def proposes_at_random(self) -> bool:
+        """Nothing trained the RPN and the box head: own boxes mean nothing."""
+        is_trained = self.loss_weight > 0 and not self.freeze
+        is_loaded = self.weights is not None and self.expect != "backbone"
+        return self.backend != "precomputed" and not is_trained and not is_loaded
+
 
 @dataclass
 class EncoderSettings:
@@ -92,7 +99,8 @@ class DataSettings:
     train_split: str = "train"
     eval_splits: list[str] = field(default_factory=lambda: ["val"])
     boxes: BoxSettings = field(default_factory=BoxSettings)
-    resize: ResizeSettings = field(default_factory=ResizeSettings)
+    # None = INPUT.MIN_SIZE_TRAIN .. MAX_SIZE_TEST of the detector's YAML file, which have no effect otherwise
+    resize: ResizeSettings | None = field(default_factory=ResizeSettings)
     flip: float = 0.5  # probability of mirroring a training image
     keep_empty_images: bool = True  # detection: also train on images without objects
     texts_per_image: int | None = 1  # texts of one image in one batch; None = all of them
@@ -303,7 +311,7 @@ def _reason(error: Exception) -> str:
 
 def _check(config: RunConfig, source: str) -> None:
     for key, choices in CHOICES.items():
-        if _value(config, key) not in choices:
+        if _value(config, key) not in choices and not (key.startswith("data.resize.") and config.data.resize is None):
             raise ValueError(f"{source}: {key} is '{_value(config, key)}'; it must be one of {', '.join(choices)}.")
     for key in (*POSITIVE, *NOT_NEGATIVE):
         value = _value(config, key)
@@ -319,7 +327,7 @@ def _check(config: RunConfig, source: str) -> None:
             f"{source}: train.decay_steps is {steps}; it must rise from at least 1 with train.schedule=steps, and be "
             "empty with the others."
         )
-    if not config.data.resize.short_edge or min(config.data.resize.short_edge) < 1:
+    if config.data.resize is not None and (not config.data.resize.short_edge or min(config.data.resize.short_edge) < 1):
         raise ValueError(f"{source}: data.resize.short_edge is {config.data.resize.short_edge}; give positive sizes.")
     for source_name in config.eval.boxes:
         if source_name not in EVAL_BOXES:
@@ -341,8 +349,8 @@ def _check(config: RunConfig, source: str) -> None:
 
 
 def _value(config: RunConfig, key: str) -> Any:
-    """The setting at a dotted key."""
+    """The setting at a dotted key; None below a part that is not there."""
     value: Any = config
     for part in key.split("."):
-        value = getattr(value, part)
+        value = None if value is None else getattr(value, part)
     return value

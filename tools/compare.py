@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from e2e_vl.config import differences, load_config
+from e2e_vl.engine.build import take_sizes_of_detector
 
 TRAIN = Path(__file__).resolve().with_name("train.py")
 
@@ -153,6 +154,7 @@ def _check_same_run(run: Path, config: Path, words: list[str]) -> None:
     wanted = load_config(config, words)
     saved = run / "config.yaml"
     if saved.is_file():
+        take_sizes_of_detector(wanted)
         changed = differences(load_config(saved), wanted)
         if changed:
             raise ValueError(

@@ -75,8 +75,8 @@ def run(arguments: argparse.Namespace) -> None:
             max_proposals=arguments.max_proposals,
             seed=arguments.seed,
         )
-        if arguments.weights is None:
-            print("The detector's weights are random, so its boxes, classes and features mean nothing.")
+    if extractor.warning:
+        print(extractor.warning)
     regions = extractor(arguments.image)
 
     arguments.output.mkdir(parents=True, exist_ok=True)

@@ -124,8 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     summary = extract_features(job)
     if PartialState().is_main_process:
-        if weights is None:
-            print("The detector's weights are random, so its boxes, classes and features mean nothing.")
+        if extractor.warning and (given is None or weights is None):
+            print(extractor.warning)
         before = f", {summary.before} were there before" if summary.before else ""
         print(f"{summary.done} images described{before}: {arguments.output}")
         if summary.few:

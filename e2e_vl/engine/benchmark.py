@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from e2e_vl.config import RunConfig
 from e2e_vl.data.examples import Request
 from e2e_vl.data.grouping import GroupedBatchSampler
-from e2e_vl.engine.build import Run, build_run
+from e2e_vl.engine.build import Run, build_run, take_sizes_of_detector
 from e2e_vl.engine.optim import build_optimizer
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, ModelOutput
@@ -70,6 +70,7 @@ def benchmark_training(
         raise ValueError(f"{repetitions} repetitions and {warm_up} warm-up steps cannot be measured.")
     if config.data.boxes.train == "online" and any(number is not None for number in rois):
         raise ValueError("The detector finds its own boxes (data.boxes.train=online), so their number cannot be set.")
+    take_sizes_of_detector(config)
     with tempfile.TemporaryDirectory() as folder:
         config = without_chance(config, Path(folder))
         set_seed(config.seed)

@@ -20,7 +20,7 @@ from detector.backends import BACKENDS, detector_class
 from detector.checkpoint import LoadReport, load_checkpoint
 from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
-from e2e_vl.config import RunConfig
+from e2e_vl.config import DetectorSettings, ResizeSettings, RunConfig
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco_detection import CocoDetectionDataset
 from e2e_vl.data.collate import collate
@@ -92,6 +92,7 @@ class Run:
 def build_run(config: RunConfig) -> Run:
     """Data (drawn first if the settings ask for it), tokenizer and a model with its starting weights."""
     named_parts(config)  # a wrong name is found before data are drawn
+    take_sizes_of_detector(config)
     make_synthetic_data(config)
     tokenizer = build_tokenizer(config)
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
@@ -119,6 +120,29 @@ def _named(choices: dict[str, Any], name: str, setting: str) -> Any:
     if name not in choices:
         raise ValueError(f"{setting} is '{name}'; it must be one of {', '.join(choices)}.")
     return choices[name]
+
+
+def take_sizes_of_detector(config: RunConfig) -> None:
+    """Fill in `data.resize` from the detector's YAML file where it is null, so that the saved settings hold numbers.
+
+    Raises:
+        ValueError: sizes of training and testing that `data.resize` cannot express together.
+    """
+    if config.data.resize is not None:
+        return
+    sizes = build_detector_config(config).input
+    short = list(sizes.min_size_train)
+    if sizes.min_size_train_sampling == "range":
+        if len(short) != 2 or short[0] > short[1]:
+            raise ValueError("INPUT.MIN_SIZE_TRAIN_SAMPLING is range: INPUT.MIN_SIZE_TRAIN must be two rising sizes.")
+        short = list(range(short[0], short[1] + 1))
+    if sizes.min_size_test not in short or sizes.max_size_test != sizes.max_size_train:
+        raise ValueError(
+            f"data.resize is null, but {config.detector.config} tests at other sizes than it trains at (INPUT."
+            "MIN_SIZE_TEST must be one of MIN_SIZE_TRAIN, and the MAX_SIZEs equal); write data.resize yourself."
+        )
+    short.append(short.pop(short.index(sizes.min_size_test)))  # the last one is that of testing
+    config.data.resize = ResizeSettings(short, sizes.max_size_train, "detectron2")
 
 
 def make_synthetic_data(config: RunConfig) -> None:
@@ -175,9 +199,20 @@ def build_dataset(
 
 def build_eval_datasets(config: RunConfig, run: Run) -> None:
     """Read all splits with all box sources that the settings evaluate, once a run."""
+    if "online" in config.eval.boxes:
+        warn_of_random_boxes(config.detector)
     for split in config.data.eval_splits:
         for boxes in config.eval.boxes:
             run.eval_datasets[split, boxes] = build_dataset(config, run.tokenizer, split, boxes=boxes)
+
+
+def warn_of_random_boxes(settings: DetectorSettings) -> None:
+    """To be called where a detector's own boxes are evaluated."""
+    if settings.proposes_at_random:
+        logger.warning(
+            "The detector's own boxes are random: it was neither trained (detector.loss_weight is 0, or it is frozen) "
+            "nor loaded with an RPN (detector.weights), so accuracies with boxes 'online' mean nothing."
+        )
 
 
 def build_collate(model: VisionLanguageModel) -> Callable[..., Batch]:

@@ -55,6 +55,22 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
     tokenizer.save_pretrained(folder / "tokenizer")
 
 
+def model_folder(folder: Path) -> Path:
+    """The folder that `save_model` wrote: `folder` itself, or `model/` in a run directory.
+
+    Raises:
+        FileNotFoundError: no model there.
+    """
+    folder = Path(folder)
+    if (folder / "config.yaml").is_file() and (folder / "encoder").is_dir():
+        return folder
+    if not (folder / "model" / "config.yaml").is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no trained model (no model/config.yaml); give a run directory of tools/train.py."
+        )
+    return folder / "model"
+
+
 def load_model(
     folder: Path, *, overrides: list[str] | None = None
 ) -> tuple[RunConfig, VisionLanguageModel, PreTrainedTokenizerBase]:
@@ -68,13 +84,7 @@ def load_model(
         FileNotFoundError: no model there.
         ValueError: weights that do not fit the settings beside them.
     """
-    folder = Path(folder)
-    if not (folder / "config.yaml").is_file() or not (folder / "encoder").is_dir():
-        if not (folder / "model" / "config.yaml").is_file():
-            raise FileNotFoundError(
-                f"{folder} holds no trained model (no model/config.yaml); give a run directory of tools/train.py."
-            )
-        folder = folder / "model"
+    folder = model_folder(folder)
     for word in overrides or []:
         if word.partition("=")[0] in OWN_START:
             raise ValueError(f"{word}: a trained model brings its own detector and weights; leave this setting out.")

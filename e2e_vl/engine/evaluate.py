@@ -11,11 +11,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 from tqdm.auto import tqdm
 
-from e2e_vl.config import RunConfig
+from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.grouping import GroupedBatchSampler
 from e2e_vl.data.loading import BatchLoader
-from e2e_vl.engine.build import Run, build_collate, build_dataset
-from e2e_vl.engine.checkpoint import load_model
+from e2e_vl.engine.build import Run, build_collate, build_dataset, warn_of_random_boxes
+from e2e_vl.engine.checkpoint import load_model, model_folder
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.logging import write_text
 from e2e_vl.model import VisionLanguageModel
@@ -145,6 +145,8 @@ def evaluate_run(
     """
     convention = [f"task.config.iou_convention={iou}"] if iou is not None else []
     config, model, tokenizer = load_model(run_dir, overrides=[*(overrides or []), *convention])
+    if boxes == "online":
+        warn_of_random_boxes(load_config(model_folder(run_dir) / "config.yaml").detector)
     accelerator = make_accelerator(config.train.mixed_precision)
     model.to(accelerator.device)
     dataset = build_dataset(config, tokenizer, split, boxes=boxes)

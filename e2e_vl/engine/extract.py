@@ -22,6 +22,8 @@ from detector.selection import SelectionRule, select_regions
 from e2e_vl.config import load_config
 
 CANDIDATES = 2  # detections per wanted region, before those of several classes in one place are merged
+RANDOM_WEIGHTS = "The detector's weights are random, so its boxes, classes and features mean nothing."
+RANDOM_BOXES = "The run's detector learned to describe given boxes only: those that it finds itself are random."
 SAME_PLACE = 0.7  # IoU above which two detections are one region
 
 
@@ -52,6 +54,7 @@ class Extractor:
     resize: ResizeRule
     rule: SelectionRule
     backend: str = "builtin"  # name of the detector's class
+    warning: str = ""  # for users, where the boxes that it finds mean nothing
 
     @torch.inference_mode()
     def __call__(self, path: str | Path) -> ExtractedRegions:
@@ -126,7 +129,7 @@ def build_extractor(
     if weights is not None:
         load_checkpoint(detector, weights)
     resize = resize or ResizeRule(settings.input.min_size_test, settings.input.max_size_test, "detectron2")
-    return Extractor(detector, resize, rule, backend)
+    return Extractor(detector, resize, rule, backend, RANDOM_WEIGHTS if weights is None else "")
 
 
 def extractor_of_run(
@@ -152,7 +155,7 @@ def extractor_of_run(
             "images; give --config and --weights."
         )
     resize = config.data.resize
-    return build_extractor(
+    extractor = build_extractor(
         folder / "detector" / "config.yaml",
         folder / "detector",
         rule,
@@ -160,3 +163,4 @@ def extractor_of_run(
         resize=ResizeRule(resize.short_edge[-1], resize.long_edge, resize.rounding),
         max_proposals=max_proposals,
     )
+    return dataclasses.replace(extractor, warning=RANDOM_BOXES if config.detector.proposes_at_random else "")

@@ -27,11 +27,16 @@ def ground_phrase(run_dir: Path, image_path: Path, text: str) -> dict[str, Any]:
         `scores` [R] of all candidates; boxes are xyxy in pixels of the original image.
 
     Raises:
-        FileNotFoundError, ValueError: no model or image there, or an empty phrase.
+        FileNotFoundError, ValueError: no model or image there, an empty phrase, or a model of another task.
     """
     if not text.strip():
         raise ValueError("The phrase is empty; say what to look for.")
     config, model, tokenizer = load_model(Path(run_dir))
+    if not model.task.points_at_box:
+        raise ValueError(
+            f"{run_dir} was trained for the task '{config.task.name}', which does not answer a phrase with a box; give "
+            "a run of a task that does, such as refcoco."
+        )
     resize = config.data.resize
     rule = ResizeRule(resize.short_edge[-1], resize.long_edge, resize.rounding)
     pixels, original_size = load_resized(image_path, rule, model.detector.config.input.format)

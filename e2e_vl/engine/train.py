@@ -24,7 +24,7 @@ from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.grouping import GroupedBatchSampler
 from e2e_vl.data.loading import BatchLoader
 from e2e_vl.engine import checkpoint
-from e2e_vl.engine.build import Run, build_eval_datasets, build_run
+from e2e_vl.engine.build import Run, build_eval_datasets, build_run, take_sizes_of_detector
 from e2e_vl.engine.evaluate import evaluate_splits
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.logging import RunLog, write_json
@@ -55,6 +55,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         project_dir=output,
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
+    take_sizes_of_detector(config)
     resume_from = checkpoint.find_resumable(output, config, accelerator.num_processes) if resume else None
     if resume_from is None:
         checkpoint.refuse_to_overwrite(output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +18,8 @@ class Task(nn.Module, abc.ABC):
     Each task is built as `Task(hidden_size, config)` with a config dataclass of its own, and documents which keys of
     `batch.targets` and `batch.records` it reads.
     """
+
+    points_at_box: ClassVar[bool] = False  # `predict` answers a phrase with `box`, `score` and their candidates
 
     def prepare(self, batch: Batch, detector: Detector) -> Batch:
         """Change a batch before the detector sees it; nothing by default. Pre-training hides regions here."""

@@ -86,6 +86,8 @@ class ReferringTask(Task):
     (In the official code the padded boxes of a batch can win, because it does not mask them.)
     """
 
+    points_at_box = True
+
     def __init__(self, hidden_size: int, config: ReferringConfig | None = None):
         super().__init__()
         self.config = config or ReferringConfig()

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from detector.selection import SelectionRule
 from e2e_vl.engine.build import Run, build_dataset
 from e2e_vl.engine.checkpoint import load_model
 from e2e_vl.engine.evaluate import METRIC_SUFFIX, evaluate, evaluate_run
+from e2e_vl.engine.extract import extractor_of_run
 from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.engine.train import train
 from e2e_vl.evaluation.refexp import hits
 from tools import evaluate as tool
 
@@ -47,6 +50,24 @@ def test_evaluating_a_run_gives_the_numbers_of_its_training(trained_run, boxes, 
     assert len(metrics) > 3
     assert metrics == {name: trained_run.metrics[name] for name in metrics}
     assert predictions(path) == predictions(trained_run.path / f"predictions_val_{boxes}.json")
+
+
+def test_boxes_of_a_detector_that_never_learned_to_find_any_are_warned_of(tiny_config, caplog):
+    config = tiny_config("detector.loss_weight=0", "data.boxes.train=gt", "train.max_steps=1", "eval.boxes=[gt]")
+    train(config)
+    run = Path(config.output)
+    assert "random" not in caplog.text
+    evaluate_run(run, split="val", boxes="gt", output=run / "gt.json")
+    assert "random" not in caplog.text
+    evaluate_run(run, split="val", boxes="online", output=run / "online.json")
+    assert "The detector's own boxes are random" in caplog.text
+    assert extractor_of_run(run, SelectionRule()).warning.startswith("The run's detector learned to describe given")
+
+
+def test_boxes_of_a_trained_detector_are_not_warned_of(trained_run, caplog):
+    evaluate_run(trained_run.path, split="val", boxes="online", output=trained_run.path / "again.json")
+    assert "random" not in caplog.text
+    assert extractor_of_run(trained_run.path, SelectionRule()).warning == ""
 
 
 @pytest.mark.parametrize("boxes", BOXES)

@@ -1,0 +1,61 @@
+"""Checkpoints with torchvision's names; VL-BERT's published detector is one."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from detector.checkpoint import load_checkpoint
+from detector.config import DetectorConfig
+from detector.faster_rcnn import FasterRCNN
+from detector.weight_files import WeightsFile
+from detector.weight_names import to_detector_names
+
+
+@pytest.mark.parametrize("name", ["resnet.pth", "resnet101-pt-vgbua-0000.model", "data_parallel.pth"])
+def test_torchvision_names_fill_the_backbone(published: ModuleType, tmp_path: Path, plain: FasterRCNN, name: str):
+    state = {
+        published.torchvision_name(key): value for key, value in plain.state_dict().items() if published.is_trunk(key)
+    }
+    assert {"conv1.weight", "bn1.running_mean", "layer4.0.downsample.1.bias", "layer3.5.bn3.weight"} <= set(state)
+    state |= {"bn1.num_batches_tracked": torch.tensor(3), "fc.weight": torch.zeros(10, 64), "fc.bias": torch.zeros(10)}
+    if name == "data_parallel.pth":
+        state = {f"module.{key}": value for key, value in state.items()}
+    torch.save(state, tmp_path / name)
+    model = published.make(published.WITHOUT_ATTRIBUTES, 3)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"10 missing \(proposal_generator.*expect no_attributes or backbone"):
+        load_checkpoint(model, tmp_path / name)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+    report = load_checkpoint(model, tmp_path / name, expect="backbone")
+    assert report.layout == "torchvision"
+    assert sorted(report.unexpected) == ["fc.bias", "fc.weight"]
+    after = model.state_dict()
+    assert all(
+        torch.equal(after[key], (plain.state_dict() if published.is_trunk(key) else before)[key]) for key in after
+    )
+    assert sorted(report.missing) == sorted(key for key in after if not published.is_trunk(key))
+
+
+def test_names_of_torchvision_itself(published: ModuleType):
+    """Real torchvision modules: the whole of a ResNet-50 finds its place in the shipped C4 config."""
+    torchvision = pytest.importorskip("torchvision")
+    with torch.device("meta"):
+        state = torchvision.models.resnet50().state_dict()
+        wanted = {k: v.shape for k, v in torchvision_targets()}
+    renamed = to_detector_names(WeightsFile(Path("r50.pth"), state, None, False), wanted, DetectorConfig())
+    shapes = {k: v.shape for k, v in renamed.tensors.items() if not k.endswith("num_batches_tracked")}
+    assert {k: v for k, v in shapes.items() if published.is_trunk(k)} == {
+        k: v for k, v in wanted.items() if published.is_trunk(k)
+    }
+    assert {k for k in shapes if not published.is_trunk(k)} == {"fc.weight", "fc.bias"}
+
+
+def torchvision_targets() -> list[tuple[str, Tensor]]:
+    return list(FasterRCNN(DetectorConfig()).state_dict().items())
