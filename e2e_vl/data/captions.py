@@ -215,7 +215,7 @@ class CaptionDataset(Dataset):
                 break
             except _BrokenImageError as error:
                 if not self.skip_broken:
-                    raise type(error.__cause__)(f"{error.__cause__} {_HINT}") from error.__cause__
+                    raise error.with_hint() from error.__cause__
                 group, texts = self._next(group, len(texts), error)
         else:
             raise ValueError(
@@ -344,3 +344,8 @@ class CaptionDataset(Dataset):
 
 class _BrokenImageError(Exception):
     """An image that is missing or cannot be read; the cause says which."""
+
+    def with_hint(self) -> Exception:
+        """What is raised where nothing may be skipped."""
+        kinds = [kind for kind in (FileNotFoundError, OSError) if isinstance(self.__cause__, kind)]
+        return (kinds or [ValueError])[0](f"{self.__cause__} {_HINT}")
