@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,8 +168,13 @@ def build_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     if config.data.vocabulary is not None:
         return load_tokenizer(config.data.vocabulary)
     path = Path(config.output) / "tokenizer" / "vocab.txt"
-    build_vocabulary(named_parts(config).dataset.texts_of(config.data, config.data.train_split), path)
+    build_vocabulary(training_texts(config), path)
     return load_tokenizer(path)
+
+
+def training_texts(config: RunConfig) -> Iterable[str]:
+    """All texts of the training split, to build a vocabulary from."""
+    return named_parts(config).dataset.texts_of(config.data, config.data.train_split)
 
 
 def build_dataset(
