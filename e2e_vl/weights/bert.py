@@ -11,17 +11,15 @@ Shape legend
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.utils import cached_file
 
-from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.weights.vl_bert import WORD_TABLE, Parts, replace_module
 
 ENCODER = {
@@ -45,7 +43,6 @@ FILES = ("model.safetensors", "pytorch_model.bin")
 TASK_NAME = "bert"  # of `Parts` that come from BERT
 SEGMENTS = "embeddings.segment_embeddings.weight"
 POSITIONS = "embeddings.position_embeddings.weight"
-SAME_CONFIG = ("num_attention_heads", "hidden_act", "layer_norm_eps")  # what no shape shows
 
 
 def is_bert(tensors: Mapping[str, Tensor]) -> bool:
@@ -100,27 +97,6 @@ def fit_to_encoder(tensors: dict[str, Tensor], encoder: VLBertModel, source: str
     return {**tensors, SEGMENTS: torch.cat([segments, own[SEGMENTS][len(segments) :].float()])}
 
 
-def check_config(file: Path, config: VLBertConfig) -> None:
-    """Compare what no shape shows with the `config.json` beside a weights file, if there is one.
-
-    Raises:
-        ValueError: another number of heads, activation or epsilon.
-    """
-    path = file.parent / "config.json"
-    if not path.is_file():
-        return
-    try:
-        theirs: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}.") from error
-    for name in SAME_CONFIG:
-        if name in theirs and theirs[name] != getattr(config, name):
-            raise ValueError(
-                f"{path}: {name} is {theirs[name]}, but the encoder's is {getattr(config, name)}; set "
-                f"encoder.config.{name} to {theirs[name]}."
-            )
-
-
 def fetch_from_hub(name: str) -> Path:
     """Weights file of a BERT on the Hugging Face hub, or in its local cache, such as `bert-base-uncased`.
 
@@ -128,7 +104,7 @@ def fetch_from_hub(name: str) -> Path:
         FileNotFoundError: nothing of that name within reach.
     """
     try:
-        cached_file(name, "config.json")  # fails for all reasons there are; `check_config` reads it
+        cached_file(name, "config.json")  # fails for all reasons there are; `load_encoder` reads it
         new, old = FILES
         found = cached_file(name, new, _raise_exceptions_for_missing_entries=False) or cached_file(name, old)
     except (OSError, ValueError) as error:

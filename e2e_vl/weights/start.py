@@ -13,9 +13,10 @@ and whatever stays random or unused is listed in the report.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ OWN = "this project"
 PRETRAINING, BERT = "pretraining", bert.TASK_NAME
 RELATIONSHIP = "relationship."
 POOLER = "pooler."
+SAME_CONFIG = ("num_attention_heads", "hidden_act", "layer_norm_eps", "geometry")  # what no shape shows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,15 +100,16 @@ def load_encoder(encoder: nn.Module, path: str | Path, *, task_name: str) -> Loa
         task_name: what the encoder is for.
 
     Raises:
-        FileNotFoundError, ValueError: nothing there, or it does not fit.
+        FileNotFoundError, ValueError: nothing there, or it does not fit, or the `config.json` beside it says another
+            number of heads, activation, epsilon or geometry.
     """
     source = read_source(path, "encoder")
     tensors, copied = source.tensors, []
     if source.layout != OWN and not isinstance(encoder, VLBertModel):
         raise ValueError(f"{source.path}: holds {source.layout}, which is no start for a {type(encoder).__name__}.")
+    _check_config(source.path, encoder)
     may_miss: tuple[str, ...] = ()
     if source.task_name == BERT:
-        bert.check_config(source.path, encoder.config)
         tensors = bert.fit_to_encoder(tensors, encoder, source.path)
         copied.append("segment rows of BERT -> the first rows of embeddings.segment_embeddings")
         needed = tuple(f"{module}." for module in bert.ENCODER.values() if module != "pooler")
@@ -128,6 +131,24 @@ def load_encoder(encoder: nn.Module, path: str | Path, *, task_name: str) -> Loa
         layout=source.layout,
     )
     return dataclasses.replace(report, copied=copied)
+
+
+def _check_config(file: Path, encoder: nn.Module) -> None:
+    """Compare what no shape shows with the `config.json` beside a weights file, if there is one."""
+    path = file.parent / "config.json"
+    if not path.is_file():
+        return
+    try:
+        theirs: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}.") from error
+    own = encoder.config.to_dict()
+    for name in SAME_CONFIG:
+        if name in theirs and name in own and theirs[name] != own[name]:
+            raise ValueError(
+                f"{path}: {name} is {theirs[name]}, but the encoder's is {own[name]}; set encoder.config.{name} to "
+                f"{theirs[name]}."
+            )
 
 
 def load_task(task: nn.Module, path: str | Path, *, task_name: str) -> LoadReport:

@@ -138,6 +138,12 @@ def test_another_architecture_is_refused(tmp_path, bert, fields, message):
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
 
 
+def test_an_encoder_of_ours_with_another_geometry_is_refused(tmp_path):
+    vl_bert(geometry="corners").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"config.json: geometry is corners, but the encoder's is centre_size; set"):
+        load_encoder(vl_bert(), tmp_path, task_name="refcoco")
+
+
 def test_what_is_no_bert_is_refused(tmp_path, bert):
     def write(state: dict[str, Tensor]) -> Path:
         torch.save(state, tmp_path / "x.bin")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from detector.checkpoint import load_checkpoint
@@ -29,10 +30,11 @@ TINY_DETECTOR |= {"MODEL.RESNETS.RES2_OUT_CHANNELS": 8, "MODEL.RESNETS.NORM": "B
 TINY_ENCODER = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY_ENCODER |= {"intermediate_size": 24, "max_position_embeddings": 20, "geometry_dim": 16}
 PRETRAINING = {"text_only_embedding": True, "hidden_region_embedding": True}
+DEPTHS = {6: 50, 23: 101, 36: 152}  # blocks of layer3 -> depth
 KINDS = ("pretraining", "pretraining_rel", "pretraining_prec", "refcoco", "vqa", "vcr")
 
 
-def make_parts(kind: str, detector: dict | None, encoder: dict, classes: int, answers: int) -> tuple[nn.Module, ...]:
+def make_parts(kind: str, detector: DetectorConfig, encoder: dict, classes: int, answers: int) -> tuple[nn.Module, ...]:
     name = kind.split("_")[0]
     is_precomputed = kind in ("pretraining_prec", "vqa")
     more = PRETRAINING if name == "pretraining" else {}
@@ -52,15 +54,20 @@ def make_parts(kind: str, detector: dict | None, encoder: dict, classes: int, an
         task = VQATask(hidden, VQAConfig(answers=[str(number) for number in range(answers)]))
     else:
         task = {"refcoco": ReferringTask, "vcr": VCRTask}[name](hidden)
-    network = DetectorConfig.from_flat(detector) if isinstance(detector, dict) else DetectorConfig.from_yaml(detector)
-    return (PrecomputedDetector if is_precomputed else FasterRCNN)(network), VLBertModel(config), task
+    return (PrecomputedDetector if is_precomputed else FasterRCNN)(detector), VLBertModel(config), task
 
 
 def tiny_model(kind: str, seed: int) -> VisionLanguageModel:
     torch.manual_seed(seed)
     feature_dim = 8 * TINY_DETECTOR["MODEL.RESNETS.RES2_OUT_CHANNELS"]
     model = VisionLanguageModel(
-        *make_parts(kind, TINY_DETECTOR, {**TINY_ENCODER, "feature_dim": feature_dim}, classes=5, answers=7)
+        *make_parts(
+            kind,
+            DetectorConfig.from_flat(TINY_DETECTOR),
+            {**TINY_ENCODER, "feature_dim": feature_dim},
+            classes=5,
+            answers=7,
+        )
     )
     for tensor in model.state_dict().values():  # also those that start at 0 or 1
         if tensor.is_floating_point():
@@ -96,17 +103,60 @@ def official_layout(kind: str, golden_root: Path) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("kind", ["pretraining", "pretraining_prec", "refcoco", "vqa", "vcr"])
-def test_names_and_shapes_of_the_full_size_model_are_the_official_ones(kind, golden_root, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with torch.device("meta"):
-        encoder = {"vocab_size": 30522, "feature_dim": 2048}
-        parts = make_parts(kind, "configs/detector/vl_bert_R_101.yaml", encoder, classes=1601, answers=3129)
+def test_names_and_shapes_of_the_full_size_model_are_the_official_ones(kind, golden_root):
+    layout = official_layout(kind, golden_root)
+    largest = official_layout("pretraining", golden_root)
+    words, hidden = largest["vlbert.word_embeddings.weight"]
+    encoder = {
+        "vocab_size": words,
+        "hidden_size": hidden,
+        "num_attention_heads": hidden // 64,
+        "num_hidden_layers": len({name.split(".")[3] for name in largest if name.startswith("vlbert.encoder.layer.")}),
+        "intermediate_size": len_of(largest, "vlbert.encoder.layer.0.intermediate.dense.bias"),
+        "max_position_embeddings": len_of(largest, "vlbert.position_embeddings.weight"),
+        "feature_dim": len_of(largest, "image_feature_extractor.roi_head_feature_extractor.0.bn3.bias"),
+    }
+    depth = DEPTHS[len({name.split(".")[3] for name in largest if ".layer3." in name})]
+    detector = DetectorConfig.from_yaml(
+        {"_BASE_": str(ROOT / "configs" / "detector" / "vl_bert_R_101.yaml"), "MODEL": {"RESNETS": {"DEPTH": depth}}}
+    )
+    with torch.device("meta"):  # shapes without memory
+        parts = make_parts(
+            kind,
+            detector,
+            encoder,
+            classes=len_of(largest, "vlbert.mvrc_head.region_cls_pred.bias"),
+            answers=layout["final_mlp.2.bias"][0] if kind == "vqa" else 0,
+        )
     states = (part.state_dict() for part in parts)
     official, left_out = to_official(Parts(*states, task_name=kind.split("_")[0]))
     shapes = {name: list(value.shape) for name, value in official.items()}
-    assert shapes == {f"module.{name}": shape for name, shape in official_layout(kind, golden_root).items()}
+    assert shapes == {f"module.{name}": shape for name, shape in layout.items()}
     expected = () if kind in ("pretraining_prec", "vqa") else ("detector.proposal_generator", "detector.roi_heads.box_")
     assert {name for name in left_out if not name.startswith(expected)} == set()
+
+
+def len_of(layout: dict[str, list[int]], name: str) -> int:
+    return layout[name][0]
+
+
+@pytest.mark.parametrize(("name", "task"), [("pretrain", "pretraining"), ("refcoco",) * 2, ("vcr",) * 2])
+def test_recorded_weights_go_through_unchanged(name, task, golden_root):
+    recorded = load_file(golden_root / "vl_bert" / f"{name}.safetensors")
+    head = {key.removeprefix("state."): value for key, value in recorded.items() if key.startswith("state.")}
+    state = {**load_file(golden_root / "vl_bert" / "trunk.safetensors"), **head}
+    if name == "refcoco":
+        state = {key: value for key, value in state.items() if not key.startswith("vlbert.pooler.")}
+    if name == "vcr":
+        state = {key.replace("vlbert.", "vlbert._module.", 1): value for key, value in state.items()}
+    state = {f"module.{key}": value for key, value in state.items()}
+    parts = from_official(state, "recorded")
+    assert parts.task_name == task
+    official, left_out = to_official(parts)
+    assert left_out == []
+    assert all(torch.equal(official[key], value) for key, value in state.items())
+    aliases = ("module.image_feature_extractor.head.0.", "module.vlbert.mlm_head.predictions.decoder.weight")
+    assert all(key.startswith(aliases) for key in official.keys() - state.keys())
 
 
 @pytest.mark.parametrize("kind", KINDS)
