@@ -1,0 +1,128 @@
+"""The written VQA files: each answer is right, judged from the annotations alone, and words give little away."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+
+from e2e_vl.synthetic.relations import SceneFacts
+from e2e_vl.synthetic.scenes import COLOURS, SHAPES, SceneConfig, draw_scene
+from e2e_vl.synthetic.vqa import draw_questions, vqa_statistics, write_vqa
+
+SPLITS = {"train": 110, "val": 20, "testA": 10, "testB": 10}
+ATTRIBUTES = {"big", "small", "plain", "striped", *COLOURS}
+
+
+@pytest.fixture(scope="module")
+def pairs(synthetic_folder) -> list[tuple[dict, dict]]:
+    """(question, annotation) of all splits."""
+    found = []
+    for split in SPLITS:
+        folder = synthetic_folder / "vqa"
+        questions = json.loads((folder / f"v2_OpenEnded_mscoco_{split}_questions.json").read_text())
+        annotations = json.loads((folder / f"v2_mscoco_{split}_annotations.json").read_text())
+        assert questions["task_type"] == "Open-Ended"
+        assert questions["data_subtype"] == annotations["data_subtype"] == split
+        found += zip(questions["questions"], annotations["annotations"], strict=True)
+    return found
+
+
+def objects_of(coco, image_id: int) -> list[set[str]]:
+    """The words that are true of each object."""
+    names = [entry["name"] for entry in coco.dataset["attributes"]]
+    shapes = {entry["id"]: entry["name"] for entry in coco.dataset["categories"]}
+    return [
+        {shapes[item["category_id"]], *(names[i] for i in item["attribute_ids"])} for item in coco.imgToAnns[image_id]
+    ]
+
+
+def answer(text: str, objects: list[set[str]]) -> str:
+    """Reads a question anew."""
+
+    def described(phrase: str) -> list[set[str]]:
+        words = {re.sub(r"^(circle|square|triangle|star|cross|diamond)(s|es)$", r"\1", w) for w in phrase.split()}
+        return [item for item in objects if words - {"thing", "things"} <= item]
+
+    text = text.lower().removesuffix("?")
+    if found := re.fullmatch("what color is the (.*)", text):
+        [item] = described(found[1])
+        return next(iter(item & set(COLOURS)))
+    if found := re.fullmatch("what is the (.*)", text):
+        [item] = described(found[1])
+        return next(iter(item & set(SHAPES)))
+    if found := re.fullmatch("how many (.*) are there", text):
+        return str(len(described(found[1])))
+    if found := re.fullmatch("is there a (.*)", text):
+        return "yes" if described(found[1]) else "no"
+    found = re.fullmatch(r"is the (.*) (\w+)", text)
+    [item] = described(found[1])
+    assert found[2] in ATTRIBUTES
+    return "yes" if found[2] in item else "no"
+
+
+def test_the_files_have_the_keys_and_ids_of_the_release(pairs):
+    for question, annotation in pairs:
+        assert set(question) == {"question_id", "image_id", "question"}
+        assert question["question_id"] == annotation["question_id"]
+        assert question["question_id"] // 1000 == question["image_id"] == annotation["image_id"]
+        assert [row["answer_id"] for row in annotation["answers"]] == list(range(1, 11))
+        assert annotation["answer_type"] in ("yes/no", "number", "other")
+        assert question["question"].lower().startswith(annotation["question_type"])
+    assert len({question["question_id"] for question, _ in pairs}) == len(pairs)
+    assert {question["image_id"] for question, _ in pairs} == set(range(1, 151))
+
+
+def test_answers_are_right_and_people_disagree_a_little(pairs, coco):
+    agreeing = []
+    for question, annotation in pairs:
+        right = answer(question["question"], objects_of(coco, question["image_id"]))
+        given = [row["answer"] for row in annotation["answers"]]
+        spelled = {"zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6"}
+        votes = Counter(spelled.get(one, one) for one in given)
+        assert votes.most_common(1)[0][0] == right, question["question"]
+        assert annotation["multiple_choice_answer"] in given
+        agreeing.append(votes[right] / 10)
+    assert 0.88 < np.mean(agreeing) < 0.96
+    assert min(agreeing) < 0.9
+
+
+def test_words_give_little_away(pairs, synthetic_folder):
+    answers = defaultdict(Counter)
+    for _, annotation in pairs:
+        answers[annotation["question_type"]][annotation["multiple_choice_answer"]] += 1
+    assert set(answers) == {"what color is the", "what is the", "how many", "is there a", "is the"}
+    limits = {"what color is the": 0.3, "what is the": 0.3, "how many": 0.5, "is there a": 0.62, "is the": 0.62}
+    for kind, counted in answers.items():
+        assert max(counted.values()) / counted.total() < limits[kind], (kind, counted)
+    statistics = json.loads((synthetic_folder / "synthetic.json").read_text())["statistics"]["vqa"]
+    assert statistics["questions"] == len(pairs)
+    assert sum(statistics["kinds"].values()) == pytest.approx(1, abs=1e-3)
+    blind = statistics["blind_accuracy"]
+    assert 0.1 < blind["most_frequent_answer"] < 0.3
+    assert blind["most_frequent_answer"] < blind["of_the_kind"] < 0.5
+    assert blind["of_the_kind"] < blind["of_the_words"] < 1
+
+
+def test_blind_accuracy_by_hand():
+    def asked(kind: str, answers: list[str]) -> dict:
+        return {"kind": kind, "question": kind, "answers": answers}
+
+    drawn = [asked("count", ["2"] * 8 + ["two", "1"]), asked("count", ["1"] * 10), asked("exists", ["yes"] * 10)]
+    blind = vqa_statistics(drawn)["blind_accuracy"]
+    assert blind["most_frequent_answer"] == pytest.approx((0.3 + 1) / 3, abs=1e-4)
+    assert blind["of_the_kind"] == pytest.approx((0.3 + 1 + 1) / 3, abs=1e-4)
+    assert vqa_statistics([]) == {"questions": 0}
+
+
+def test_scenes_with_few_attributes_still_have_questions(tmp_path):
+    config = SceneConfig(min_objects=1, max_objects=1, shapes=("circle",), colours=("red",), textures=("plain",))
+    facts = SceneFacts(draw_scene(config, np.random.default_rng(0)))
+    questions = draw_questions(facts, config, np.random.default_rng(0))
+    assert questions and any(question["kind"] == "count" for question in questions)
+    write_vqa(tmp_path / "vqa", "val", [(3, questions), (4, [])])
+    written = json.loads((tmp_path / "vqa" / "v2_OpenEnded_mscoco_val_questions.json").read_text())["questions"]
+    assert [row["question_id"] for row in written] == [3000 + number for number in range(len(questions))]
