@@ -21,12 +21,11 @@ from detector.images import ResizeRule
 from e2e_vl.config import DataSettings
 from e2e_vl.data import vcr_text
 from e2e_vl.data.examples import Example, ImageExample, Objects, Request, TextExample, random_generator
+from e2e_vl.data.image_source import MEAN_COLOUR
 from e2e_vl.data.images import Placement, read_image
 from e2e_vl.data.instance_masks import instance_mask
 from e2e_vl.data.vcr_files import CHOICES, Sentence, VCRFile, VCRMetadata, VCRQuestion, read_metadata
 from e2e_vl.data.vcr_options import VCROptions
-
-MEAN_COLOUR = {"RGB": (123, 116, 103), "BGR": (103, 116, 123)}  # of natural images, as detectors subtract it
 
 
 class VCRDataset(Dataset):

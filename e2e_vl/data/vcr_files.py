@@ -6,6 +6,7 @@ of `objects`. The test split has no labels.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
@@ -98,9 +99,9 @@ class VCRFile:
                 lines.append(json.dumps(record, separators=(",", ":")).encode())
         if not lines:
             raise ValueError(f"{self.path}: there is no question in the file; copy or download it again")
-        if len(set(self.annot_ids)) < len(self.annot_ids):
-            double = next(name for i, name in enumerate(self.annot_ids) if name in set(self.annot_ids[:i]))
-            raise ValueError(f"{self.path}: the annot_id {double} is there twice; remove one of the lines")
+        double = [name for name, count in collections.Counter(self.annot_ids).items() if count > 1]
+        if double:
+            raise ValueError(f"{self.path}: the annot_id {double[0]} is there twice; remove one of the lines")
         self._ends = np.cumsum([len(line) for line in lines])
         self._bytes = b"".join(lines)
 

@@ -39,7 +39,7 @@ def test_two_runs_make_one_submission(words, tmp_path, on_cpu):
     assert 0 <= scores["val/accuracy_gt_boxes"] <= 1
     assert {f"val/accuracy_gt_boxes/{family}" for family in ("colour", "match", "pair")} <= set(scores)
     logged = [json.loads(line) for line in (tmp_path / "q2a" / "log.jsonl").read_text().splitlines()]
-    assert {"choice", "region_class", "loss_attribute"} <= set(logged[0])
+    assert {"choice", "region_class"} <= set(logged[0])
     run(words, tmp_path / "qa2r", "data.config.question=rationale")
 
     answers = predictions(tmp_path / "q2a" / "predictions_val_gt.json")
@@ -75,4 +75,11 @@ def test_controls_are_chance(words, tmp_path, on_cpu):
     assert {record["choice"] for record in records} <= {0, 1, 2, 3}
     for record in records:
         assert record["probabilities"] == pytest.approx([0.25] * 4, abs=1e-5)
-    run(words, tmp_path / "dark", "data.blank_image=true", "train.max_steps=1")
+
+
+def test_detection_losses_and_a_blank_image(words, tmp_path, on_cpu):
+    more = ["data.blank_image=true", "detector.loss_weight=1", "task.config.loss=sigmoid", "train.max_steps=1"]
+    own_classes = "data.config.class_names=[person, sportsball, book, airplane, kite]"
+    run(words, tmp_path / "dark", own_classes, "task.config.num_classes=6", *more)
+    logged = [json.loads(line) for line in (tmp_path / "dark" / "log.jsonl").read_text().splitlines()]
+    assert {"choice", "region_class", "loss_cls", "loss_rpn_cls", "loss_attribute"} <= set(logged[0])
