@@ -37,7 +37,6 @@ POOLER_TYPES = ("ROIAlignV2", "ROIAlign", "ROIPool")
 NORMS = ("FrozenBN", "BN", "SyncBN", "GN")
 BOX_LOSSES = ("smooth_l1", "giou", "diou", "ciou")
 STEM_POOLS = ("max", "caffe_max", "none")
-GROUPS_OF_GN = 32  # Detectron2's number of groups
 
 # Keys whose numbers (those in lists too) must be above 0, or at least 0. Detectron2 gives some values below a meaning
 # (MIN_SIZE_TEST 0, DETECTIONS_PER_IMAGE -1); they are not built here.
@@ -286,11 +285,6 @@ def check(config: DetectorConfig) -> None:
         ),
         (len(rpn.conv_dims) > 0, "MODEL.RPN.CONV_DIMS must not be empty"),
         (all(dim == -1 or dim > 0 for dim in rpn.conv_dims), "MODEL.RPN.CONV_DIMS must hold positive widths or -1"),
-        (
-            resnet.norm != "GN" or all(width % GROUPS_OF_GN == 0 for width in _widths(resnet)),
-            f"MODEL.RESNETS.NORM GN needs STEM_OUT_CHANNELS, RES2_OUT_CHANNELS and NUM_GROUPS * WIDTH_PER_GROUP to be "
-            f"multiples of {GROUPS_OF_GN}",
-        ),
         (rpn.positive_fraction <= 1, "MODEL.RPN.POSITIVE_FRACTION must be at most 1"),
         (heads.positive_fraction <= 1, "MODEL.ROI_HEADS.POSITIVE_FRACTION must be at most 1"),
         (
@@ -328,11 +322,6 @@ def check(config: DetectorConfig) -> None:
 def _numbers(value: Any) -> list[float]:
     """All numbers of a nested list."""
     return [number for item in value for number in _numbers(item)] if isinstance(value, list) else [value]
-
-
-def _widths(resnet: ResNetConfig) -> tuple[int, ...]:
-    bottleneck = resnet.num_groups * resnet.width_per_group if resnet.depth >= 50 else 0
-    return resnet.stem_out_channels, resnet.res2_out_channels, bottleneck
 
 
 def _is_one_box_per_anchor(anchors: AnchorConfig) -> bool:

@@ -26,6 +26,8 @@ from detector.roi_align import align_rois
 from detector.sampling import match, subsample
 from detector.structures import DetectionTargets, Loss
 
+CHUNK = 256  # RoIs that go through res5 at a time where nothing is kept for a backward pass
+
 
 class SampledRoIs(NamedTuple):
     """The RoIs the box head is trained on, and what they should be."""
@@ -104,7 +106,23 @@ class Res5ROIHeads(nn.Module):
         return self.res5(self.pool(features, rois))
 
     def describe(self, features: Tensor, rois: Tensor, masks: Tensor | None = None) -> Tensor:
-        """Pooled features [R, D]; `masks` float [R, S, S] multiply the res5 maps before the mean over S * S cells."""
+        """Pooled features [R, D]; `masks` float [R, S, S] multiply the res5 maps before the mean over S * S cells.
+
+        In evaluation without gradients only `CHUNK` RoIs are in memory at a time, in the order of their images.
+        """
+        fits = masks is None or len(masks) == len(rois)
+        if torch.is_grad_enabled() or self.training or len(rois) <= CHUNK or not fits:
+            return self._describe(features, rois, masks)
+        order = rois[:, 0].argsort(stable=True)
+        parts = []
+        for rows in order.split(CHUNK):
+            chunk = rois[rows]
+            first, last = int(chunk[0, 0]), int(chunk[-1, 0])
+            chunk[:, 0] -= first
+            parts.append(self._describe(features[first : last + 1], chunk, None if masks is None else masks[rows]))
+        return torch.cat(parts)[order.argsort()]
+
+    def _describe(self, features: Tensor, rois: Tensor, masks: Tensor | None) -> Tensor:
         maps = self.res5_map(features, rois)
         if masks is not None:
             maps = mask_maps(maps, masks)

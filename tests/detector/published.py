@@ -138,6 +138,8 @@ def caffe2_name(name: str, norms: dict[str, str]) -> str:
 def caffe2_blobs(model: FasterRCNN, norms: dict[str, str]) -> dict[str, np.ndarray]:
     blobs = {}
     for name, value in model.state_dict().items():
+        if name.endswith("num_batches_tracked"):
+            continue
         if "cls_score" in name:
             value = torch.cat((value[-1:], value[:-1]))
         elif "bbox_pred" in name:

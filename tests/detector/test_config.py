@@ -83,7 +83,6 @@ def test_keys_of_training_runs_are_ignored():
         ({"MODEL": {"ANCHOR_GENERATOR": {"SIZES": [[32, 0]]}}}, "MODEL.ANCHOR_GENERATOR.SIZES is"),
         ({"MODEL": {"ANCHOR_GENERATOR": {"ASPECT_RATIOS": [[]]}}}, "MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS is"),
         ({"MODEL": {"RESNETS": {"WIDTH_PER_GROUP": 0}}}, "MODEL.RESNETS.WIDTH_PER_GROUP is 0"),
-        ({"MODEL": {"RESNETS": {"NORM": "GN", "RES2_OUT_CHANNELS": 40}}}, "MODEL.RESNETS.NORM GN needs"),
         ({"MODEL": {"PIXEL_STD": [1, 1, 0]}}, "MODEL.PIXEL_STD is"),
         ({"INPUT": {"MIN_SIZE_TRAIN": [600, 0]}}, "INPUT.MIN_SIZE_TRAIN is"),
         ({"INPUT": {"MIN_SIZE_TEST": 0}}, "INPUT.MIN_SIZE_TEST is 0"),

@@ -116,7 +116,6 @@ def test_a_detector_from_scratch_reaches_an_average_precision(tmp_path: Path, on
     ]
     config = load_config(ROOT / "configs" / "demo" / "detection.yaml", words)
     metrics = train(config)
-    print("AP50", metrics["val/AP50_own_boxes"])
     assert metrics["val/AP50_own_boxes"] > 0.3
 
     detector = Path(config.output) / "model" / "detector" / "model.safetensors"
