@@ -222,9 +222,7 @@ class VQADataset(Dataset):
         if self.max_text_length is not None:
             num_cut = max(len(tokens) + 4 - self.max_text_length, 0)
             tokens = tokens[: len(tokens) - num_cut]
-        cls_token, sep, mask = self.tokenizer.cls_token, self.tokenizer.sep_token, self.tokenizer.mask_token
-        first_answer = len(tokens) + 2
-        tokens = [cls_token, *tokens, sep, mask, sep]
+        input_ids, segment_ids, mask = with_answer_slot(self.tokenizer, tokens)
         record |= {
             "file_name": str(path),
             "image_size": list(placement.original_size),
@@ -233,13 +231,26 @@ class VQADataset(Dataset):
         if num_cut:
             record["cut_wordpieces"] = num_cut
         return TextExample(
-            input_ids=np.array(self.tokenizer.convert_tokens_to_ids(tokens), dtype=np.int64),
-            segment_ids=(np.arange(len(tokens)) >= first_answer).astype(np.int64),
+            input_ids=input_ids,
+            segment_ids=segment_ids,
             looks_at=(0,),
             targets={},
             record={"text_index": index, **record},
-            positions={"mask": first_answer},
+            positions={"mask": mask},
         )
+
+
+def with_answer_slot(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> tuple[np.ndarray, np.ndarray, int]:
+    """`[CLS] question [SEP] [MASK] [SEP]`: wordpiece ids and segments, int64 [L], and the position of [MASK].
+
+    Args:
+        tokens: wordpieces of the question.
+    """
+    answer = [tokenizer.mask_token, tokenizer.sep_token]
+    question = [tokenizer.cls_token, *tokens, tokenizer.sep_token]
+    ids = np.array(tokenizer.convert_tokens_to_ids([*question, *answer]), dtype=np.int64)
+    segments = np.array([0] * len(question) + [1] * len(answer), dtype=np.int64)
+    return ids, segments, len(question)
 
 
 def split_names(split: str) -> list[str]:

@@ -75,6 +75,7 @@ def _set(name: str, index: int, **values):
         (_set("annotations", 0, image_id=8), "question 7000 is about image 7, but in .* about another"),
         (_set("annotations", 0, answers=[{"answer": 3}]), "question 7000: answer 1 is 3; an answer must be a text"),
         (_set("annotations", 0, answers=[]), "question 7000 has no answers"),
+        (_set("annotations", 1, answer_type=None), "question 7001: answer_type is None; it must be a text"),
         (lambda files: files.questions["questions"].pop(), "annotation of question 7000 .*and 0 more"),
         (lambda files: files.questions.update(questions={}), "questions is a dict, expected a list"),
         (lambda files: files.questions.update(questions=[]), "has no questions"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from e2e_vl.config import load_config
+from e2e_vl.data.examples import Request
 from e2e_vl.engine.build import build_run, build_tokenizer, make_synthetic_data
 from e2e_vl.engine.checkpoint import load_model
 from e2e_vl.engine.evaluate import evaluate_run
@@ -99,8 +100,6 @@ def test_the_vocabulary_has_questions_and_answers(config_of):
 def test_controls_train(config_of, control, boxes):
     run = build_run(config_of(control, f"data.boxes.train={boxes}"))
     dataset = run.train_dataset
-    from e2e_vl.data.examples import Request
-
     batch = run.collate([dataset[Request(group, tuple(dataset.groups[group][:3]))] for group in range(2)])
     output = run.model(batch)
     output.losses["vqa"].mean.backward()
