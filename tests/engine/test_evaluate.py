@@ -64,8 +64,8 @@ def test_boxes_of_a_detector_that_never_learned_to_find_any_are_warned_of(tiny_c
     assert extractor_of_run(run, SelectionRule()).warning.startswith("The run's detector learned to describe given")
 
 
-def test_boxes_of_a_trained_detector_are_not_warned_of(trained_run, caplog):
-    evaluate_run(trained_run.path, split="val", boxes="online", output=trained_run.path / "again.json")
+def test_boxes_of_a_trained_detector_are_not_warned_of(trained_run, tmp_path, caplog):
+    evaluate_run(trained_run.path, split="val", boxes="online", output=tmp_path / "again.json")
     assert "random" not in caplog.text
     assert extractor_of_run(trained_run.path, SelectionRule()).warning == ""
 
