@@ -51,7 +51,7 @@ from e2e_vl.synthetic.vcr import VCRWriter
 from e2e_vl.synthetic.vcr import draw_questions as draw_vcr_questions
 from e2e_vl.synthetic.vqa import draw_questions, vqa_statistics, write_vqa
 
-VERSION = 4  # raise it when the same settings give other files
+VERSION = 5  # raise it when the same settings give other files
 CORPUS_LINES_PER_SCENE = 4
 STAMP = "synthetic.json"
 _UNFINISHED = "synthetic.json.unfinished"
@@ -222,7 +222,7 @@ def _make_scene(
         "baselines": _baselines(scene),
         "conceptual": conceptual.draw_caption(captions, found, _generator(job, seed, "conceptual")),
         "questions": draw_questions(facts, config, _generator(job, seed, "vqa")),
-        "vcr": draw_vcr_questions(facts, _generator(job, seed, "vcr")),
+        "vcr": draw_vcr_questions(facts, _generator(job, seed, "vcr"), families=language.vcr_families),
     }
 
 

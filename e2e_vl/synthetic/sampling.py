@@ -13,6 +13,7 @@ from e2e_vl.synthetic.language import FAMILIES, RELATIONS, SLOTS, Description, E
 from e2e_vl.synthetic.relations import SceneFacts
 
 T = TypeVar("T")
+VCR_FAMILIES = ("colour", "match", "pair")
 _PROPOSALS = 10  # expressions tried per object before the next object is tried
 # Subsets of the slots that a description names, most general first.
 _SUBSETS = tuple(slots for k in range(len(SLOTS) + 1) for slots in combinations(SLOTS, k))
@@ -29,6 +30,7 @@ class LanguageConfig:
         sentences_per_ref: least and most expressions planned for each of them.
         relation_mix: how often each relation is tried; those that are rarer in the scenes stay rarer.
         redundant: share of attribute expressions that may say more than is needed.
+        vcr_families: what VCR's questions ask, some of colour, match, pair (see ``vcr``).
 
     Raises:
         ValueError: a value is impossible; the message names it.
@@ -50,6 +52,7 @@ class LanguageConfig:
         }
     )
     redundant: float = 0.4
+    vcr_families: tuple[str, ...] = VCR_FAMILIES
 
     def __post_init__(self) -> None:
         for name, known in (("family_mix", FAMILIES), ("relation_mix", RELATIONS)):
@@ -63,6 +66,11 @@ class LanguageConfig:
             object.__setattr__(self, name, value)
             if len(value) != 2 or not 1 <= value[0] <= value[1]:
                 raise ValueError(f"language.{name} must be (least, most) with 1 <= least <= most; found {value}")
+        object.__setattr__(self, "vcr_families", tuple(self.vcr_families))
+        if not self.vcr_families or set(self.vcr_families) - set(VCR_FAMILIES):
+            raise ValueError(
+                f"language.vcr_families must be some of {', '.join(VCR_FAMILIES)}; found {list(self.vcr_families)}"
+            )
         if not 0 <= self.redundant <= 1:
             raise ValueError(f"language.redundant must lie in [0, 1]; found {self.redundant}")
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from e2e_vl.synthetic.coco import attribute_ids
 from e2e_vl.synthetic.relations import SceneFacts
+from e2e_vl.synthetic.sampling import VCR_FAMILIES
 from e2e_vl.synthetic.scenes import COLOURS, Look
 
 CLASS_OF = {  # what VCR calls our shapes
@@ -40,7 +41,6 @@ CLASS_OF = {  # what VCR calls our shapes
 UNLABELLED = "test"  # the split without labels, as in the release
 FOLDER = "vcr"
 CHOICES = 4
-_FAMILIES = ("colour", "match", "pair")
 _ATTEMPTS = 40
 _HIDDEN = (  # from those who answer the test split
     "answer_label",
@@ -60,7 +60,9 @@ Sentence = list[Any]  # words, and lists of objects
 Drawn = tuple[Sentence, list[Sentence], list[Sentence]]  # question; answers and rationales, the right ones first
 
 
-def draw_questions(facts: SceneFacts, rng: np.random.Generator, count: int = 4) -> list[dict[str, Any]]:
+def draw_questions(
+    facts: SceneFacts, rng: np.random.Generator, count: int = 4, families: Sequence[str] = VCR_FAMILIES
+) -> list[dict[str, Any]]:
     """Up to ``count`` different questions about a scene.
 
     Returns:
@@ -73,7 +75,7 @@ def draw_questions(facts: SceneFacts, rng: np.random.Generator, count: int = 4) 
     for attempt in range(_ATTEMPTS):
         if len(found) == count:
             break
-        family = _FAMILIES[attempt % len(_FAMILIES)]
+        family = families[attempt % len(families)]
         drawn = draws[family](colours, rng)
         if drawn is None or json.dumps(drawn[0]) in found:
             continue
