@@ -153,11 +153,15 @@ class CaptionDataset(Dataset):
         if reader is not None and config.source == "coco":
             require_names(reader, (source.name(group) for group in range(len(source.groups))))
         corpus = None
-        if "corpus" in settings.files and training:
+        if "corpus" in settings.files and config.use_corpus and training:
             files = corpus_files(settings, split)
             masking, cache = make_masking(tokenizer, config), index_folder(settings, config)
-            limits = {"min_words": config.corpus_words, "max_length": config.corpus_length}
-            corpus = TextCorpus(files, tokenizer, masking, cache, **limits)
+            options = {
+                "min_words": config.corpus_words,
+                "max_length": config.corpus_length,
+                "special_tokens": config.corpus_special_tokens,
+            }
+            corpus = TextCorpus(files, tokenizer, masking, cache, **options)
         sizes = settings.resize.short_edge if training else settings.resize.short_edge[-1:]
         return cls(
             source,
@@ -181,7 +185,7 @@ class CaptionDataset(Dataset):
         config = read_options(CaptionConfig, settings.config, "data.config")
         source = caption_source(settings, config, split, "online")
         yield from (source.caption(text) for text in range(source.groups.num_texts))
-        if "corpus" in settings.files:
+        if "corpus" in settings.files and config.use_corpus:
             for file in corpus_files(settings, split):
                 yield from TextLines(file, index_folder(settings, config), "corpus")
 
