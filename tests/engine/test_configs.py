@@ -80,7 +80,7 @@ def test_missing_data_are_named(path, tmp_path):
     """All options of the data are accepted, and the first file that is not there is named."""
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red"]))
-    config = load_config(path, [f"data.root={tmp_path / 'nowhere'}", "detector.loss_weight=0"])
+    config = load_config(path, [f"data.root={tmp_path / 'nowhere'}"])
     take_sizes_of_detector(config)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         build_dataset(

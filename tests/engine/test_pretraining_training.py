@@ -58,10 +58,10 @@ def settings(words, tmp_path):
     return make
 
 
-def first_batch(config: RunConfig, run):
-    texts = config.data.texts_per_image or 5
-    examples = [run.train_dataset[Request(tuple(range(texts * n, texts * (n + 1))), 0)] for n in range(4)]
-    return run.collate(examples)
+def first_batch(run):
+    """Two captions of each of the first four images, with what the corpus adds."""
+    groups = run.train_dataset.groups
+    return run.collate([run.train_dataset[Request(number, tuple(groups[number][:2]))] for number in range(4)])
 
 
 def same_tensors(one: Path, other: Path) -> bool:
@@ -128,18 +128,15 @@ def test_the_backbone_learns_from_regions_that_are_hidden(settings):
     config = settings(only, "task.config.hide_probability=1.0", "data.config.use_corpus=false")
     run = build_run(config)
     run.model.train()
-    output = run.model(first_batch(config, run))
+    output = run.model(first_batch(run))
     loss = output.task.losses["masked_regions"]
     assert loss.count > 0
-    assert all(bool(is_hidden.all()) for is_hidden in prepared(config, run).hidden_regions)
+    batch = run.model.task.prepare(first_batch(run), run.model.detector)
+    assert all(bool(is_hidden.all()) for is_hidden in batch.hidden_regions)
     loss.total.backward()
     gradient = run.model.detector.get_parameter("backbone.res4.0.conv1.weight").grad
     assert gradient is not None and gradient.abs().max() > 0
     assert all(parameter.grad is None for parameter in run.model.task.teacher.parameters())
-
-
-def prepared(config: RunConfig, run):
-    return run.model.task.prepare(first_batch(config, run), run.model.detector)
 
 
 def test_nothing_masked_is_no_nan(settings):
@@ -171,7 +168,7 @@ SOURCES = {
     "vl_bert_precomputed": (
         *VL_BERT,
         "detector.backend=precomputed",
-        "detector.overrides={MODEL: {ROI_BOX_HEAD: {}}}",
+        "detector.overrides.MODEL.RESNETS={RES2_OUT_CHANNELS: 4, WIDTH_PER_GROUP: 4}",  # features are 32 wide
         "data.boxes.train=precomputed",
         "eval={boxes: [precomputed], report_pictures: 0}",
         "data.flip=0",
