@@ -46,8 +46,11 @@ class CaptionConfig:
         word_probability: chance of a word to be masked.
         always_mask: every chosen word becomes [MASK] (paper), not 80 % of them (official code).
         relationship: chance that a text is the caption of another image; the official option uses 0.5.
+        use_corpus: False leaves `data.files.corpus` out.
         corpus_words: words that a text of the corpus has at least.
         corpus_length: wordpieces that it has at most.
+        corpus_special_tokens: texts of the corpus are `[CLS] text [SEP]` (paper) instead of words alone (official
+            code).
         skip_broken: in training, take the next image in place of one that is missing or cannot be read, and log it.
             Web data hold a few of those. Otherwise, and always in evaluation, it is an error.
         cache: folder for the indices of large files; None = `index` in `data.root`.
@@ -60,8 +63,10 @@ class CaptionConfig:
     word_probability: float = 0.15
     always_mask: bool = False
     relationship: float = 0.0
+    use_corpus: bool = True
     corpus_words: int = 64
     corpus_length: int = 64
+    corpus_special_tokens: bool = False
     skip_broken: bool = False
     cache: str | None = None
 

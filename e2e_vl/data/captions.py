@@ -34,6 +34,7 @@ from e2e_vl.data.coco import CocoInstances, object_labels, read_instances
 from e2e_vl.data.corpus import TextCorpus, TextLines
 from e2e_vl.data.examples import Example, ImageExample, Objects, Request, TextExample, random_generator
 from e2e_vl.data.files import read_options
+from e2e_vl.data.image_source import MEAN_COLOUR
 from e2e_vl.data.images import EncodedImage, Placement, read_image
 from e2e_vl.data.masking import NO_LABEL, word_pieces
 
@@ -62,6 +63,7 @@ class CaptionDataset(Dataset):
         seed: all randomness depends on (seed, epoch, text) only.
         channel_order: "BGR" or "RGB".
         blank_text: drop all words: the control that sees no text.
+        blank_image: every pixel is the mean colour, and precomputed features are zero: the control that sees no image.
         max_text_length: longest sequence in wordpieces, [CLS] and [SEP] included; longer captions lose their last
             pieces and the record tells how many in `cut_wordpieces`. None = no limit.
         skip_broken: see `CaptionConfig`; the caller decides whether this is training.
@@ -88,6 +90,7 @@ class CaptionDataset(Dataset):
         seed: int = 0,
         channel_order: str = "BGR",
         blank_text: bool = False,
+        blank_image: bool = False,
         max_text_length: int | None = None,
         skip_broken: bool = False,
     ) -> None:
@@ -112,6 +115,7 @@ class CaptionDataset(Dataset):
         self.seed = seed
         self.channel_order = channel_order
         self.blank_text = blank_text
+        self.blank_image = blank_image
         self.max_text_length = max_text_length
         self.skip_broken = skip_broken
         self.broken: set[int] = set()
@@ -153,11 +157,15 @@ class CaptionDataset(Dataset):
         if reader is not None and config.source == "coco":
             require_names(reader, (source.name(group) for group in range(len(source.groups))))
         corpus = None
-        if "corpus" in settings.files and training:
+        if "corpus" in settings.files and config.use_corpus and training:
             files = corpus_files(settings, split)
             masking, cache = make_masking(tokenizer, config), index_folder(settings, config)
-            limits = {"min_words": config.corpus_words, "max_length": config.corpus_length}
-            corpus = TextCorpus(files, tokenizer, masking, cache, **limits)
+            options = {
+                "min_words": config.corpus_words,
+                "max_length": config.corpus_length,
+                "special_tokens": config.corpus_special_tokens,
+            }
+            corpus = TextCorpus(files, tokenizer, masking, cache, **options)
         sizes = settings.resize.short_edge if training else settings.resize.short_edge[-1:]
         return cls(
             source,
@@ -171,6 +179,7 @@ class CaptionDataset(Dataset):
             seed=seed,
             channel_order=channel_order,
             blank_text=settings.blank_text,
+            blank_image=settings.blank_image,
             max_text_length=settings.max_text_length,
             skip_broken=config.skip_broken and training,
         )
@@ -181,7 +190,7 @@ class CaptionDataset(Dataset):
         config = read_options(CaptionConfig, settings.config, "data.config")
         source = caption_source(settings, config, split, "online")
         yield from (source.caption(text) for text in range(source.groups.num_texts))
-        if "corpus" in settings.files:
+        if "corpus" in settings.files and config.use_corpus:
             for file in corpus_files(settings, split):
                 yield from TextLines(file, index_folder(settings, config), "corpus")
 
@@ -263,6 +272,8 @@ class CaptionDataset(Dataset):
             )
         except (ValueError, OSError) as error:
             raise _BrokenImageError from error
+        if self.blank_image:
+            pixels = np.broadcast_to(np.array(MEAN_COLOUR[self.channel_order], dtype=np.uint8), pixels.shape)
         example = ImageExample(
             pixels=pixels,
             original_size=placement.original_size,
@@ -282,13 +293,16 @@ class CaptionDataset(Dataset):
                 f"x {stated[0]}; use features of the same images"
             )
         placement = Placement(size, resize.target_size(*size))
+        features, whole = found.features, found.image_feature
+        if self.blank_image:
+            features, whole = np.zeros_like(features), None if whole is None else np.zeros_like(whole)
         example = ImageExample(
             pixels=np.broadcast_to(np.uint8(0), (*placement.size, 3)),  # a shape without memory
             original_size=size,
             name=found.origin,
             boxes=placement.move_and_clamp_boxes(found.boxes, found.origin),
-            features=found.features,
-            image_feature=found.image_feature,
+            features=features,
+            image_feature=whole,
             region_targets=found.targets,
         )
         return example, placement

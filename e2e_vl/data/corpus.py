@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from e2e_vl.data.examples import TextExample
 from e2e_vl.data.files import require_file
 from e2e_vl.data.index_files import ArrayFile, OpenFiles, cached_index
-from e2e_vl.data.masking import WordMasking, word_pieces
+from e2e_vl.data.masking import NO_LABEL, WordMasking, word_pieces
 
 _VERSION = "lines 1"
 _CHUNK = 1 << 20  # bytes read at once while a file is indexed
@@ -113,8 +113,8 @@ class TextCorpus(Sequence):
     """Lines of several files, joined to samples for masked language modelling without images.
 
     A sample begins with one line; following lines are added until it has at least `min_words` words, after the last
-    line of the last file the first of the first one. It is split into wordpieces, masked and cut to `max_length`. There
-    is no [CLS] and no [SEP] (official VL-BERT code; the paper has a [CLS] here), and all segments are 0.
+    line of the last file the first of the first one. It is split into wordpieces, masked and cut to `max_length`. All
+    segments are 0.
 
     Args:
         files: text files, in this order.
@@ -123,6 +123,8 @@ class TextCorpus(Sequence):
         cache: folder that keeps the indices of the files.
         min_words: words that a sample has at least.
         max_length: wordpieces that it has at most.
+        special_tokens: [CLS] before and [SEP] after the words (the paper starts with [CLS]); the official VL-BERT code
+            has neither.
 
     Raises:
         FileNotFoundError, ValueError: see `TextLines`; or there is no file, or no word in the files.
@@ -137,10 +139,11 @@ class TextCorpus(Sequence):
         *,
         min_words: int = 64,
         max_length: int = 64,
+        special_tokens: bool = False,
     ) -> None:
         if not files:
             raise ValueError("a text corpus needs at least one file")
-        if min_words < 1 or max_length < 1:
+        if min_words < 1 or max_length < (3 if special_tokens else 1):
             raise ValueError(f"samples of at least {min_words} words and at most {max_length} pieces make no sense")
         self.parts = [TextLines(file, cache, "corpus") for file in files]
         self._ends = np.cumsum([len(part) for part in self.parts])
@@ -148,6 +151,7 @@ class TextCorpus(Sequence):
         self.masking = masking
         self.min_words = min_words
         self.max_length = max_length
+        self.special_tokens = special_tokens
 
     def __len__(self) -> int:
         """Lines of all files, so also samples."""
@@ -176,7 +180,12 @@ class TextCorpus(Sequence):
         Targets: `mlm_labels` int64 [L], the id at pieces of chosen words and -1 elsewhere.
         """
         ids, labels = self.masking(self.words(number), generator)
-        ids, labels = ids[: self.max_length], labels[: self.max_length]
+        kept = self.max_length - 2 * self.special_tokens
+        ids, labels = ids[:kept], labels[:kept]
+        if self.special_tokens:
+            ends = [self.tokenizer.cls_token_id], [self.tokenizer.sep_token_id]
+            ids = np.concatenate([ends[0], ids, ends[1]]).astype(ids.dtype)
+            labels = np.concatenate([[NO_LABEL], labels, [NO_LABEL]]).astype(labels.dtype)
         return TextExample(
             input_ids=ids,
             segment_ids=np.zeros_like(ids),

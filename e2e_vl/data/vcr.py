@@ -302,7 +302,7 @@ class VCRDataset(Dataset):
                     looks_at=(0,),
                     targets={"is_right": np.float32(number == label)} if has_target else {},
                     record=record,
-                    region_of_token=region_of_token,
+                    region_of_token=region_of_token if self.options.ground_words else np.full_like(region_of_token, -1),
                 )
             )
         return texts

@@ -29,6 +29,7 @@ class VCROptions:
         turn_names: in training the turn begins with a random name (the official code goes on from question to
             question); otherwise always with the first.
         join_word: between several objects; None leaves it out (R2C).
+        ground_words: words that name an object carry its region's vector; False: every word that of the whole image.
         max_pieces: question and choice are cut to so many wordpieces together, [CLS] and [SEP] not counted.
         mask_size: side of the instance masks, that of the detector's RoI maps; None = no masks.
         class_names: the classes 1, 2, ... of objects.
@@ -41,6 +42,7 @@ class VCROptions:
     people_names: list[str] = dataclasses.field(default_factory=lambda: list(vcr_text.NEUTRAL_NAMES))
     turn_names: bool = True
     join_word: str | None = "and"
+    ground_words: bool = True
     max_pieces: int = 64
     mask_size: int | None = 14
     class_names: list[str] = dataclasses.field(default_factory=lambda: list(vcr_text.CLASS_NAMES))

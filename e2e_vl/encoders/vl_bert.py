@@ -52,6 +52,7 @@ class VLBertConfig(BertConfig):
         visual_scale_object_init: the same for regions.
         uses_whole_image: region 0 is the whole image.
         image_feature_on_words: words carry the vector of region 0 (scratch: False).
+        visual_part_on_end: [END] carries the vector of region 0 as words do (paper); False: no visual part (official).
         text_only_embedding: a learned vector that words of texts without a region carry (pre-training).
         hidden_region_embedding: another learned vector stands in a hidden region's place of a word (pre-training).
         hidden_region_feature: a learned vector replaces the feature of a hidden region (pre-training on precomputed
@@ -77,6 +78,7 @@ class VLBertConfig(BertConfig):
     visual_scale_object_init: float = 0.0
     uses_whole_image: bool = True
     image_feature_on_words: bool = True
+    visual_part_on_end: bool = False
     text_only_embedding: bool = False
     hidden_region_embedding: bool = False
     hidden_region_feature: bool = False
@@ -106,6 +108,8 @@ class VLBertConfig(BertConfig):
                 "image_feature_on_words needs the whole image as region 0; set uses_whole_image to true, or both to "
                 "false."
             )
+        if self.visual_part_on_end and not self.image_feature_on_words:
+            raise ValueError("visual_part_on_end needs image_feature_on_words; set it to true, or both to false.")
 
 
 class VLBertLayer(GradientCheckpointingLayer):

@@ -99,7 +99,7 @@ class VLBertEmbeddings(nn.Module):
 
     Facts of the official VL-BERT code that the paper does not state: a region's word is one learned vector; all
     regions share the position after the last word and [END] has the one after that; [END] is a learned vector without
-    a visual part; regions and [END] are segment 2.
+    a visual part (unless `visual_part_on_end`); regions and [END] are segment 2.
     """
 
     def __init__(self, config):
@@ -206,6 +206,8 @@ class VLBertEmbeddings(nn.Module):
             words = words + self.text_visual(word_vectors)
         objects = region_words + self.region_visual(vectors)
         end = self.end_embedding.weight.expand(len(texts), 1, -1)
+        if self.config.visual_part_on_end:
+            end = end + self.text_visual(word_vectors[:, :1])  # the first word, [CLS], names no region
         slots = torch.cat([words, objects.to(words.dtype), end], dim=1)
 
         positions = self.position_ids(texts.attend, region_attend)

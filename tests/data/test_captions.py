@@ -241,6 +241,22 @@ def test_blank_and_cut_texts(root, tokenizer):
     assert text.record["cut_wordpieces"] > 0
 
 
+@pytest.mark.parametrize(("files", "source", "boxes"), [(COCO, "coco", "gt"), (OFFICIAL, "vl_bert", "precomputed")])
+def test_blank_images(root, tokenizer, files, source, boxes):
+    options = settings(root, files, source, flip=0)
+    options.blank_image = True
+    build = {"boxes": boxes, "training": False, "seed": 0, "channel_order": "BGR", "with_objects": False}
+    [image] = CaptionDataset.from_settings(options, tokenizer, "val", **build)[Request(0, (0,))].images
+    assert len(np.unique(image.pixels.reshape(-1, 3), axis=0)) == 1
+    assert image.features is None or not (image.features.any() or image.image_feature.any())
+
+
+def test_the_corpus_can_be_left_out(root, tokenizer):
+    with_corpus, without = (make(root, tokenizer, COCO, use_corpus=use) for use in (True, False))
+    assert [text.looks_at for text in with_corpus[Request(0, (0,))].texts] == [(0,), ()]
+    assert [text.looks_at for text in without[Request(0, (0,))].texts] == [(0,)]
+
+
 def test_boxes_of_a_features_file_by_image_id(root, tokenizer, tmp_path):
     source = CocoCaptions(root / "captions" / "captions_val.json", root / "images" / "train2014")
     store = tmp_path / "features"

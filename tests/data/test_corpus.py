@@ -111,6 +111,17 @@ def test_samples_have_64_pieces_without_special_tokens(tmp_path, tokenizer):
         assert not {tokenizer.cls_token_id, tokenizer.sep_token_id} & set(example.input_ids.tolist())
 
 
+def test_special_tokens_count_among_the_pieces_and_are_never_masked(tmp_path, tokenizer):
+    files = [write(tmp_path / "a.txt", "\n".join(LINES))]
+    corpus = make(files, tokenizer, tmp_path / "cache", 1.0, special_tokens=True)
+    example = corpus.example(0, np.random.default_rng(0))
+    assert example.input_ids.shape == example.targets["mlm_labels"].shape == example.segment_ids.shape == (64,)
+    assert example.input_ids[[0, -1]].tolist() == [tokenizer.cls_token_id, tokenizer.sep_token_id]
+    assert (example.targets["mlm_labels"] < 0).nonzero()[0].tolist() == [0, 63]
+    with pytest.raises(ValueError, match="at most 2 pieces make no sense"):
+        make(files, tokenizer, tmp_path / "cache", max_length=2, special_tokens=True)
+
+
 def test_masked_samples_restore_to_the_text(tmp_path, tokenizer):
     corpus = make([write(tmp_path / "a.txt", "\n".join(LINES))], tokenizer, tmp_path / "cache", probability=0.5)
     plain = make([tmp_path / "a.txt"], tokenizer, tmp_path / "cache")

@@ -110,6 +110,8 @@ def test_four_texts_of_a_question(tiny):
     assert example.texts[2].region_of_token[9:].tolist() == [1, -1, -1, -1, -1, -1]
     assert [float(text.targets["is_right"]) for text in example.texts] == [0, 0, 1, 0]
     assert {text.looks_at for text in example.texts} == {(0,)}
+    for text in tiny.dataset(ground_words=False)[Request(0, (0,))].texts:
+        assert set(text.region_of_token.tolist()) == {-1}
 
 
 def test_question_and_right_answer_stand_before_a_rationale(tiny):

@@ -182,6 +182,18 @@ def test_word_that_names_a_region_carries_its_vector():
     assert changed.nonzero().tolist() == [[1, 2]]
 
 
+@pytest.mark.parametrize("has_visual_part", [False, True])
+def test_whole_image_reaches_the_end_only_if_asked_for(has_visual_part):
+    """[END] is the last position of the embeddings; the paper gives it the whole image's vector."""
+    embeddings = make_model(visual_part_on_end=has_visual_part).embeddings
+    texts, regions = make_inputs(counts=(2, 4, 1))
+    other = dataclasses.replace(regions, features=regions.features.clone())
+    other.features[:, 0] += 1
+    last = (texts.attend.sum(dim=1) + regions.attend.sum(dim=1))[:, None, None]
+    ends = [embeddings(texts, rows)[0].gather(1, last.expand(-1, 1, SMALL["hidden_size"])) for rows in (regions, other)]
+    assert ((ends[0] - ends[1]).abs().sum(dim=(1, 2)) > 0).tolist() == [has_visual_part] * 3
+
+
 def test_naming_regions_without_visual_words_is_an_error():
     model = make_model(**VARIANTS["no_image_on_words"])
     texts, regions = make_inputs()
@@ -299,6 +311,10 @@ def test_pre_ln_learns_to_find_the_named_region():
         ({"num_attention_heads": 5}, "hidden_size 32 is not a multiple of num_attention_heads 5"),
         ({"type_vocab_size": 2}, "type_vocab_size is 2"),
         ({"uses_whole_image": False}, "image_feature_on_words needs the whole image"),
+        (
+            {"image_feature_on_words": False, "visual_part_on_end": True},
+            "visual_part_on_end needs image_feature_on_words",
+        ),
     ],
 )
 def test_bad_config_is_one_clear_sentence(changes, message):

@@ -11,11 +11,13 @@ import yaml
 
 from detector.config import DetectorConfig
 from e2e_vl.config import load_config
-from e2e_vl.engine.build import build_model
+from e2e_vl.engine.build import build_dataset, build_model, take_sizes_of_detector
+from e2e_vl.text import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").rglob("*.yaml"))
 VOCABULARY = 1000
+OBJECTIVES = {"masked_words": 1.0, "masked_regions": 1.0, "relationship": 0.0, "masked_text": 1.0}  # and defaults
 
 
 def is_run(path: Path) -> bool:
@@ -67,6 +69,53 @@ def test_the_model_of_a_run_can_be_built(path):
     if config.encoder.name != "none":
         assert model.encoder.get_input_embeddings().weight.shape[0] == VOCABULARY
     assert any(parameter.requires_grad for parameter in model.parameters())
+    if config.task.name == "pretraining":  # objectives, encoder and detector fit each other; needs no words
+        model.task.initialise(None, model.encoder, model.detector)
+        frozen_copy = config.task.config.get("teacher", "frozen") == "frozen" and model.task.config.masked_regions > 0
+        assert (model.task.teacher is not None) == frozen_copy
+
+
+@pytest.mark.parametrize("path", RUNS, ids=name_of)
+def test_missing_data_are_named(path, tmp_path):
+    """All options of the data are accepted, and the first file that is not there is named."""
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red"]))
+    config = load_config(path, [f"data.root={tmp_path / 'nowhere'}"])
+    take_sizes_of_detector(config)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        build_dataset(
+            config,
+            load_tokenizer(str(vocabulary)),
+            config.data.train_split,
+            boxes=config.data.boxes.train,
+            training=True,
+        )
+
+
+def test_the_ablations_differ_in_their_switches_only():
+    """Paper, table 4; the full model is the official one."""
+    runs = {
+        name: load_config(ROOT / "configs" / "pretraining" / f"{name}.yaml", ["data.root=DATA", "output=RUN"])
+        for name in ("vl_bert_base_e2e", *(f"ablation_{letter}" for letter in ("a", "b", "c", "d", "full")))
+    }
+    switches = {
+        name.removeprefix("ablation_"): (
+            *(config.task.config.get(key, default) for key, default in OBJECTIVES.items()),
+            config.data.config.get("relationship", 0.0) > 0,
+            config.data.config.get("use_corpus", True),
+            config.detector.freeze,
+        )
+        for name, config in runs.items()
+    }
+    assert switches == {
+        "a": (1, 0, 0, 0, False, False, True),
+        "b": (1, 1, 0, 0, False, False, True),
+        "c": (1, 1, 1, 0, True, False, True),
+        "d": (1, 1, 0, 1, False, True, True),
+        "full": (1, 1, 0, 1, False, True, False),
+        "vl_bert_base_e2e": (1, 1, 0, 1, False, True, False),
+    }
+    assert all(config.train == runs["vl_bert_base_e2e"].train for config in runs.values())
 
 
 @pytest.mark.parametrize("path", RUNS, ids=name_of)

@@ -1,0 +1,252 @@
+"""Pre-training from drawn scenes to a run directory, and what must hold on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from e2e_vl.config import RunConfig, load_config
+from e2e_vl.data.examples import Request
+from e2e_vl.engine import train as training
+from e2e_vl.engine.build import build_run, make_synthetic_data
+from e2e_vl.engine.checkpoint import load_model
+from e2e_vl.engine.logging import read_log
+from e2e_vl.engine.optim import build_optimizer
+from e2e_vl.engine.train import train
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "configs" / "tiny" / "pretraining.yaml"
+OBJECTIVES = {"masked_words", "masked_text", "masked_regions", "relationship"}
+# Scenes of one object: "a striped red [MASK]" says which object is meant, so only the picture is missing.
+ONE_OBJECT = (
+    "data.synthetic={scenes: {train: 240, val: 60}, config: {scene: {min_objects: 1, max_objects: 1, min_side: 64, "
+    "max_side: 64}}}",
+    "data.resize={short_edge: [64], long_edge: 64}",
+    "data.config={use_corpus: false, relationship: 0, word_probability: 0.3}",
+    "data.texts_per_image=1",
+    "task.config={relationship: 0, masked_text: 0, masked_regions: 0}",
+    "encoder.config={hidden_dropout_prob: 0, attention_probs_dropout_prob: 0, image_feature_on_words: false}",
+    "train={images_per_batch: 32, max_steps: 120, warmup_steps: 12, lr: 3.0e-3, schedule: cosine, log_every: 10}",
+    "eval={every_epochs: 0, images_per_batch: 32, report_pictures: 0}",
+)
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory) -> list[str]:
+    found = [
+        f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
+        f"data.root={tmp_path_factory.mktemp('pretraining') / 'data'}",
+    ]
+    make_synthetic_data(load_config(CONFIG, [*found, "output=unused"]))
+    return found
+
+
+@pytest.fixture
+def settings(words, tmp_path):
+    def make(*more: str, output: str = "run") -> RunConfig:
+        return load_config(CONFIG, [*words, f"output={tmp_path / output}", *more])
+
+    return make
+
+
+def first_batch(run):
+    """Two captions of each of the first four images, with what the corpus adds."""
+    groups = run.train_dataset.groups
+    return run.collate([run.train_dataset[Request(number, tuple(groups[number][:2]))] for number in range(4)])
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    for part in ("detector", "encoder", "task"):
+        first, second = (load_file(run / "model" / part / "model.safetensors") for run in (one, other))
+        if set(first) != set(second) or not all(torch.equal(first[name], second[name]) for name in first):
+            return False
+    return True
+
+
+def test_the_tiny_run_trains_evaluates_and_keeps_its_teacher(settings):
+    config = settings()
+    metrics = train(config)
+    run = Path(config.output)
+    assert {f"val/{name}_gt_boxes" for name in OBJECTIVES - {"masked_text"}} <= set(metrics)
+    assert all(0 <= metrics[f"val/{name}_gt_boxes"] <= 1 for name in OBJECTIVES - {"masked_text"})
+    lines = [line for line in read_log(run / "log.jsonl") if line["kind"] == "train"]
+    assert len(lines) == 4 and all(set(line) >= OBJECTIVES for line in lines)
+    assert all(line[name] > 0 for line in lines for name in OBJECTIVES)
+    assert (run / "report.html").is_file()
+
+    fresh = build_run(settings(output="fresh")).model  # the same seed is not set here, so its detector is another
+    _, model, _ = load_model(run)
+    saved = load_file(run / "model" / "task" / "model.safetensors")
+    teacher = {name: value for name, value in saved.items() if name.startswith("teacher.")}
+    assert {name.removeprefix("teacher.") for name in teacher} == set(fresh.detector.state_dict())
+    for name, value in model.task.teacher.state_dict().items():
+        assert torch.equal(value, teacher[f"teacher.{name}"]), name
+    backbone = "backbone.res4.0.conv1.weight"
+    trained = dict(model.detector.named_parameters())
+    assert backbone in trained
+    assert not torch.equal(trained[backbone], teacher[f"teacher.{backbone}"])  # the detector learned, its copy did not
+
+
+def test_the_teacher_is_not_optimised(settings):
+    config = settings()
+    model = build_run(config).model
+    optimised = {id(p) for group in build_optimizer(model, config.train).param_groups for p in group["params"]}
+    assert not any(parameter.requires_grad for parameter in model.task.teacher.parameters())
+    assert not optimised & {id(parameter) for parameter in model.task.teacher.parameters()}
+    assert optimised == {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+
+
+def test_masked_words_are_learned_from_the_image(words, tmp_path):
+    """Against the model at its start, and against the same training on blank images."""
+    scores, losses = {}, {}
+    for name, blank in (("image", "false"), ("blind", "true")):
+        own = [f"data.blank_image={blank}", f"output={tmp_path / name}", f"data.root={tmp_path / 'data'}"]
+        scores[name] = train(load_config(CONFIG, [*words, *ONE_OBJECT, *own]))["val/masked_words_gt_boxes"]
+        lines = [line for line in read_log(tmp_path / name / "log.jsonl") if line["kind"] == "train"]
+        losses[name] = [line["masked_words"] for line in lines]
+    start = load_config(CONFIG, [*words, *ONE_OBJECT, f"output={tmp_path / 'start'}", f"data.root={tmp_path / 'data'}"])
+    start.train.max_steps, start.train.lr = 1, 0.0
+    untrained = train(start)["val/masked_words_gt_boxes"]
+    assert losses["image"][-1] < 0.3 * losses["image"][0]
+    assert losses["image"][-1] < losses["blind"][-1] - 0.15
+    assert scores["image"] > untrained + 0.3
+    assert scores["image"] > scores["blind"] + 0.1
+
+
+def test_the_backbone_learns_from_regions_that_are_hidden(settings):
+    """The loss of a region whose pixels are gone still reaches the backbone: through what is around it."""
+    only = "task.config={masked_words: 0, masked_text: 0, relationship: 0, region_probability: 1.0}"
+    config = settings(only, "task.config.hide_probability=1.0", "data.config.use_corpus=false")
+    run = build_run(config)
+    run.model.train()
+    output = run.model(first_batch(run))
+    loss = output.task.losses["masked_regions"]
+    assert loss.count > 0
+    batch = run.model.task.prepare(first_batch(run), run.model.detector)
+    assert all(bool(is_hidden.all()) for is_hidden in batch.hidden_regions)
+    loss.total.backward()
+    gradient = run.model.detector.get_parameter("backbone.res4.0.conv1.weight").grad
+    assert gradient is not None and gradient.abs().max() > 0
+    assert all(parameter.grad is None for parameter in run.model.task.teacher.parameters())
+
+
+def test_nothing_masked_is_no_nan(settings):
+    config = settings("data.config.word_probability=0", "task.config.region_probability=0")
+    train(config)
+    lines = [line for line in read_log(Path(config.output) / "log.jsonl") if line["kind"] == "train"]
+    for name in OBJECTIVES - {"relationship"}:
+        assert all(line[name] == 0 for line in lines), name
+    for part in ("detector", "encoder", "task"):
+        tensors = load_file(Path(config.output) / "model" / part / "model.safetensors")
+        assert all(bool(torch.isfinite(value).all()) for value in tensors.values())
+
+
+VL_BERT = (
+    "data.config.source=vl_bert",
+    "data.files={captions: 'conceptual/{split}.json', detections: 'conceptual/{split}_frcnn.json', "
+    "features: 'conceptual/{split}_frcnn.json'}",
+)
+SOURCES = {
+    "coco_own_boxes": ("data.boxes.train=online", "eval.boxes=[online]", "detector.loss_weight=1"),
+    "shards": (
+        "data.config.source=shards",
+        "data.files.shards='shards/{split}'",
+        "data.boxes.train=online",
+        "eval.boxes=[online]",
+        "detector.weights=WEIGHTS",
+    ),
+    "vl_bert": (*VL_BERT, "data.boxes.train=detections", "eval.boxes=[detections]", "task.config.teacher=file"),
+    "vl_bert_precomputed": (
+        *VL_BERT,
+        "detector.backend=precomputed",
+        "detector.overrides.MODEL.RESNETS={RES2_OUT_CHANNELS: 4, WIDTH_PER_GROUP: 4}",  # features are 32 wide
+        "data.boxes.train=precomputed",
+        "eval={boxes: [precomputed], report_pictures: 0}",
+        "data.flip=0",
+        "task.config={teacher: file, hide_pixels: false}",
+        "encoder.config.hidden_region_feature=true",
+    ),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_step_on_every_source(source, settings, tmp_path):
+    chosen = list(SOURCES[source])
+    if "detector.weights=WEIGHTS" in chosen:
+        train(settings("train.max_steps=1", "detector.loss_weight=1", output="detector"))
+        chosen[chosen.index("detector.weights=WEIGHTS")] = f"detector.weights={tmp_path / 'detector'}"
+    config = settings("train.max_steps=1", "data.texts_per_image=1", *chosen)
+    metrics = train(config)
+    line = read_log(Path(config.output) / "log.jsonl")[0]
+    assert line["masked_words"] > 0 and line["masked_text"] > 0 and line["relationship"] > 0
+    boxes = {"online": "own", "detections": "detected"}.get(config.eval.boxes[0], config.eval.boxes[0])
+    assert any(name.startswith("val/masked_words") for name in metrics), boxes
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(settings, monkeypatch):
+    """With dropout, mirroring, masks and hidden regions; 9 steps an epoch, so the checkpoint lies inside it."""
+    more = ("data.flip=0.5", "train.max_steps=4", "train.save_every_epochs=0.2222", "eval.every_epochs=0")
+    whole = settings(*more, output="whole")
+    train(whole)
+    config = settings(*more)
+    update = training._Training._update
+
+    def interrupt(self, micro_batches):
+        if self.step == 3:
+            raise KeyboardInterrupt
+        return update(self, micro_batches)
+
+    monkeypatch.setattr(training._Training, "_update", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    assert [path.name for path in (Path(config.output) / "checkpoints").iterdir()] == ["step_00000002"]
+    monkeypatch.setattr(training._Training, "_update", update)
+    train(config, resume=True)
+    assert read_log(Path(config.output) / "log.jsonl") == read_log(Path(whole.output) / "log.jsonl")
+    assert same_tensors(Path(config.output), Path(whole.output))
+
+
+def test_two_processes_are_one(settings, tmp_path):
+    """The choice of words and regions belongs to the text, so it does not depend on who draws it."""
+    more = (
+        *(f"encoder.config.{name}=0" for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")),
+        "encoder.config.region_dropout_prob=0",
+        "detector.overrides.MODEL.RESNETS.NORM=FrozenBN",
+        "train.eps=1e-3",  # Adam would otherwise blow up the rounding of gradients near zero to whole steps
+        "train.max_steps=3",
+    )
+    one = settings(*more, output="one")
+    train(one)
+    two = settings(*more, output="two")
+    jobs = tmp_path / "jobs.json"
+    settings_words = [f"output={two.output}", f"detector.config={two.detector.config}", f"data.root={two.data.root}"]
+    jobs.write_text(json.dumps([[str(CONFIG), [*settings_words, *more]]]))
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    process = subprocess.run(
+        [sys.executable, *launch, str(Path(__file__).with_name("two_processes.py")), str(jobs)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    lines = [read_log(Path(config.output) / "log.jsonl")[:3] for config in (one, two)]
+    for first, second in zip(*lines, strict=True):
+        for name in OBJECTIVES | {"loss", "grad_norm"}:
+            assert first[name] == pytest.approx(second[name], rel=1e-4), name
+    for part in ("detector", "encoder", "task"):
+        tensors = [load_file(Path(run.output) / "model" / part / "model.safetensors") for run in (one, two)]
+        for name, value in tensors[0].items():
+            torch.testing.assert_close(tensors[1][name], value, rtol=0, atol=1e-6, msg=name)
+    predicted = [json.loads((Path(run.output) / "predictions_val_gt.json").read_text()) for run in (one, two)]
+    assert [record["text_index"] for record in predicted[1]] == [record["text_index"] for record in predicted[0]]
