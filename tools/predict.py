@@ -5,7 +5,7 @@
     accelerate launch tools/predict.py split --run RUN --split testA --boxes detections --output refcoco.json
     python tools/predict.py ask --run RUN --image IMAGE --text "the small red circle" --output DIR
     python tools/predict.py ask --run RUN --image IMAGE --text "What color is the star?" --boxes 10,20,60,80 5,5,40,90
-    python tools/predict.py ask --run RUN --image IMAGE --text "What is [0] doing?" --choices A B C D --boxes person:1,2,60,80
+    python tools/predict.py ask --run RUN --image IMAGE --text "Why is [0] there ?" --choices A B C D --boxes FILE
 
 split writes what the task's server or the literature expects, in the order of the data set:
   VQA      JSON list of {"question_id", "answer"}
@@ -15,9 +15,9 @@ Where the split has labels, the metrics are printed too; with two runs also Q->A
 options (key=value) hold for both runs.
 
 ask prints the answer, the best first. Without --boxes the run's own detector finds the regions; VCR needs its boxes,
-and its texts name them as [0] or [1,2], counted from 0. --output DIR writes answer.json (the whole prediction, the
-regions, and for VQA and VCR the last layer's attention on them), regions.png (all regions) and answer.png (the answer's
-box, or the regions it looked at most).
+and its texts name them as [0] or [1,2], counted from 0; a VCR metadata file as --boxes brings their classes and
+outlines too. --output DIR writes answer.json (the whole prediction, the regions, and for VQA and VCR the last layer's
+attention on them), regions.png (all regions) and answer.png (the answer's box, or the regions it looked at most).
 """
 
 from __future__ import annotations

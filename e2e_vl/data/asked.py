@@ -15,6 +15,7 @@ from e2e_vl.config import DataSettings
 from e2e_vl.data.examples import ImageExample
 from e2e_vl.data.files import read_json, require_file
 from e2e_vl.data.images import Placement, read_image
+from e2e_vl.data.vcr_files import read_polygons
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +25,14 @@ class GivenBoxes:
     Attributes:
         boxes: float64 [R, 4], xyxy in pixels of the original image.
         names: R class names; None where they are not known.
+        outlines: R lists of float64 [P, 2] outlines (x, y) in pixels of the original image; None where they are not
+            known.
         source: where they come from, for error messages.
     """
 
     boxes: np.ndarray
     names: list[str] | None = None
+    outlines: list[list[np.ndarray]] | None = None
     source: str = "--boxes"
 
     def __len__(self) -> int:
@@ -72,9 +76,9 @@ class Asked:
 def read_boxes(words: Sequence[str]) -> GivenBoxes:
     """Boxes from a command line: a file, or `x1,y1,x2,y2` words, each maybe with a class in front (`person:1,2,30,40`).
 
-    A file is JSON: a list of [x1, y1, x2, y2], or an object with such a list as `boxes` and maybe class names as
-    `names` (VCR's metadata files are of this kind, a score behind each box is left out); or `.npz` with `boxes`, as
-    tools/extract_demo.py writes it.
+    A file is JSON: a list of [x1, y1, x2, y2], or an object with such a list as `boxes` and maybe class names as `names`
+    and outlines as `segms` (VCR's metadata files are of this kind; a score behind each box is left out); or `.npz` with
+    `boxes`, as tools/extract_demo.py writes it.
 
     Raises:
         FileNotFoundError, ValueError: no such file, another content, or a box without area; names the box.
@@ -96,7 +100,7 @@ def read_boxes(words: Sequence[str]) -> GivenBoxes:
 
 
 def _read_file(path: Path) -> GivenBoxes:
-    names = None
+    names = outlines = None
     if path.suffix == ".npz":
         require_file(path, "boxes")
         try:
@@ -106,8 +110,9 @@ def _read_file(path: Path) -> GivenBoxes:
             raise ValueError(f"{path}: there is no array 'boxes' that can be read ({error}).") from error
     else:
         content = read_json(path, "boxes")
-        is_object = isinstance(content, dict)
-        rows, names = (content.get("boxes"), content.get("names")) if is_object else (content, None)
+        rows = content
+        if isinstance(content, dict):
+            rows, names, outlines = (content.get(key) for key in ("boxes", "names", "segms"))
     if not isinstance(rows, list):
         raise ValueError(f"{path}: expected a list of [x1, y1, x2, y2], or an object with such a list as 'boxes'.")
     boxes = []
@@ -118,7 +123,11 @@ def _read_file(path: Path) -> GivenBoxes:
         not isinstance(names, list) or len(names) != len(boxes) or not all(isinstance(n, str) and n for n in names)
     ):
         raise ValueError(f"{path}: 'names' must hold one class name for each of the {len(boxes)} boxes.")
-    return GivenBoxes(_stack(boxes), names, str(path))
+    if outlines is not None:
+        if not isinstance(outlines, list) or len(outlines) != len(boxes):
+            raise ValueError(f"{path}: 'segms' must hold the outlines of each of the {len(boxes)} boxes.")
+        outlines = [read_polygons(rows, f"{path}: segms {number}") for number, rows in enumerate(outlines)]
+    return GivenBoxes(_stack(boxes), names, outlines, str(path))
 
 
 def _stack(boxes: list[list[float]]) -> np.ndarray:

@@ -14,6 +14,7 @@ from e2e_vl.config import DataSettings
 from e2e_vl.data import vcr_text
 from e2e_vl.data.asked import Asked, GivenBoxes
 from e2e_vl.data.examples import Example, TextExample
+from e2e_vl.data.instance_masks import instance_mask
 from e2e_vl.data.vcr_files import CHOICES, Sentence
 from e2e_vl.data.vcr_options import VCROptions
 
@@ -48,7 +49,7 @@ def asked_example(
 ) -> Example:
     """The four texts of the question, built as those of `VCRDataset` in evaluation.
 
-    Boxes without a class name are people. The given boxes have no outlines: their whole rectangles count as the object.
+    Boxes without a class name are people; without outlines the whole rectangle counts as the object.
 
     Raises:
         ValueError: no boxes, a class that the run does not know, other than four choices, or an answer where none is
@@ -99,7 +100,10 @@ def asked_example(
 
     image, _ = asked.load(settings, channel_order, GivenBoxes(given.boxes[kept], source=given.source))
     side = options.mask_size
-    image.roi_masks = None if side is None else np.ones((len(kept), side, side), dtype=np.float32)
+    if side is not None:
+        image.roi_masks = np.ones((len(kept), side, side), dtype=np.float32)
+        for row, number in enumerate(kept if given.outlines is not None else []):
+            image.roi_masks[row] = instance_mask(given.outlines[number], given.boxes[number], side)
     classes = [options.class_names.index(objects[number]) + 1 for number in kept]
     image.region_targets = {"object_class": np.array(classes, dtype=np.int64)}
     record = asked.record() | {

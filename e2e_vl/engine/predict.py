@@ -104,13 +104,12 @@ def predict_split(
     return metrics, accelerator.is_main_process
 
 
-def answer_text(run_dir: Path, asked: Asked, overrides: list[str] | None = None) -> Answer:
+def answer_text(run_dir: Path, asked: Asked) -> Answer:
     """Ask a trained model about one image.
 
     Args:
         run_dir: run directory of tools/train.py, or a saved model folder.
         asked: image, text and what else the task needs. The text is cut as in training.
-        overrides: `key=value` settings that change the saved ones.
 
     Raises:
         FileNotFoundError, ValueError: no model or image there, an empty text, a model that cannot answer one, or
@@ -118,7 +117,7 @@ def answer_text(run_dir: Path, asked: Asked, overrides: list[str] | None = None)
     """
     if not asked.text.strip():
         raise ValueError("The text is empty; write what to ask or to look for.")
-    config, model, tokenizer = load_model(Path(run_dir), overrides=overrides)
+    config, model, tokenizer = load_model(Path(run_dir))
     example_of = _reader(config, run_dir)
     if asked.boxes is None:
         warn_of_random_boxes(load_config(model_folder(run_dir) / "config.yaml").detector)
