@@ -76,7 +76,7 @@ class Asked:
 def read_boxes(words: Sequence[str]) -> GivenBoxes:
     """Boxes from a command line: a file, or `x1,y1,x2,y2` words, each maybe with a class in front (`person:1,2,30,40`).
 
-    A file is JSON: a list of [x1, y1, x2, y2], or an object with such a list as `boxes` and maybe class names as `names`
+    A file is JSON: a list of [x1, y1, x2, y2], or an object with such a list as `boxes` and maybe class names `names`
     and outlines as `segms` (VCR's metadata files are of this kind; a score behind each box is left out); or `.npz` with
     `boxes`, as tools/extract_demo.py writes it.
 
