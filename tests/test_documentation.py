@@ -169,7 +169,7 @@ def test_a_call_of_a_tool_is_valid(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    command = words[:1] if tool == "benchmark.py" else []
+    command = words[:1] if tool in ("benchmark.py", "predict.py") else []
     with pytest.raises(SystemExit) as stopped:
         tool_mains[tool]([*command, "--help"])
     assert stopped.value.code in (0, None)

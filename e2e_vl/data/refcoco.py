@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from detector.images import ResizeRule
 from detector.selection import SelectionRule
 from e2e_vl.config import DataSettings
+from e2e_vl.data.asked import Asked
 from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.detections import DetectionsFile
 from e2e_vl.data.examples import Example, Request, TextExample, random_generator
@@ -184,20 +185,27 @@ class RefCOCODataset(Dataset):
         example_image, placement = self.images.load(image.id, path, generator)
         return Example([example_image], [self._text(index, path, placement) for index in request.texts])
 
+    @staticmethod
+    def example_of(
+        asked: Asked, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, channel_order: str
+    ) -> Example:
+        """A user's expression about an image; without boxes the detector proposes them."""
+        asked.refuse_choices("A referring expression")
+        image, _ = asked.load(settings, channel_order, asked.boxes)
+        input_ids, _ = _encode(tokenizer.tokenize(asked.text), tokenizer, settings.max_text_length)
+        text = TextExample(input_ids, np.zeros_like(input_ids), looks_at=(0,), targets={}, record=asked.record())
+        return Example([image], [text])
+
     def _text(self, index: int, path: Path, placement: Placement) -> TextExample:
         expression = self.expressions[index]
         tokens = [] if self.blank_text else self.tokenizer.tokenize(expression.sentence)
         if placement.flipped:
             tokens = mirror_words(tokens)
-        num_cut = 0
-        if self.max_text_length is not None:
-            num_cut = max(len(tokens) + 2 - self.max_text_length, 0)
-            tokens = tokens[: len(tokens) - num_cut]
-        tokens = [self.tokenizer.cls_token, *tokens, self.tokenizer.sep_token]
+        input_ids, num_cut = _encode(tokens, self.tokenizer, self.max_text_length)
         box = np.array(self.refer.annotation(expression).box, dtype=np.float64)
         return TextExample(
-            input_ids=np.array(self.tokenizer.convert_tokens_to_ids(tokens), dtype=np.int64),
-            segment_ids=np.zeros(len(tokens), dtype=np.int64),
+            input_ids=input_ids,
+            segment_ids=np.zeros_like(input_ids),
             looks_at=(0,),
             targets={"box": placement.move_boxes(box)[0].astype(np.float32)},
             record={"text_index": index, **self._record(expression, path, placement, num_cut)},
@@ -224,3 +232,10 @@ class RefCOCODataset(Dataset):
             annotations = self.instances.by_image[expression.image_id]
             record["candidate_ann_ids"] = [annotation.id for annotation in annotations]
         return record
+
+
+def _encode(tokens: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> tuple[np.ndarray, int]:
+    """`[CLS] tokens [SEP]` as int64 [L], and how many wordpieces were cut off to keep to the longest length."""
+    num_cut = 0 if max_length is None else max(len(tokens) + 2 - max_length, 0)
+    tokens = [tokenizer.cls_token, *tokens[: len(tokens) - num_cut], tokenizer.sep_token]
+    return np.array(tokenizer.convert_tokens_to_ids(tokens), dtype=np.int64), num_cut

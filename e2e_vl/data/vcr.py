@@ -24,6 +24,7 @@ from e2e_vl.data.examples import Example, ImageExample, Objects, Request, TextEx
 from e2e_vl.data.image_source import MEAN_COLOUR
 from e2e_vl.data.images import Placement, read_image
 from e2e_vl.data.instance_masks import instance_mask
+from e2e_vl.data.vcr_asked import asked_example
 from e2e_vl.data.vcr_files import CHOICES, Sentence, VCRFile, VCRMetadata, VCRQuestion, read_metadata
 from e2e_vl.data.vcr_options import VCROptions
 
@@ -54,6 +55,8 @@ class VCRDataset(Dataset):
         FileNotFoundError, ValueError: see the readers; an object's class that `class_names` lacks; training without
             labels or with rationales given each answer.
     """
+
+    example_of = staticmethod(asked_example)
 
     def __init__(
         self,

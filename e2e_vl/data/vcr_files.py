@@ -200,7 +200,7 @@ def read_metadata(path: str | Path, question: VCRQuestion) -> VCRMetadata:
     if any(type(side) is not int or side < 1 for side in size):
         raise ValueError(f"{where}: width and height are {size[1]!r} and {size[0]!r}, expected positive whole numbers")
     boxes = [_box(box, f"{where}: box {row}") for row, box in enumerate(content["boxes"])]
-    polygons = [_polygons(item, f"{where}: segms {row}") for row, item in enumerate(content["segms"])]
+    polygons = [read_polygons(item, f"{where}: segms {row}") for row, item in enumerate(content["segms"])]
     attributes = None
     if "attribute_ids" in content:
         attributes = _attributes(content["attribute_ids"], number, f"{where}: attribute_ids")
@@ -226,7 +226,8 @@ def _box(box: Any, where: str) -> list[float]:
     return [float(value) for value in box[:4]]
 
 
-def _polygons(outlines: Any, where: str) -> list[np.ndarray]:
+def read_polygons(outlines: Any, where: str) -> list[np.ndarray]:
+    """The outlines of one object; raises ValueError unless they are lists of points."""
     try:
         arrays = [np.array(outline, dtype=np.float64) for outline in outlines]
     except (TypeError, ValueError):

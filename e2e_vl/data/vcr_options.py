@@ -55,7 +55,10 @@ class VCROptions:
                     f"data.config.{name} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}."
                 )
         if self.condition_on == "each" and self.question != "rationale":
-            raise ValueError("data.config.condition_on=each is about rationales; set data.config.question=rationale.")
+            raise ValueError(
+                "data.config.condition_on=each is about rationales; set data.config.question=rationale, or give a run "
+                "that was trained with it."
+            )
         if self.max_pieces < 2:
             raise ValueError(f"data.config.max_pieces is {self.max_pieces}; question and choice need at least 2.")
         if self.mask_size is not None and self.mask_size < 1:

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from e2e_vl.config import DataSettings
+from e2e_vl.data.asked import Asked
 from e2e_vl.data.coco import read_instances
 from e2e_vl.data.examples import Example, ImageExample, Request, TextExample, random_generator
 from e2e_vl.data.image_source import BoxSource, ImageSource
@@ -210,6 +211,25 @@ class VQADataset(Dataset):
             image = _without_boxes(image)
         return Example([image], [self._text(index, path, placement) for index in request.texts])
 
+    @staticmethod
+    def example_of(
+        asked: Asked, settings: DataSettings, tokenizer: PreTrainedTokenizerBase, channel_order: str
+    ) -> Example:
+        """A user's question about an image; without boxes the detector proposes them."""
+        asked.refuse_choices("A question of VQA")
+        image, _ = asked.load(settings, channel_order, asked.boxes)
+        tokens, _ = _cut(tokenizer.tokenize(asked.text), settings.max_text_length)
+        input_ids, segment_ids, mask = with_answer_slot(tokenizer, tokens)
+        text = TextExample(
+            input_ids=input_ids,
+            segment_ids=segment_ids,
+            looks_at=(0,),
+            targets={},
+            record=asked.record(),
+            positions={"mask": mask},
+        )
+        return Example([image], [text])
+
     def _text(self, index: int, path: Path, placement: Placement) -> TextExample:
         question = self.questions[index]
         record = question.record()
@@ -218,10 +238,7 @@ class VQADataset(Dataset):
             tokens = mirror_words(tokens)
             if question.answers is not None:
                 record["answers"] = [" ".join(mirror_words(answer.split(" "))) for answer in question.answers]
-        num_cut = 0
-        if self.max_text_length is not None:
-            num_cut = max(len(tokens) + 4 - self.max_text_length, 0)
-            tokens = tokens[: len(tokens) - num_cut]
+        tokens, num_cut = _cut(tokens, self.max_text_length)
         input_ids, segment_ids, mask = with_answer_slot(self.tokenizer, tokens)
         record |= {
             "file_name": str(path),
@@ -238,6 +255,12 @@ class VQADataset(Dataset):
             record={"text_index": index, **record},
             positions={"mask": mask},
         )
+
+
+def _cut(tokens: list[str], max_length: int | None) -> tuple[list[str], int]:
+    """The first wordpieces that leave room for four special ones, and how many were cut off."""
+    num_cut = 0 if max_length is None else max(len(tokens) + 4 - max_length, 0)
+    return tokens[: len(tokens) - num_cut], num_cut
 
 
 def with_answer_slot(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> tuple[np.ndarray, np.ndarray, int]:

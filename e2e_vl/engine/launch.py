@@ -38,7 +38,8 @@ def start_all_processes() -> None:
     parent = psutil.Process().parent()
     number = processes_asked_for(parent.cmdline()) if parent is not None else 1
     if number > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(number)]
+        # behind "--" the launcher does not take the script's --run for an abbreviation of an option of its own
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(number), "--"]
         os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // number, 1)))
         os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
 

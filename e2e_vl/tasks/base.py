@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
@@ -20,6 +21,9 @@ class Task(nn.Module, abc.ABC):
     """
 
     points_at_box: ClassVar[bool] = False  # `predict` answers a phrase with `box`, `score` and their candidates
+    writes_submission: ClassVar[bool] = False  # there is a file that a server or the literature expects
+    # `key=value` settings under which a second run predicts the other half of that file; None: one run is enough
+    second_run: ClassVar[tuple[str, ...] | None] = None
 
     def prepare(self, batch: Batch, detector: Detector) -> Batch:
         """Change a batch before the detector sees it; nothing by default. Pre-training hides regions here."""
@@ -52,3 +56,23 @@ class Task(nn.Module, abc.ABC):
     @abc.abstractmethod
     def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Score the records that `predict` returned for a whole split."""
+
+    def write_submission(
+        self, path: Path, records: list[dict[str, Any]], second: list[dict[str, Any]] | None = None
+    ) -> None:
+        """Write the predictions of a whole split in the format that the task's server or the literature expects.
+
+        Args:
+            path: the file.
+            records: what `predict` returned, in the order of the data set.
+            second: the same of the second run, for a task that has `second_run`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no submission file.")
+
+    def joint_metrics(self, records: list[dict[str, Any]], second: list[dict[str, Any]]) -> dict[str, float]:
+        """Scores that need both runs, where the split has labels; for a task that has `second_run`."""
+        return {}
+
+    def answer_lines(self, record: dict[str, Any]) -> list[str]:
+        """One prediction for people, the answer first; nothing where the task answers no text."""
+        return []

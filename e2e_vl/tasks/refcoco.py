@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from detector.boxes import pairwise_iou
 from detector.structures import Loss
 from e2e_vl.evaluation.refexp import CONVENTIONS, hits, referring_metrics
+from e2e_vl.evaluation.refexp_files import write_submission
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.base import Task
 
@@ -87,6 +89,7 @@ class ReferringTask(Task):
     """
 
     points_at_box = True
+    writes_submission = True
 
     def __init__(self, hidden_size: int, config: ReferringConfig | None = None):
         super().__init__()
@@ -192,3 +195,16 @@ class ReferringTask(Task):
     def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """Accuracies and the ceiling of the candidate boxes, see `e2e_vl.evaluation.refexp`."""
         return referring_metrics(records, self.config.iou_convention)
+
+    def write_submission(
+        self, path: Path, records: list[dict[str, Any]], second: list[dict[str, Any]] | None = None
+    ) -> None:
+        """A JSON list of {"ref_id", "sent_id", "box"}, see `e2e_vl.evaluation.refexp_files`."""
+        write_submission(path, records)
+
+    def answer_lines(self, record: dict[str, Any]) -> list[str]:
+        """Where the box is, and its score."""
+        if record["box"] is None:
+            return ["nothing: there is no region to choose from"]
+        x1, y1, x2, y2 = (round(value, 1) for value in record["box"])
+        return [f"{record['score']:.3f}  x {x1} to {x2}, y {y1} to {y2}"]

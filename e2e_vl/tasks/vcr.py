@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from detector.structures import Loss
+from e2e_vl.evaluation.vcr import join_predictions, joint_metrics, write_submission
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.base import Task
 
@@ -89,6 +91,9 @@ class RegionClassifier(nn.Module):
 
 class VCRTask(Task):
     """A score per choice from the pooled state; beside it, every region is classified from its output state."""
+
+    writes_submission = True
+    second_run = ("data.config.condition_on=each",)  # rationales, given each of the four answers
 
     def __init__(self, hidden_size: int, config: VCRConfig | None = None):
         super().__init__()
@@ -173,3 +178,18 @@ class VCRTask(Task):
             if "family" in record:
                 scores[f"accuracy/{record['family']}"].append(self.correct(record))
         return {name: sum(values) / len(values) for name, values in sorted(scores.items())}
+
+    def write_submission(
+        self, path: Path, records: list[dict[str, Any]], second: list[dict[str, Any]] | None = None
+    ) -> None:
+        """The leaderboard's CSV of 21 columns: answers, and rationales given each answer (`second`)."""
+        write_submission(path, join_predictions(records, second or []))
+
+    def joint_metrics(self, records: list[dict[str, Any]], second: list[dict[str, Any]]) -> dict[str, float]:
+        """ "Q->A", "QA->R" and "Q->AR"; empty without labels."""
+        return {} if any(record["label"] is None for record in records) else joint_metrics(records, second)
+
+    def answer_lines(self, record: dict[str, Any]) -> list[str]:
+        """The choices with their probabilities, best first."""
+        ranked = sorted(zip(record["probabilities"], record["choices"], strict=True), key=lambda pair: -pair[0])
+        return [f"{probability:.3f}  {choice}" for probability, choice in ranked]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,14 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.interface import Detector
 from detector.structures import Loss
-from e2e_vl.evaluation.vqa import UNKNOWN, answer_accuracy, normalise_answer, soft_scores, vqa_metrics
+from e2e_vl.evaluation.vqa import (
+    UNKNOWN,
+    answer_accuracy,
+    normalise_answer,
+    soft_scores,
+    vqa_metrics,
+    write_submission,
+)
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.base import Task
 
@@ -91,6 +99,8 @@ class VQATask(Task):
     Raises:
         ValueError: `config.answers` is not a list (the engine reads files) or lists nothing but `<unk>`.
     """
+
+    writes_submission = True
 
     def __init__(self, hidden_size: int, config: VQAConfig):
         super().__init__()
@@ -202,3 +212,13 @@ class VQATask(Task):
     def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """The official accuracy, over all and by type of answer and question; see `e2e_vl.evaluation.vqa`."""
         return vqa_metrics(records)
+
+    def write_submission(
+        self, path: Path, records: list[dict[str, Any]], second: list[dict[str, Any]] | None = None
+    ) -> None:
+        """The result file of the VQA server: a JSON list of {"question_id", "answer"}."""
+        write_submission(path, records)
+
+    def answer_lines(self, record: dict[str, Any]) -> list[str]:
+        """The best answers with their scores."""
+        return [f"{score:.3f}  {answer}" for answer, score in record["top_answers"]]

@@ -50,7 +50,7 @@ def test_the_script_starts_again_with_all_processes(executed, monkeypatch):
     start_all_processes()
     [command] = executed
     assert command[1:3] == ["-m", "torch.distributed.run"]
-    assert command[-5:] == ["--nproc_per_node", "2", "tools/train.py", "--config", "x"]
+    assert command[-6:] == ["--nproc_per_node", "2", "--", "tools/train.py", "--config", "x"]
 
 
 @pytest.mark.parametrize("reason", ["one process", "already started", "a GPU"])

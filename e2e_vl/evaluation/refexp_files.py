@@ -1,0 +1,68 @@
+"""Files of predictions for referring expressions.
+
+No server takes them; the literature compares on one's own machine. The file is a JSON list with an object per
+expression: {"ref_id": int, "sent_id": int, "box": [x1, y1, x2, y2]}, in pixels of the stored image, null where the
+model found nothing. (A file by `ref_id` alone could not tell a referred object's several expressions apart.)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+_KEYS = ("ref_id", "sent_id", "box")
+
+
+def write_submission(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write the file, an expression a line, in the order of the records.
+
+    Raises:
+        ValueError: an expression twice, or a box that is not four finite numbers.
+    """
+    path = Path(path)
+    entries = [{key: record[key] for key in _KEYS} for record in records]
+    _check(entries, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(json.dumps(entry) for entry in entries)
+    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+def read_submission(path: str | Path) -> list[dict[str, Any]]:
+    """Read the file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no JSON list, an entry with other keys, an expression twice, or a box that is not four finite
+            numbers.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such file of predictions; check the path.")
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); write it again.") from error
+    if not isinstance(entries, list):
+        raise ValueError(f"{path} must hold a list of predictions.")
+    _check(entries, path)
+    return entries
+
+
+def _check(entries: list[Any], path: Path) -> None:
+    seen = set()
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict) or set(entry) != set(_KEYS):
+            raise ValueError(f"{path}: entry {number} is {entry!r}, expected an object with {', '.join(_KEYS)}.")
+        key, box = (entry["ref_id"], entry["sent_id"]), entry["box"]
+        if any(type(value) is not int for value in key):
+            raise ValueError(f"{path}: entry {number} has the ids {key}, expected two whole numbers.")
+        if key in seen:
+            raise ValueError(f"{path}: the expression {key[1]} of ref {key[0]} is there twice; remove one of them.")
+        seen.add(key)
+        is_box = isinstance(box, list) and len(box) == 4
+        is_box = is_box and all(type(value) in (int, float) and math.isfinite(value) for value in box)
+        if box is not None and not is_box:
+            raise ValueError(f"{path}: expression {key[1]} has the box {box!r}, expected [x1, y1, x2, y2] or null.")

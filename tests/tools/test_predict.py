@@ -1,0 +1,320 @@
+"""tools/predict.py on tiny trained runs of every task that answers texts; files are read by the strict readers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from e2e_vl.config import load_config
+from e2e_vl.engine.train import train
+from e2e_vl.evaluation import refexp_files, vcr, vqa
+from tools import predict as tool
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+def trained(folder: Path, name: str, *words: str) -> Path:
+    own = [f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}", f"output={folder / 'run'}", *words]
+    train(load_config(ROOT / "configs" / "tiny" / f"{name}.yaml", [*own, "train.max_steps=1"]))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    """`on_cpu` for fixtures of the module."""
+    from accelerate.state import AcceleratorState
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        yield
+
+
+@pytest.fixture(scope="module")
+def vqa_run(cpu, tmp_path_factory) -> Path:
+    """A run with a split `test` that has no annotations."""
+    folder = tmp_path_factory.mktemp("vqa")
+    run = trained(folder, "vqa", f"data.root={folder / 'data'}", "eval.boxes=[gt]")
+    files = folder / "data" / "vqa"
+    shutil.copy(
+        files / "v2_OpenEnded_mscoco_val_questions.json",
+        files / "v2_OpenEnded_mscoco_test_questions.json",
+    )
+    return run
+
+
+@pytest.fixture(scope="module")
+def vcr_runs(cpu, tmp_path_factory) -> tuple[Path, Path]:
+    """Q->A and QA->R."""
+    folder = tmp_path_factory.mktemp("vcr")
+    root = f"data.root={folder / 'data'}"
+    (folder / "qa2r").mkdir()
+    return trained(folder, "vcr", root), trained(folder / "qa2r", "vcr", root, "data.config.question=rationale")
+
+
+def refused(words: list, capsys) -> str:
+    """The one sentence that a call ends with."""
+    assert tool.main([str(word) for word in words]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1
+    return message
+
+
+def split(run: Path, split: str, output: Path, *more: object, boxes: str = "gt") -> list[str]:
+    words = ["split", "--run", run, "--split", split, "--boxes", boxes, "--output", output, *more]
+    return [str(word) for word in words]
+
+
+def saved(run: Path, name: str = "predictions_val_gt.json") -> list[dict]:
+    return json.loads((run / name).read_text("utf-8"))
+
+
+def data_root(run: Path) -> Path:
+    return Path(load_config(run / "model" / "config.yaml").data.root)
+
+
+# split
+
+
+@pytest.mark.parametrize("boxes", ["gt", "detections", "online"])
+def test_boxes_of_expressions(trained_run, tmp_path, capsys, boxes):
+    path = tmp_path / "deep" / "refcoco.json"
+    assert tool.main(split(trained_run.path, "val", path, boxes=boxes)) == 0
+    records = saved(trained_run.path, f"predictions_val_{boxes}.json")
+    entries = refexp_files.read_submission(path)
+    assert entries == [{key: record[key] for key in ("ref_id", "sent_id", "box")} for record in records]
+    assert len({(entry["ref_id"], entry["sent_id"]) for entry in entries}) == len(records)
+    suffix = {"gt": "gt", "detections": "detected", "online": "own"}[boxes]
+    printed = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("val/"))
+    expected = trained_run.metrics[f"val/accuracy_{suffix}_boxes"]
+    assert float(printed[f"val/accuracy_{suffix}_boxes"]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_vqa_results(vqa_run, tmp_path, capsys):
+    assert tool.main(split(vqa_run, "val", tmp_path / "val.json")) == 0
+    assert "val/accuracy_gt_boxes" in capsys.readouterr().out
+    records = saved(vqa_run)
+    entries = vqa.read_submission(tmp_path / "val.json")
+    assert entries == [{"question_id": r["question_id"], "answer": r["answer"]} for r in records]
+    report = vqa.vqa_accuracy(entries, records, 12)
+    assert report["overall"] == pytest.approx(100 * np.mean([record["correct"] for record in records]))
+
+    # without annotations the answers are the same, and nothing is scored
+    assert tool.main(split(vqa_run, "test", tmp_path / "test.json")) == 0
+    printed = capsys.readouterr().out
+    assert "accuracy" not in printed and "no labels" in printed
+    assert vqa.read_submission(tmp_path / "test.json") == entries
+
+
+def test_vcr_leaderboard_file(vcr_runs, tmp_path, capsys):
+    answers, rationales = vcr_runs
+    questions = {
+        name: [json.loads(line) for line in (data_root(answers) / "vcr" / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("val", "test")
+    }
+    both = ["--rationale-run", rationales]
+    assert tool.main(split(answers, "test", tmp_path / "test.csv", *both)) == 0
+    printed = capsys.readouterr().out
+    assert "accuracy" not in printed and "Q->AR" not in printed
+    assert (tmp_path / "test.csv").read_text().splitlines()[0].count(",") == 20
+    assert vcr.read_submission(tmp_path / "test.csv").annot_ids == [one["annot_id"] for one in questions["test"]]
+
+    assert tool.main(split(answers, "val", tmp_path / "val.csv", *both)) == 0
+    printed = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("val/"))
+    found = vcr.read_submission(tmp_path / "val.csv")
+    assert found.annot_ids == [one["annot_id"] for one in questions["val"]]
+    labels = [[one[f"{kind}_label"] for one in questions["val"]] for kind in ("answer", "rationale")]
+    for name, value in vcr.vcr_accuracies(found.answers, found.rationales, *labels).items():
+        assert float(printed[f"val/{name}_gt_boxes"]) == pytest.approx(value, abs=1e-4)
+    right = [record["probabilities"] for record in saved(rationales)]
+    np.testing.assert_allclose(found.rationales[range(len(right)), labels[0]], right, atol=1e-6)
+
+
+def test_two_processes_write_the_same_file(trained_run, tmp_path):
+    assert tool.main(split(trained_run.path, "val", tmp_path / "one.json", "eval.images_per_batch=2")) == 0
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    words = split(trained_run.path, "val", tmp_path / "two.json", "eval.images_per_batch=2")
+    subprocess.run(
+        [*launch, str(ROOT / "tools" / "predict.py"), *words],
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
+    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
+
+
+def test_runs_that_do_not_go_together(trained_run, vqa_run, vcr_runs, tmp_path, capsys):
+    answers, rationales = vcr_runs
+    path = tmp_path / "file"
+    assert "needs two runs; give the other one as --rationale-run" in refused(split(answers, "test", path), capsys)
+    words = split(trained_run.path, "val", path, "--rationale-run", rationales)
+    assert "needs one run; leave out the one" in refused(words, capsys)
+    words = split(answers, "test", path, "--rationale-run", answers)
+    assert "or give a run that was trained with it" in refused(words, capsys)
+    words = split(answers, "val", path, "--rationale-run", vqa_run)
+    assert "was trained for the task 'vqa'" in refused(words, capsys)
+    assert "holds no trained model" in refused(split(tmp_path, "val", path), capsys)
+    assert not path.exists()
+
+
+# ask
+
+
+def ask(run: Path, image: Path, text: str, *more: object) -> list[str]:
+    return [str(word) for word in ("ask", "--run", run, "--image", image, "--text", text, *more)]
+
+
+def first_image(run: Path) -> Path:
+    return Path(saved(run)[0]["file_name"])
+
+
+def is_picture(path: Path) -> bool:
+    with Image.open(path) as picture:
+        return min(picture.size) >= 100
+
+
+def test_a_phrase_gets_the_box_of_the_evaluation(trained_run, tmp_path, capsys):
+    record = saved(trained_run.path, "predictions_val_online.json")[0]
+    words = ask(trained_run.path, record["file_name"], record["sent"], "--output", tmp_path)
+    assert tool.main(words) == 0
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    # the padding of a batch changes features a little
+    assert answer["box"] == pytest.approx(record["box"], abs=0.5)
+    assert answer["score"] == pytest.approx(record["score"], abs=1e-2)
+    assert f"{answer['score']:.3f}  x {answer['box'][0]:.1f} to" in capsys.readouterr().out
+    assert answer["text"] == record["sent"] and answer["box"] in answer["candidate_boxes"]
+    assert is_picture(tmp_path / "regions.png") and is_picture(tmp_path / "answer.png")
+
+
+def test_a_phrase_among_given_boxes(trained_run, tmp_path):
+    record = saved(trained_run.path)[0]
+    given = [[2.0, 3.0, 40.0, 50.0], [30.0, 20.0, 70.0, 61.0]]
+    files = {"list.json": given, "object.json": {"boxes": [[*box, 0.9] for box in given], "names": ["a", "b"]}}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    np.savez(tmp_path / "regions.npz", boxes=np.array(given, dtype=np.float32))
+    found = []
+    for words in (["2,3,40,50", "30,20,70,61"], *([tmp_path / name] for name in (*files, "regions.npz"))):
+        more = ["--boxes", *words, "--output", tmp_path / "out"]
+        assert tool.main(ask(trained_run.path, record["file_name"], record["sent"], *more)) == 0
+        found.append(json.loads((tmp_path / "out" / "answer.json").read_text()))
+    assert all(one == found[0] for one in found)
+    np.testing.assert_allclose(found[0]["regions"], given, atol=1e-3)
+
+
+def test_a_question_gets_its_best_answers(vqa_run, tmp_path, capsys):
+    record = saved(vqa_run)[0]
+    source = json.loads((data_root(vqa_run) / "refcoco+" / "instances.json").read_text())
+    corners = [
+        f"{x},{y},{x + w},{y + h}"
+        for x, y, w, h in (one["bbox"] for one in source["annotations"] if one["image_id"] == record["image_id"])
+    ]
+    more = ["--boxes", *corners, "--output", tmp_path]
+    assert tool.main(ask(vqa_run, record["file_name"], record["question"], *more)) == 0
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert [name for name, _ in answer["top_answers"]] == [name for name, _ in record["top_answers"]]
+    scores = [score for _, score in record["top_answers"]]
+    assert [score for _, score in answer["top_answers"]] == pytest.approx(scores, abs=1e-3)
+    assert capsys.readouterr().out.startswith(f"{answer['score']:.3f}  {answer['answer']}\n")
+    assert len(answer["attention"]) == len(answer["regions"]) == len(corners)
+    assert 0 < sum(answer["attention"]) < 1
+    assert is_picture(tmp_path / "answer.png") and is_picture(tmp_path / "regions.png")
+
+
+def tagged(sentence: list) -> str:
+    return " ".join(token if isinstance(token, str) else json.dumps(token) for token in sentence)
+
+
+@pytest.mark.parametrize("kind", ["answer", "rationale"])
+def test_choices_get_the_probabilities_of_the_evaluation(vcr_runs, tmp_path, capsys, kind):
+    run = vcr_runs[kind == "rationale"]
+    assert tool.main(split(vcr_runs[0], "val", tmp_path / "val.csv", "--rationale-run", vcr_runs[1])) == 0
+    root = data_root(run) / "vcr"
+    question = json.loads((root / "val.jsonl").read_text().splitlines()[0])
+    expected = vcr.read_submission(tmp_path / "val.csv")
+    more = ["--boxes", root / "vcr1images" / question["metadata_fn"], "--output", tmp_path / "out"]
+    more += ["--choices", *(tagged(choice) for choice in question[f"{kind}_choices"])]
+    rows = expected.answers[0]
+    if kind == "rationale":
+        more += ["--answer", tagged(question["answer_choices"][2])]
+        rows = expected.rationales[0, 2]
+    capsys.readouterr()
+    words = ask(run, root / "vcr1images" / question["img_fn"], tagged(question["question"]), *more)
+    assert tool.main(words) == 0
+    answer = json.loads((tmp_path / "out" / "answer.json").read_text())
+    np.testing.assert_allclose(answer["probabilities"], rows, atol=1e-3)
+    lines = capsys.readouterr().out.splitlines()[:4]
+    assert [float(line.split()[0]) for line in lines] == sorted(
+        (round(value, 3) for value in answer["probabilities"]), reverse=True
+    )
+    assert len(answer["attention"]) == len(question["objects"]) == len(answer["objects"])
+    assert is_picture(tmp_path / "out" / "answer.png")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ((), "VCR's boxes are given"),
+        (("--boxes", "person:1,2,30,40"), "here are 0; give four with --choices"),
+        (("--boxes", "person:1,2,30,40", "--choices", "a", "b", "c", "[1] d"), "names the object \\[1\\], but 1 boxes"),
+        (("--boxes", "person:1,2,30,40", "--choices", "a", "b", "c", " "), "one of the choices is empty"),
+        (("--boxes", "robot:1,2,30,40", "--choices", "a", "b", "c", "d"), "class 'robot' is none of the run's"),
+        (("--boxes", "person:1,2,30,40", "--choices", *"abcd", "--answer", "x"), "chooses answers, so it takes none"),
+        (("--boxes", "person:1,2,30,40", "5,6,7,8", "--choices", *"abcd"), "Some boxes have a class"),
+        (("--boxes", "person:1,2,1,40", "--choices", *"abcd"), "box 0 .* is no box"),
+        (("--boxes", "person:1,2,x,40", "--choices", *"abcd"), "box 0 .* is no box"),
+        (("--boxes", "nowhere.json", "--choices", *"abcd"), "nowhere.json: cannot read the boxes"),
+        (("--boxes", "person:5000,2,6000,40", "--choices", *"abcd"), "lies outside the"),
+    ],
+)
+def test_what_vcr_needs(vcr_runs, capsys, more, message):
+    assert re.search(message, refused(ask(vcr_runs[0], first_image(vcr_runs[0]), "Why is [0] there?", *more), capsys))
+
+
+def test_rationales_need_an_answer(vcr_runs, capsys):
+    more = ["--boxes", "person:1,2,30,40", "--choices", *"abcd"]
+    words = ask(vcr_runs[1], first_image(vcr_runs[1]), "Why?", *more)
+    assert "needs the answer that they are for" in refused(words, capsys)
+
+
+def test_what_cannot_be_answered(trained_run, vqa_run, tmp_path, capsys):
+    image = first_image(vqa_run)
+    assert "The text is empty" in refused(ask(vqa_run, image, "  "), capsys)
+    assert "takes neither choices nor an answer" in refused(ask(vqa_run, image, "x", "--choices", "a"), capsys)
+    assert "is missing" in refused(ask(vqa_run, tmp_path / "no.png", "x"), capsys)
+    (tmp_path / "bad.png").write_text("no image")
+    assert "bad.png" in refused(ask(vqa_run, tmp_path / "bad.png", "x"), capsys)
+    assert "holds no trained model" in refused(ask(tmp_path, image, "x"), capsys)
+    (tmp_path / "boxes.json").write_text('{"names": []}')
+    assert "as 'boxes'" in refused(ask(vqa_run, image, "x", "--boxes", tmp_path / "boxes.json"), capsys)
+    (tmp_path / "boxes.json").write_text('{"boxes": [[1, 2, 3, 4]], "names": []}')
+    assert "one class name for each" in refused(ask(vqa_run, image, "x", "--boxes", tmp_path / "boxes.json"), capsys)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("data: {name: coco_detection}", "does not answer a text"),
+        ("data: {name: captions}", "does not answer a text"),
+        ("data: {blank_text: true}", "without seeing any text"),
+        ("data: {blank_image: true}", "without seeing any image"),
+    ],
+)
+def test_runs_that_cannot_answer(trained_run, tmp_path, capsys, setting, message):
+    shutil.copytree(trained_run.path / "model", tmp_path / "model")
+    (tmp_path / "model" / "saved.yaml").write_bytes((tmp_path / "model" / "config.yaml").read_bytes())
+    (tmp_path / "model" / "config.yaml").write_text(f"base: saved.yaml\n{setting}\n")
+    words = ask(tmp_path / "model", saved(trained_run.path)[0]["file_name"], "x")
+    assert message in refused(words, capsys)
