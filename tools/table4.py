@@ -5,13 +5,15 @@
 
 Draws the scenes, trains a detector on objects and attributes (as the papers' is on Visual Genome), pre-trains the rows
 of the table (configs/table4/pretrain*.yaml) and trains every task from each of them, everything with every seed. Writes
-OUTPUT/table4.json, table4.md and table4.png: mean and standard deviation over the seeds. Finished runs are not run
+OUTPUT/table4.json, table4.md and table4.png: mean and standard deviation over the seeds, and with the first seed two
+controls that see no image or no text. Finished runs are not run
 again, so the same command can be given until all are done.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 import statistics
@@ -35,6 +37,10 @@ ROWS = {  # name -> what pre-training has
     "c": "(c) = (b) + sentence-image relationship",
     "d": "(d) = (b) + text-only corpus",
     "full": "full = (d) + detector tuned in pre-training",
+}
+CONTROLS = {  # name -> what it is, and its setting; they start like the full model, with the first seed only
+    "image_blind": ("full, without the image", "data.blank_image=true"),
+    "text_blind": ("full, without the text", "data.blank_text=true"),
 }
 TASKS = {"vqa": "VQA", "vcr": "VCR Q -> A", "refcoco": "RefCOCO+"}
 METRIC = "val/accuracy_gt_boxes"
@@ -105,6 +111,12 @@ def plan(
                 words += (f"detector.weights={after / 'model'}",)
                 name = f"{task}_{row}_{seed}"
                 jobs[name] = Job(configs / f"{task}.yaml", words, output / name, (after,))
+    if "full" in rows:
+        for task in tasks:
+            like = jobs[f"{task}_full_{seeds[0]}"]
+            for control, (_, setting) in CONTROLS.items():
+                name = f"{task}_{control}_{seeds[0]}"
+                jobs[name] = dataclasses.replace(like, words=(*like.words, setting), run=output / name)
     return jobs
 
 
@@ -125,13 +137,16 @@ def collect(
 ) -> dict[str, dict[str, Any]]:
     """row -> task -> accuracies of the seeds, their mean and (with several seeds) standard deviation."""
     table: dict[str, dict[str, Any]] = {}
-    for row in rows:
+    for row in (*rows, *CONTROLS):
         table[row] = {}
         for task in tasks:
-            values = [jobs[f"{task}_{row}_{seed}"].metrics[METRIC] for seed in seeds]
+            found = [jobs[name] for seed in seeds if (name := f"{task}_{row}_{seed}") in jobs]
+            if not found:
+                continue
+            values = [job.metrics[METRIC] for job in found]
             spread = statistics.stdev(values) if len(values) > 1 else None
             table[row][task] = {"seeds": values, "mean": statistics.mean(values), "spread": spread}
-    return table
+    return {row: cells for row, cells in table.items() if cells}
 
 
 def as_markdown(table: dict[str, dict[str, Any]], command: str) -> str:
@@ -143,7 +158,7 @@ def as_markdown(table: dict[str, dict[str, Any]], command: str) -> str:
         for cell in cells.values():
             spread = "" if cell["spread"] is None else f" ± {100 * cell['spread']:.1f}"
             shown.append(f"{100 * cell['mean']:.1f}{spread}")
-        lines.append(f"| {ROWS[row]} | {' | '.join(shown)} |")
+        lines.append(f"| {ROWS[row] if row in ROWS else CONTROLS[row][0]} | {' | '.join(shown)} |")
     number = len(next(iter(next(iter(table.values())).values()))["seeds"])
     note = f"Accuracy in percent with annotated boxes; mean ± standard deviation of {number} seed(s)."
     return "\n".join([*lines, "", note, f"Made by `{command}`.", ""])
