@@ -9,6 +9,11 @@ from types import ModuleType
 
 import pytest
 
+# so that their asserts say what they compared
+pytest.register_assert_rewrite(
+    *(f"tests.parity.{path.stem}" for path in Path(__file__).parent.glob("*_checks.py")), "tests.parity.vl_bert_common"
+)
+
 
 def load_helper(name: str) -> ModuleType:
     """Import NAME.py of this folder, which is no package."""

@@ -34,7 +34,7 @@ def labels(questions: VCRFile) -> tuple[list[int], list[int]]:
     return [one.answer_label for one in every], [one.rationale_label for one in every]
 
 
-def test_accuracies_of_predictions(root, expected, questions, labels):
+def test_vcr_accuracies_of_predictions(root, expected, questions, labels):
     predictions = json.loads((root / "predictions.json").read_text("utf-8"))
     assert predictions["annot_id"] == questions.annot_ids
     scores = (predictions["answer_probs"], predictions["rationale_probs"])
@@ -44,13 +44,13 @@ def test_accuracies_of_predictions(root, expected, questions, labels):
     assert [list(row) for row in ours] == expected["hits"]
 
 
-def test_accuracies_of_the_leaderboard_file(root, expected, questions, labels):
+def test_vcr_accuracies_of_the_leaderboard_file(root, expected, questions, labels):
     submission = read_submission(root / "submission.csv", questions.annot_ids)
     ours = vcr_accuracies(submission.answers, submission.rationales, *labels)
     assert ours == expected["from_submission_csv_re_derived"]
 
 
-def test_leaderboard_file_comes_back_equal(root, questions, tmp_path):
+def test_vcr_leaderboard_file_comes_back_equal(root, questions, tmp_path):
     submission = read_submission(root / "submission.csv")
     write_submission(tmp_path / "again.csv", submission)
     again = read_submission(tmp_path / "again.csv", questions.annot_ids)
@@ -61,7 +61,7 @@ def test_leaderboard_file_comes_back_equal(root, questions, tmp_path):
     assert isinstance(again, Submission)
 
 
-def test_boxes_that_r2c_keeps(expected, questions):
+def test_vcr_boxes_that_r2c_keeps(expected, questions):
     for index in range(len(questions)):
         one = questions[index]
         recorded = expected["r2c_detections"]["items"][one.annot_id]
@@ -77,7 +77,7 @@ def test_boxes_that_r2c_keeps(expected, questions):
             assert tags == recorded[kind]["old_to_new"]
 
 
-def test_metadata_of_every_image(root, questions):
+def test_vcr_metadata_of_every_image(root, questions):
     for index in range(len(questions)):
         one = questions[index]
         metadata = read_metadata(root / "vcr1images" / one.metadata_fn, one)

@@ -4,9 +4,6 @@ and on precomputed features. Configs and sizes are read from the set.
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -18,10 +15,8 @@ from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, ModelOutput, TextBatch
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
+from tests.parity import vl_bert_common as common
 
-_spec = importlib.util.spec_from_file_location("vl_bert_golden", Path(__file__).with_name("test_vl_bert_golden.py"))
-common = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(common)
 assert_near, RELATIVE, RELATIVE_CNN_FLOAT32 = common.assert_near, common.RELATIVE, common.RELATIVE_CNN_FLOAT32
 golden = common.golden
 
@@ -101,7 +96,7 @@ def run(golden, keys, name: str) -> tuple[VisionLanguageModel, Batch, ModelOutpu
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_and_losses(golden, vl_bert_keys, name):
+def test_pretraining_logits_and_losses(golden, vl_bert_keys, name):
     model, batch, output = run(golden, vl_bert_keys, name)
     recorded = golden.part(name, "out.")
     captions = len(batch.images.names)
@@ -127,7 +122,7 @@ def test_logits_and_losses(golden, vl_bert_keys, name):
 
 
 @pytest.mark.parametrize("name", ["pretrain", "pretrain_prec"])
-def test_inputs_of_the_encoder(golden, vl_bert_keys, name):
+def test_pretraining_inputs_of_the_encoder(golden, vl_bert_keys, name):
     model, batch, output = run(golden, vl_bert_keys, name)
     recorded, embeddings = golden.part(name, "vlbert_in."), model.encoder.embeddings
     with torch.no_grad():
@@ -142,7 +137,7 @@ def test_inputs_of_the_encoder(golden, vl_bert_keys, name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_gradients(golden, vl_bert_keys, name):
+def test_pretraining_gradients(golden, vl_bert_keys, name):
     model = make_model(golden, vl_bert_keys, name).double()
     losses = model(make_batch(golden, name, torch.float64)).task.losses
     sum(loss.mean for loss in losses.values()).backward()
@@ -156,7 +151,7 @@ def test_gradients(golden, vl_bert_keys, name):
         assert_near(parameters[vl_bert_keys.our_key(key)].grad, recorded, f"grad.{key}", relative)
 
 
-def test_frozen_parameters_get_no_gradient(golden, vl_bert_keys):
+def test_pretraining_frozen_parameters_get_no_gradient(golden, vl_bert_keys):
     model = make_model(golden, vl_bert_keys, "pretrain")
     sum(loss.mean for loss in model(make_batch(golden, "pretrain")).task.losses.values()).backward()
     frozen = {

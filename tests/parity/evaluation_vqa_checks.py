@@ -41,7 +41,7 @@ def read(folder: Path, name: str):
     return json.loads((folder / name).read_text("utf-8"))
 
 
-def test_every_normalised_string(folder):
+def test_vqa_every_normalised_string(folder):
     rows = read(folder, "normalization.json")["rows"]
     assert rows
     for raw, after_punctuation, after_words in rows:
@@ -50,25 +50,25 @@ def test_every_normalised_string(folder):
         assert standardise_words(stripped) == after_words, raw
 
 
-def test_every_contraction(folder):
+def test_vqa_every_contraction(folder):
     for word, result in read(folder, "contractions.json")["rows"]:
         assert standardise_words(word) == result
         assert standardise_words(result) == result or result in dict(read(folder, "contractions.json")["rows"])
 
 
 @pytest.mark.parametrize(("key", "decimals"), [("accuracy", 2), ("accuracy_12_decimals", 12)])
-def test_accuracies(folder, annotations, predictions, key, decimals):
+def test_vqa_accuracies(folder, annotations, predictions, key, decimals):
     ours, expected = vqa_accuracy(predictions, annotations, decimals), read(folder, "expected.json")[key]
     assert {name: ours[name] for name in expected} == expected
 
 
-def test_accuracy_of_every_question(folder, annotations, predictions):
+def test_vqa_accuracy_of_every_question(folder, annotations, predictions):
     expected = read(folder, "expected.json")["per_question"]
     ours = vqa_accuracy(predictions, annotations, 12)["perQuestion"]
     assert {str(number): score for number, score in ours.items()} == expected
 
 
-def test_metrics_of_a_run_are_the_same_numbers(folder, annotations, predictions):
+def test_vqa_metrics_of_a_run_are_the_same_numbers(folder, annotations, predictions):
     answer_of = {row["question_id"]: row["answer"] for row in predictions}
     metrics = vqa_metrics([{**row, "answer": answer_of[row["question_id"]]} for row in annotations])
     expected = read(folder, "expected.json")["accuracy_12_decimals"]
@@ -79,7 +79,7 @@ def test_metrics_of_a_run_are_the_same_numbers(folder, annotations, predictions)
         assert 100 * metrics[f"accuracy_by_question/{name}"] == pytest.approx(value, abs=1e-10)
 
 
-def test_vocabulary_and_soft_targets(folder, annotations):
+def test_vqa_vocabulary_and_soft_targets(folder, annotations):
     recorded = read(folder, "soft_targets.json")
     for raw, spelled in recorded["preprocess_answer"]:
         assert vocabulary_answer(raw) == spelled, raw

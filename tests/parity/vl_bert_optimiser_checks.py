@@ -59,7 +59,7 @@ def settings_of(name: str, options: dict) -> TrainSettings:
 
 @pytest.mark.parametrize("resume_at", [None, 3])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_every_update(recorded, options, name, resume_at):
+def test_optimiser_every_update(recorded, options, name, resume_at):
     settings, steps = settings_of(name, options), options["steps"]
     model = Parts(recorded["in.a"], recorded["in.b"])
     optimizer = build_optimizer(model, settings)

@@ -61,7 +61,7 @@ def _vocabulary(facts: dict) -> str:
     return "".join(f"{word}\n" for word in words)
 
 
-def test_image_boxes_classes_and_words_are_those_of_the_official_code(facts, arrays, source):
+def test_captions_image_boxes_classes_and_words_are_those_of_the_official_code(facts, arrays, source):
     short, long = facts["scales"]
     tokenizer = load_tokenizer(source.path.parent / "vocab.txt")
     for number, case in enumerate(facts["cases"]):

@@ -189,7 +189,7 @@ def make_batch(vcr: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Ba
     )
 
 
-def test_texts_of_choices(vcr):
+def test_vcr_texts_of_choices(vcr):
     batch, recorded = make_batch(vcr), part(vcr, "vlbert_in.")
     mask = recorded["text_mask"]
     assert torch.equal(batch.texts.attend, mask)
@@ -197,7 +197,7 @@ def test_texts_of_choices(vcr):
     assert torch.equal(batch.texts.segment_ids[mask], recorded["text_token_type_ids"][mask])
 
 
-def test_inputs_logits_and_losses(meta, folder, vcr, vl_bert_keys):
+def test_vcr_inputs_logits_and_losses(meta, folder, vcr, vl_bert_keys):
     model, batch = make_model(meta, folder, vcr, vl_bert_keys), make_batch(vcr)
     with torch.no_grad():
         output = model(batch)
@@ -216,7 +216,7 @@ def test_inputs_logits_and_losses(meta, folder, vcr, vl_bert_keys):
         assert float(output.losses[key].mean) == pytest.approx(meta["values"]["vcr"][name], rel=RELATIVE)
 
 
-def test_softmax_loss(meta, folder, vcr, vl_bert_keys):
+def test_vcr_softmax_loss(meta, folder, vcr, vl_bert_keys):
     model = make_model(meta, folder, vcr, vl_bert_keys, loss="softmax")
     with torch.no_grad():
         output = model(make_batch(vcr))
@@ -227,7 +227,7 @@ def is_cnn(name: str) -> bool:
     return "backbone" in name or "roi_head" in name
 
 
-def test_gradients(meta, folder, vcr, vl_bert_keys):
+def test_vcr_gradients(meta, folder, vcr, vl_bert_keys):
     """All gradients in float64: those recorded in float64 for the CNN, and the float32 ones of everything behind it."""
     model = make_model(meta, folder, vcr, vl_bert_keys).double()
     losses = model(make_batch(vcr, torch.float64)).losses
@@ -250,7 +250,7 @@ def test_gradients(meta, folder, vcr, vl_bert_keys):
             assert ours == pytest.approx(norm, rel=RELATIVE_CNN_FLOAT32 if is_cnn(name) else RELATIVE), name
 
 
-def test_predictions(meta, folder, vcr, vl_bert_keys):
+def test_vcr_predictions(meta, folder, vcr, vl_bert_keys):
     model, batch = make_model(meta, folder, vcr, vl_bert_keys), make_batch(vcr)
     batch.records = [{"text_index": row // 4, "label": 0} for row in range(len(batch))]
     with torch.no_grad():
@@ -275,7 +275,7 @@ def vocabulary_of(words: list[list], path: Path) -> Path:
     return path
 
 
-def test_names_and_wordpieces(data, tmp_path):
+def test_vcr_names_and_wordpieces(data, tmp_path):
     """Recorded: wordpieces with the row of the box they name (0 = the whole image) and the number of the word."""
     recorded = data["vcr_text"]
     rows: dict[int, list[int]] = {}
@@ -294,11 +294,11 @@ def test_names_and_wordpieces(data, tmp_path):
     assert [[piece.id, piece.row + 1, piece.word] for piece in pieces] == recorded["ids_tags_wordindex"]
 
 
-def test_people_are_named_in_turn(data):
+def test_vcr_people_are_named_in_turn(data):
     assert names_of(["person", "person", "pottedplant", "person"]) == data["vcr_text"]["object_names"]
 
 
-def test_instance_mask(folder, data):
+def test_vcr_instance_mask(folder, data):
     recorded = load_file(folder / "data.safetensors")["vcr.instance_mask"].numpy()
     case = data["vcr_instance_mask"]
     outlines = [np.array(polygon) for polygon in case["polygons"]]

@@ -5,9 +5,7 @@ Configs and sizes are read from the set.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +18,8 @@ from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.text import mirror_words
+from tests.parity import vl_bert_common as common
 
-_spec = importlib.util.spec_from_file_location("vl_bert_golden", Path(__file__).with_name("test_vl_bert_golden.py"))
-common = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(common)
 assert_near = common.assert_near
 golden = common.golden
 
@@ -76,7 +72,7 @@ def make_batch(golden, name: str, dtype: torch.dtype = torch.float32) -> Batch:
     )
 
 
-def test_the_text_ends_with_the_answer_s_mask(golden):
+def test_vqa_the_text_ends_with_the_answer_s_mask(golden):
     batch, question = make_batch(golden, "vqa_prec"), golden["vqa_prec"]["in.question"]
     rows = torch.arange(len(batch))
     mask = batch.texts.positions["mask"]
@@ -89,7 +85,7 @@ def test_the_text_ends_with_the_answer_s_mask(golden):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_inputs_logits_and_loss(golden, vl_bert_keys, name):
+def test_vqa_inputs_logits_and_loss(golden, vl_bert_keys, name):
     model, batch, recorded = make_model(golden, vl_bert_keys, name), make_batch(golden, name), golden[name]
     with torch.no_grad():
         output = model(batch)
@@ -109,7 +105,7 @@ def test_inputs_logits_and_loss(golden, vl_bert_keys, name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_gradients(golden, vl_bert_keys, name):
+def test_vqa_gradients(golden, vl_bert_keys, name):
     """In float64: those recorded in float64 for the CNN, and the float32 ones of everything behind it."""
     model = make_model(golden, vl_bert_keys, name).double()
     model(make_batch(golden, name, torch.float64)).losses["vqa"].mean.backward()
@@ -132,7 +128,7 @@ def test_gradients(golden, vl_bert_keys, name):
     assert not with_gradient & {vl_bert_keys.our_key(key) for key in golden.meta["no_grad_params"][name]}
 
 
-def test_soft_target_and_swapped_words(golden):
+def test_vqa_soft_target_and_swapped_words(golden):
     recorded = json.loads((golden.folder / "data.json").read_text())
     target, words = recorded["vqa_target"], recorded["flip_words"]
     task = VQATask(4, VQAConfig(answers=target["vocab"]))
