@@ -22,8 +22,7 @@ from typing import Any
 
 import yaml
 
-from e2e_vl.config import differences, load_config
-from e2e_vl.engine.build import take_sizes_of_detector
+from e2e_vl.engine.jobs import check_same_run
 
 TRAIN = Path(__file__).resolve().with_name("train.py")
 
@@ -125,7 +124,7 @@ def compare(
     for name, overrides in variants.items():  # all of them before the first hour is spent
         run = output / folder_of(name)
         words = [*common, *overrides, f"output={run}"]
-        _check_same_run(run, config, words)
+        check_same_run(run, config, words)
         runs[name] = (run, words)
     results = {name: train_variant(name, run, config, words, launch) for name, (run, words) in runs.items()}
     metrics = metrics or [
@@ -147,20 +146,6 @@ def compare(
             "training_minutes": result["seconds_training"] / 60,
         }
     return {"config": str(config), "common_overrides": common, "metrics": metrics, "variants": rows}
-
-
-def _check_same_run(run: Path, config: Path, words: list[str]) -> None:
-    """A folder that is there already must hold a run with the same settings."""
-    wanted = load_config(config, words)
-    saved = run / "config.yaml"
-    if saved.is_file():
-        take_sizes_of_detector(wanted)
-        changed = differences(load_config(saved), wanted)
-        if changed:
-            raise ValueError(
-                f"{run} holds a run with other settings ({'; '.join(changed[:3])}); remove it or choose another "
-                "--output."
-            )
 
 
 def train_variant(name: str, run: Path, config: Path, words: list[str], launch: str) -> dict[str, Any]:

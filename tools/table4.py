@@ -6,8 +6,8 @@
 Draws the scenes, trains a detector on objects and attributes (as the papers' is on Visual Genome), pre-trains the rows
 of the table (configs/table4/pretrain*.yaml) and trains every task from each of them, everything with every seed. Writes
 OUTPUT/table4.json, table4.md and table4.png: mean and standard deviation over the seeds, and with the first seed two
-controls that see no image or no text. Finished runs are not run
-again, so the same command can be given until all are done.
+controls that see no image or no text. Finished runs are not run again, so the same command can be given until all are
+done.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from e2e_vl.config import differences, load_config
+from e2e_vl.engine.build import take_sizes_of_detector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ def run_jobs(jobs: Sequence[Job], *, train: Path, launch: str, parallel: int = 1
         ValueError: a folder that holds a run with other settings, or a run that failed; both name the run's log.
     """
     for job in jobs:
-        _check_same_run(job)
+        check_same_run(job.run, job.config, job.settings)
     waiting = [job for job in jobs if job.metrics is None]
     environment = {**os.environ, "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // parallel, 1))}
     running: dict[concurrent.futures.Future[None], Job] = {}
@@ -83,14 +84,20 @@ def run_jobs(jobs: Sequence[Job], *, train: Path, launch: str, parallel: int = 1
                 bar.update()
 
 
-def _check_same_run(job: Job) -> None:
-    wanted = load_config(job.config, job.settings)
-    saved = job.run / "config.yaml"
+def check_same_run(run: Path, config: Path, settings: list[str]) -> None:
+    """A run directory that is there already must hold a run of this file with these settings.
+
+    Raises:
+        ValueError: it does not, or the settings do not load.
+    """
+    wanted = load_config(config, settings)
+    saved = run / "config.yaml"
     if saved.is_file():
+        take_sizes_of_detector(wanted)
         changed = differences(load_config(saved), wanted)
         if changed:
             raise ValueError(
-                f"{job.run} holds a run with other settings ({'; '.join(changed[:3])}); remove it or choose another "
+                f"{run} holds a run with other settings ({'; '.join(changed[:3])}); remove it or choose another "
                 "--output."
             )
 

@@ -149,7 +149,7 @@ def test_the_demo_variants_are_settings_of_the_demo(tool, monkeypatch):
     monkeypatch.chdir(ROOT)
     variants = tool.read_variants(ROOT / "configs" / "demo" / "variants.yaml", [])
     assert list(variants) == ["joint", "detector frozen at its start", "without the text"]
-    joint, frozen, blind = (tool.load_config(DEMO, words) for words in variants.values())
+    joint, frozen, blind = (load_config(DEMO, words) for words in variants.values())
     assert tool.differences(joint, frozen) == ["detector.freeze: False -> True"]
     assert tool.differences(joint, blind) == ["data.blank_text: False -> True"]
 
