@@ -16,7 +16,7 @@ DEMO = ROOT / "configs" / "demo" / "refcoco.yaml"
 FAKE = """
 import json, sys
 from pathlib import Path
-from e2e_vl.config import load_config, save_config
+from e2e_vl.config import differences, load_config
 
 words = sys.argv[2:]
 config = load_config(words[words.index("--config") + 1], [word for word in words if "=" in word])
@@ -150,8 +150,8 @@ def test_the_demo_variants_are_settings_of_the_demo(tool, monkeypatch):
     variants = tool.read_variants(ROOT / "configs" / "demo" / "variants.yaml", [])
     assert list(variants) == ["joint", "detector frozen at its start", "without the text"]
     joint, frozen, blind = (load_config(DEMO, words) for words in variants.values())
-    assert tool.differences(joint, frozen) == ["detector.freeze: False -> True"]
-    assert tool.differences(joint, blind) == ["data.blank_text: False -> True"]
+    assert differences(joint, frozen) == ["detector.freeze: False -> True"]
+    assert differences(joint, blind) == ["data.blank_text: False -> True"]
 
 
 def test_a_real_run(tool, tmp_path, monkeypatch):
