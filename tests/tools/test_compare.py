@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from e2e_vl.config import differences, load_config
+
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs" / "demo" / "refcoco.yaml"
 
@@ -16,7 +18,7 @@ DEMO = ROOT / "configs" / "demo" / "refcoco.yaml"
 FAKE = """
 import json, sys
 from pathlib import Path
-from e2e_vl.config import differences, load_config
+from e2e_vl.config import load_config, save_config
 
 words = sys.argv[2:]
 config = load_config(words[words.index("--config") + 1], [word for word in words if "=" in word])
