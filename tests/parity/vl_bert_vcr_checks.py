@@ -12,44 +12,31 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import ImageBatch
 from e2e_vl.data.instance_masks import instance_mask
 from e2e_vl.data.vcr_text import Piece, encode_sentence, join_choice, names_of
-from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.text import SPECIAL_TOKENS, load_tokenizer, pad_texts
+from tests.parity.vl_bert_common import (
+    KEY_BIAS,
+    RELATIVE,
+    RELATIVE_CNN_FLOAT32,
+    STAGES,
+    Golden,
+    assert_near,
+    detector_config,
+    encoder_config,
+)
 
-RELATIVE = 1e-4  # of the largest value
-RELATIVE_CNN_FLOAT32 = 0.1  # single ReLU signs decide gradients of the CNN in float32
-KEY_BIAS = "attention.self.key.bias"  # its gradient is zero up to rounding
-STAGES = ("backbone.stem", "backbone.res2", "backbone.res3", "backbone.res4", "roi_heads.res5")  # official 1 .. 5
-BLOCKS_TO_DEPTH = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
 HEADS = {
     "final_mlp.1.": "head.output.",
     "cnn_loss_reg.0.dense.": "region_classifier.transform.dense.",
     "cnn_loss_reg.2.": "region_classifier.output.",
 }
-BERT_FIELDS = (
-    "hidden_size",
-    "visual_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "hidden_act",
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "max_position_embeddings",
-    "type_vocab_size",
-    "vocab_size",
-    "initializer_range",
-    "visual_scale_text_init",
-    "visual_scale_object_init",
-    "with_pooler",
-)
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +63,6 @@ def part(arrays: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
 
 
-def assert_near(ours: Tensor, recorded: Tensor, name: str, relative: float = RELATIVE) -> None:
-    assert ours.shape == recorded.shape, f"{name}: shape {tuple(ours.shape)}, recorded {tuple(recorded.shape)}"
-    scale = recorded.double().abs().max()
-    difference = (ours.detach().double() - recorded.double()).abs().max()
-    assert difference <= relative * scale, f"{name}: differs by {difference:.3g}, largest value {scale:.3g}"
-
-
 def official_key(name: str) -> str:
     """VCR wraps the encoder: vlbert._module.X is vlbert.X elsewhere."""
     return name.replace("vlbert._module.", "vlbert.")
@@ -101,30 +81,8 @@ def our_key(name: str, keys: ModuleType) -> str:
 
 
 def make_model(meta: dict, folder: Path, vcr: dict[str, Tensor], keys: ModuleType, loss: str = "sigmoid"):
-    visual, network = meta["configs"]["visual"], meta["configs"]["vcr"]
-    frozen = network["IMAGE_FROZEN_BACKBONE_STAGES"]
-    detector = DetectorConfig.from_flat(
-        {
-            "MODEL.RESNETS.DEPTH": BLOCKS_TO_DEPTH[tuple(visual["blocks"])],
-            "MODEL.RESNETS.STEM_OUT_CHANNELS": visual["stem_width"],
-            "MODEL.RESNETS.WIDTH_PER_GROUP": visual["stage_planes"][0],
-            "MODEL.RESNETS.RES2_OUT_CHANNELS": visual["feature_dim"] // 8,
-            "MODEL.RESNETS.STRIDE_IN_1X1": network["IMAGE_STRIDE_IN_1x1"],
-            "MODEL.RESNETS.RES5_DILATION": 2 if network["IMAGE_C5_DILATED"] else 1,
-            "MODEL.RESNETS.NORM": "FrozenBN" if network["IMAGE_FROZEN_BN"] else "BN",
-            "MODEL.BACKBONE.FREEZE_AT": next(n for n in range(len(STAGES) + 1) if n + 1 not in frozen),
-            "MODEL.ROI_BOX_HEAD.POOLER_TYPE": "ROIAlign",
-            "MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION": visual["roi_output"][0],
-            "MODEL.ROI_BOX_HEAD.POOLER_SAMPLING_RATIO": visual["sampling_ratio"],
-        }
-    )
-    bert = network["VLBERT"]
-    encoder = VLBertConfig(
-        **{field: bert[field] for field in BERT_FIELDS},
-        visual_layer_norm=bert["visual_ln"],
-        feature_dim=visual["feature_dim"],
-        geometry_dim=visual["coordinate_dim"],
-    )
+    golden, network = Golden(folder), meta["configs"]["vcr"]
+    encoder = encoder_config(golden, "vcr")
     classes = len(vcr["state.cnn_loss_reg.2.bias"])
     config = VCRConfig(
         dropout=network["CLASSIFIER_DROPOUT"],
@@ -133,14 +91,16 @@ def make_model(meta: dict, folder: Path, vcr: dict[str, Tensor], keys: ModuleTyp
         num_classes=classes,
         region_dropout=network["CNN_REG_DROPOUT"],
     )
-    model = VisionLanguageModel(FasterRCNN(detector), VLBertModel(encoder), VCRTask(encoder.hidden_size, config))
+    model = VisionLanguageModel(
+        FasterRCNN(detector_config(golden)), VLBertModel(encoder), VCRTask(encoder.hidden_size, config)
+    )
     trunk = keys.split_state({official_key(k): v for k, v in load_file(folder / "trunk.safetensors").items()})
     missing, unexpected = model.detector.load_state_dict(trunk["detector"], strict=False)
     assert not unexpected
     assert all(key.startswith(("proposal_generator.", "roi_heads.box_predictor.")) for key in missing)
     model.encoder.load_state_dict(trunk["encoder"], strict=True)
     model.task.load_state_dict({task_key(k): v for k, v in part(vcr, "state.").items()}, strict=True)
-    for number in frozen:  # FREEZE_AT knows no gaps
+    for number in network["IMAGE_FROZEN_BACKBONE_STAGES"]:  # FREEZE_AT knows no gaps
         model.detector.get_submodule(STAGES[number - 1]).requires_grad_(False)
     return model.eval()
 
