@@ -5,6 +5,8 @@
                   +--> detection losses                                      texts --> encoder --> task --> losses,
                                                                                                             predictions
 
+Before all that the task may change the batch (`Task.prepare`): pre-training hides regions in the pixels there.
+
 One detector pass serves all texts about an image: `looks_at` says which text reads which image, the regions are copied
 per text just before the encoder, and on the way back the gradients of all texts add up in that one pass.
 
