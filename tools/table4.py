@@ -89,7 +89,10 @@ def plan(
     tasks: Sequence[str],
     settings: Sequence[str],
 ) -> dict[str, Job]:
-    """All runs by name, each after those it starts from: detector, <row>_<seed>, <task>_<row>_<seed>."""
+    """All runs by name, each after those it starts from: detector, <row>_<seed>, <task>_<row>_<seed>.
+
+    Heads start at random: so few steps are too few to turn a head of pre-training into one for another task.
+    """
     common = (*settings, f"data.root={data}")
     jobs = {"detector": Job(configs / "detector.yaml", common, output / "detector")}
     common += (f"data.vocabulary={output / 'vocabulary' / 'vocab.txt'}",)
@@ -107,7 +110,7 @@ def plan(
                 words, after = (*common, f"seed={seed}"), detector
                 if row != "none":
                     after = jobs[f"{row}_{seed}"].run
-                    words += (f"encoder.weights={after}", f"task.weights={after}")
+                    words += (f"encoder.weights={after}",)
                 words += (f"detector.weights={after / 'model'}",)
                 name = f"{task}_{row}_{seed}"
                 jobs[name] = Job(configs / f"{task}.yaml", words, output / name, (after,))
