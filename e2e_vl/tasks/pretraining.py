@@ -180,11 +180,17 @@ class PretrainingTask(Task):
         A batch that comes with `hidden_regions` was prepared before and stays as it is.
 
         Raises:
-            ValueError: the class distributions are to come from a file, and the batch has none.
+            ValueError: the class distributions are to come from a file, and the batch has none; or pixels are to be
+                hidden, and the batch has precomputed features.
         """
         config = self.config
         if batch.hidden_regions is not None:
             return batch
+        if config.masked_regions and config.hide_pixels and batch.images.precomputed is not None:
+            raise ValueError(
+                "Precomputed features have no pixels to hide, so hidden regions would stay visible; set "
+                "task.config.hide_pixels to false and encoder.config.hidden_region_feature to true."
+            )
         boxes = batch.boxes
         if config.masked_regions or boxes is None:
             boxes, batch = self._label_regions(batch, detector)
@@ -196,7 +202,7 @@ class PretrainingTask(Task):
             )
             batch.region_targets["is_labelled"] = labelled
             batch.hidden_regions = hidden
-            if config.hide_pixels and batch.images.precomputed is None:
+            if config.hide_pixels:
                 batch.pixel_masks = [
                     mask_rectangles(rows[is_hidden], size, "vl_bert").to(rows.dtype)
                     for rows, is_hidden, size in zip(boxes, hidden, batch.images.sizes.tolist(), strict=True)

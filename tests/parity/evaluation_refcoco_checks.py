@@ -89,6 +89,9 @@ def test_refcoco_choices_and_ious_of_every_expression(refcoco):
             for record in predict(refcoco, split, track):
                 row = rows[record["sent_id"]]
                 assert row["gt_ann_id"] == record["ann_id"]
+                if track == "gt_boxes":
+                    chosen = int(np.argmax(refcoco["predictions"][record["sent_id"]]["ann_scores"]))
+                    assert record["candidate_ann_ids"][chosen] == row["pred_ann_id"]
                 for convention in ("mattnet", "vlbert"):
                     iou = box_iou(record["box"], record["gt_box"], convention, record["image_size"])
                     assert iou == pytest.approx(row[f"{prefix}_iou_{convention}"], abs=1e-6), record["sent_id"]

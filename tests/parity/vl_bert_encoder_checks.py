@@ -230,6 +230,10 @@ def test_refcoco_inputs_logits_and_loss(golden, vl_bert_keys):
 
     positive = model.task.positive_regions(output.text_regions, batch.targets["box"])
     assert torch.equal(positive[mask], recorded["in.label"][mask] == 1)
+    for boxes, referred, ious, real in zip(
+        output.text_regions.boxes, batch.targets["box"], recorded["in.iou"], mask, strict=True
+    ):
+        assert_near(pairwise_iou(boxes[real], referred[None], plus_one=True)[:, 0], ious[real], "iou")
     assert_near(output.task.logits[mask], recorded["out.label_logits"][mask], "label_logits")
     assert_near(output.losses["referring"].mean, recorded["out.loss"], "loss")
     assert float(recorded["out.loss"]) == pytest.approx(golden.meta["values"]["refcoco"]["loss"], rel=1e-6)

@@ -223,6 +223,16 @@ def test_whole_image_feature_leaves_out_hidden_regions():
     torch.testing.assert_close(changed.precomputed.image_features, torch.tensor([[2.0, 3.0]]), rtol=1e-4, atol=0)
 
 
+def test_precomputed_features_cannot_hide_pixels():
+    """Otherwise hidden regions would keep their features: the model could peek."""
+    model = make_model(teacher="file")
+    batch = make_batch()
+    features = [torch.zeros(len(rows), model.detector.feature_dim) for rows in BOXES]
+    batch.images = dataclasses.replace(batch.images, precomputed=PrecomputedFeatures(features))
+    with pytest.raises(ValueError, match=r"hide_pixels to false and encoder\.config\.hidden_region_feature to true"):
+        model.task.prepare(batch, model.detector)
+
+
 def test_predictions_count_captions_only():
     model = make_model(region_probability=1.0, relationship=1.0).eval()
     batch = make_batch()

@@ -1,0 +1,101 @@
+"""Small rules of pre-training against what the official VL-BERT code computed: soft labels, wordpieces, cutting."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from detector.structures import ImageBatch
+from e2e_vl.structures import Batch, EncoderOutput, TextBatch, TextRegions
+from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
+from e2e_vl.tasks.pretraining_inputs import cut_to_length
+from e2e_vl.text import SPECIAL_TOKENS, load_tokenizer, split_words
+from tests.parity import vl_bert_common as common
+
+golden = common.golden
+
+
+@pytest.fixture(scope="module")
+def facts(golden_root) -> dict:
+    return json.loads((golden_root / "vl_bert" / "data.json").read_text(encoding="utf-8"))
+
+
+def region_loss(logits: Tensor, truth: Tensor) -> Tensor:
+    """Mean over the labelled rows, of which each is a region of one text; all rows are labelled."""
+    count, classes = logits.shape
+    task = PretrainingTask(classes, PretrainingConfig(vocab_size=2, region_classes=classes))
+    task.region_classifier = nn.Identity()  # the states are the logits
+    batch = Batch(
+        images=ImageBatch(torch.zeros(1, 3, 4, 4), torch.full((1, 2), 4), torch.full((1, 2), 4), ["image"]),
+        boxes=[torch.zeros(count, 4)],
+        texts=TextBatch(torch.zeros(1, 1).long(), torch.zeros(1, 1).long(), torch.ones(1, 1).bool()),
+        looks_at=torch.zeros(1, 1).long(),
+        targets={"mlm_labels": torch.full((1, 1), -1)},
+        region_targets={"class_probs": [truth], "is_labelled": [torch.ones(count).bool()]},
+    )
+    attend = torch.ones(1, count).bool()
+    regions = TextRegions(
+        torch.zeros(1, count, 1),
+        torch.zeros(1, count, 4),
+        torch.ones(1, count, 2),
+        attend,
+        torch.zeros(1, count).long(),
+    )
+    words, table = torch.zeros(1, 1, classes), torch.zeros(2, classes)
+    return task(batch, regions, EncoderOutput(words, logits[None], word_table=table)).losses["masked_regions"].mean
+
+
+def test_soft_cross_entropy_of_regions(golden):
+    ops = golden["ops"]
+    logits, truth = ops["soft_ce.logits"], ops["soft_ce.target"]
+    common.assert_near(region_loss(logits, truth), ops["soft_ce.mean"], "soft_ce.mean")
+    for row, recorded in enumerate(ops["soft_ce.none"]):  # 0 at rows that are not counted
+        ours = region_loss(logits[row : row + 1], truth[row : row + 1])
+        common.assert_near(ours, recorded, f"soft_ce.none, row {row}")
+
+
+def test_words_and_wordpieces(facts, tmp_path):
+    recorded = facts["wordpiece"]
+    assert recorded
+    lines = {index: piece for one in recorded for index, piece in zip(one["ids"], one["pieces"], strict=True)}
+    free = (index for index in range(10**6) if index not in lines)
+    for special in SPECIAL_TOKENS:
+        lines[next(free)] = special
+    words = [lines.get(index, f"[unused{index}]") for index in range(max(lines) + 1)]
+    (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+    tokenizer = load_tokenizer(tmp_path / "vocab.txt")
+    for one in recorded:
+        assert split_words(one["text"]) == one["basic"]
+        assert tokenizer.tokenize(one["text"]) == one["pieces"]
+        assert tokenizer.convert_tokens_to_ids(one["pieces"]) == one["ids"]
+
+
+def test_cutting_of_words_and_regions(golden, facts):
+    """A batch with the recorded words and labels, made as long again as before it was cut."""
+    arrays, cc = load_file(golden.folder / "data.safetensors"), facts["cc"]
+    seen = 0
+    for number, case in enumerate(cc["cases"]):
+        text, labels = arrays[f"cc.{number}.text"], arrays[f"cc.{number}.mlm_labels"]
+        lost = len(cc["caption_ids"]) + 2 - len(text)
+        ids = torch.cat([text[:-1], torch.zeros(lost, dtype=torch.long), text[-1:]])[None]
+        before = torch.cat([labels[:-1], torch.zeros(lost, dtype=torch.long), labels[-1:]])[None]
+        boxes = arrays["cc.boxes"]
+        batch = Batch(
+            images=ImageBatch(torch.zeros(1, 3, 4, 4), torch.full((1, 2), 4), torch.full((1, 2), 4), ["image"]),
+            boxes=[boxes],
+            texts=TextBatch(ids, torch.zeros_like(ids), torch.ones_like(ids).bool()),
+            looks_at=torch.zeros(1, 1).long(),
+            targets={"mlm_labels": before},
+        )
+        cut = cut_to_length(batch, batch.boxes, case["seq_len"], whole_image=True)
+        assert cut.texts.attend.all()
+        np.testing.assert_array_equal(cut.texts.input_ids[0], text)
+        np.testing.assert_array_equal(cut.targets["mlm_labels"][0], labels)
+        assert cut.region_limit.tolist() == [len(arrays[f"cc.{number}.boxes"]) - 1]
+        seen += lost > 0
+    assert seen, "no recorded text was cut"
