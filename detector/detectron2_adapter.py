@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from detector.anchors import configured_cell_anchors
 from detector.config import OUR_KEYS, DetectorConfig, ResNetConfig
 from detector.config_file import nest
 from detector.detectron2_config import Detectron2Config
@@ -264,7 +265,7 @@ def build_parts(cfg: CfgNode, resnet: ResNetConfig) -> tuple[nn.Module, nn.Modul
 
 
 def adapt(backbone: nn.Module, rpn: nn.Module, heads: nn.Module, config: Detectron2Config) -> None:
-    """Apply what stock Detectron2 ignores or lacks: another stem pool, dilated res5, frozen res5."""
+    """Apply what stock Detectron2 ignores or lacks: another stem pool, dilated res5, frozen res5, cell anchors."""
     settings = config.resnet
     if config.is_c4 and settings.freeze_at >= 5:
         for block in heads.res5:
@@ -277,6 +278,8 @@ def adapt(backbone: nn.Module, rpn: nn.Module, heads: nn.Module, config: Detectr
         resnet.stem = Stem(resnet.stem.conv1, settings.stem_pool)
     if not config.is_c4:
         return
+    if config.anchors.cell_anchors:
+        next(iter(rpn.anchor_generator.cell_anchors)).copy_(configured_cell_anchors(config.anchors))
     if settings.stem_pool == "none":
         rpn.anchor_generator.strides = [settings.res4_stride]
         heads.pooler.level_poolers[0].spatial_scale = 1.0 / settings.res4_stride

@@ -27,16 +27,22 @@ from detector.config_file import FIXED, decode, flatten, load_tree, merge_bases,
 C4_HEADS = "Res5ROIHeads"
 BOX_HEADS = "StandardROIHeads"
 HEADS_KEY = "MODEL.ROI_HEADS.NAME"
+CELL_ANCHORS_KEY = "MODEL.ANCHOR_GENERATOR.CELL_ANCHORS"
 
-# Keys that have one possible value here because the adapter calls the parts of exactly this kind of model.
+# Keys that have one possible value here: the adapter calls the parts of exactly this kind of model, and images are read
+# by this project's own code.
 REQUIRED: dict[str, Any] = {
     key: FIXED[key]
     for key in (
+        "VERSION",
+        "INPUT.CROP.ENABLED",
+        "TEST.AUG.ENABLED",
         "MODEL.META_ARCHITECTURE",
         "MODEL.LOAD_PROPOSALS",
         "MODEL.MASK_ON",
         "MODEL.KEYPOINT_ON",
         "MODEL.PROPOSAL_GENERATOR.NAME",
+        "MODEL.ANCHOR_GENERATOR.NAME",
         "MODEL.ROI_BOX_HEAD.USE_FED_LOSS",
         "MODEL.ROI_BOX_HEAD.USE_SIGMOID_CE",
     )
@@ -73,6 +79,8 @@ class Detectron2Config:
         for key, value in REQUIRED.items():
             if key in flat and decode(flat[key]) != value:
                 raise ValueError(f"{name}: {key} = {flat[key]!r} is not supported; the only value is {value!r}.")
+        if CELL_ANCHORS_KEY in flat:
+            raise ValueError(f"{name}: {CELL_ANCHORS_KEY} needs {HEADS_KEY} {C4_HEADS}.")
         known = (set(DetectorConfig().to_flat()) - set(FIXED)) | set(OUR_KEYS)
         shared = {key: flat[key] for key in flat if key in known and not key.startswith("MODEL.ANCHOR_GENERATOR.")}
         common = DetectorConfig.from_flat(shared, name)

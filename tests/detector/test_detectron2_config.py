@@ -58,6 +58,10 @@ def test_a_model_with_a_box_head():
         ({"MODEL__META_ARCHITECTURE": "RetinaNet"}, "MODEL.META_ARCHITECTURE = 'RetinaNet' is not supported"),
         ({"MODEL__MASK_ON": True}, "MODEL.MASK_ON = True is not supported"),
         ({"MODEL__RESNETS__STEM_POOL": "none"}, "MODEL.RESNETS.STEM_POOL = 'none' needs"),
+        ({"MODEL__ANCHOR_GENERATOR__CELL_ANCHORS": [[0, 0, 4, 4]]}, "MODEL.ANCHOR_GENERATOR.CELL_ANCHORS needs"),
+        ({"MODEL__ANCHOR_GENERATOR__NAME": "RotatedAnchorGenerator"}, "ANCHOR_GENERATOR.NAME = 'Rot.* is not supp"),
+        ({"INPUT__CROP": {"ENABLED": True}}, "INPUT.CROP.ENABLED = True is not supported"),
+        ({"TEST": {"AUG": {"ENABLED": True}}}, "TEST.AUG.ENABLED = True is not supported"),
         ({"INPUT__FORMAT": "L"}, "INPUT.FORMAT must be BGR or RGB"),
     ],
 )

@@ -59,6 +59,12 @@ VARIANTS = {  # what is unlike the golden set
         "RPN": {"BATCH_SIZE_PER_IMAGE": 32},
         "ROI_HEADS": {"BATCH_SIZE_PER_IMAGE": 12},
     },
+    "given_cell_anchors": {  # not centred, as Caffe's
+        "ANCHOR_GENERATOR": {
+            "ASPECT_RATIOS": [[1.0]],
+            "CELL_ANCHORS": [[-4.0, -2.0, 20.0, 22.0], [-16.0, -20.0, 32.0, 30.0], [-40.0, -40.0, 56.0, 60.0]],
+        }
+    },
     "shallow": {"RESNETS": {"DEPTH": 18, "NORM": "BN"}, "BACKBONE": {"FREEZE_AT": 0}},
     "stem_without_pool": {"RESNETS": {"STEM_POOL": "none"}, "BACKBONE": {"FREEZE_AT": 5}},
 }
