@@ -8,6 +8,8 @@ Shape legend
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import itertools
 import mmap
 import statistics
@@ -134,6 +136,7 @@ def _loss(model: VisionLanguageModel, batch: Batch) -> Tensor:
 def peak_memory(device: torch.device) -> Iterator[list[int]]:
     """A list of one number that holds, afterwards, the largest memory in bytes: resident, or allocated on CUDA."""
     peak = [0]
+    _return_free_memory()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         yield peak
@@ -159,6 +162,13 @@ def resident_bytes() -> int:
     """Memory of this process that is in RAM now."""
     pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     return pages * mmap.PAGESIZE
+
+
+def _return_free_memory() -> None:
+    """Give what was freed back to the system, or what ran before would count too (glibc keeps it)."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _synchronize(device: torch.device) -> None:
