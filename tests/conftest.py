@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +53,16 @@ def tiny_config(tiny_words: list[str], tmp_path: Path) -> Callable[..., RunConfi
         return load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", own)
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def own_log_handlers() -> Iterator[None]:
+    """Handlers that a tool sets up end with its test: their stream is the captured one, which is closed then."""
+    before = list(logging.root.handlers)
+    yield
+    for handler in logging.root.handlers[:]:
+        if handler not in before and type(handler) is logging.StreamHandler:
+            logging.root.removeHandler(handler)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ golden = common.golden
 
 
 @pytest.fixture(scope="module")
-def facts(golden_root) -> dict:
+def rules(golden_root) -> dict:
     return json.loads((golden_root / "vl_bert" / "data.json").read_text(encoding="utf-8"))
 
 
@@ -59,8 +59,8 @@ def test_soft_cross_entropy_of_regions(golden):
         common.assert_near(ours, recorded, f"soft_ce.none, row {row}")
 
 
-def test_words_and_wordpieces(facts, tmp_path):
-    recorded = facts["wordpiece"]
+def test_words_and_wordpieces(rules, tmp_path):
+    recorded = rules["wordpiece"]
     assert recorded
     lines = {index: piece for one in recorded for index, piece in zip(one["ids"], one["pieces"], strict=True)}
     free = (index for index in range(10**6) if index not in lines)
@@ -75,9 +75,9 @@ def test_words_and_wordpieces(facts, tmp_path):
         assert tokenizer.convert_tokens_to_ids(one["pieces"]) == one["ids"]
 
 
-def test_cutting_of_words_and_regions(golden, facts):
+def test_cutting_of_words_and_regions(golden, rules):
     """A batch with the recorded words and labels, made as long again as before it was cut."""
-    arrays, cc = load_file(golden.folder / "data.safetensors"), facts["cc"]
+    arrays, cc = load_file(golden.folder / "data.safetensors"), rules["cc"]
     seen = 0
     for number, case in enumerate(cc["cases"]):
         text, labels = arrays[f"cc.{number}.text"], arrays[f"cc.{number}.mlm_labels"]
