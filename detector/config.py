@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import typing
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,11 @@ class DetectorConfig:
             if key in FIXED:
                 if decode(value) != FIXED[key]:
                     raise ValueError(f"{name}: {key} = {value!r} is not supported; the only value is {FIXED[key]!r}.")
+            elif key == "INPUT.RANDOM_FLIP" and decode(value) not in ("horizontal", "none"):
+                raise ValueError(
+                    f"{name}: {key} = {value!r} is not supported; images are mirrored left and right, as often as the "
+                    "run's data.flip says."
+                )
             elif not key.startswith(IGNORED):
                 close = difflib.get_close_matches(key, [*known, *FIXED], n=1)
                 hint = f" Did you mean {close[0]}?" if close else ""
@@ -311,6 +317,9 @@ def check(config: DetectorConfig) -> None:
         if not holds:
             raise ValueError(f"{message}.")
     flat = config.to_flat()
+    for key, value in flat.items():
+        if any(isinstance(number, float) and not math.isfinite(number) for number in _numbers(value)):
+            raise ValueError(f"{key} is {value}; it must be finite.")
     for keys, allows_zero, needed in ((POSITIVE, False, "positive"), (NOT_NEGATIVE, True, "0 or more")):
         for key in keys:
             value = flat.get(key, 1)  # keys of ours have a good value unless they are written

@@ -87,6 +87,8 @@ def test_keys_of_training_runs_are_ignored():
         ({"INPUT": {"MIN_SIZE_TRAIN": [600, 0]}}, "INPUT.MIN_SIZE_TRAIN is"),
         ({"INPUT": {"MIN_SIZE_TEST": 0}}, "INPUT.MIN_SIZE_TEST is 0"),
         ({"TEST": {"DETECTIONS_PER_IMAGE": -1}}, "TEST.DETECTIONS_PER_IMAGE is -1"),
+        ({"INPUT": {"RANDOM_FLIP": "vertical"}}, "INPUT.RANDOM_FLIP = 'vertical' is not supported.*data.flip"),
+        ({"MODEL": {"ROI_HEADS": {"SCORE_THRESH_TEST": float("nan")}}}, "SCORE_THRESH_TEST is nan; it must be finite"),
     ],
 )
 def test_bad_keys_and_values_are_named(tree: dict, message: str):
