@@ -9,138 +9,30 @@ The Detectron2 backend is skipped where Detectron2 is not installed.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import re
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import yaml
-from safetensors.torch import load_file
 from torch import Tensor
 
-from detector.boxes import decode_deltas, encode_deltas, rescale_detections
-from detector.checkpoint import load_weights
+from detector.boxes import decode_deltas, rescale_detections
 from detector.config import DetectorConfig
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import make_image_batch, resize_image
 from detector.roi_heads import to_rois
 from detector.structures import DetectionTargets, ImageBatch
+from tests.parity import detectron2_common as common
+from tests.parity.detectron2_common import GRADIENT_TOLERANCE, TOLERANCE, GoldenSet, assert_near
+from tests.parity.detectron2_extras_checks import *  # noqa: F403
 
-TOLERANCE = 1e-4
-GRADIENT_TOLERANCE = 1e-2
-BATCH_NORMS = ("BN", "SyncBN")
-
-
-@dataclasses.dataclass
-class GoldenSet:
-    config: dict[str, Any]
-    meta: dict[str, Any]
-    weights: dict[str, Tensor]
-    tensors: dict[str, Tensor]  # of all other files
-    detector_class: type[TwoStageDetector]
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    @property
-    def noise(self) -> float:
-        """Factor of the tolerances in training mode."""
-        config = DetectorConfig.from_yaml(self.config).resnet
-        return 10.0 if config.norm in BATCH_NORMS and config.freeze_at < 5 else 1.0
-
-    @property
-    def num_images(self) -> int:
-        return len(self.meta["image_sizes_hw"])
-
-    def of_images(self, pattern: str) -> list[Tensor]:
-        """The tensors of all images; `pattern` has {} where the image number goes."""
-        return [self[pattern.format(f"image{number}")] for number in range(self.num_images)]
-
-    def description(self, name: str) -> str:
-        return next(notes[name]["description"] for notes in self.meta["tensors"].values() if name in notes)
-
-    def images(self, names: str = "input.{}.bgr_u8") -> ImageBatch:
-        arrays = [image.numpy() for image in self.of_images(names)]
-        config = DetectorConfig.from_yaml(self.config).input
-        return make_image_batch(
-            arrays,
-            [array.shape[:2] for array in arrays],
-            [f"image{number}" for number in range(self.num_images)],
-            config.pixel_mean,
-            config.pixel_std,
-        )
-
-    def detector(self, **keys: Any) -> TwoStageDetector:
-        """A detector with the set's weights, in evaluation mode; `keys` (MODEL__X__Y=value) change the config."""
-        tree = json.loads(json.dumps(self.config))
-        for key, value in keys.items():
-            node = tree
-            *parents, leaf = key.split("__")
-            for parent in parents:
-                node = node.setdefault(parent, {})
-            node[leaf] = value
-        model = self.detector_class(self.detector_class.config_class.from_yaml(tree))
-        load_weights(model, self.weights, "state_dict.safetensors")
-        return model.eval()
-
-
-@pytest.fixture(scope="module", params=["builtin", "detectron2"])
-def golden(golden_root: Path, backends: ModuleType, request: pytest.FixtureRequest) -> GoldenSet:
-    detector_class = backends.detector_class(request.param)
-    folder = golden_root / "detectron2"
-    names = ("eval", "train", "mask", "resize", "extras")
-    return GoldenSet(
-        config=yaml.safe_load((folder / "config.yaml").read_text()),
-        meta=json.loads((folder / "meta.json").read_text()),
-        weights=load_file(folder / "state_dict.safetensors"),
-        tensors={key: value for name in names for key, value in load_file(folder / f"{name}.safetensors").items()},
-        detector_class=detector_class,
-    )
-
-
-@pytest.fixture(scope="module")
-def model(golden: GoldenSet) -> TwoStageDetector:
-    return golden.detector()
-
-
-@pytest.fixture(scope="module")
-def images(golden: GoldenSet) -> ImageBatch:
-    return golden.images()
-
-
-@pytest.fixture(scope="module")
-def sizes(images: ImageBatch) -> list[tuple[int, int]]:
-    return [tuple(size) for size in images.sizes.tolist()]
-
-
-@pytest.fixture(scope="module")
-def features(model: TwoStageDetector, images: ImageBatch) -> Any:
-    with torch.no_grad():
-        return model.features(images)
-
-
-@pytest.fixture(scope="module")
-def rpn_output(model: TwoStageDetector, features: Any) -> Any:
-    with torch.no_grad():
-        return model.run_rpn(features)
-
-
-@pytest.fixture(scope="module")
-def given(golden: GoldenSet) -> list[Tensor]:
-    return golden.of_images("given.{}.boxes")
-
-
-def assert_near(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
-    assert actual.shape == expected.shape
-    if not expected.numel():
-        return
-    largest = expected.double().abs().max().item()
-    worst = (actual.double() - expected.double()).abs().max().item()
-    assert worst <= tolerance * largest, f"differs by {worst:.3g}; the largest value is {largest:.3g}"
+golden = common.golden
+model = common.model
+images = common.images
+sizes = common.sizes
+features = common.features
+rpn_output = common.rpn_output
+given = common.given
 
 
 def test_state_dict_loads_strictly(golden: GoldenSet):
@@ -378,77 +270,3 @@ def test_feature_of_a_resized_image(golden: GoldenSet, model: TwoStageDetector):
         with torch.no_grad():
             regions = model(batch, [torch.tensor([[0.0, 0.0, width, height]])])
         assert_near(regions.features[0], golden[f"resize.{case}.full_image_feature"])
-
-
-def test_box_coder(golden: GoldenSet):
-    for name in ("w1", "wroi"):
-        stated = re.search(r"weights \(([^)]*)\)", golden.description(f"coder.{name}.decoded"))
-        values = tuple(float(value) for value in stated[1].split(","))
-        decoded = decode_deltas(golden["coder.deltas"], golden["coder.boxes"], values)
-        encoded = encode_deltas(golden["coder.boxes"], golden["coder.targets"], values)
-        assert_near(decoded, golden[f"coder.{name}.decoded"], 1e-6)
-        assert_near(encoded, golden[f"coder.{name}.encoded"], 1e-6)
-
-
-def test_poolers(golden: GoldenSet, images: ImageBatch, given: list[Tensor], backends: ModuleType):
-    names = sorted({key.removesuffix(".rows") for key in golden.tensors if re.match(r"pooler\..*\.rows", key)})
-    assert names
-    for name in names:
-        note = golden.description(f"{name}.output")
-        kind, ratio, side = re.search(r"type (\w+), sampling_ratio (\d+), (\d+)x", note).groups()
-        model = golden.detector(
-            MODEL__ROI_BOX_HEAD__POOLER_TYPE=kind,
-            MODEL__ROI_BOX_HEAD__POOLER_SAMPLING_RATIO=int(ratio),
-            MODEL__ROI_BOX_HEAD__POOLER_RESOLUTION=int(side),
-        )
-        with torch.no_grad():
-            maps, _ = backends.roi_maps(model, model.features(images), to_rois(given))
-            regions = model(images, given)
-        assert_near(maps[golden[f"{name}.rows"]], golden[f"{name}.output"])
-        assert_near(torch.cat(regions.features), golden[f"{name}.pooled_features"])
-
-
-def test_bottom_up_attention_features(golden: GoldenSet, images: ImageBatch, given: list[Tensor], backends: ModuleType):
-    stride_in_1x1 = re.search(r"STRIDE_IN_1X1=(\w+)", golden.description("butd.res4"))[1] == "True"
-    model = golden.detector(
-        MODEL__RESNETS__STEM_POOL="caffe_max",
-        MODEL__RESNETS__STRIDE_IN_1X1=stride_in_1x1,
-        MODEL__RESNETS__RES5_DILATION=2,
-        MODEL__ROI_BOX_HEAD__POOLER_TYPE="ROIPool",
-        MODEL__ROI_BOX_HEAD__POOLER_RESOLUTION=golden["butd.roipool.output"].shape[-1],
-    )
-    with torch.no_grad():
-        features = model.features(images)
-        pooled, maps = backends.roi_maps(model, features, to_rois(given))
-        regions = model(images, given)
-    assert_near(backends.res4(features), golden["butd.res4"])
-    assert_near(pooled[golden["butd.roipool.rows"]], golden["butd.roipool.output"])
-    assert list(maps.shape) == golden["butd.res5.output_shape"].tolist()
-    assert_near(torch.cat(regions.features), golden["butd.given_pooled_features"])
-
-
-def test_bottom_up_attention_attributes(golden: GoldenSet, images: ImageBatch, given: list[Tensor]):
-    prefix = "butd.attr.param."
-    parameters = {key.removeprefix(prefix): golden[key] for key in golden.tensors if key.startswith(prefix)}
-    attributes = {
-        "NUM_CLASSES": len(parameters["attr_score.weight"]) - 1,
-        "EMBEDDING_DIM": parameters["cls_embedding.weight"].shape[1],
-        "HIDDEN_DIM": len(parameters["fc_attr.weight"]),
-    }
-    tree = yaml.safe_load(yaml.safe_dump(golden.config))
-    tree["MODEL"].setdefault("ROI_BOX_HEAD", {})["ATTRIBUTES"] = attributes
-    model = golden.detector_class(golden.detector_class.config_class.from_yaml(tree)).eval()
-    extra = {f"roi_heads.box_predictor.{name}": value for name, value in parameters.items()}
-    model.load_state_dict(golden.weights | extra, strict=True)
-
-    features, class_logits = golden["given.pooled_features"], golden["given.class_logits"]
-    assert torch.equal(class_logits.argmax(dim=1), golden["butd.attr.class_argmax"])
-    with torch.no_grad():
-        logits = model.roi_heads.box_predictor.attributes(features, class_logits.argmax(dim=1))
-        regions = model(images, given)
-    assert_near(logits, golden["butd.attr.logits"])
-    joined = torch.cat(regions.attribute_logits)  # "no attribute" is dropped before the softmax
-    assert_near(joined, golden["butd.attr.logits"][:, :-1])
-    best = joined.softmax(dim=1).max(dim=1)
-    assert_near(best.values, golden["butd.attr.prob"])
-    assert torch.equal(best.indices, golden["butd.attr.label"])

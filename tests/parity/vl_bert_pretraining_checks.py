@@ -46,7 +46,7 @@ def make_model(golden, keys, name: str) -> VisionLanguageModel:
         official = {key: value for key, value in official.items() if "relationsip_head" not in key}
     state = keys.split_state(common.without_pooler(model.encoder, official))
     if not precomputed:
-        model.detector.load_state_dict(state["detector"], strict=False)
+        assert not model.detector.load_state_dict(state["detector"], strict=False).unexpected_keys  # it has no RPN
         for number in network["IMAGE_FROZEN_BACKBONE_STAGES"]:
             model.detector.get_submodule(common.STAGES[number - 1]).requires_grad_(False)
     model.encoder.load_state_dict(state["encoder"])

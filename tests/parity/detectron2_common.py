@@ -1,0 +1,133 @@
+"""What the comparisons with arrays recorded from stock Detectron2 share: the set, and the stages run on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+
+from detector.checkpoint import load_weights
+from detector.config import DetectorConfig
+from detector.faster_rcnn import TwoStageDetector
+from detector.images import make_image_batch
+from detector.structures import ImageBatch
+
+TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-2
+BATCH_NORMS = ("BN", "SyncBN")
+
+
+@dataclasses.dataclass
+class GoldenSet:
+    config: dict[str, Any]
+    meta: dict[str, Any]
+    weights: dict[str, Tensor]
+    tensors: dict[str, Tensor]  # of all other files
+    detector_class: type[TwoStageDetector]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    @property
+    def noise(self) -> float:
+        """Factor of the tolerances in training mode."""
+        config = DetectorConfig.from_yaml(self.config).resnet
+        return 10.0 if config.norm in BATCH_NORMS and config.freeze_at < 5 else 1.0
+
+    @property
+    def num_images(self) -> int:
+        return len(self.meta["image_sizes_hw"])
+
+    def of_images(self, pattern: str) -> list[Tensor]:
+        """The tensors of all images; `pattern` has {} where the image number goes."""
+        return [self[pattern.format(f"image{number}")] for number in range(self.num_images)]
+
+    def description(self, name: str) -> str:
+        return next(notes[name]["description"] for notes in self.meta["tensors"].values() if name in notes)
+
+    def images(self, names: str = "input.{}.bgr_u8") -> ImageBatch:
+        arrays = [image.numpy() for image in self.of_images(names)]
+        config = DetectorConfig.from_yaml(self.config).input
+        return make_image_batch(
+            arrays,
+            [array.shape[:2] for array in arrays],
+            [f"image{number}" for number in range(self.num_images)],
+            config.pixel_mean,
+            config.pixel_std,
+        )
+
+    def detector(self, **keys: Any) -> TwoStageDetector:
+        """A detector with the set's weights, in evaluation mode; `keys` (MODEL__X__Y=value) change the config."""
+        tree = json.loads(json.dumps(self.config))
+        for key, value in keys.items():
+            node = tree
+            *parents, leaf = key.split("__")
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[leaf] = value
+        model = self.detector_class(self.detector_class.config_class.from_yaml(tree))
+        load_weights(model, self.weights, "state_dict.safetensors")
+        return model.eval()
+
+
+@pytest.fixture(scope="module", params=["builtin", "detectron2"])
+def golden(golden_root: Path, backends: ModuleType, request: pytest.FixtureRequest) -> GoldenSet:
+    detector_class = backends.detector_class(request.param)
+    folder = golden_root / "detectron2"
+    names = ("eval", "train", "mask", "resize", "extras")
+    return GoldenSet(
+        config=yaml.safe_load((folder / "config.yaml").read_text()),
+        meta=json.loads((folder / "meta.json").read_text()),
+        weights=load_file(folder / "state_dict.safetensors"),
+        tensors={key: value for name in names for key, value in load_file(folder / f"{name}.safetensors").items()},
+        detector_class=detector_class,
+    )
+
+
+@pytest.fixture(scope="module")
+def model(golden: GoldenSet) -> TwoStageDetector:
+    return golden.detector()
+
+
+@pytest.fixture(scope="module")
+def images(golden: GoldenSet) -> ImageBatch:
+    return golden.images()
+
+
+@pytest.fixture(scope="module")
+def sizes(images: ImageBatch) -> list[tuple[int, int]]:
+    return [tuple(size) for size in images.sizes.tolist()]
+
+
+@pytest.fixture(scope="module")
+def features(model: TwoStageDetector, images: ImageBatch) -> Any:
+    with torch.no_grad():
+        return model.features(images)
+
+
+@pytest.fixture(scope="module")
+def rpn_output(model: TwoStageDetector, features: Any) -> Any:
+    with torch.no_grad():
+        return model.run_rpn(features)
+
+
+@pytest.fixture(scope="module")
+def given(golden: GoldenSet) -> list[Tensor]:
+    return golden.of_images("given.{}.boxes")
+
+
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
+    assert actual.shape == expected.shape
+    if not expected.numel():
+        return
+    largest = expected.double().abs().max().item()
+    worst = (actual.double() - expected.double()).abs().max().item()
+    assert worst <= tolerance * largest, f"differs by {worst:.3g}; the largest value is {largest:.3g}"
