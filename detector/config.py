@@ -334,6 +334,7 @@ def _numbers(value: Any) -> list[float]:
 
 
 def _is_one_box_per_anchor(anchors: AnchorConfig) -> bool:
+    # lists of different lengths are refused by rules of their own
     number = sum(len(ratios) * len(sizes) for sizes, ratios in zip(anchors.sizes, anchors.aspect_ratios, strict=False))
     is_box = all(len(cell) == 4 and cell[0] < cell[2] and cell[1] < cell[3] for cell in anchors.cell_anchors)
     return not anchors.cell_anchors or (is_box and len(anchors.cell_anchors) == number)
