@@ -180,6 +180,7 @@ def draw(table: dict[str, dict[str, Any]], path: Path) -> None:
         means = [100 * cells[task]["mean"] for cells in table.values()]
         spreads = [100 * (cells[task]["spread"] or 0) for cells in table.values()]
         axis.bar(list(table), means, yerr=spreads, color="0.7", capsize=3)
+        axis.set_xticks(range(len(table)), [row.replace("_", " ") for row in table], rotation=45, ha="right")
         axis.set_title(TASKS[task])
         axis.set_ylabel("accuracy, %")
         axis.set_ylim(0, 100)
