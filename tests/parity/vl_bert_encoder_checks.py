@@ -71,7 +71,7 @@ def region_vectors(
     model: VisionLanguageModel, features: Tensor, boxes: Tensor, im_info: Tensor, mask: Tensor
 ) -> Tensor:
     sizes = im_info[:, None, [1, 0]].expand(*mask.shape, 2)
-    regions = TextRegions(features, boxes, sizes, mask, image_slot=torch.zeros_like(mask, dtype=torch.long))
+    regions = TextRegions.of_own_images(features, boxes, sizes, mask, torch.zeros_like(mask, dtype=torch.long))
     return model.encoder.embeddings.region_vectors(regions) * mask[..., None]
 
 

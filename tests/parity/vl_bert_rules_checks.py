@@ -39,7 +39,7 @@ def region_loss(logits: Tensor, truth: Tensor) -> Tensor:
         region_targets={"class_probs": [truth], "is_labelled": [torch.ones(count).bool()]},
     )
     attend = torch.ones(1, count).bool()
-    regions = TextRegions(
+    regions = TextRegions.of_own_images(
         torch.zeros(1, count, 1),
         torch.zeros(1, count, 4),
         torch.ones(1, count, 2),
