@@ -47,8 +47,7 @@ class VisionLanguageModel(nn.Module):
     def recompute_activations(self) -> None:
         """Keep fewer activations for the backward pass and compute them again: less memory, about a third more time."""
         self.detector.recompute_activations()
-        if self.encoder.supports_gradient_checkpointing:
-            self.encoder.gradient_checkpointing_enable({"use_reentrant": False})
+        self.encoder.recompute_activations()
 
     def train(self, mode: bool = True) -> VisionLanguageModel:
         """As in `nn.Module`; batch norms of a frozen detector stay in evaluation mode."""

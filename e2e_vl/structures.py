@@ -59,31 +59,33 @@ class Batch(Movable):
 
 @dataclasses.dataclass
 class TextRegions(Movable):
-    """Each text's regions, gathered from the images it looks at and padded at the end.
-
-    Left out, `row` counts the regions of the text, `image` is the text's own row, and nothing is hidden.
-    """
+    """Each text's regions, gathered from the images it looks at and padded at the end."""
 
     features: Tensor  # float [M, R, D]
     boxes: Tensor  # float32 [M, R, 4]; 0 at padding
     image_sizes: Tensor  # float32 [M, R, 2], (height, width) of the resized image a region comes from; 1 at padding
     attend: Tensor  # bool [M, R]
     image_slot: Tensor  # int64 [M, R], which of the text's K images a region comes from; 0 at padding
-    image: Tensor = None  # int64 [M, R], row of that image in the batch; -1 at padding
-    row: Tensor = (
-        None  # int64 [M, R], row of the region among its image's candidate boxes; -1 = whole image, or padding
-    )
-    is_hidden: Tensor = None  # bool [M, R], see `Batch.hidden_regions`
+    image: Tensor  # int64 [M, R], row of that image in the batch; -1 at padding
+    row: Tensor  # int64 [M, R], row of the region among its image's candidate boxes; -1 = whole image, or padding
+    is_hidden: Tensor  # bool [M, R], see `Batch.hidden_regions`
 
-    def __post_init__(self) -> None:
-        texts, longest = self.attend.shape
-        if self.row is None:
-            self.row = torch.arange(longest, device=self.attend.device).masked_fill(~self.attend, -1)
-        if self.image is None:
-            own = torch.arange(texts, device=self.attend.device)[:, None].expand_as(self.attend)
-            self.image = own.masked_fill(~self.attend, -1)
-        if self.is_hidden is None:
-            self.is_hidden = torch.zeros_like(self.attend)
+    @classmethod
+    def of_own_images(
+        cls, features: Tensor, boxes: Tensor, image_sizes: Tensor, attend: Tensor, image_slot: Tensor
+    ) -> TextRegions:
+        """For texts that share no image: `image` is the text's own row, `row` counts its regions, none is hidden."""
+        number, position = (torch.arange(length, device=attend.device) for length in attend.shape)
+        return cls(
+            features,
+            boxes,
+            image_sizes,
+            attend,
+            image_slot,
+            image=number[:, None].expand_as(attend).masked_fill(~attend, -1),
+            row=position.expand_as(attend).masked_fill(~attend, -1),
+            is_hidden=torch.zeros_like(attend),
+        )
 
     @property
     def is_whole_image(self) -> Tensor:

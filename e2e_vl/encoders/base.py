@@ -24,6 +24,13 @@ class Encoder(PreTrainedModel):
         """True if the encoder expects the whole image as region 0 of each image."""
         return self.config.uses_whole_image
 
+    def recompute_activations(self) -> None:
+        """Keep fewer activations for the backward pass and compute them again, if the encoder is made for it."""
+        if self.supports_gradient_checkpointing:
+            # transformers' newer name, and the older one, of which newer versions warn
+            names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+            getattr(self, next(name for name in names if hasattr(self, name)))({"use_reentrant": False})
+
     def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
         """Encode M texts together with the regions they look at.
 

@@ -7,11 +7,12 @@ model found nothing. (A file by `ref_id` alone could not tell a referred object'
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from e2e_vl.evaluation.submission_files import read_list, write_list
 
 _KEYS = ("ref_id", "sent_id", "box")
 
@@ -22,12 +23,9 @@ def write_submission(path: str | Path, records: Iterable[Mapping[str, Any]]) -> 
     Raises:
         ValueError: an expression twice, or a box that is not four finite numbers.
     """
-    path = Path(path)
     entries = [{key: record[key] for key in _KEYS} for record in records]
     _check(entries, path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(entry) for entry in entries)
-    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    write_list(path, entries)
 
 
 def read_submission(path: str | Path) -> list[dict[str, Any]]:
@@ -38,20 +36,12 @@ def read_submission(path: str | Path) -> list[dict[str, Any]]:
         ValueError: no JSON list, an entry with other keys, an expression twice, or a box that is not four finite
             numbers.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such file of predictions; check the path.")
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); write it again.") from error
-    if not isinstance(entries, list):
-        raise ValueError(f"{path} must hold a list of predictions.")
+    entries = read_list(path)
     _check(entries, path)
     return entries
 
 
-def _check(entries: list[Any], path: Path) -> None:
+def _check(entries: list[Any], path: str | Path) -> None:
     seen = set()
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or set(entry) != set(_KEYS):

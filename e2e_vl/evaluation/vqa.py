@@ -9,13 +9,14 @@ Predicted and human answers go through `clean_answer`, and unless all human answ
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
+
+from e2e_vl.evaluation.submission_files import read_list, write_list
 
 UNKNOWN = "<unk>"  # an entry of some vocabularies that never scores
 
@@ -183,9 +184,7 @@ def vqa_submission(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 def write_submission(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Write `vqa_submission` as one JSON list; raises ValueError as it does."""
-    path, entries = Path(path), vqa_submission(records)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(entries, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_list(path, vqa_submission(records))
 
 
 def read_submission(path: str | Path) -> list[dict[str, Any]]:
@@ -195,15 +194,7 @@ def read_submission(path: str | Path) -> list[dict[str, Any]]:
         FileNotFoundError: no such file.
         ValueError: no JSON list, an entry that is not {"question_id": int, "answer": str}, or a question twice.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such result file; check the path.")
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); write it again.") from error
-    if not isinstance(entries, list):
-        raise ValueError(f"{path} must hold a list of predictions.")
+    entries = read_list(path)
     for number, entry in enumerate(entries):
         is_entry = isinstance(entry, dict) and set(entry) == {"question_id", "answer"}
         if not is_entry or type(entry["question_id"]) is not int or not isinstance(entry["answer"], str):

@@ -1,87 +1,18 @@
-"""VCR's readers on a small hand-made data set in the official formats."""
+"""VCR's reader on a small hand-made data set in the official formats."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from detector.images import ResizeRule
 from e2e_vl.config import DataSettings
 from e2e_vl.data.examples import Request
 from e2e_vl.data.vcr import VCRDataset
-from e2e_vl.data.vcr_files import VCRFile, read_metadata
 from e2e_vl.data.vcr_options import VCROptions
-from e2e_vl.data.vcr_text import (
-    CLASS_NAMES,
-    NEUTRAL_NAMES,
-    Piece,
-    cut_answers,
-    cut_rationales,
-    mentioned_objects,
-    names_of,
-    plain_text,
-    relevant_objects,
-)
-from e2e_vl.text import build_vocabulary, load_tokenizer
-
-SAME = ResizeRule(short_edge=60, long_edge=1000)  # the image is 100 x 60 pixels and keeps its size
-OBJECTS = ["person", "person", "chair", "person"]
-BOXES = [[0, 0, 20, 59, 0.9], [30, 0, 50, 59, 0.8], [60, 30, 95, 59, 0.7], [52.5, 10, 58, 20, 0.5]]
-
-
-class TinyVCR:
-    """Lines and metadata (change them, then `write`)."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.lines = [
-            {
-                "annot_id": f"val-{number}",
-                "img_fn": f"film/{image}.png",
-                "metadata_fn": f"film/{image}.json",
-                "objects": list(OBJECTS),
-                "question": ["Why", "is", [1, 2], "there", "?"],
-                "answer_choices": [["No", [0], "."], ["Yes", "."], [[1], "'", "s", "chair", "."], ["No", "."]],
-                "answer_label": 2,
-                "rationale_choices": [["So", "."], [[3], "is", "."], ["Not", "so", "."], ["Everyone", "is", "."]],
-                "rationale_label": 1,
-                "movie": "film",
-            }
-            for number, image in enumerate(["a", "b", "a"])
-        ]
-        self.metadata = {
-            "boxes": BOXES,
-            "segms": [[[[x1, y1], [x2, y1], [x2, y2], [x1, y2]]] for x1, y1, x2, y2, _ in BOXES],
-            "names": list(OBJECTS),
-            "width": 100,
-            "height": 60,
-        }
-
-    def write(self) -> TinyVCR:
-        folder = self.root / "vcr1images" / "film"
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in "ab":
-            pixels = np.arange(60 * 100 * 3, dtype=np.uint8).reshape(60, 100, 3)
-            Image.fromarray(pixels).save(folder / f"{name}.png")
-            (folder / f"{name}.json").write_text(json.dumps(self.metadata))
-        self.file.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
-        return self
-
-    @property
-    def file(self) -> Path:
-        return self.root / "val.jsonl"
-
-    def dataset(self, **options) -> VCRDataset:
-        given = {key: options.pop(key) for key in list(options) if key in VCROptions.__dataclass_fields__}
-        self.write()
-        words = ["why is there no yes so not everyone and chair ' s . ?", *CLASS_NAMES, *NEUTRAL_NAMES]
-        build_vocabulary(words, self.root / "vocab.txt")
-        tokenizer = load_tokenizer(self.root / "vocab.txt")
-        return VCRDataset(self.root / "vcr1images", self.file, tokenizer, SAME, options=VCROptions(**given), **options)
+from e2e_vl.data.vcr_text import CLASS_NAMES, NEUTRAL_NAMES
+from tests.data.tiny_vcr import BOXES, TinyVCR
 
 
 @pytest.fixture
@@ -192,9 +123,6 @@ def test_objects_of_r2c(tiny):
 
 
 def test_people_are_named_in_turn_and_in_training_from_anywhere(tiny):
-    assert names_of(["person", "cup", "person"], ["A", "B"], 1) == ["B", "cup", "A"]
-    assert len(NEUTRAL_NAMES) == 13
-    assert names_of(["person"] * 14)[-1] == names_of(["person"])[0]
     dataset = tiny.dataset(training=True)
     seen = {tuple(words(dataset, dataset[Request(0, (0,), epoch)].texts[0])) for epoch in range(20)}
     assert len(seen) > 5
@@ -210,41 +138,10 @@ def test_a_name_does_not_depend_on_the_other_questions(tiny):
         np.testing.assert_array_equal(one.input_ids, other.input_ids)
 
 
-def pieces(number: int) -> list[Piece]:
-    return [Piece(index, -1, index) for index in range(number)]
-
-
-def test_the_longer_of_question_and_answer_is_cut():
-    question, answers = pieces(6), [pieces(3), pieces(9), pieces(5)]
-    cut_answers(question, answers, limit=8)
-    # 6 + 3: the question -> 5; 5 + 9: the answer -> 5, a tie, the question -> 4, ... and the third sees what is left
-    assert ([len(answer) for answer in answers], len(question)) == ([3, 4, 4], 4)
-    assert question == pieces(4)
-
-
-def test_cutting_rationales():
-    question, answer, rationales = pieces(4), pieces(3), [pieces(9), pieces(5)]
-    cut_rationales(question, answer, rationales, limit=10)
-    assert (len(question), len(answer), [len(rationale) for rationale in rationales]) == (2, 3, [5, 5])
-    question, answer, rationales = pieces(2), pieces(6), [pieces(4)]
-    cut_rationales(question, answer, rationales, limit=8)
-    assert (len(question), len(answer), len(rationales[0])) == (1, 3, 4)
-
-
 def test_texts_are_cut_without_special_tokens(tiny):
     dataset = tiny.dataset(max_pieces=6)
     lengths = [len(text.input_ids) for text in dataset[Request(0, (0,))].texts]
     assert max(lengths) == 6 + 3
-
-
-def test_rules_about_mentions():
-    sentences = [["Is", [2, 0], "?"], [[0], "and", [1]]]
-    assert mentioned_objects(sentences) == [2, 0, 1]
-    objects = ["cup", "person", "person", "car"]
-    assert relevant_objects(objects, [["No", "."]]) == [1, 2]
-    assert relevant_objects(objects, [[[3], "."]]) == [3]
-    assert relevant_objects(objects, [[[3], "and", "EVERYONE"]]) == [1, 2, 3]
-    assert plain_text(["Is", [2, 0], "?"], ["a", "b", "c"]) == "Is c and a ?"
 
 
 def test_controls(tiny):
@@ -287,95 +184,6 @@ def test_own_classes(tiny):
         tiny.dataset()
     [image] = tiny.dataset(class_names=["robot", "chair", "person"])[Request(0, (0,))].images
     assert image.region_targets["object_class"].tolist() == [1, 3, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda line: line.pop("objects"), r"line 2 \(val-1\) has no 'objects'"),
-        (lambda line: line.update(objects="person"), "expected a list of class names"),
-        (lambda line: line.update(img_fn="../a.png"), "inside the image folder"),
-        (lambda line: line.update(question=[]), r"val-1\): the question is \[\]"),
-        (lambda line: line["question"].append([4]), "names the object 4, but the line has 4 objects"),
-        (lambda line: line["question"].append([]), r"has the token \[\]"),
-        (lambda line: line["answer_choices"][3].append(7), "choice 3 of answer_choices has the token 7"),
-        (lambda line: line["answer_choices"].pop(), "answer_choices must hold four choices"),
-        (lambda line: line.update(answer_label=4), r"the labels are \[4, 1\]"),
-        (lambda line: line.update(answer_label=True), r"the labels are \[True, 1\]"),
-        (lambda line: line.pop("rationale_label"), r"the labels are \[2, None\]"),
-        (
-            lambda line: [line.pop("rationale_label"), line.pop("answer_label")],
-            "has no labels, unlike the lines before",
-        ),
-        (lambda line: line.update(annot_id="val-0"), "the annot_id val-0 is there twice"),
-    ],
-)
-def test_broken_lines(tiny, change, message):
-    change(tiny.lines[1])
-    with pytest.raises(ValueError, match=f"val.jsonl.*{message}"):
-        tiny.dataset()
-
-
-def test_broken_files(tiny):
-    tiny.write()
-    tiny.file.write_text("{}\n{")
-    with pytest.raises(ValueError, match=r"val.jsonl, line 1 has no 'annot_id'"):
-        VCRFile(tiny.file)
-    tiny.file.write_text("\n")
-    with pytest.raises(ValueError, match="no question in the file"):
-        VCRFile(tiny.file)
-    tiny.file.write_text("nothing\n")
-    with pytest.raises(ValueError, match="line 1 is not valid JSON"):
-        VCRFile(tiny.file)
-    with pytest.raises(FileNotFoundError, match="cannot read the VCR questions"):
-        VCRFile(tiny.root / "none.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"names": ["person"]}, r"names \['person'\] differ from the question's objects"),
-        ({"boxes": BOXES[:2]}, "boxes must hold one entry for each of the 4 objects"),
-        ({"boxes": [[1, 2, 3], *BOXES[1:]]}, r"box 0 is \[1, 2, 3\]"),
-        ({"boxes": [[5, 5, 5, 9, 1], *BOXES[1:]]}, "box 0 .* is empty or inverted"),
-        ({"segms": [[[1, 2]], [], [], []]}, "segms 0 must be a list of outlines"),
-        ({"segms": [[[["x", 2]]], [], [], []]}, "segms 0 must be a list of outlines"),
-        ({"attribute_ids": [[1], [2]]}, "attribute_ids must be a list of equally many numbers"),
-        ({"attribute_ids": [[1], [2], [3], [-1]]}, "numbers from 0 for each of the 4 objects"),
-        ({"width": 100.5}, "width and height are 100.5 and 60"),
-        ({"width": 101}, "100 x 60 pixels, but its annotation file says 101 x 60"),
-        ({"boxes": [[100, 5, 120, 9, 1], *BOXES[1:]]}, r"a.png \(val-0\): box 0 .* lies outside"),
-    ],
-)
-def test_broken_metadata(tiny, change, message):
-    tiny.metadata |= change
-    with pytest.raises(ValueError, match=message):
-        tiny.dataset()[Request(0, (0,))]
-
-
-def test_missing_files_name_the_question(tiny):
-    dataset = tiny.dataset()
-    (tiny.root / "vcr1images" / "film" / "b.png").unlink()
-    with pytest.raises(FileNotFoundError, match=r"b.png: the file of val-1 is missing"):
-        dataset[Request(1, (1,))]
-    (tiny.root / "vcr1images" / "film" / "b.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"b.json: cannot read the metadata of val-1"):
-        dataset[Request(1, (1,))]
-
-
-def test_questions_of_an_image_must_agree_about_its_objects(tiny):
-    tiny.lines[2]["objects"] = ["chair", *OBJECTS[1:]]
-    dataset = tiny.dataset()
-    with pytest.raises(ValueError, match="val-2 and val-0 are about the same image but list different objects"):
-        dataset[Request(0, (0, 2))]
-
-
-def test_an_object_without_outline_has_an_empty_mask(tiny):
-    tiny.metadata["segms"][1] = []
-    [image] = tiny.dataset()[Request(0, (0,))].images
-    assert not image.roi_masks[1].any()
-    question = VCRFile(tiny.file)[0]
-    assert read_metadata(tiny.root / "vcr1images" / "film" / "a.json", question).polygons[1] == []
 
 
 @pytest.mark.parametrize(

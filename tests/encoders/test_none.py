@@ -10,7 +10,9 @@ from e2e_vl.structures import TextBatch, TextRegions
 def test_regions_go_through_unchanged_with_their_gradient():
     features = torch.randn(2, 4, 7, requires_grad=True)
     attend = torch.tensor([[True] * 4, [True] * 3 + [False]])
-    regions = TextRegions(features, torch.rand(2, 4, 4), torch.ones(2, 4, 2), attend, torch.zeros(2, 4).long())
+    regions = TextRegions.of_own_images(
+        features, torch.rand(2, 4, 4), torch.ones(2, 4, 2), attend, torch.zeros(2, 4).long()
+    )
     texts = TextBatch(torch.zeros(2, 3).long(), torch.zeros(2, 3).long(), torch.ones(2, 3, dtype=torch.bool))
     encoder = NoEncoder(NoEncoderConfig(vocab_size=5, feature_dim=7))
     encoded = encoder(texts, regions)

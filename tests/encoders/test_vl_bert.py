@@ -56,7 +56,7 @@ def make_inputs(lengths=(6, 3, 5), counts=(2, 4, 0), seed=1) -> tuple[TextBatch,
     features = torch.randn(texts, count, SMALL["feature_dim"], generator=generator)
     return (
         TextBatch(ids * attend_text, (torch.arange(length) > 2).long() * attend_text, attend_text),
-        TextRegions(
+        TextRegions.of_own_images(
             features=features * attend[..., None],
             boxes=torch.cat([corner, corner + side], dim=-1) * attend[..., None],
             image_sizes=torch.where(attend[..., None], torch.tensor([60.0, 80.0]), torch.ones(2)),
@@ -240,20 +240,6 @@ def test_pairwise_geometry_changes_the_result_only_when_learned():
     assert not torch.allclose(paired(*inputs).regions, plain(*inputs).regions, atol=1e-2)
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
-def test_gradient_checkpointing_gives_the_same_gradients():
-    gradients = []
-    for checkpointing in (False, True):
-        model = make_model().train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            assert all(layer.gradient_checkpointing for layer in model.layers)
-        model(*make_inputs()).regions.square().sum().backward()
-        gradients.append(model.layers[0].attention.self.query.weight.grad)
-    assert gradients[0].abs().max() > 0
-    torch.testing.assert_close(*gradients)
-
-
 def test_bfloat16_autocast_stays_close():
     model = make_model(pairwise_geometry=True, pairwise_geometry_dim=16)
     inputs = make_inputs()
@@ -328,6 +314,7 @@ def test_text_longer_than_the_position_table_is_an_error():
         model(*make_inputs())
 
 
+@pytest.mark.filterwarnings("error")
 def test_recomputed_activations_change_nothing():
     model = make_model().train()
     texts, regions = make_inputs()
@@ -345,7 +332,7 @@ def test_recomputed_activations_change_nothing():
     before = gradients()
     calls = []
     model.layers[0].intermediate.register_forward_hook(lambda *_: calls.append(1))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.recompute_activations()
     after = gradients()
     assert len(calls) == 2  # forward, and again in the backward pass
     assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(before, after, strict=True))

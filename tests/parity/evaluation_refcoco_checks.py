@@ -17,9 +17,11 @@ from e2e_vl.evaluation.refexp import box_iou, referring_metrics
 def refcoco(golden_root: Path) -> dict:
     root = golden_root / "evaluation" / "refcoco"
     refs_file = next(root.glob("*/refs(*).p"))
+    detections_file = next(root.glob("detections/*/*_dets.json"))
     return {
         "refer": ReferFiles(refs_file, refs_file.parent / "instances.json"),
-        "detections": DetectionsFile(next(root.glob("detections/*/*_dets.json"))),
+        "detections": DetectionsFile(detections_file),
+        "det_rows": {row["det_id"]: row for row in json.loads(detections_file.read_text("utf-8"))},
         "predictions": {row["sent_id"]: row for row in json.loads((root / "predictions.json").read_text("utf-8"))},
         "expected": json.loads((root / "expected.json").read_text("utf-8")),
         "refs_file": refs_file,
@@ -41,6 +43,7 @@ def predict(data: dict, split: str, track: str) -> list[dict]:
         records.append(
             {
                 "sent_id": expression.sent_id,
+                "image_id": expression.image_id,
                 "ann_id": expression.ann_id,
                 "box": boxes[int(np.argmax(scores))].tolist(),
                 "gt_box": refer.annotation(expression).box,
@@ -92,6 +95,11 @@ def test_refcoco_choices_and_ious_of_every_expression(refcoco):
                 if track == "gt_boxes":
                     chosen = int(np.argmax(refcoco["predictions"][record["sent_id"]]["ann_scores"]))
                     assert record["candidate_ann_ids"][chosen] == row["pred_ann_id"]
+                else:
+                    chosen = refcoco["det_rows"][row["pred_det_id"]]
+                    assert chosen["image_id"] == record["image_id"]
+                    x, y, width, height = chosen["box"]
+                    assert record["box"] == pytest.approx([x, y, x + width, y + height], abs=1e-3), record["sent_id"]
                 for convention in ("mattnet", "vlbert"):
                     iou = box_iou(record["box"], record["gt_box"], convention, record["image_size"])
                     assert iou == pytest.approx(row[f"{prefix}_iou_{convention}"], abs=1e-6), record["sent_id"]

@@ -86,6 +86,9 @@ def test_captions_image_boxes_classes_and_words_are_those_of_the_official_code(f
         pixels = batch.images.pixels[0].masked_fill(hidden, 0.0).numpy()
         np.testing.assert_allclose(pixels, arrays[f"cc.{number}.image"], atol=1e-3)
 
+        info = [width, height, *batch.images.scales[0].tolist(), 0]  # the last is the number of the sample
+        np.testing.assert_allclose(arrays[f"cc.{number}.im_info"], info, rtol=1e-6)
+
         kept = case["kept_text"]
         expected = arrays[f"cc.{number}.mlm_labels"], arrays[f"cc.{number}.text"]
         original = np.where(expected[0] >= 0, expected[0], expected[1])

@@ -71,7 +71,7 @@ def region_vectors(
     model: VisionLanguageModel, features: Tensor, boxes: Tensor, im_info: Tensor, mask: Tensor
 ) -> Tensor:
     sizes = im_info[:, None, [1, 0]].expand(*mask.shape, 2)
-    regions = TextRegions(features, boxes, sizes, mask, image_slot=torch.zeros_like(mask, dtype=torch.long))
+    regions = TextRegions.of_own_images(features, boxes, sizes, mask, torch.zeros_like(mask, dtype=torch.long))
     return model.encoder.embeddings.region_vectors(regions) * mask[..., None]
 
 
@@ -225,6 +225,9 @@ def test_refcoco_inputs_logits_and_loss(golden, vl_bert_keys):
     assert torch.equal(output.text_regions.attend, mask)
     assert_near(vectors[mask], recorded["vlbert_in.object_vl_embeddings"][mask][:, :size], "region vectors")
     real_words = batch.texts.attend
+    expression = recorded["in.expression"]
+    inner = batch.texts.input_ids[:, 1:-1] * (expression > 0)  # [CLS] expression [SEP], padded with 0
+    assert torch.equal(inner, expression)
     words = words.expand(*real_words.shape, -1)
     assert_near(words[real_words], recorded["vlbert_in.text_visual_embeddings"][real_words], "word vectors")
 
@@ -251,6 +254,20 @@ def test_refcoco_predictions_never_choose_padding(golden, vl_bert_keys):
     counts = recorded["vlbert_in.object_mask"].sum(dim=1).tolist()
     assert [len(prediction["candidate_boxes"]) for prediction in predictions] == counts
     assert [prediction["index"] for prediction in predictions] == list(range(len(batch)))
+
+
+def test_refcoco_official_predictions_are_ours_with_padding_as_a_candidate(golden, vl_bert_keys):
+    """The official code lets padded boxes win: they score as a state of zeros, and their corners are a filler."""
+    model, recorded = make_model(golden, vl_bert_keys), golden["refcoco"]
+    batch, mask = refcoco_batch(golden), recorded["vlbert_in.object_mask"]
+    with torch.no_grad():
+        logits = model(batch).task.logits
+        logits[~mask] = model.task.head(torch.zeros(1, model.encoder.hidden_size))
+    assert_near(logits, recorded["out.label_logits"], "label_logits with padding")
+    best = logits.argmax(dim=1)
+    assert best.tolist() == golden.meta["values"]["refcoco"]["argmax_official"]
+    boxes = recorded["in.boxes"][torch.arange(len(batch)), best]
+    assert_near(boxes / batch.images.scales.repeat(1, 2), recorded["out.pred_boxes"], "pred_boxes")
 
 
 def test_refcoco_gradients(golden, vl_bert_keys):

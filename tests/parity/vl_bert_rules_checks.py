@@ -39,7 +39,7 @@ def region_loss(logits: Tensor, truth: Tensor) -> Tensor:
         region_targets={"class_probs": [truth], "is_labelled": [torch.ones(count).bool()]},
     )
     attend = torch.ones(1, count).bool()
-    regions = TextRegions(
+    regions = TextRegions.of_own_images(
         torch.zeros(1, count, 1),
         torch.zeros(1, count, 4),
         torch.ones(1, count, 2),
@@ -97,5 +97,7 @@ def test_cutting_of_words_and_regions(golden, rules):
         np.testing.assert_array_equal(cut.texts.input_ids[0], text)
         np.testing.assert_array_equal(cut.targets["mlm_labels"][0], labels)
         assert cut.region_limit.tolist() == [len(arrays[f"cc.{number}.boxes"]) - 1]
+        hidden = arrays[f"cc.{number}.mvrc_ops_before_truncation"][: 1 + int(cut.region_limit)]  # and the whole image
+        np.testing.assert_array_equal(hidden, arrays[f"cc.{number}.mvrc_ops"])
         seen += lost > 0
     assert seen, "no recorded text was cut"

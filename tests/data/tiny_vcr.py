@@ -1,0 +1,70 @@
+"""A tiny hand-made VCR in the official file formats: three questions about two images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from detector.images import ResizeRule
+from e2e_vl.data.vcr import VCRDataset
+from e2e_vl.data.vcr_options import VCROptions
+from e2e_vl.data.vcr_text import CLASS_NAMES, NEUTRAL_NAMES
+from e2e_vl.text import build_vocabulary, load_tokenizer
+
+SAME = ResizeRule(short_edge=60, long_edge=1000)  # the image is 100 x 60 pixels and keeps its size
+OBJECTS = ["person", "person", "chair", "person"]
+BOXES = [[0, 0, 20, 59, 0.9], [30, 0, 50, 59, 0.8], [60, 30, 95, 59, 0.7], [52.5, 10, 58, 20, 0.5]]
+
+
+class TinyVCR:
+    """Lines and metadata (change them, then `write`)."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.lines = [
+            {
+                "annot_id": f"val-{number}",
+                "img_fn": f"film/{image}.png",
+                "metadata_fn": f"film/{image}.json",
+                "objects": list(OBJECTS),
+                "question": ["Why", "is", [1, 2], "there", "?"],
+                "answer_choices": [["No", [0], "."], ["Yes", "."], [[1], "'", "s", "chair", "."], ["No", "."]],
+                "answer_label": 2,
+                "rationale_choices": [["So", "."], [[3], "is", "."], ["Not", "so", "."], ["Everyone", "is", "."]],
+                "rationale_label": 1,
+                "movie": "film",
+            }
+            for number, image in enumerate(["a", "b", "a"])
+        ]
+        self.metadata = {
+            "boxes": BOXES,
+            "segms": [[[[x1, y1], [x2, y1], [x2, y2], [x1, y2]]] for x1, y1, x2, y2, _ in BOXES],
+            "names": list(OBJECTS),
+            "width": 100,
+            "height": 60,
+        }
+
+    def write(self) -> TinyVCR:
+        folder = self.root / "vcr1images" / "film"
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in "ab":
+            pixels = np.arange(60 * 100 * 3, dtype=np.uint8).reshape(60, 100, 3)
+            Image.fromarray(pixels).save(folder / f"{name}.png")
+            (folder / f"{name}.json").write_text(json.dumps(self.metadata))
+        self.file.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+        return self
+
+    @property
+    def file(self) -> Path:
+        return self.root / "val.jsonl"
+
+    def dataset(self, **options) -> VCRDataset:
+        given = {key: options.pop(key) for key in list(options) if key in VCROptions.__dataclass_fields__}
+        self.write()
+        words = ["why is there no yes so not everyone and chair ' s . ?", *CLASS_NAMES, *NEUTRAL_NAMES]
+        build_vocabulary(words, self.root / "vocab.txt")
+        tokenizer = load_tokenizer(self.root / "vocab.txt")
+        return VCRDataset(self.root / "vcr1images", self.file, tokenizer, SAME, options=VCROptions(**given), **options)
