@@ -207,6 +207,8 @@ def test_more_categories_than_the_detector_has_classes(data, fails):
         ("task.config.lose=1", "task.config has the unknown key 'lose'"),
         ("task.config.loss=hinge", '"hinge"'),
         ("data.synthetic.config={scene: {colour: 1}}", "data.synthetic.config.scene has the unknown key 'colour'"),
+        ("data.config.image_name=x", "data.config has the unknown key 'image_name'; it takes nothing"),
+        ("data.files.detection=x", "data.files has the unknown key 'detection'; refcoco takes images, instances, refs"),
         ("data.files={images: x}", "x/COCO_train2014_"),
         ("data.vocabulary=folder/nowhere.txt", "nowhere.txt: no tokenizer there"),
         ("data.flip=2", "flip"),

@@ -126,15 +126,15 @@ def data_path(settings: DataSettings, name: str, split: str) -> Path:
     """Path of one of `data.files`."""
     if name not in settings.files:
         raise ValueError(f"data.files.{name} is not set; it names the {name} of {settings.name}.")
-    return Path(settings.root) / settings.files[name].replace("{split}", split)
+    return Path(settings.root).expanduser() / settings.files[name].replace("{split}", split)
 
 
 def corpus_files(settings: DataSettings, split: str) -> list[Path]:
     """The text files, joined by "+" in the settings (as the official code does)."""
     names = settings.files["corpus"].replace("{split}", split).split("+")
-    return [Path(settings.root) / name for name in names]
+    return [Path(settings.root).expanduser() / name for name in names]
 
 
 def index_folder(settings: DataSettings, config: CaptionConfig) -> Path:
     """Where indices of large files are kept."""
-    return Path(settings.root) / "index" if config.cache is None else Path(config.cache).expanduser()
+    return (Path(settings.root) / "index" if config.cache is None else Path(config.cache)).expanduser()

@@ -76,6 +76,9 @@ class CaptionDataset(Dataset):
         ValueError: settings that contradict each other.
     """
 
+    # keys of `data.files`
+    known_files = ("images", "captions", "shards", "instances", "corpus", "detections", "features")
+
     def __init__(
         self,
         source: CaptionSource,

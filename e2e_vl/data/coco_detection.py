@@ -18,6 +18,7 @@ from detector.images import ResizeRule
 from e2e_vl.config import DataSettings
 from e2e_vl.data.coco import CocoAnnotation, CocoImage, CocoInstances, object_labels, read_instances
 from e2e_vl.data.examples import Example, ImageExample, Objects, Request, TextExample, random_generator
+from e2e_vl.data.files import NoOptions, read_options
 from e2e_vl.data.images import Placement, read_image
 
 
@@ -47,6 +48,9 @@ class CocoDetectionDataset(Dataset):
     Raises:
         FileNotFoundError, ValueError: see `read_instances`; or a setting that makes no sense, or no image is left.
     """
+
+    # keys of `data.files`
+    known_files = ("images", "instances")
 
     def __init__(
         self,
@@ -108,6 +112,7 @@ class CocoDetectionDataset(Dataset):
                 f"{settings.name} is about the boxes that the detector finds, not those of '{boxes}'; set "
                 "data.boxes.train=online and eval.boxes=[online]."
             )
+        read_options(NoOptions, settings.config, "data.config")
         sizes = settings.resize.short_edge if training else settings.resize.short_edge[-1:]
         return cls(
             _file(settings, "images", split),

@@ -56,19 +56,27 @@ def corners_of(box: Any, where: str) -> tuple[float, float, float, float]:
     return x, y, x + width, y + height
 
 
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """`data.config` of a reader that takes nothing there."""
+
+
 def read_options(cls: type[Options], values: dict[str, Any], where: str) -> Options:
     """A reader's own options (`data.config`) as its dataclass.
 
     Raises:
-        ValueError: an unknown key (the known ones are listed), or a value of another type than the default's.
+        ValueError: an unknown key (the known ones are listed), or a value of another type than the default's. (None
+            fits a field whose type says so.)
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for name, value in values.items():
         if name not in fields:
-            raise ValueError(f"{where} has the unknown key '{name}'; it takes {', '.join(fields)}.")
-        default = fields[name].default
+            raise ValueError(f"{where} has the unknown key '{name}'; it takes {', '.join(fields) or 'nothing'}.")
+        field = fields[name]
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if default is None or default is dataclasses.MISSING or (value is None and "None" in str(field.type)):
+            continue
         kinds = (int, float) if isinstance(default, float) else (type(default),)
-        fits = isinstance(value, kinds) and isinstance(value, bool) == isinstance(default, bool)
-        if default is not None and default is not dataclasses.MISSING and not fits:
+        if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
             raise ValueError(f"{where}.{name} is {value!r}; it must be a {type(default).__name__}.")
     return cls(**values)

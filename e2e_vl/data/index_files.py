@@ -42,7 +42,10 @@ class OpenFiles:
         """Up to `size` bytes from `offset` on; fewer at the end of the file."""
         file = self[path]
         file.seek(offset)
-        return file.read(size)
+        data = file.read(size)
+        while len(data) < size and (more := file.read(size - len(data))):  # one call may give less, on a network disk
+            data += more
+        return data
 
     def __getitem__(self, path: Path) -> BinaryIO:
         """The open file; its position is anywhere."""

@@ -21,6 +21,7 @@ from e2e_vl.data.coco import CocoInstances
 from e2e_vl.data.detections import DetectionsFile
 from e2e_vl.data.examples import Example, Request, TextExample, random_generator
 from e2e_vl.data.features.stores import FeatureStore
+from e2e_vl.data.files import NoOptions, read_options
 from e2e_vl.data.image_source import BoxSource, ImageSource
 from e2e_vl.data.images import Placement
 from e2e_vl.data.refer import Expression, ReferFiles
@@ -63,6 +64,9 @@ class RefCOCODataset(Dataset):
         FileNotFoundError, ValueError: see the readers; or a box source without its detections file, or an image of the
             split without detections.
     """
+
+    # keys of `data.files`
+    known_files = ("images", "instances", "refs", "detections", "features")
 
     def __init__(
         self,
@@ -135,6 +139,7 @@ class RefCOCODataset(Dataset):
 
         In evaluation the last of the short edges is used and nothing is mirrored.
         """
+        read_options(NoOptions, settings.config, "data.config")
         root, files = Path(settings.root), settings.files
         for name in ("images", "instances", "refs"):
             if name not in files:

@@ -47,7 +47,7 @@ class ShardCaptions(CaptionSource):
 
     Raises:
         FileNotFoundError: no shard there.
-        ValueError: a file that is no tar file or is cut off, or not one complete record in all of them.
+        ValueError: a file that is no tar file, is cut off or damaged, or not one complete record in all of them.
     """
 
     def __init__(self, shards: str | Path, cache: str | Path) -> None:
@@ -130,11 +130,13 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
                 else:
                     rows.append((image.offset_data, image.size, caption.offset_data, caption.size))
             tar.fileobj.seek(tar.offset)
-            is_complete = len(tar.fileobj.read(_BLOCK)) == _BLOCK  # the empty block that ends an archive
+            # tarfile also stops, without a word, at a header in the middle that it cannot read
+            end = tar.fileobj.read(_BLOCK)
     except (tarfile.TarError, EOFError) as error:
         raise ValueError(f"{shard}: no readable tar file ({error}); {_REMEDY}") from error
-    if not is_complete:
-        raise ValueError(f"{shard}: the tar file is cut off; {_REMEDY}")
+    if end != bytes(_BLOCK):
+        what = "is cut off" if len(end) < _BLOCK else f"has a damaged header at byte {tar.offset}"
+        raise ValueError(f"{shard}: the tar file {what}; {_REMEDY}")
     yield np.array([(without_image, without_caption, 0, 0), *rows], dtype=np.int64)
 
 

@@ -21,6 +21,7 @@ from detector.images import ResizeRule
 from e2e_vl.config import DataSettings
 from e2e_vl.data import vcr_text
 from e2e_vl.data.examples import Example, ImageExample, Objects, Request, TextExample, random_generator
+from e2e_vl.data.files import read_options
 from e2e_vl.data.image_source import MEAN_COLOUR
 from e2e_vl.data.images import Placement, read_image
 from e2e_vl.data.instance_masks import instance_mask
@@ -57,6 +58,9 @@ class VCRDataset(Dataset):
     """
 
     example_of = staticmethod(asked_example)
+
+    # keys of `data.files`
+    known_files = ("images", "questions")
 
     def __init__(
         self,
@@ -154,7 +158,7 @@ class VCRDataset(Dataset):
             _file(settings, "questions", split),
             tokenizer,
             [ResizeRule(size, settings.resize.long_edge, settings.resize.rounding) for size in sizes],
-            options=VCROptions.from_config(settings.config),
+            options=read_options(VCROptions, settings.config, "data.config"),
             training=training,
             flip_probability=settings.flip if training else 0.0,
             seed=seed,
@@ -167,7 +171,7 @@ class VCRDataset(Dataset):
     @classmethod
     def texts_of(cls, settings: DataSettings, split: str) -> list[str]:
         """All sentences of a split and the names of people, to build a vocabulary from."""
-        options = VCROptions.from_config(settings.config)
+        options = read_options(VCROptions, settings.config, "data.config")
         texts = [" ".join(options.people_names)]
         questions = VCRFile(_file(settings, "questions", split))
         for index in range(len(questions)):

@@ -14,6 +14,7 @@ from e2e_vl.config import DataSettings
 from e2e_vl.data import vcr_text
 from e2e_vl.data.asked import Asked, GivenBoxes
 from e2e_vl.data.examples import Example, TextExample
+from e2e_vl.data.files import read_options
 from e2e_vl.data.instance_masks import instance_mask
 from e2e_vl.data.vcr_files import CHOICES, Sentence
 from e2e_vl.data.vcr_options import VCROptions
@@ -55,7 +56,7 @@ def asked_example(
         ValueError: no boxes, a class that the run does not know, other than four choices, or an answer where none is
             read or none where one is (a run for rationales).
     """
-    options = VCROptions.from_config(settings.config)
+    options = read_options(VCROptions, settings.config, "data.config")
     is_answer = options.question == "answer"
     if asked.boxes is None:
         raise ValueError("VCR's boxes are given, not found: give them with --boxes, such as person:10,20,80,200.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from e2e_vl.data import vcr_text
 
@@ -65,12 +64,3 @@ class VCROptions:
             raise ValueError(f"data.config.mask_size is {self.mask_size}; give the side of the detector's RoI maps.")
         if not self.people_names or len(set(self.class_names)) != len(self.class_names):
             raise ValueError("data.config needs people_names, and class_names that are all different.")
-
-    @classmethod
-    def from_config(cls, values: dict[str, Any]) -> VCROptions:
-        """Raises ValueError for an unknown key."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = [key for key in values if key not in known]
-        if unknown:
-            raise ValueError(f"data.config has the unknown key '{unknown[0]}'; VCR takes {', '.join(known)}.")
-        return cls(**values)

@@ -20,6 +20,7 @@ from e2e_vl.config import DataSettings
 from e2e_vl.data.asked import Asked
 from e2e_vl.data.coco import read_instances
 from e2e_vl.data.examples import Example, ImageExample, Request, TextExample, random_generator
+from e2e_vl.data.files import read_options
 from e2e_vl.data.image_source import BoxSource, ImageSource
 from e2e_vl.data.images import Placement
 from e2e_vl.data.vqa_files import Question, read_questions
@@ -84,6 +85,9 @@ class VQADataset(Dataset):
     Raises:
         ValueError: see `ImageSource.require_images`; or a question id in two splits.
     """
+
+    # keys of `data.files`
+    known_files = ("images", "questions", "annotations", "answers", "instances", "detections", "features")
 
     def __init__(
         self,
@@ -289,11 +293,7 @@ def split_names(split: str) -> list[str]:
 
 
 def _options(settings: DataSettings) -> VQAOptions:
-    known = [field.name for field in dataclasses.fields(VQAOptions)]
-    unknown = [key for key in settings.config if key not in known]
-    if unknown:
-        raise ValueError(f"data.config has the unknown key '{unknown[0]}'; {settings.name} takes {', '.join(known)}.")
-    options = VQAOptions(**settings.config)
+    options = read_options(VQAOptions, settings.config, "data.config")
     try:
         same = options.image_name.format(id=1, images="") == options.image_name.format(id=2, images="")
     except (KeyError, IndexError, ValueError) as error:

@@ -10,6 +10,8 @@ from typing import Any
 
 from e2e_vl.data.files import read_json, require_file, require_keys
 
+ANSWERS_FILE = "answers.json"  # a model's own list of answers, beside its weights
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Question:

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from e2e_vl.config import RunConfig
-from e2e_vl.data.vqa_files import read_answers, write_answers
+from e2e_vl.data.vqa_files import ANSWERS_FILE, read_answers, write_answers
 from e2e_vl.evaluation.vqa import UNKNOWN, frequent_answers, strip_punctuation
-
-FILE_NAME = "answers.json"
 
 
 def possible_answers(config: RunConfig, dataset: Any, min_count: int) -> list[str]:
@@ -37,5 +35,5 @@ def possible_answers(config: RunConfig, dataset: Any, min_count: int) -> list[st
             answers = [answer if answer == UNKNOWN else strip_punctuation(answer) for answer in answers]
         return answers
     answers = frequent_answers(dataset.answers_of(config.data, config.data.train_split), min_count)
-    write_answers(Path(config.output) / FILE_NAME, answers)
+    write_answers(Path(config.output) / ANSWERS_FILE, answers)
     return answers

@@ -43,7 +43,7 @@ from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.text import build_vocabulary, load_tokenizer
-from e2e_vl.weights.start import load_encoder, load_task
+from e2e_vl.weights.start import check_vocabulary, load_encoder, load_task
 
 logger = logging.getLogger(__name__)
 
@@ -183,14 +183,21 @@ def build_dataset(
     """One split with candidate boxes from `boxes`; training adds random resizing, mirroring and detection targets.
 
     Raises:
-        ValueError: precomputed features for a detector that needs pixels, or the other way round; and see the data set.
+        ValueError: precomputed features for a detector that needs pixels, or the other way round; a file that the data
+            set does not know; and see the data set.
     """
     if (boxes == "precomputed") != (config.detector.backend == "precomputed"):
         raise ValueError(
             f"The box source is {boxes} and detector.backend is {config.detector.backend}: precomputed features need "
             "both to be precomputed (data.boxes.train, eval.boxes and detector.backend)."
         )
-    return named_parts(config).dataset.from_settings(
+    dataset = named_parts(config).dataset
+    unknown = sorted(set(config.data.files) - set(dataset.known_files))
+    if unknown:
+        raise ValueError(
+            f"data.files has the unknown key '{unknown[0]}'; {config.data.name} takes {', '.join(dataset.known_files)}."
+        )
+    return dataset.from_settings(
         config.data,
         tokenizer,
         split,
@@ -233,6 +240,8 @@ def build_model(
 
     With the tokenizer, the task takes what it wants from the other parts (`Task.initialise`); `task.weights` beat that.
     """
+    if tokenizer is not None and config.encoder.weights is not None:
+        check_vocabulary(config.encoder.weights, tokenizer)
     detector = build_detector(config)
     encoder = build_encoder(config, vocab_size=vocab_size, feature_dim=detector.feature_dim)
     task = build_task(config, encoder.hidden_size, vocab_size)

@@ -27,12 +27,12 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.checkpoint import load_strictly
 from e2e_vl.config import RunConfig, differences, load_config, load_overrides, save_config
-from e2e_vl.data.vqa_files import write_answers
-from e2e_vl.engine.answers import FILE_NAME
+from e2e_vl.data.vqa_files import ANSWERS_FILE, write_answers
 from e2e_vl.engine.build import build_model, detector_yaml
 from e2e_vl.engine.logging import write_json
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.text import load_tokenizer
+from e2e_vl.weights.start import check_answers, check_vocabulary
 
 logger = logging.getLogger(__name__)
 # Settings that a trained model has no use for.
@@ -50,7 +50,7 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
         tensors = {key: value.detach().contiguous().cpu() for key, value in part.state_dict().items()}
         save_file(tensors, folder / name / "model.safetensors")
     if hasattr(model.task, "answers"):
-        write_answers(folder / "task" / FILE_NAME, model.task.answers)
+        write_answers(folder / "task" / ANSWERS_FILE, model.task.answers)
     (folder / "detector" / "config.yaml").write_text(model.detector.config.to_yaml(), encoding="utf-8")
     tokenizer.save_pretrained(folder / "tokenizer")
 
@@ -93,8 +93,8 @@ def load_model(
     changes = [word for word in overrides or [] if word.startswith("detector.overrides.")]
     config.detector.overrides = load_overrides(changes).get("overrides", {})
     config.detector.weights = config.encoder.weights = config.encoder.fallback_weights = config.task.weights = None
-    if (folder / "task" / FILE_NAME).is_file():
-        config.task.config["answers"] = str(folder / "task" / FILE_NAME)
+    if (folder / "task" / ANSWERS_FILE).is_file():
+        config.task.config["answers"] = str(folder / "task" / ANSWERS_FILE)
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     for name in ("detector", "task"):
@@ -159,6 +159,16 @@ def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folde
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
     return position
+
+
+def check_lists(folder: Path, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that wordpieces and answers, which a resumed run reads or builds again, have kept their numbers.
+
+    Raises:
+        ValueError: a list differs from that of the checkpoint folder, perhaps only in its order.
+    """
+    check_vocabulary(folder / "model" / "encoder", tokenizer)
+    check_answers(folder / "model" / "task", model.task)
 
 
 def read_position(folder: Path) -> dict[str, Any]:

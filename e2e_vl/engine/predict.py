@@ -59,9 +59,11 @@ def predict_split(
         Metrics by name (without labels no accuracy), and whether this is the main process.
 
     Raises:
-        FileNotFoundError, ValueError: no model there, a task without such a file, a second run that is missing, not
-            needed or of another task, or data that do not fit.
+        FileNotFoundError, ValueError: an output that is a folder, no model there, a task without such a file, a second
+            run that is missing, not needed or of another task, or data that do not fit.
     """
+    if output.is_dir():  # known before everything is predicted
+        raise ValueError(f"{output} is a folder; name the file that is to be written as --output.")
     words = list(overrides or [])
     config, model, tokenizer = load_model(run_dir, overrides=words)
     task = model.task

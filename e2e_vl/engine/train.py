@@ -65,6 +65,8 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
     set_seed(config.seed)  # the same on all processes, so that all start from the same weights
     with accelerator.main_process_first():
         run = build_run(config)
+        if resume_from is not None:
+            checkpoint.check_lists(resume_from, run.model, run.tokenizer)
         build_eval_datasets(config, run)  # settings that do not fit are found before training, not after it
     if accelerator.is_main_process:
         save_config(config, output / "config.yaml")

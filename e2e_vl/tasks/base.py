@@ -50,8 +50,8 @@ class Task(nn.Module, abc.ABC):
         """One plain, JSON-able record per text: the batch's record plus the prediction; boxes in original pixels."""
 
     @abc.abstractmethod
-    def correct(self, record: dict[str, Any]) -> float:
-        """How right one prediction is, 0 to 1; what `metrics` averages and reports show."""
+    def correct(self, record: dict[str, Any]) -> float | None:
+        """How right one prediction is, 0 to 1; what `metrics` averages and reports show. None: nobody knows."""
 
     @abc.abstractmethod
     def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:

@@ -162,9 +162,9 @@ class VCRTask(Task):
             for record, shares, choice in zip(records, probabilities, best, strict=True)
         ]
 
-    def correct(self, record: dict[str, Any]) -> float:
-        """1 if the right choice was made; 0 if not, or where the right one is unknown (test split)."""
-        return float(record["choice"] == record["label"])
+    def correct(self, record: dict[str, Any]) -> float | None:
+        """1 if the right choice was made, 0 if not; None where the right one is unknown (test split)."""
+        return None if record["label"] is None else float(record["choice"] == record["label"])
 
     def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
         """`accuracy` over the questions with a label, `accuracy/<family>` where records have a family.

@@ -20,11 +20,13 @@ from typing import Any, Literal
 
 import yaml
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from detector.checkpoint import LoadReport, load_weights
 from detector.weight_files import read_tensors
+from e2e_vl.data.vqa_files import ANSWERS_FILE, read_answers
 from e2e_vl.encoders.vl_bert import VLBertModel
-from e2e_vl.text import looks_like_hub_name
+from e2e_vl.text import load_tokenizer, looks_like_hub_name
 from e2e_vl.weights import bert
 from e2e_vl.weights.vl_bert import HEADS, PRETRAINING_EMBEDDINGS, TEACHER, from_official, is_official
 
@@ -151,6 +153,39 @@ def _check_config(file: Path, encoder: nn.Module) -> None:
             )
 
 
+def check_vocabulary(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a run's encoder numbers the wordpieces as the tokenizer does; nothing to compare is fine.
+
+    Raises:
+        ValueError: the run that the weights come from had another vocabulary, perhaps of the same size.
+    """
+    path = Path(path).expanduser()
+    inside = (path / "model", path, path.parent, path.parent.parent)  # run, model folder, encoder folder, its file
+    folder = next((place / "tokenizer" for place in inside if (place / "tokenizer").is_dir()), None)
+    if folder is None:
+        return
+    theirs, own = load_tokenizer(folder).get_vocab(), tokenizer.get_vocab()
+    if theirs != own:
+        raise ValueError(
+            f"{path}: its encoder knows the {len(theirs)} wordpieces in {folder}, not the {len(own)} of this run; set "
+            f"data.vocabulary={folder}."
+        )
+
+
+def check_answers(folder: Path, task: nn.Module) -> None:
+    """Check that a head of ours, in `folder`, has the task's list of answers; nothing to compare is fine.
+
+    Raises:
+        ValueError: the lists differ, perhaps only in their order.
+    """
+    path = folder / ANSWERS_FILE
+    if hasattr(task, "answers") and path.is_file() and read_answers(path) != task.answers:
+        raise ValueError(
+            f"{path}: the head was trained for other answers than this run's, or for another order of them; set "
+            f"task.config.answers={path}."
+        )
+
+
 def load_task(task: nn.Module, path: str | Path, *, task_name: str) -> LoadReport:
     """Start a task's head: of the same task as it is, of another one by the rules in `TRANSFERS`.
 
@@ -167,6 +202,7 @@ def load_task(task: nn.Module, path: str | Path, *, task_name: str) -> LoadRepor
     source = read_source(path, "task")
     own = {f"{name.split('.')[0]}." for name in task.state_dict()}
     if source.task_name == task_name or (source.layout == OWN and source.task_name is None):
+        check_answers(source.path.parent, task)
         unused = tuple(name for name in PRETRAINING_HEADS if name not in own)  # VCR's region classifier is among them
         return load_weights(
             task, source.tensors, source.path, may_miss=(TEACHER,), may_exceed=unused, layout=source.layout

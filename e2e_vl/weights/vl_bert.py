@@ -84,6 +84,7 @@ PRETRAINING_EMBEDDINGS = (
 ENCODER_CONFIG = {
     "geometry": "centre_size",
     "image_feature_on_words": True,
+    "visual_part_on_end": False,
     "uses_whole_image": True,
     "norm_first": False,
 }

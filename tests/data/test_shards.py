@@ -156,6 +156,16 @@ def test_a_shard_that_is_cut_off(tmp_path, kept):
         make(path.parent, tmp_path)
 
 
+def test_a_damaged_header_in_the_middle_does_not_end_the_shard(tmp_path):
+    path = write(tmp_path / "cc" / "00000.tar", [*record("a", "first"), *record("b", "second")])
+    content = bytearray(path.read_bytes())
+    start = content.index(b"b.json")
+    content[start : start + 512] = b"?" * 512
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"00000.tar: the tar file has a damaged header at byte {start}; run img2d"):
+        make(path.parent, tmp_path)
+
+
 def test_a_caption_in_another_encoding(tmp_path):
     path = write(tmp_path / "cc" / "0.tar", [("a.jpg", b"i"), ("a.txt", "Hütte".encode("latin-1"))])
     with pytest.raises(ValueError, match=r"0.tar: the caption of record a is not UTF-8"):

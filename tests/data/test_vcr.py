@@ -9,6 +9,7 @@ import pytest
 
 from e2e_vl.config import DataSettings
 from e2e_vl.data.examples import Request
+from e2e_vl.data.files import read_options
 from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.data.vcr_options import VCROptions
 from e2e_vl.data.vcr_text import CLASS_NAMES, NEUTRAL_NAMES
@@ -195,12 +196,21 @@ def test_own_classes(tiny):
         ({"max_pieces": 1}, "need at least 2"),
         ({"mask_size": 0}, "side of the detector's RoI maps"),
         ({"people_names": []}, "needs people_names"),
-        ({"ask": 1}, "unknown key 'ask'; VCR takes question, condition_on"),
+        ({"ask": 1}, "unknown key 'ask'; it takes question, condition_on"),
+        ({"max_pieces": "many"}, r"data\.config\.max_pieces is 'many'; it must be a int"),
+        ({"ground_words": "maybe"}, r"data\.config\.ground_words is 'maybe'; it must be a bool"),
+        ({"people_names": "Casey"}, r"data\.config\.people_names is 'Casey'; it must be a list"),
+        ({"max_pieces": None}, r"data\.config\.max_pieces is None"),
     ],
 )
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
-        VCROptions.from_config(options)
+        read_options(VCROptions, options, "data.config")
+
+
+def test_options_that_may_be_left_open():
+    options = read_options(VCROptions, {"mask_size": None, "join_word": None, "class_names": ["a"]}, "data.config")
+    assert options == VCROptions(mask_size=None, join_word=None, class_names=["a"])
 
 
 def settings_of(tiny, **changes) -> DataSettings:

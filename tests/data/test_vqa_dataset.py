@@ -208,6 +208,8 @@ def test_mirrored_precomputed_features(precomputed, tiny):
         (lambda settings: settings.config.update(colour=1), r"data\.config has the unknown key 'colour'"),
         (lambda settings: settings.config.update(image_name="a.jpg"), r"it must hold \{id\}"),
         (lambda settings: settings.config.update(image_name="{name}.jpg"), r"it takes \{id\} and \{images\}"),
+        (lambda settings: settings.config.update(image_name=3), r"data\.config\.image_name is 3; it must be a str"),
+        (lambda settings: settings.config.update(mean_image_feature="maybe"), r"'maybe'; it must be a bool"),
     ],
 )
 def test_settings_that_do_not_fit(settings, tiny, change, message):

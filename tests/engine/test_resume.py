@@ -173,6 +173,16 @@ def test_another_architecture_is_refused(stopped, change, message):
     assert message in str(caught.value)
 
 
+def test_other_numbers_of_the_wordpieces_are_refused(stopped, tmp_path):
+    """A vocabulary of the same size, which no shape shows."""
+    words = (Path(stopped.output) / "tokenizer" / "vocab.txt").read_text().split()
+    words[-1], words[-2] = words[-2], words[-1]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    stopped.data.vocabulary = str(tmp_path / "vocab.txt")
+    with pytest.raises(ValueError, match=r"its encoder knows the \d+ wordpieces in .*; set data.vocabulary="):
+        train(stopped, resume=True)
+
+
 def test_another_number_of_processes_is_refused(stopped):
     position = Path(stopped.output) / "checkpoints" / "step_00000004" / "step.json"
     write_json(position, {**json.loads(position.read_text()), "processes": 2})

@@ -14,6 +14,7 @@ from e2e_vl.config import RunConfig
 from e2e_vl.engine.build import build_detector_config, build_model, build_tokenizer
 from e2e_vl.engine.checkpoint import load_model, save_model
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.vl_bert import save_official
 
 # The official architecture, small: the tiny config's own departs from it.
@@ -108,6 +109,34 @@ def test_bert_fills_what_the_weights_lack(config_of, pretrained, tmp_path):
     started = build(config_of("refcoco", *words, with_pooler=True)).encoder
     assert torch.equal(started.layers[0].output.dense.weight, source.encoder.layers[0].output.dense.weight)
     assert torch.equal(started.pooler.dense.weight, bert.pooler.dense.weight)
+
+
+@pytest.mark.parametrize("kind", ["run", "model", "encoder", "encoder/model.safetensors"])
+def test_another_vocabulary_of_the_same_size_is_no_start(config_of, pretrained, tmp_path, kind):
+    _, paths = pretrained
+    run = paths["run"]
+    path = {"run": run, "model": run / "model"}.get(kind, run / "model" / kind)
+    vocabulary = load_tokenizer(run / "model" / "tokenizer").get_vocab()
+    words = sorted(vocabulary, key=vocabulary.get)
+    own = sorted(words[5:], reverse=True)
+    (tmp_path / "vocab.txt").write_text("\n".join([*words[:5], *own]) + "\n")
+    config = config_of("refcoco", f"encoder.weights={path}", f"data.vocabulary={tmp_path / 'vocab.txt'}")
+    with pytest.raises(ValueError, match=rf"set data.vocabulary={run / 'model' / 'tokenizer'}\."):
+        build(config)
+    config.data.vocabulary = str(run / "model" / "tokenizer")
+    build(config)
+
+
+def test_a_head_for_the_same_answers_in_another_order_is_no_start(config_of, tmp_path):
+    config = config_of("vqa")
+    config.task.config = {"answers": ["yes", "no"]}
+    model = build(config)
+    save_model(tmp_path / "vqa" / "model", config, model, build_tokenizer(config))
+    config.task.weights = str(tmp_path / "vqa")
+    assert torch.equal(build(config, seed=1).task.head.output.weight, model.task.head.output.weight)
+    config.task.config = {"answers": ["no", "yes"]}
+    with pytest.raises(ValueError, match=r"answers.json: the head was trained for other answers"):
+        build(config)
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,8 @@ def test_runs_that_do_not_go_together(trained_run, vqa_run, vcr_runs, tmp_path, 
     words = split(answers, "val", path, "--rationale-run", vqa_run)
     assert "was trained for the task 'vqa'" in refused(words, capsys)
     assert "holds no trained model" in refused(split(tmp_path, "val", path), capsys)
+    message = refused(split(trained_run.path, "val", tmp_path), capsys)
+    assert f"{tmp_path} is a folder; name the file" in message
     assert not path.exists()
 
 

@@ -331,10 +331,12 @@ def test_a_file_that_tries_to_run_code_is_refused(tmp_path, monkeypatch, part):
 
 def test_encoders_without_a_place_in_the_official_layout(tmp_path):
     model = tiny_model("refcoco", 1)
-    model.encoder.config.geometry = "corners"
-    with pytest.raises(ValueError, match="no encoder with geometry = corners"):
-        save_official(model, "refcoco", tmp_path / "x.model")
-    model.encoder.config.geometry = "centre_size"
+    for name, other in (("geometry", "corners"), ("visual_part_on_end", True)):  # no shape shows these
+        official = getattr(model.encoder.config, name)
+        setattr(model.encoder.config, name, other)
+        with pytest.raises(ValueError, match=f"no encoder with {name} = {other}"):
+            save_official(model, "refcoco", tmp_path / "x.model")
+        setattr(model.encoder.config, name, official)
     model.encoder.final_norm = nn.LayerNorm(16)
     with pytest.raises(ValueError, match=r"encoder.final_norm.weight has no place"):
         save_official(model, "refcoco", tmp_path / "x.model")
