@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +19,7 @@ from e2e_vl.engine.evaluate import METRIC_SUFFIX
 from e2e_vl.engine.logging import read_log
 from e2e_vl.engine.optim import build_optimizer
 from e2e_vl.engine.train import train
+from tests.engine.two_processes import start, wait
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny" / "pretraining.yaml"
@@ -208,12 +206,19 @@ SOURCES = {
 }
 
 
+def words_of(source: str, settings) -> list[str]:
+    """Settings of a source; a detector that it starts from is trained first."""
+    words = list(SOURCES[source])
+    if "detector.weights=WEIGHTS" in words:
+        config = settings("train.max_steps=1", "detector.loss_weight=1", output="detector")
+        train(config)
+        words[words.index("detector.weights=WEIGHTS")] = f"detector.weights={config.output}"
+    return words
+
+
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_step_on_every_source(source, settings, tmp_path):
-    chosen = list(SOURCES[source])
-    if "detector.weights=WEIGHTS" in chosen:
-        train(settings("train.max_steps=1", "detector.loss_weight=1", output="detector"))
-        chosen[chosen.index("detector.weights=WEIGHTS")] = f"detector.weights={tmp_path / 'detector'}"
+def test_a_step_on_every_source(source, settings):
+    chosen = words_of(source, settings)
     config = settings("train.max_steps=1", "data.texts_per_image=1", *chosen)
     metrics = train(config)
     line = read_log(Path(config.output) / "log.jsonl")[0]
@@ -221,9 +226,12 @@ def test_a_step_on_every_source(source, settings, tmp_path):
     assert f"val/masked_words_{METRIC_SUFFIX[config.eval.boxes[0]]}" in metrics
 
 
-def test_interrupted_and_resumed_equals_uninterrupted(settings, monkeypatch):
-    """With dropout, mirroring, masks and hidden regions; 9 steps an epoch, so the checkpoint lies inside it."""
-    more = ("data.flip=0.5", "train.max_steps=4", "train.save_every_epochs=0.2222", "eval.every_epochs=0")
+@pytest.mark.parametrize(("source", "every"), [("coco", 0.2222), ("shards", 0.6667)])
+def test_interrupted_and_resumed_equals_uninterrupted(settings, monkeypatch, source, every):
+    """With dropout, mirroring, masks, hidden regions, a corpus; the checkpoint lies inside an epoch of 9 or 3 steps."""
+    more = ["data.flip=0.5", "train.max_steps=4", f"train.save_every_epochs={every}", "eval.every_epochs=0"]
+    if source != "coco":
+        more += [*words_of(source, settings), "data.workers=1"]
     whole = settings(*more, output="whole")
     train(whole)
     config = settings(*more)
@@ -256,19 +264,8 @@ def test_two_processes_are_one(settings, tmp_path):
     one = settings(*more, output="one")
     train(one)
     two = settings(*more, output="two")
-    jobs = tmp_path / "jobs.json"
     settings_words = [f"output={two.output}", f"detector.config={two.detector.config}", f"data.root={two.data.root}"]
-    jobs.write_text(json.dumps([[str(CONFIG), [*settings_words, *more]]]))
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    process = subprocess.run(
-        [sys.executable, *launch, str(Path(__file__).with_name("two_processes.py")), str(jobs)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
+    wait(start([(CONFIG, [*settings_words, *more])], tmp_path))
     lines = [read_log(Path(config.output) / "log.jsonl")[:3] for config in (one, two)]
     for first, second in zip(*lines, strict=True):
         for name in OBJECTIVES | {"loss", "grad_norm"}:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from e2e_vl.config import load_config
 from e2e_vl.engine.evaluate import evaluate_run
 from e2e_vl.engine.logging import read_log
 from e2e_vl.engine.train import train
+from tests.engine.two_processes import start, wait
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny" / "refcoco.yaml"
@@ -55,25 +53,14 @@ def runs(tiny_words, tmp_path_factory) -> dict[tuple[str, int], Path]:
     paths = {(name, number): folder / f"{name}_{number}" for name in VARIANTS for number in (1, 2)}
     words = {key: [*tiny_words, *COMMON, *VARIANTS[key[0]], f"output={path}"] for key, path in paths.items()}
 
-    jobs = folder / "jobs.json"
-    jobs.write_text(json.dumps([[str(CONFIG), words[name, 2]] for name in VARIANTS]))
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    process = subprocess.Popen(
-        [sys.executable, *launch, str(Path(__file__).with_name("two_processes.py")), str(jobs)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = start([(CONFIG, words[name, 2]) for name in VARIANTS], folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         AcceleratorState._reset_state(reset_partial_state=True)
         for name in VARIANTS:
             train(load_config(CONFIG, words[name, 1]))
         AcceleratorState._reset_state(reset_partial_state=True)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output[-4000:]
+    wait(process)
     return paths
 
 

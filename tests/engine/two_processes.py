@@ -8,6 +8,8 @@ JOBS.json holds a list of [config file, list of key=value words].
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +20,29 @@ from e2e_vl.config import load_config
 from e2e_vl.engine.evaluate import evaluate_run
 from e2e_vl.engine.launch import start_all_processes
 from e2e_vl.engine.train import train
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(jobs: list[tuple[Path, list[str]]], folder: Path) -> subprocess.Popen:
+    """Train as all of the (config file, words) say, in two processes; the list of jobs is written to the folder."""
+    path = folder / "jobs.json"
+    path.write_text(json.dumps([[str(config), words] for config, words in jobs]))
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    return subprocess.Popen(
+        [sys.executable, *launch, __file__, str(path)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait(process: subprocess.Popen, seconds: float = 240) -> None:
+    """Until it has ended without an error."""
+    output, _ = process.communicate(timeout=seconds)
+    assert process.returncode == 0, output[-4000:]
 
 
 def main() -> None:
