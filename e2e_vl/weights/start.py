@@ -26,7 +26,15 @@ from detector.weight_files import read_tensors
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.text import looks_like_hub_name
 from e2e_vl.weights import bert
-from e2e_vl.weights.vl_bert import HEADS, PRETRAINING_EMBEDDINGS, TEACHER, from_official, is_official
+from e2e_vl.weights.vl_bert import (
+    HEADS,
+    PRETRAINING_EMBEDDINGS,
+    REGION_CLASSES,
+    TEACHER,
+    from_official,
+    has_background_last,
+    is_official,
+)
 
 OWN = "this project"
 PRETRAINING, BERT = "pretraining", bert.TASK_NAME
@@ -168,9 +176,12 @@ def load_task(task: nn.Module, path: str | Path, *, task_name: str) -> LoadRepor
     own = {f"{name.split('.')[0]}." for name in task.state_dict()}
     if source.task_name == task_name or (source.layout == OWN and source.task_name is None):
         unused = tuple(name for name in PRETRAINING_HEADS if name not in own)  # VCR's region classifier is among them
-        return load_weights(
-            task, source.tensors, source.path, may_miss=(TEACHER,), may_exceed=unused, layout=source.layout
-        )
+        tensors, copied = source.tensors, []
+        if source.layout != OWN and has_background_last(task) and REGION_CLASSES[0] in tensors:
+            tensors = tensors | {name: tensors[name].roll(-1, dims=0) for name in REGION_CLASSES}
+            copied.append("region_classifier.output: background from first to last class")
+        report = load_weights(task, tensors, source.path, may_miss=(TEACHER,), may_exceed=unused, layout=source.layout)
+        return dataclasses.replace(report, copied=copied)
     transfer = TRANSFERS.get((source.task_name, task_name))
     if transfer is None:
         raise ValueError(

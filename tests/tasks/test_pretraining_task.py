@@ -267,7 +267,7 @@ def test_file_labels_must_be_there():
     model = make_model(teacher="file")
     with pytest.raises(ValueError, match="without class distributions"):
         model(make_batch())
-    encoder = types.SimpleNamespace(uses_whole_image=True, config=VLBertConfig(with_pooler=False))
+    encoder = types.SimpleNamespace(whole_image_is_region=True, config=VLBertConfig(with_pooler=False))
     task = PretrainingTask(8, PretrainingConfig(vocab_size=5, relationship=1.0))
     with pytest.raises(ValueError, match="with_pooler"):
         task.initialise(None, encoder, model.detector)
