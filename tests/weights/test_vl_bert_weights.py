@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -17,6 +18,7 @@ from detector.faster_rcnn import FasterRCNN
 from detector.precomputed import PrecomputedDetector
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.structures import TextBatch, TextRegions
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
@@ -174,6 +176,55 @@ def test_there_and_back_is_exact(kind, tmp_path):
     first, second = (torch.load(tmp_path / f"{n}.model", weights_only=True)["state_dict"] for n in "xy")
     assert list(first) == list(second)
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [({"background": "last"}, {"background": "first"}), ({"teacher": "file"}, {"background": "last"})],
+)
+def test_region_classes_of_a_file_begin_with_the_background(tmp_path, saved, loaded):
+    """Official region classifiers have it there, whatever the order of the run is."""
+    source, target, path = tiny_model("pretraining", 1), tiny_model("pretraining", 2), tmp_path / "x.model"
+    for model, options in ((source, saved), (target, loaded)):
+        model.task.config = dataclasses.replace(model.task.config, **options)
+    output = source.task.region_classifier.output
+    save_official(source, "pretraining", path)
+    report = load_task(target.task, path, task_name="pretraining")
+    state = torch.load(path, weights_only=True)["state_dict"]
+    is_last = saved.get("background") == "last"
+    for name, ours in (("weight", output.weight), ("bias", output.bias)):
+        written = state[f"module.vlbert.mvrc_head.region_cls_pred.{name}"]
+        assert torch.equal(written, torch.cat([ours[-1:], ours[:-1]]) if is_last else ours)
+        read = getattr(target.task.region_classifier.output, name)
+        assert torch.equal(read, written if is_last else torch.cat([written[1:], written[:1]]))
+    assert len(report.copied) == (not is_last)
+    assert torch.equal(target.task.mlm.bias, source.task.mlm.bias)
+
+
+def test_img_stands_in_both_places_of_a_file(tmp_path):
+    """So the official model computes the same, hidden regions included; read again, one of the two is left over."""
+    official, paper = tiny_model("pretraining", 2), tiny_model("pretraining", 1)
+    paper.encoder = VLBertModel(
+        VLBertConfig(**paper.encoder.config.to_dict() | {"region_word": "img", "hidden_region_embedding": False})
+    ).eval()
+    save_official(paper, "pretraining", tmp_path / "x.model")
+    load_all(official, tmp_path / "x.model", "pretraining")
+    texts = TextBatch(torch.tensor([[1, 2, 3]]), torch.zeros(1, 3).long(), torch.ones(1, 3).bool())
+    regions = TextRegions(
+        features=torch.rand(1, 3, paper.encoder.config.feature_dim),
+        boxes=torch.tensor([[[0.0, 0, 9, 9], [1, 1, 4, 4], [2, 2, 7, 8]]]),
+        image_sizes=torch.full((1, 3, 2), 10.0),
+        attend=torch.ones(1, 3).bool(),
+        image_slot=torch.zeros(1, 3).long(),
+        is_hidden=torch.tensor([[False, True, False]]),
+    )
+    with torch.no_grad():
+        one, other = paper.encoder(texts, regions), official.encoder.eval()(texts, regions)
+    assert torch.equal(one.regions, other.regions) and torch.equal(one.text, other.text)
+    again = VLBertModel(paper.encoder.config)
+    report = load_encoder(again, tmp_path / "x.model", task_name="pretraining")
+    assert report.unexpected == ["embeddings.hidden_region_word_embedding.weight"] and not report.missing
+    assert all(torch.equal(value, paper.encoder.state_dict()[name]) for name, value in again.state_dict().items())
 
 
 @pytest.mark.parametrize("prefix", ["", "module."])
@@ -335,6 +386,10 @@ def test_encoders_without_a_place_in_the_official_layout(tmp_path):
     with pytest.raises(ValueError, match="no encoder with geometry = corners"):
         save_official(model, "refcoco", tmp_path / "x.model")
     model.encoder.config.geometry = "centre_size"
+    model.encoder.config.whole_image_in_sequence = False
+    with pytest.raises(ValueError, match="no encoder with whole_image_in_sequence = False"):
+        save_official(model, "refcoco", tmp_path / "x.model")
+    model.encoder.config.whole_image_in_sequence = True
     model.encoder.final_norm = nn.LayerNorm(16)
     with pytest.raises(ValueError, match=r"encoder.final_norm.weight has no place"):
         save_official(model, "refcoco", tmp_path / "x.model")
