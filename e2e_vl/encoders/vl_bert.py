@@ -63,7 +63,7 @@ class VLBertConfig(BertConfig):
         text_only_embedding: a learned vector that words of texts without a region carry (pre-training).
         region_word: what stands in a region's place of a word. "learned": a learned vector, and another one for hidden
             regions with `hidden_region_embedding` (official code). "img": the one vector of the token [IMG], hidden or
-            not (paper, section 3.1). It lies beside the word table, so that the vocabulary stays BERT's.
+            not (paper, section 3.2). It lies beside the word table, so that the vocabulary stays BERT's.
         hidden_region_embedding: another learned vector stands in a hidden region's place of a word (pre-training).
         hidden_region_feature: a learned vector replaces the feature of a hidden region (pre-training on precomputed
             features, or without hiding pixels).

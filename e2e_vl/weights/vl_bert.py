@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from detector.weight_names import VL_BERT, from_vl_bert, to_vl_bert
 from e2e_vl.encoders.vl_bert import VLBertModel
@@ -206,17 +206,12 @@ def save_official(model: VisionLanguageModel, task_name: str, path: str | Path) 
     detector, encoder, task = (dict(part.state_dict()) for part in (model.detector, model.encoder, model.task))
     if model.encoder.config.region_word == "img" and task_name == "pretraining":
         encoder[HIDDEN_REGION_WORD] = encoder[REGION_WORD]
-    if has_background_last(model.task):
+    if isinstance(model.task, PretrainingTask) and model.task.config.has_background_last:
         task |= {name: task[name].roll(1, dims=0) for name in REGION_CLASSES}
     official, left_out = to_official(Parts(detector, encoder, task, task_name=task_name))
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"state_dict": {name: value.detach().cpu() for name, value in official.items()}}, path)
     return left_out
-
-
-def has_background_last(task: nn.Module) -> bool:
-    """Whether a task has a pre-training region classifier in another order of classes than official files."""
-    return isinstance(task, PretrainingTask) and task.config.has_background_last
 
 
 def recognise_task(names: Mapping[str, Tensor]) -> str | None:
