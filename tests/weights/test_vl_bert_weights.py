@@ -210,14 +210,14 @@ def test_img_stands_in_both_places_of_a_file(tmp_path):
     save_official(paper, "pretraining", tmp_path / "x.model")
     load_all(official, tmp_path / "x.model", "pretraining")
     texts = TextBatch(torch.tensor([[1, 2, 3]]), torch.zeros(1, 3).long(), torch.ones(1, 3).bool())
-    regions = TextRegions(
+    regions = TextRegions.of_own_images(
         features=torch.rand(1, 3, paper.encoder.config.feature_dim),
         boxes=torch.tensor([[[0.0, 0, 9, 9], [1, 1, 4, 4], [2, 2, 7, 8]]]),
         image_sizes=torch.full((1, 3, 2), 10.0),
         attend=torch.ones(1, 3).bool(),
         image_slot=torch.zeros(1, 3).long(),
-        is_hidden=torch.tensor([[False, True, False]]),
     )
+    regions.is_hidden[0, 1] = True
     with torch.no_grad():
         one, other = paper.encoder(texts, regions), official.encoder.eval()(texts, regions)
     assert torch.equal(one.regions, other.regions) and torch.equal(one.text, other.text)
