@@ -49,14 +49,17 @@ def mask_rectangles(boxes: Tensor, size: tuple[int, int], rounding: str = "outwa
     return corners.clamp(min=0).minimum(corners.new_tensor([width, height, width, height])).long()
 
 
-def mask_pixels(pixels: Tensor, sizes: Tensor, masks: list[Tensor], rounding: str = "outward") -> Tensor:
-    """Zero the pixels of boxes in a normalised batch, where 0 is the mean colour.
+def mask_pixels(
+    pixels: Tensor, sizes: Tensor, masks: list[Tensor], rounding: str = "outward", fill: Tensor | None = None
+) -> Tensor:
+    """Paint the pixels of boxes in a normalised batch with one colour.
 
     Args:
         pixels: float [N, 3, H, W], network input after normalisation; it is not changed.
         sizes: int64 [N, 2], (height, width) of each image without padding.
         masks: N x float [P, 4], xyxy in pixels of the resized image; P may be 0.
         rounding: see `mask_rectangles`.
+        fill: float [3], the colour after normalisation; None = 0, which is the mean colour.
 
     Returns:
         A new tensor like `pixels`.
@@ -66,11 +69,12 @@ def mask_pixels(pixels: Tensor, sizes: Tensor, masks: list[Tensor], rounding: st
     """
     assert len(pixels) == len(sizes) == len(masks)
     masked = pixels.clone()
+    colour = 0.0 if fill is None else fill.to(pixels)[:, None, None]
     for number, (size, boxes) in enumerate(zip(sizes.tolist(), masks, strict=True)):
         try:
             rectangles = mask_rectangles(boxes, size, rounding)
         except ValueError as error:
             raise ValueError(f"Image {number} of the batch: {error}") from error
         for x1, y1, x2, y2 in rectangles.tolist():
-            masked[number, :, y1:y2, x1:x2] = 0
+            masked[number, :, y1:y2, x1:x2] = colour
     return masked

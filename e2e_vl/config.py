@@ -101,6 +101,9 @@ class DataSettings:
     boxes: BoxSettings = field(default_factory=BoxSettings)
     # None = INPUT.MIN_SIZE_TRAIN .. MAX_SIZE_TEST of the detector's YAML file, which have no effect otherwise
     resize: ResizeSettings | None = field(default_factory=ResizeSettings)
+    # [short, long] edge of the canvas that each image is padded to at least, pixels; None = a batch is as large as its
+    # largest image
+    canvas: list[int] | None = None
     flip: float = 0.5  # probability of mirroring a training image
     keep_empty_images: bool = True  # detection: also train on images without objects
     texts_per_image: int | None = 1  # texts of one image in one batch; None = all of them
@@ -329,6 +332,9 @@ def _check(config: RunConfig, source: str) -> None:
         )
     if config.data.resize is not None and (not config.data.resize.short_edge or min(config.data.resize.short_edge) < 1):
         raise ValueError(f"{source}: data.resize.short_edge is {config.data.resize.short_edge}; give positive sizes.")
+    canvas = config.data.canvas
+    if canvas is not None and (len(canvas) != 2 or not 0 < canvas[0] <= canvas[1]):
+        raise ValueError(f"{source}: data.canvas is {canvas}; give its short and its long edge, such as [600, 1200].")
     for source_name in config.eval.boxes:
         if source_name not in EVAL_BOXES:
             raise ValueError(f"{source}: eval.boxes has '{source_name}'; it must be one of {', '.join(EVAL_BOXES)}.")

@@ -30,7 +30,7 @@ class VisionLanguageModel(nn.Module):
     Args:
         detector: images (+ boxes) -> regions with differentiable features.
         encoder: texts + regions -> one vector per wordpiece and region. It says with `uses_whole_image` whether the
-            whole image is to be region 0.
+            whole image is to be region 0, and with `whole_image_is_region` whether tasks see it among the regions.
         task: batch + encoder output -> losses and predictions.
         freeze_detector: keep the detector exactly as it starts: no gradients, and no new batch statistics.
     """
@@ -87,5 +87,7 @@ class VisionLanguageModel(nn.Module):
             limit=batch.region_limit,
         )
         encoded = self.encoder(batch.texts, text_regions, output_attentions=output_attentions)
+        if self.encoder.uses_whole_image and not self.encoder.whole_image_is_region:
+            text_regions = text_regions.without_whole_image()
         task = self.task(batch, text_regions, encoded)
         return ModelOutput(task=task, regions=regions, text_regions=text_regions, encoded=encoded)

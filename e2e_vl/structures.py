@@ -92,6 +92,10 @@ class TextRegions(Movable):
         """bool [M, R]: the region is the whole image, put in front because the encoder asked for it."""
         return self.attend & (self.row < 0)
 
+    def without_whole_image(self) -> TextRegions:
+        """A copy in which whole images count as padding; they keep their rows, so padding may be in front."""
+        return dataclasses.replace(self, attend=self.attend & ~self.is_whole_image)
+
     def gather(self, values: list[Tensor], fill: float) -> Tensor:
         """Copy what is known about the candidate boxes to the texts that read them.
 

@@ -134,6 +134,13 @@ def test_missing_files_are_named(tmp_path):
         load_config(write(tmp_path / "child.yaml", "base: gone.yaml"))
 
 
+@pytest.mark.parametrize("canvas", ["[600]", "[1200,600]", "[0,600]", "[1,2,3]"])
+def test_a_canvas_is_a_short_and_a_long_edge(base, canvas):
+    with pytest.raises(ValueError, match=r"data.canvas is \[.*\]; give its short and its long edge"):
+        load_config(base, [f"data.canvas={canvas}"])
+    assert load_config(base, ["data.canvas=[600,600]"]).data.canvas == [600, 600]
+
+
 @pytest.mark.parametrize(
     "words",
     [

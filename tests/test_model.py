@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from e2e_vl.config import RunConfig
+from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.examples import Request
 from e2e_vl.engine.build import build_collate, build_dataset, build_model, build_tokenizer
 from e2e_vl.structures import Batch
 
+ROOT = Path(__file__).parents[1]
 PARTS = ("detector", "encoder", "task")
 NO_DROPOUT = tuple(
     f"encoder.config.{name}=0"
@@ -73,6 +75,50 @@ def test_pixels_of_a_masked_box_change_nothing_at_all(tiny_config, boxes):
     assert unmasked[0].regions.features[0].shape != unmasked[1].regions.features[0].shape or not torch.equal(
         unmasked[0].regions.features[0], unmasked[1].regions.features[0]
     )
+
+
+# The whole image
+
+
+@pytest.mark.parametrize("name", ["refcoco", "vqa", "vcr", "pretraining"])
+def test_the_whole_image_can_be_kept_from_the_sequence_in_all_tasks(tiny_words, tmp_path, name):
+    """Tasks see neither its box nor a state of it, and every text has one region less."""
+    more = ["task.config={loss: binary, whole_image_can_win: true}"] if name == "refcoco" else []
+    counts = {}
+    for in_sequence in (True, False):
+        config = load_config(
+            ROOT / "configs" / "tiny" / f"{name}.yaml",
+            [
+                *(word for word in tiny_words if not word.startswith("data.synthetic")),
+                f"output={tmp_path}",
+                "data.flip=0",
+                "encoder.config.image_feature_on_words=true",
+                f"encoder.config.whole_image_in_sequence={in_sequence}",
+                *more,
+            ],
+        )
+        model, dataset = build(config)
+        model.eval()
+        batch = batch_of(model, dataset, first_texts(dataset, images=3, texts=1))
+        if name == "pretraining":
+            model.task.initialise(None, model.encoder, model.detector)
+        with torch.no_grad():
+            output = model(batch)
+        regions = output.text_regions
+        assert all(loss.mean.isfinite() for loss in output.losses.values())
+        reads_image = (batch.looks_at >= 0).any(dim=1)
+        assert reads_image.sum() >= 3
+        assert torch.equal(regions.is_whole_image.any(dim=1), reads_image & in_sequence)
+        assert torch.equal(output.encoded.regions.abs().sum(dim=-1) > 0, regions.attend)
+        assert [len(boxes) - 1 for boxes in output.regions.boxes] == [len(boxes) for boxes in batch.boxes]
+        counts[in_sequence] = count = regions.attend.sum(dim=1)
+        records = model.task.predict(batch, output)
+        if name == "refcoco":
+            assert output.losses["referring"].count == count.sum()
+            assert [len(record["candidate_boxes"]) for record in records] == count.tolist()
+        if name == "vcr":
+            assert output.losses["region_class"].count == count.sum()
+    assert torch.equal(counts[True], counts[False] + reads_image.long())
 
 
 # Gradients

@@ -28,6 +28,7 @@ def collate(
     pixel_std: Sequence[float],
     *,
     pad_to: tuple[int, int] | None = None,
+    canvas: Sequence[int] | None = None,
     pad_id: int = 0,
 ) -> Batch:
     """Pad images and texts, and renumber the images that texts look at.
@@ -37,6 +38,8 @@ def collate(
         pixel_mean: of the three channels in the order of the images; subtracted.
         pixel_std: of the three channels; divides.
         pad_to: (height, width) of the padded images, or None = the largest of the batch.
+        canvas: (short edge, long edge) in pixels of the least canvas of an image, see `canvas_size`; the batch is as
+            large as its largest canvas. None = an image's canvas is its own size. `pad_to` beats it.
         pad_id: wordpiece id of the padding.
 
     Returns:
@@ -51,6 +54,8 @@ def collate(
     if not images or not texts:
         raise ValueError(f"a batch needs images and texts, this one has {len(images)} images and {len(texts)} texts")
 
+    if pad_to is None and canvas is not None:
+        pad_to = canvas_size([image.pixels.shape[:2] for image in images], canvas)
     has_boxes = _all_or_none(images, "boxes", "candidate boxes")
     has_masks = any(image.pixel_masks is not None for image in images)
     no_masks = np.zeros((0, 4), dtype=np.float32)
@@ -77,6 +82,26 @@ def collate(
         region_targets=_region_targets(images),
         records=[text.record for text in texts],
     )
+
+
+def canvas_size(sizes: Sequence[tuple[int, int]], canvas: Sequence[int]) -> tuple[int, int]:
+    """Size of a batch whose images each lie on a canvas of at least (short edge, long edge).
+
+    The canvas of an image lies as the image does, a square one's as that of a wide one; an image that is larger has a
+    larger canvas. As in the official VL-BERT code on VCR, a batch of wide images is (short, long), of high ones (long,
+    short), and of both (long, long). With images of one orientation a box's features no longer depend on its batch.
+
+    Args:
+        sizes: N (height, width) in pixels.
+        canvas: (short edge, long edge) in pixels.
+
+    Returns:
+        (height, width) in pixels.
+    """
+    short, long = canvas
+    least = [(short, long) if height <= width else (long, short) for height, width in sizes]
+    heights, widths = zip(*sizes, *least, strict=True)
+    return max(heights), max(widths)
 
 
 def _precomputed_batch(images: Sequence[ImageExample]) -> ImageBatch:

@@ -24,6 +24,11 @@ class Encoder(PreTrainedModel):
         """True if the encoder expects the whole image as region 0 of each image."""
         return self.config.uses_whole_image
 
+    @property
+    def whole_image_is_region(self) -> bool:
+        """True if region 0 is a region like the others for tasks too. False: it only feeds other elements."""
+        return self.uses_whole_image
+
     def recompute_activations(self) -> None:
         """Keep fewer activations for the backward pass and compute them again, if the encoder is made for it."""
         if self.supports_gradient_checkpointing:

@@ -30,6 +30,11 @@ from e2e_vl.encoders.vl_bert_embeddings import (
 )
 from e2e_vl.structures import EncoderOutput, TextBatch, TextRegions
 
+CHOICES = {
+    "geometry": ("centre_size", "corners"),
+    "region_word": ("learned", "img"),
+    "new_layers": ("official", "normal"),
+}
 # not initialised as in BERT
 OWN_START = (HiddenRegionFeature, RegionProjection, ScaledLayerNorm, ScalarFactor, PairwiseGeometryBias)
 
@@ -51,12 +56,20 @@ class VLBertConfig(BertConfig):
         visual_scale_text_init: start of that LayerNorm's weight (or of the factor) for words.
         visual_scale_object_init: the same for regions.
         uses_whole_image: region 0 is the whole image.
+        whole_image_in_sequence: the whole image is also a region of the sequence (official code). False: it is only
+            the visual part of words (paper, section 3.2); its row of the output is zero and tasks do not see it.
         image_feature_on_words: words carry the vector of region 0 (scratch: False).
         visual_part_on_end: [END] carries the vector of region 0 as words do (paper); False: no visual part (official).
         text_only_embedding: a learned vector that words of texts without a region carry (pre-training).
+        region_word: what stands in a region's place of a word. "learned": a learned vector, and another one for hidden
+            regions with `hidden_region_embedding` (official code). "img": the one vector of the token [IMG], hidden or
+            not (paper, section 3.2). It lies beside the word table, so that the vocabulary stays BERT's.
         hidden_region_embedding: another learned vector stands in a hidden region's place of a word (pre-training).
         hidden_region_feature: a learned vector replaces the feature of a hidden region (pre-training on precomputed
             features, or without hiding pixels).
+        new_layers: start of the Linear that makes region vectors. "official": PyTorch's default. "normal": N(0,
+            `initializer_range`) and zero biases, as all other new layers (paper, section 4.1). The weight of the visual
+            LayerNorms is `visual_scale_*_init` in both.
         with_pooler: tanh pooler on the first position.
         embedding_init_std: standard deviation of the embedding tables at the start (scratch); None =
             `initializer_range`.
@@ -77,11 +90,14 @@ class VLBertConfig(BertConfig):
     visual_scale_text_init: float = 0.0
     visual_scale_object_init: float = 0.0
     uses_whole_image: bool = True
+    whole_image_in_sequence: bool = True
     image_feature_on_words: bool = True
     visual_part_on_end: bool = False
     text_only_embedding: bool = False
+    region_word: str = "learned"
     hidden_region_embedding: bool = False
     hidden_region_feature: bool = False
+    new_layers: str = "official"
     with_pooler: bool = False
     embedding_init_std: float | None = None
     norm_first: bool = False
@@ -92,8 +108,9 @@ class VLBertConfig(BertConfig):
         super().__post_init__(**kwargs)
         if self.visual_size is None:
             self.visual_size = self.hidden_size
-        if self.geometry not in ("centre_size", "corners"):
-            raise ValueError(f'geometry is "{self.geometry}"; it must be "centre_size" or "corners".')
+        for name, (one, other) in CHOICES.items():
+            if getattr(self, name) not in (one, other):
+                raise ValueError(f'{name} is "{getattr(self, name)}"; it must be "{one}" or "{other}".')
         for name in ("geometry_dim", "pairwise_geometry_dim"):
             if getattr(self, name) <= 0 or getattr(self, name) % 8:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be a positive multiple of 8.")
@@ -110,6 +127,10 @@ class VLBertConfig(BertConfig):
             )
         if self.visual_part_on_end and not self.image_feature_on_words:
             raise ValueError("visual_part_on_end needs image_feature_on_words; set it to true, or both to false.")
+        if self.region_word == "img" and self.hidden_region_embedding:
+            raise ValueError(
+                "region_word: img leaves hidden regions no vector of their own; set hidden_region_embedding to false."
+            )
 
 
 class VLBertLayer(GradientCheckpointingLayer):
@@ -181,6 +202,11 @@ class VLBertModel(Encoder):
             )
         self.post_init()
 
+    @property
+    def whole_image_is_region(self) -> bool:
+        """See `Encoder`; `config.whole_image_in_sequence`."""
+        return self.uses_whole_image and self.config.whole_image_in_sequence
+
     def get_input_embeddings(self) -> nn.Embedding:
         """The word table [vocabulary, H]; a masked-language-modelling head shares it."""
         return self.embeddings.word_embeddings
@@ -246,7 +272,9 @@ class VLBertModel(Encoder):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Start values of a module's own parameters; those that a checkpoint has loaded stay as they are."""
-        if isinstance(module, OWN_START):
+        if isinstance(module, RegionProjection) and self.config.new_layers == "normal":
+            super()._init_weights(module)
+        elif isinstance(module, OWN_START):
             module.reset_parameters()
         elif isinstance(module, nn.Embedding):
             std = self.config.embedding_init_std

@@ -99,7 +99,8 @@ class VLBertEmbeddings(nn.Module):
 
     Facts of the official VL-BERT code that the paper does not state: a region's word is one learned vector; all
     regions share the position after the last word and [END] has the one after that; [END] is a learned vector without
-    a visual part (unless `visual_part_on_end`); regions and [END] are segment 2.
+    a visual part (unless `visual_part_on_end`); the whole image is one of the regions (unless `whole_image_in_sequence`
+    is off); regions and [END] are segment 2.
     """
 
     def __init__(self, config):
@@ -140,7 +141,10 @@ class VLBertEmbeddings(nn.Module):
         if self.hidden_region_word_embedding is not None:
             hidden = self.hidden_region_word_embedding.weight
             region_words = torch.where(regions.is_hidden[..., None], hidden, region_words)
-        return self.join(texts, word_vectors, region_words, vectors, regions.attend)
+        in_sequence = regions.attend
+        if not self.config.whole_image_in_sequence:
+            in_sequence = in_sequence & ~regions.is_whole_image
+        return self.join(texts, word_vectors, region_words, vectors, in_sequence)
 
     def region_vectors(self, regions: TextRegions) -> Tensor:
         """Geometry and feature of each region as one vector, float [M, R, V]; meaningless at padding."""
@@ -196,7 +200,7 @@ class VLBertEmbeddings(nn.Module):
             word_vectors: float [M, L or 1, V], region vector that each word carries, or None.
             region_words: float [M, R, H], what stands in a region's place of a word.
             vectors: float [M, R, V], region vectors.
-            region_attend: bool [M, R].
+            region_attend: bool [M, R], True at the regions of the sequence.
 
         Returns:
             float [M, S, H] after LayerNorm and dropout; the layout.

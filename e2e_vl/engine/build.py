@@ -20,7 +20,7 @@ from detector.backends import BACKENDS, detector_class
 from detector.checkpoint import LoadReport, load_checkpoint
 from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
-from e2e_vl.config import DetectorSettings, ResizeSettings, RunConfig
+from e2e_vl.config import DataSettings, DetectorSettings, ResizeSettings, RunConfig
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco_detection import CocoDetectionDataset
 from e2e_vl.data.collate import collate
@@ -99,7 +99,7 @@ def build_run(config: RunConfig) -> Run:
     dataset = build_dataset(config, tokenizer, config.data.train_split, boxes=config.data.boxes.train, training=True)
     if config.detector.loss_weight > 0:
         dataset.check_classes(model.detector.num_classes)
-    return Run(model=model, tokenizer=tokenizer, train_dataset=dataset, collate=build_collate(model))
+    return Run(model=model, tokenizer=tokenizer, train_dataset=dataset, collate=build_collate(model, config.data))
 
 
 def named_parts(config: RunConfig) -> Parts:
@@ -227,10 +227,11 @@ def warn_of_random_boxes(settings: DetectorSettings) -> None:
         )
 
 
-def build_collate(model: VisionLanguageModel) -> Callable[..., Batch]:
-    """Examples -> batch, with the colour statistics of the model's detector."""
+def build_collate(model: VisionLanguageModel, data: DataSettings | None = None) -> Callable[..., Batch]:
+    """Examples -> batch, with the colour statistics of the model's detector and the canvas of the data settings."""
     settings = model.detector.config.input
-    return partial(collate, pixel_mean=settings.pixel_mean, pixel_std=settings.pixel_std)
+    canvas = None if data is None else data.canvas
+    return partial(collate, pixel_mean=settings.pixel_mean, pixel_std=settings.pixel_std, canvas=canvas)
 
 
 def build_model(

@@ -150,7 +150,7 @@ def evaluate_run(
     accelerator = make_accelerator(config.train.mixed_precision)
     model.to(accelerator.device)
     dataset = build_dataset(config, tokenizer, split, boxes=boxes)
-    run = Run(model=model, tokenizer=tokenizer, train_dataset=None, collate=build_collate(model))
+    run = Run(model=model, tokenizer=tokenizer, train_dataset=None, collate=build_collate(model, config.data))
     records = evaluate(config, run, model, dataset, accelerator, name=f"{split}, {boxes}")
     metrics = named_metrics(model.task.metrics(records), split, boxes)
     path = None

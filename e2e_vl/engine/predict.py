@@ -94,7 +94,7 @@ def predict_split(
         if boxes == "online":
             warn_of_random_boxes(load_config(model_folder(path) / "config.yaml").detector)
         own_model.to(accelerator.device)
-        run = Run(own_model, own_tokenizer, train_dataset=None, collate=build_collate(own_model))
+        run = Run(own_model, own_tokenizer, train_dataset=None, collate=build_collate(own_model, own.data))
         predictions.append(evaluate(own, run, own_model, dataset, accelerator, name=f"{path.name}: {split}, {boxes}"))
         own_model.cpu()
     metrics = named_metrics(task.metrics(predictions[0]), split, boxes)
@@ -124,7 +124,7 @@ def answer_text(run_dir: Path, asked: Asked) -> Answer:
     if asked.boxes is None:
         warn_of_random_boxes(load_config(model_folder(run_dir) / "config.yaml").detector)
     example = example_of(asked, config.data, tokenizer, model.detector.config.input.format)
-    batch = build_collate(model)([example])
+    batch = build_collate(model, config.data)([example])
     with torch.no_grad():
         output = model(batch, output_attentions=True)
         record = model.task.predict(batch, output)[0]

@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from detector.interface import Detector
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
+
+NewLayers = Literal["official", "normal"]
+STD_OF_NEW_LAYERS = 0.02  # VL-BERT, section 4.1, as in BERT
+
+
+def check_new_layers(kind: str) -> None:
+    """Raises ValueError for a kind that `start_head` does not know."""
+    if kind not in ("official", "normal"):
+        raise ValueError(f'task.config.new_layers is "{kind}"; it must be "official" or "normal".')
+
+
+def start_head(linears: Iterable[nn.Linear], kind: NewLayers) -> None:
+    """Start values of a fine-tuning head; all biases are zero.
+
+    Args:
+        linears: its layers.
+        kind: "official": Xavier uniform weights, as in the official VL-BERT code. "normal": N(0, 0.02), which the paper
+            says of all new layers.
+    """
+    for linear in linears:
+        if kind == "official":
+            nn.init.xavier_uniform_(linear.weight)
+        else:
+            nn.init.normal_(linear.weight, std=STD_OF_NEW_LAYERS)
+        nn.init.zeros_(linear.bias)
 
 
 class Task(nn.Module, abc.ABC):

@@ -39,8 +39,16 @@ from e2e_vl.tasks.pretraining_inputs import (
     describe_classes,
     draw_regions,
     image_seeds,
+    with_black_pixels,
     without_hidden_features,
 )
+
+CHOICES = {
+    "region_labels": ("distribution", "class"),
+    "teacher": ("frozen", "current", "file"),
+    "hidden_pixels": ("mean", "black"),
+    "background": ("last", "first"),
+}
 
 
 @dataclasses.dataclass
@@ -62,6 +70,11 @@ class PretrainingConfig:
             detector in training; "file" = `region_targets["class_probs"]`.
         hide_pixels: hide a region in the image, before the detector. False: only its feature, which a learned vector
             replaces (the encoder's `hidden_region_feature`), although neighbours and the whole image still show it.
+        hidden_pixels: what hidden pixels become. "mean": zero in the network's input, which is the mean colour
+            (official code). "black": zero in the image, before the mean is subtracted (paper, section 3.3).
+        background: place of the background among the region classes, with a detector as teacher. "last": behind the
+            detector's classes, as in Detectron2. "first": as in the files that the official code learns from, and so in
+            the region classifier of its checkpoints. Class distributions from a file stay as they are in it.
         max_own_regions: most boxes when the detector finds them itself; None = all its detections.
         max_length: wordpieces and regions of a text together; None = no cut.
     """
@@ -77,6 +90,8 @@ class PretrainingConfig:
     region_labels: Literal["distribution", "class"] = "distribution"
     teacher: Literal["frozen", "current", "file"] = "frozen"
     hide_pixels: bool = True
+    hidden_pixels: Literal["mean", "black"] = "mean"
+    background: Literal["last", "first"] = "last"
     max_own_regions: int | None = 100
     max_length: int | None = 64
 
@@ -87,11 +102,16 @@ class PretrainingConfig:
         for name in ("region_probability", "hide_probability"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"task.config.{name} is {getattr(self, name)}; it must be from 0 to 1.")
-        for name, choices in (("region_labels", ("distribution", "class")), ("teacher", ("frozen", "current", "file"))):
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f'task.config.{name} is "{getattr(self, name)}"; choose one of {", ".join(choices)}.')
         if self.max_length is not None and self.max_length < 3:
             raise ValueError(f"task.config.max_length is {self.max_length}; two wordpieces and a region need 3.")
+
+    @property
+    def has_background_last(self) -> bool:
+        """The background is the last region class; official files have it first."""
+        return self.teacher != "file" and self.background == "last"
 
 
 class WordHead(nn.Module):
@@ -150,13 +170,15 @@ class PretrainingTask(Task):
             ValueError: the encoder or the detector does not fit the objectives.
         """
         config = self.config
-        self.whole_image = encoder.uses_whole_image
+        self.whole_image = encoder.whole_image_is_region
         if config.relationship and not encoder.config.with_pooler:
             raise ValueError("task.config.relationship needs encoder.config.with_pooler: true.")
         if not config.masked_regions:
             return
-        if not encoder.config.hidden_region_embedding:
-            raise ValueError("task.config.masked_regions needs encoder.config.hidden_region_embedding: true.")
+        if not encoder.config.hidden_region_embedding and encoder.config.region_word != "img":
+            raise ValueError(
+                "task.config.masked_regions needs encoder.config.hidden_region_embedding: true, or region_word: img."
+            )
         if not config.hide_pixels and not encoder.config.hidden_region_feature:
             raise ValueError("task.config.hide_pixels: false needs encoder.config.hidden_region_feature: true.")
         if config.teacher != "file" and detector.num_classes + 1 != config.region_classes:
@@ -203,10 +225,14 @@ class PretrainingTask(Task):
             batch.region_targets["is_labelled"] = labelled
             batch.hidden_regions = hidden
             if config.hide_pixels:
-                batch.pixel_masks = [
+                masks = [
                     mask_rectangles(rows[is_hidden], size, "vl_bert").to(rows.dtype)
                     for rows, is_hidden, size in zip(boxes, hidden, batch.images.sizes.tolist(), strict=True)
                 ]
+                if config.hidden_pixels == "mean":
+                    batch.pixel_masks = masks
+                else:
+                    batch.images = with_black_pixels(batch.images, masks, detector)
             batch.images = without_hidden_features(batch.images, hidden)
         if config.max_length is not None:
             batch = cut_to_length(batch, boxes, config.max_length, whole_image=self.whole_image)
@@ -223,7 +249,13 @@ class PretrainingTask(Task):
             )
         if boxes is None or config.teacher != "file":
             teacher = detector if self.teacher is None else self.teacher
-            boxes, targets["class_probs"] = describe_classes(teacher, batch.images, boxes, config.max_own_regions)
+            boxes, targets["class_probs"] = describe_classes(
+                teacher,
+                batch.images,
+                boxes,
+                config.max_own_regions,
+                background_first=config.background == "first",
+            )
         return boxes, dataclasses.replace(batch, boxes=boxes, region_targets=targets)
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:

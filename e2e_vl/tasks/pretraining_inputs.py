@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from detector.interface import Detector
+from detector.pixel_masking import mask_pixels
 from detector.structures import ImageBatch
 from e2e_vl.masking import choose_regions, cut_lengths
 from e2e_vl.structures import Batch, TextBatch
@@ -24,7 +25,12 @@ from e2e_vl.structures import Batch, TextBatch
 
 @torch.no_grad()
 def describe_classes(
-    teacher: Detector, images: ImageBatch, boxes: list[Tensor] | None, most: int | None
+    teacher: Detector,
+    images: ImageBatch,
+    boxes: list[Tensor] | None,
+    most: int | None,
+    *,
+    background_first: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Boxes and their class distributions from a detector that sees the whole images.
 
@@ -33,9 +39,10 @@ def describe_classes(
         images: without anything hidden.
         boxes: N x [R, 4]; None: the teacher's own detections, best score first.
         most: keep at most so many of its own detections; None = all.
+        background_first: put the background's column in front of the detector's classes instead of behind them.
 
     Returns:
-        Boxes N x [R, 4], and probabilities N x float32 [R, C] with the background last.
+        Boxes N x [R, 4], and probabilities N x float32 [R, C].
     """
     was_training = [(module, module.training) for module in teacher.modules()]
     teacher.eval()
@@ -46,6 +53,8 @@ def describe_classes(
             module.training = training
     kept = slice(most if boxes is None else None)
     probabilities = [logits[kept].float().softmax(dim=1) for logits in regions.class_logits]
+    if background_first:
+        probabilities = [rows.roll(1, dims=1) for rows in probabilities]
     return [rows[kept] for rows in regions.boxes], probabilities
 
 
@@ -79,6 +88,13 @@ def image_seeds(batch: Batch) -> list[int | None]:
             if image >= 0:
                 seeds[image] = values[text]
     return seeds
+
+
+def with_black_pixels(images: ImageBatch, masks: list[Tensor], detector: Detector) -> ImageBatch:
+    """A copy of the images whose pixels in whole-pixel boxes N x [P, 4] are black before the mean is subtracted."""
+    settings = detector.config.input
+    black = -torch.tensor(settings.pixel_mean) / torch.tensor(settings.pixel_std)
+    return dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, masks, fill=black))
 
 
 def cut_to_length(batch: Batch, boxes: list[Tensor], limit: int, *, whole_image: bool) -> Batch:

@@ -25,7 +25,7 @@ from detector.structures import Loss
 from e2e_vl.evaluation.refexp import CONVENTIONS, hits, referring_metrics
 from e2e_vl.evaluation.refexp_files import write_submission
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.base import Task
+from e2e_vl.tasks.base import NewLayers, Task, check_new_layers, start_head
 
 
 @dataclasses.dataclass
@@ -43,6 +43,7 @@ class ReferringConfig:
             nor predicted, unless a text has no other region.
         no_region_is_miss: a text without any region counts as a wrong answer (`box` None) instead of an error; for a
             detector that may find nothing.
+        new_layers: start of the head, "official" (Xavier) or "normal" (paper), see `e2e_vl.tasks.base.start_head`.
         iou_convention: how `metrics` compares boxes, one of `e2e_vl.evaluation.refexp.CONVENTIONS`.
     """
 
@@ -53,6 +54,7 @@ class ReferringConfig:
     positive_weight: float = 1.0
     whole_image_can_win: bool = True
     no_region_is_miss: bool = False
+    new_layers: NewLayers = "official"
     iou_convention: str = "mattnet"
 
     def __post_init__(self) -> None:
@@ -60,6 +62,7 @@ class ReferringConfig:
             raise ValueError(f'The referring loss is "{self.loss}"; it must be "binary" or "softmax".')
         if not 0 <= self.positive_iou < 1:
             raise ValueError(f"positive_iou is {self.positive_iou}; it must be at least 0 and below 1.")
+        check_new_layers(self.new_layers)
         if self.iou_convention not in CONVENTIONS:
             raise ValueError(
                 f'The IoU convention is "{self.iou_convention}"; it must be one of {", ".join(CONVENTIONS)}.'
@@ -69,14 +72,12 @@ class ReferringConfig:
 class ReferringHead(nn.Module):
     """Linear + GELU, dropout, Linear to one score: [M, R, H] -> [M, R]."""
 
-    def __init__(self, hidden_size: int, dropout: float):
+    def __init__(self, hidden_size: int, dropout: float, new_layers: NewLayers = "official"):
         super().__init__()
         self.transform = nn.ModuleDict({"dense": nn.Linear(hidden_size, hidden_size)})
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(hidden_size, 1)
-        for linear in (self.transform["dense"], self.output):
-            nn.init.xavier_uniform_(linear.weight)
-            nn.init.zeros_(linear.bias)
+        start_head((self.transform["dense"], self.output), new_layers)
 
     def forward(self, regions: Tensor) -> Tensor:
         return self.output(self.dropout(F.gelu(self.transform["dense"](regions)))).squeeze(-1)
@@ -94,7 +95,7 @@ class ReferringTask(Task):
     def __init__(self, hidden_size: int, config: ReferringConfig | None = None):
         super().__init__()
         self.config = config or ReferringConfig()
-        self.head = ReferringHead(hidden_size, self.config.dropout)
+        self.head = ReferringHead(hidden_size, self.config.dropout, self.config.new_layers)
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Score the regions of M texts.

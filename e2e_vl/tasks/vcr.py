@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from detector.structures import Loss
 from e2e_vl.evaluation.vcr import join_predictions, joint_metrics, write_submission
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.base import Task
+from e2e_vl.tasks.base import NewLayers, Task, check_new_layers, start_head
 
 CHOICES = 4
 LOSSES = ("sigmoid", "softmax")
@@ -43,6 +43,8 @@ class VCRConfig:
         num_classes: classes of regions, the whole image (class 0) included.
         region_dropout: dropout between the two Linears of that classification.
         initializer_range: standard deviation of their start values.
+        new_layers: start of the Linear that scores a choice, "official" (Xavier) or "normal" (paper), see
+            `e2e_vl.tasks.base.start_head`.
     """
 
     dropout: float = 0.1
@@ -51,10 +53,12 @@ class VCRConfig:
     num_classes: int = 81
     region_dropout: float = 0.0
     initializer_range: float = 0.02
+    new_layers: NewLayers = "official"
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
             raise ValueError(f"task.config.loss is {self.loss!r}; it must be one of {', '.join(LOSSES)}.")
+        check_new_layers(self.new_layers)
         if self.region_loss_weight < 0:
             raise ValueError(f"task.config.region_loss_weight is {self.region_loss_weight}; it must not be negative.")
 
@@ -62,12 +66,11 @@ class VCRConfig:
 class ChoiceHead(nn.Module):
     """Dropout and a Linear: [M, H] -> [M]."""
 
-    def __init__(self, hidden_size: int, dropout: float):
+    def __init__(self, hidden_size: int, dropout: float, new_layers: NewLayers = "official"):
         super().__init__()
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(hidden_size, 1)
-        nn.init.xavier_uniform_(self.output.weight)
-        nn.init.zeros_(self.output.bias)
+        start_head((self.output,), new_layers)
 
     def forward(self, pooled: Tensor) -> Tensor:
         return self.output(self.dropout(pooled)).squeeze(-1)
@@ -98,7 +101,7 @@ class VCRTask(Task):
     def __init__(self, hidden_size: int, config: VCRConfig | None = None):
         super().__init__()
         self.config = config or VCRConfig()
-        self.head = ChoiceHead(hidden_size, self.config.dropout)
+        self.head = ChoiceHead(hidden_size, self.config.dropout, self.config.new_layers)
         self.region_classifier = None
         if self.config.region_loss_weight > 0:
             self.region_classifier = RegionClassifier(

@@ -35,7 +35,7 @@ from e2e_vl.evaluation.vqa import (
     write_submission,
 )
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.base import Task
+from e2e_vl.tasks.base import NewLayers, Task, check_new_layers, start_head
 
 
 @dataclasses.dataclass
@@ -56,6 +56,8 @@ class VQAConfig:
         normalised_targets: count normalised human answers for the targets; False counts raw strings (official).
         initialise_from_words: each row of the last Linear starts as the mean word embedding of its answer's wordpieces
             (official).
+        new_layers: start of the head's Linears, "official" (Xavier) or "normal" (paper), see
+            `e2e_vl.tasks.base.start_head`.
         top_answers: how many of the best answers a prediction lists.
     """
 
@@ -65,11 +67,13 @@ class VQAConfig:
     loss: Literal["binary", "softmax"] = "binary"
     normalised_targets: bool = False
     initialise_from_words: bool = True
+    new_layers: NewLayers = "official"
     top_answers: int = 5
 
     def __post_init__(self) -> None:
         if self.loss not in ("binary", "softmax"):
             raise ValueError(f'The VQA loss is "{self.loss}"; it must be "binary" or "softmax".')
+        check_new_layers(self.new_layers)
         if self.min_answer_count < 1 or self.top_answers < 1:
             raise ValueError("min_answer_count and top_answers must be at least 1.")
 
@@ -77,16 +81,14 @@ class VQAConfig:
 class AnswerHead(nn.Module):
     """Linear + GELU + LayerNorm (BERT's masked-word transform), dropout, Linear: [M, H] -> [M, A]."""
 
-    def __init__(self, hidden_size: int, num_answers: int, dropout: float):
+    def __init__(self, hidden_size: int, num_answers: int, dropout: float, new_layers: NewLayers = "official"):
         super().__init__()
         self.transform = nn.ModuleDict(
             {"dense": nn.Linear(hidden_size, hidden_size), "norm": nn.LayerNorm(hidden_size, eps=1e-12)}
         )
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(hidden_size, num_answers)
-        for linear in (self.transform["dense"], self.output):
-            nn.init.xavier_uniform_(linear.weight)
-            nn.init.zeros_(linear.bias)
+        start_head((self.transform["dense"], self.output), new_layers)
 
     def forward(self, states: Tensor) -> Tensor:
         states = self.transform["norm"](F.gelu(self.transform["dense"](states)))
@@ -114,7 +116,7 @@ class VQATask(Task):
                 self.class_of.setdefault(answer, number)
         if not self.class_of:
             raise ValueError("The list of possible answers is empty.")
-        self.head = AnswerHead(hidden_size, len(self.answers), config.dropout)
+        self.head = AnswerHead(hidden_size, len(self.answers), config.dropout, config.new_layers)
 
     @torch.no_grad()
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:

@@ -26,15 +26,30 @@ from detector.checkpoint import LoadReport, load_weights
 from detector.weight_files import read_tensors
 from e2e_vl.data.vqa_files import ANSWERS_FILE, read_answers
 from e2e_vl.encoders.vl_bert import VLBertModel
+from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.text import load_tokenizer, looks_like_hub_name
 from e2e_vl.weights import bert
-from e2e_vl.weights.vl_bert import HEADS, PRETRAINING_EMBEDDINGS, TEACHER, from_official, is_official
+from e2e_vl.weights.vl_bert import (
+    HEADS,
+    PRETRAINING_EMBEDDINGS,
+    REGION_CLASSES,
+    TEACHER,
+    from_official,
+    is_official,
+)
 
 OWN = "this project"
 PRETRAINING, BERT = "pretraining", bert.TASK_NAME
 RELATIONSHIP = "relationship."
 POOLER = "pooler."
-SAME_CONFIG = ("num_attention_heads", "hidden_act", "layer_norm_eps", "geometry")  # what no shape shows
+SAME_CONFIG = (  # what no shape shows
+    "num_attention_heads",
+    "hidden_act",
+    "layer_norm_eps",
+    "geometry",
+    "visual_part_on_end",
+    "whole_image_in_sequence",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +88,7 @@ class Source:
     layout: str  # whose names the file has
     task_name: str | None  # what they were trained for; "bert"; None: not known
     tensors: dict[str, Tensor]  # of the part that was asked for
+    background_last: bool | None = None  # order of the region classes of pre-training; None: not known
 
 
 def read_source(path: str | Path, part: Literal["encoder", "task"]) -> Source:
@@ -81,14 +97,20 @@ def read_source(path: str | Path, part: Literal["encoder", "task"]) -> Source:
     Raises:
         FileNotFoundError, ValueError: nothing there, or nothing that is known.
     """
-    file, task_name = _find(str(path), part)
+    file, settings = _find(str(path), part)
     tensors = read_tensors(file)
     for recognise, convert, layout in ((is_official, from_official, "VL-BERT"), (bert.is_bert, bert.from_bert, "BERT")):
         if recognise(tensors):
             parts = convert(tensors, file)
-            return Source(file, layout, parts.task_name, getattr(parts, part))
+            return Source(file, layout, parts.task_name, getattr(parts, part), background_last=False)
     own = {name: value for name, value in tensors.items() if not name.startswith(TEACHER)}
-    return Source(file, OWN, task_name, own)
+    settings = settings or {}
+    choices = settings.get("config") or {}
+    background_last = None
+    if settings.get("name") == PRETRAINING:
+        order = {key: choices[key] for key in ("teacher", "background") if key in choices}
+        background_last = PretrainingConfig(**order).has_background_last
+    return Source(file, OWN, settings.get("name"), own, background_last)
 
 
 def load_encoder(encoder: nn.Module, path: str | Path, *, task_name: str) -> LoadReport:
@@ -189,8 +211,9 @@ def check_answers(folder: Path, task: nn.Module) -> None:
 def load_task(task: nn.Module, path: str | Path, *, task_name: str) -> LoadReport:
     """Start a task's head: of the same task as it is, of another one by the rules in `TRANSFERS`.
 
-    Heads of objectives that are switched off in the task may be left over. The frozen detector that pre-training
-    learns from is none of its weights: it is a copy of the detector that the run starts with.
+    Region classes of pre-training are put into the task's order (`PretrainingConfig.background`); official files have
+    the background first. Heads of objectives that are switched off in the task may be left over. The frozen detector
+    that pre-training learns from is none of its weights: it is a copy of the detector that the run starts with.
 
     Args:
         path: see the top of this file.
@@ -204,9 +227,9 @@ def load_task(task: nn.Module, path: str | Path, *, task_name: str) -> LoadRepor
     if source.task_name == task_name or (source.layout == OWN and source.task_name is None):
         check_answers(source.path.parent, task)
         unused = tuple(name for name in PRETRAINING_HEADS if name not in own)  # VCR's region classifier is among them
-        return load_weights(
-            task, source.tensors, source.path, may_miss=(TEACHER,), may_exceed=unused, layout=source.layout
-        )
+        tensors, copied = _in_class_order(source, task)
+        report = load_weights(task, tensors, source.path, may_miss=(TEACHER,), may_exceed=unused, layout=source.layout)
+        return dataclasses.replace(report, copied=copied)
     transfer = TRANSFERS.get((source.task_name, task_name))
     if transfer is None:
         raise ValueError(
@@ -222,6 +245,18 @@ def load_task(task: nn.Module, path: str | Path, *, task_name: str) -> LoadRepor
         raise ValueError(f"{source.path}: {unknown[0]} is no part of a head of {source.task_name}.")
     report = load_weights(task, tensors, source.path, may_miss=(*transfer.random, TEACHER), layout=source.layout)
     return dataclasses.replace(report, unexpected=[*report.unexpected, *left], copied=copied)
+
+
+def _in_class_order(source: Source, task: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
+    """The head's weights with the background where pre-training has it, and a line that says what was moved."""
+    tensors = source.tensors
+    if not isinstance(task, PretrainingTask) or REGION_CLASSES[0] not in tensors:
+        return tensors, []
+    wanted = task.config.has_background_last
+    if source.background_last in (None, wanted):
+        return tensors, []
+    moved = {name: tensors[name].roll(-1 if wanted else 1, dims=0) for name in REGION_CLASSES}
+    return tensors | moved, [f"region_classifier.output, background becomes the {'last' if wanted else 'first'} class"]
 
 
 def _transferred(tensors: Mapping[str, Tensor], transfer: Transfer) -> tuple[dict[str, Tensor], list[str]]:
@@ -240,8 +275,8 @@ def _transferred(tensors: Mapping[str, Tensor], transfer: Transfer) -> tuple[dic
     return renamed, copied
 
 
-def _find(name: str, part: str) -> tuple[Path, str | None]:
-    """The weights file, and the task that the run beside it was for."""
+def _find(name: str, part: str) -> tuple[Path, dict[str, Any] | None]:
+    """The weights file, and the `task` settings of the run beside it."""
     path = Path(name).expanduser()
     if path.is_file():
         return path, _task_of_run(path.parent, part)
@@ -258,13 +293,13 @@ def _find(name: str, part: str) -> tuple[Path, str | None]:
     )
 
 
-def _task_of_run(folder: Path, part: str) -> str | None:
-    """The task of the run that a part's folder lies in; None for a folder by itself."""
+def _task_of_run(folder: Path, part: str) -> dict[str, Any] | None:
+    """The `task` settings of the run that a part's folder lies in; None for a folder by itself."""
     path = folder.absolute().parent / "config.yaml"
     if folder.absolute().name != part or not path.is_file():
         return None
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return settings.get("task", {}).get("name") if isinstance(settings, dict) else None
+    return settings.get("task") if isinstance(settings, dict) else None
 
 
 def _described(source: Source) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 from detector.weight_names import VL_BERT, from_vl_bert, to_vl_bert
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.tasks.pretraining import PretrainingTask
 
 # official -> ours; a name is a parameter or, most often, the module that holds it
 ENCODER = {
@@ -83,11 +84,15 @@ PRETRAINING_EMBEDDINGS = (
 )
 ENCODER_CONFIG = {
     "geometry": "centre_size",
-    "image_feature_on_words": True,
     "visual_part_on_end": False,
+    "whole_image_in_sequence": True,
+    "image_feature_on_words": True,
     "uses_whole_image": True,
     "norm_first": False,
 }
+REGION_WORD = "embeddings.region_word_embedding.weight"
+HIDDEN_REGION_WORD = "embeddings.hidden_region_word_embedding.weight"
+REGION_CLASSES = ("region_classifier.output.weight", "region_classifier.output.bias")  # a row per class
 TEACHER = "teacher."  # our pre-training keeps a frozen copy of the detector
 
 
@@ -181,6 +186,10 @@ def to_official(parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
 def save_official(model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
     """Write a model as an official `.model` file; returns what was left out, see `to_official`.
 
+    Two things of pre-training are written so that the official code computes the same: with `region_word: img` the
+    vector of [IMG] stands in both places, that of regions and that of hidden ones; and a region classifier with the
+    background last gets it first.
+
     Raises:
         ValueError: the official code has no such model, or the file's name does not end with `.model`.
     """
@@ -194,8 +203,12 @@ def save_official(model: VisionLanguageModel, task_name: str, path: str | Path) 
             raise ValueError(
                 f"{path}: the official code has no encoder with {name} = {getattr(model.encoder.config, name)}."
             )
-    states = (part.state_dict() for part in (model.detector, model.encoder, model.task))
-    official, left_out = to_official(Parts(*states, task_name=task_name))
+    detector, encoder, task = (dict(part.state_dict()) for part in (model.detector, model.encoder, model.task))
+    if model.encoder.config.region_word == "img" and task_name == "pretraining":
+        encoder[HIDDEN_REGION_WORD] = encoder[REGION_WORD]
+    if isinstance(model.task, PretrainingTask) and model.task.config.has_background_last:
+        task |= {name: task[name].roll(1, dims=0) for name in REGION_CLASSES}
+    official, left_out = to_official(Parts(detector, encoder, task, task_name=task_name))
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"state_dict": {name: value.detach().cpu() for name, value in official.items()}}, path)
     return left_out

@@ -64,6 +64,34 @@ def test_pad_to_fixes_the_size():
     assert join(Example([image()], [text()]), pad_to=(8, 9)).images.pixels.shape == (1, 3, 8, 9)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([(4, 6), (7, 8)], (8, 10)),
+        ([(5, 5)], (8, 10)),  # a square image lies as a wide one
+        ([(6, 4)], (10, 8)),
+        ([(4, 6), (6, 4)], (10, 10)),
+        ([(4, 20)], (8, 20)),  # a canvas grows with its image
+        ([(9, 4), (12, 11)], (12, 11)),
+    ],
+)
+def test_images_lie_on_a_canvas(sizes, expected):
+    batch = join(*(Example([image(*size)], [text()]) for size in sizes), canvas=(8, 10))
+    assert batch.images.pixels.shape == (len(sizes), 3, *expected)
+    assert batch.images.sizes.tolist() == [list(size) for size in sizes]
+    for pixels, (height, width) in zip(batch.images.pixels, sizes, strict=True):
+        assert pixels[:, :height, :width].abs().min() > 0
+        assert pixels[:, height:].abs().sum() == pixels[:, :, width:].abs().sum() == 0
+
+
+def test_a_canvas_makes_an_image_independent_of_others_that_lie_as_it_does():
+    one, other = Example([image(4, 6)], [text()]), Example([image(5, 9)], [text()])
+    alone, together = join(one, canvas=(8, 10)).images.pixels, join(one, other, canvas=(8, 10)).images.pixels
+    assert torch.equal(alone[0], together[0])
+    assert join(one).images.pixels.shape != join(one, other).images.pixels.shape
+    assert join(one, canvas=(8, 10), pad_to=(4, 7)).images.pixels.shape == (1, 3, 4, 7)
+
+
 def test_online_boxes_are_none_and_no_boxes_are_empty():
     assert join(Example([image(boxes=None)], [text()])).boxes is None
     assert join(Example([image(boxes=0)], [text()])).boxes[0].shape == (0, 4)

@@ -33,6 +33,13 @@ def test_only_the_boxes_of_each_image_become_zero():
     assert torch.equal(pixels, before)
 
 
+def test_masked_boxes_take_a_given_colour():
+    pixels, colour = torch.rand(1, 3, 6, 8), torch.tensor([-1.0, -2.0, -3.0])
+    masked = mask_pixels(pixels, torch.tensor([[6, 8]]), [torch.tensor([[1.0, 2.0, 4.0, 5.0]])], fill=colour)
+    assert torch.equal(masked[0, :, 2:5, 1:4], colour[:, None, None].expand(3, 3, 3))
+    assert (masked != pixels).sum() == 3 * 9
+
+
 @pytest.mark.parametrize("rounding", ["outward", "vl_bert"])
 def test_nothing_of_a_masked_box_reaches_any_feature(rounding: str):
     torch.manual_seed(0)

@@ -35,6 +35,7 @@ VARIANTS = {
     "pre_ln": {"norm_first": True, "embedding_init_std": 0.5},
     "pairwise_geometry": {"norm_first": True, "pairwise_geometry": True, "pairwise_geometry_dim": 16},
     "no_image_on_words": {"image_feature_on_words": False, "uses_whole_image": False},
+    "paper": {"region_word": "img", "new_layers": "normal", "whole_image_in_sequence": False},
     "pooler_and_text_only": {"with_pooler": True, "text_only_embedding": True, "geometry": "corners"},
 }
 
@@ -297,6 +298,9 @@ def test_pre_ln_learns_to_find_the_named_region():
         ({"num_attention_heads": 5}, "hidden_size 32 is not a multiple of num_attention_heads 5"),
         ({"type_vocab_size": 2}, "type_vocab_size is 2"),
         ({"uses_whole_image": False}, "image_feature_on_words needs the whole image"),
+        ({"region_word": "word"}, 'region_word is "word"; it must be "learned" or "img"'),
+        ({"new_layers": "xavier"}, 'new_layers is "xavier"; it must be "official" or "normal"'),
+        ({"region_word": "img", "hidden_region_embedding": True}, "set hidden_region_embedding to false"),
         (
             {"image_feature_on_words": False, "visual_part_on_end": True},
             "visual_part_on_end needs image_feature_on_words",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.config import ResizeSettings, differences, load_config
+from e2e_vl.data.examples import Request
 from e2e_vl.engine.build import build_run, take_sizes_of_detector
 
 ROOT = Path(__file__).parents[2]
@@ -47,3 +48,19 @@ def test_the_detection_config_trains_at_the_sizes_of_detectron2(monkeypatch):
     )
     assert own.data.resize.short_edge == [600]
     assert differences(own, config)
+
+
+def test_the_canvas_of_the_settings_reaches_the_batches(tiny_config):
+    for canvas, expected in (("null", None), ("[200,240]", (200, 240))):
+        run = build_run(tiny_config(f"data.canvas={canvas}"))
+        images = run.collate([run.train_dataset[Request(0, (run.train_dataset.groups[0][0],))]]).images
+        assert images.pixels.shape[2:] == (expected or tuple(images.sizes[0].tolist()))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "vcr").glob("*.yaml")), ids=lambda path: path.stem)
+def test_images_of_vcr_lie_on_the_official_canvas(path):
+    """Its official code alone pads to a fixed size, that of the resize rule."""
+    data = load_config(path, ["data.root=unused"]).data
+    assert data.canvas == [*data.resize.short_edge, data.resize.long_edge] == [600, 1200]
+    pretraining = load_config(ROOT / "configs" / "pretraining" / "vl_bert_base_e2e.yaml", ["data.root=unused"])
+    assert pretraining.data.canvas is None

@@ -87,6 +87,29 @@ def test_pre_training_goes_on_from_its_own_files_but_learns_from_the_new_detecto
             assert torch.equal(started.task.teacher.state_dict()[name], value), name
 
 
+@pytest.mark.parametrize("more", [{"background": "first"}, {"teacher": "file"}, {"teacher": "current"}])
+@pytest.mark.parametrize("kind", ["run", "file"])
+def test_region_classes_keep_their_meaning_where_the_background_has_another_place(config_of, pretrained, kind, more):
+    """The source has it last. Files of class distributions have it first."""
+    source, paths = pretrained
+    config = config_of("pretraining", f"task.weights={paths[kind]}")
+    config.task.config |= more
+    started = build(config, seed=2).task.region_classifier.output
+    order = torch.arange(source.task.config.region_classes)
+    if more != {"teacher": "current"}:
+        order = order.roll(1)
+    for name, value in source.task.region_classifier.output.state_dict().items():
+        assert torch.equal(started.state_dict()[name], value[order]), name
+
+
+@pytest.mark.parametrize("name", ["visual_part_on_end", "whole_image_in_sequence"])
+def test_another_input_sequence_is_an_error(config_of, pretrained, name):
+    """No shape shows it; only the paper's side or the official one is learned."""
+    other = {name: not getattr(pretrained[0].encoder.config, name)}
+    with pytest.raises(ValueError, match=f"set encoder.config.{name} to {not other[name]}"):
+        build(config_of("pretraining", f"encoder.weights={pretrained[1]['run']}", **other))
+
+
 def test_a_fine_tuned_model_comes_back_without_its_starting_weights(config_of, pretrained, tmp_path):
     _, paths = pretrained
     config = config_of("refcoco", f"encoder.weights={paths['run']}", f"task.weights={paths['run']}")

@@ -9,20 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-from detector.config import DetectorConfig
+from detector.config import DetectorConfig, InputConfig
 from detector.faster_rcnn import FasterRCNN
+from detector.images import make_image_batch
 from detector.structures import ImageBatch, PrecomputedFeatures
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, TextBatch
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
-from e2e_vl.tasks.pretraining_inputs import cut_to_length, without_hidden_features
+from e2e_vl.tasks.pretraining_inputs import cut_to_length, with_black_pixels, without_hidden_features
 
 SEP, CLASSES, VOCABULARY = 3, 5, 40
+PAPER = {"region_word": "img", "hidden_region_embedding": False, "whole_image_in_sequence": False}
 BOXES = [[[5, 5, 40, 40], [30, 30, 80, 60], [2, 50, 30, 62]], [[10, 0, 50, 30], [0, 0, 20, 20]]]
 
 
-def make_model(norm: str = "FrozenBN", **options) -> VisionLanguageModel:
+def make_model(norm: str = "FrozenBN", encoder: dict | None = None, **options) -> VisionLanguageModel:
     torch.manual_seed(0)
     detector = FasterRCNN(
         DetectorConfig.from_flat(
@@ -38,22 +40,21 @@ def make_model(norm: str = "FrozenBN", **options) -> VisionLanguageModel:
             }
         )
     )
-    encoder = VLBertModel(
-        VLBertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=32,
-            feature_dim=detector.feature_dim,
-            geometry_dim=16,
-            visual_scale_text_init=1.0,
-            visual_scale_object_init=1.0,
-            text_only_embedding=True,
-            hidden_region_embedding=True,
-            with_pooler=True,
-        )
-    )
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "feature_dim": detector.feature_dim,
+        "geometry_dim": 16,
+        "visual_scale_text_init": 1.0,
+        "visual_scale_object_init": 1.0,
+        "text_only_embedding": True,
+        "hidden_region_embedding": True,
+        "with_pooler": True,
+    }
+    encoder = VLBertModel(VLBertConfig(**settings | (encoder or {})))
     task = PretrainingTask(16, PretrainingConfig(**{"vocab_size": VOCABULARY, "region_classes": CLASSES} | options))
     task.initialise(None, encoder, detector)
     return VisionLanguageModel(detector, encoder, task)
@@ -88,10 +89,13 @@ def make_batch(seed: int = 0, mlm: bool = True, boxes: bool = True) -> Batch:
     )
 
 
-@pytest.mark.parametrize("teacher", ["frozen", "current"])
-def test_hidden_pixels_change_no_logit(teacher):
+@pytest.mark.parametrize(
+    ("teacher", "colour", "encoder"), [("frozen", "mean", {}), ("current", "mean", {}), ("frozen", "black", PAPER)]
+)
+def test_hidden_pixels_change_no_logit(teacher, colour, encoder):
     """The model that could peek is caught: other pixels in the hidden boxes give other labels, but the same logits."""
-    model = make_model(teacher=teacher, region_probability=0.6, hide_probability=1.0, relationship=1.0).eval()
+    objectives = {"region_probability": 0.6, "hide_probability": 1.0, "relationship": 1.0}
+    model = make_model(teacher=teacher, hidden_pixels=colour, encoder=encoder, **objectives).eval()
     batch = make_batch()
     prepared = model.task.prepare(batch, model.detector)
     hidden = [rows[mask] for rows, mask in zip(prepared.boxes, prepared.hidden_regions, strict=True)]
@@ -112,6 +116,65 @@ def test_hidden_pixels_change_no_logit(teacher):
     shown.images.pixels[:, :, 10, 60] += 100  # outside of the hidden boxes
     with torch.no_grad():
         assert not torch.equal(model(shown).task.logits, first.task.logits)
+
+
+def test_hidden_pixels_are_those_of_a_black_image():
+    """Zeros before the mean is subtracted, in the last row and column of the box too."""
+    photo, mean, std = torch.randint(1, 255, (12, 16, 3)).byte().numpy(), (10.0, 20.0, 30.0), (1.0, 2.0, 4.0)
+    painted = photo.copy()
+    painted[3:9, 5:12] = 0
+    images, expected = (make_image_batch([one], [(12, 16)], ["a"], mean, std) for one in (photo, painted))
+    colours = types.SimpleNamespace(config=types.SimpleNamespace(input=InputConfig(pixel_mean=mean, pixel_std=std)))
+    before = images.pixels.clone()
+    assert torch.equal(with_black_pixels(images, [torch.tensor([[5, 3, 12, 9]])], colours).pixels, expected.pixels)
+    assert torch.equal(images.pixels, before)
+
+
+def test_the_teacher_sees_what_is_painted_black():
+    every = {"region_probability": 1.0, "hide_probability": 1.0, "teacher": "current"}
+    mean, black = (make_model(hidden_pixels=colour, **every).eval() for colour in ("mean", "black"))
+    batch = make_batch()
+    before = batch.images.pixels.clone()
+    prepared = black.task.prepare(batch, black.detector)
+    assert prepared.pixel_masks is None and torch.equal(batch.images.pixels, before)
+    colour = -torch.tensor(black.detector.config.input.pixel_mean)
+    assert torch.equal(prepared.images.pixels[0, :, 40, 40], colour)  # the last corner of the first box
+    assert torch.equal(prepared.images.pixels[0, :, 0, 95], before[0, :, 0, 95])
+    for one, other in zip(
+        prepared.region_targets["class_probs"],
+        mean.task.prepare(make_batch(), mean.detector).region_targets["class_probs"],
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+    with torch.no_grad():
+        assert not torch.equal(*(model(make_batch()).task.logits for model in (mean, black)))
+
+
+@pytest.mark.parametrize("boxes", [True, False])
+def test_background_comes_first_if_asked_for(boxes):
+    """Then class k of the detector is column k + 1, as in files of bottom-up attention."""
+    last, first = (make_model(background=place, region_probability=1.0).eval() for place in ("last", "first"))
+    ours = last.task.prepare(make_batch(boxes=boxes), last.detector)
+    theirs = first.task.prepare(make_batch(boxes=boxes), first.detector)
+    assert sum(map(len, theirs.boxes)) > 0
+    logits = first.detector(theirs.images, theirs.boxes).class_logits
+    for one, other, scores in zip(
+        ours.region_targets["class_probs"], theirs.region_targets["class_probs"], logits, strict=True
+    ):
+        assert torch.equal(one[:, -1], other[:, 0]) and torch.equal(one[:, :-1], other[:, 1:])
+        assert not torch.equal(one, other)
+        torch.testing.assert_close(other[:, 0], scores.softmax(dim=1)[:, CLASSES - 1])
+
+
+def test_a_whole_image_that_is_no_region_takes_no_place_of_the_length():
+    limits = []
+    for in_sequence in (True, False):
+        model = make_model(encoder={"whole_image_in_sequence": in_sequence}, max_length=5).eval()
+        limits.append(model.task.prepare(make_batch(), model.detector).region_limit.tolist())
+        with torch.no_grad():
+            output = model(make_batch())
+        assert (output.text_regions.row.ge(0) == output.text_regions.attend).all() == (not in_sequence)
+    assert limits == [[2, 2, 2, 0], [3, 3, 2, 0]]
 
 
 def test_visible_region_is_predicted_but_not_hidden():
@@ -254,6 +317,9 @@ def test_predictions_count_captions_only():
         ({"hide_pixels": False}, "hidden_region_feature: true"),
         ({"masked_words": -1}, "must not be negative"),
         ({"teacher": "none"}, "choose one of frozen, current, file"),
+        ({"hidden_pixels": "grey"}, 'hidden_pixels is "grey"; choose one of mean, black'),
+        ({"background": "middle"}, 'background is "middle"; choose one of last, first'),
+        ({"encoder": {"hidden_region_embedding": False}}, "hidden_region_embedding: true, or region_word: img"),
         ({"region_probability": 1.5}, "must be from 0 to 1"),
         ({"max_length": 2}, "need 3"),
     ],
@@ -267,7 +333,7 @@ def test_file_labels_must_be_there():
     model = make_model(teacher="file")
     with pytest.raises(ValueError, match="without class distributions"):
         model(make_batch())
-    encoder = types.SimpleNamespace(uses_whole_image=True, config=VLBertConfig(with_pooler=False))
+    encoder = types.SimpleNamespace(whole_image_is_region=True, config=VLBertConfig(with_pooler=False))
     task = PretrainingTask(8, PretrainingConfig(vocab_size=5, relationship=1.0))
     with pytest.raises(ValueError, match="with_pooler"):
         task.initialise(None, encoder, model.detector)

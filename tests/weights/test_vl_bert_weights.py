@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -17,6 +18,7 @@ from detector.faster_rcnn import FasterRCNN
 from detector.precomputed import PrecomputedDetector
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.structures import TextBatch, TextRegions
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
@@ -176,6 +178,55 @@ def test_there_and_back_is_exact(kind, tmp_path):
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [({"background": "last"}, {"background": "first"}), ({"teacher": "file"}, {"background": "last"})],
+)
+def test_region_classes_of_a_file_begin_with_the_background(tmp_path, saved, loaded):
+    """Official region classifiers have it there, whatever the order of the run is."""
+    source, target, path = tiny_model("pretraining", 1), tiny_model("pretraining", 2), tmp_path / "x.model"
+    for model, options in ((source, saved), (target, loaded)):
+        model.task.config = dataclasses.replace(model.task.config, **options)
+    output = source.task.region_classifier.output
+    save_official(source, "pretraining", path)
+    report = load_task(target.task, path, task_name="pretraining")
+    state = torch.load(path, weights_only=True)["state_dict"]
+    is_last = saved.get("background") == "last"
+    for name, ours in (("weight", output.weight), ("bias", output.bias)):
+        written = state[f"module.vlbert.mvrc_head.region_cls_pred.{name}"]
+        assert torch.equal(written, torch.cat([ours[-1:], ours[:-1]]) if is_last else ours)
+        read = getattr(target.task.region_classifier.output, name)
+        assert torch.equal(read, written if is_last else torch.cat([written[1:], written[:1]]))
+    assert len(report.copied) == (not is_last)
+    assert torch.equal(target.task.mlm.bias, source.task.mlm.bias)
+
+
+def test_img_stands_in_both_places_of_a_file(tmp_path):
+    """So the official model computes the same, hidden regions included; read again, one of the two is left over."""
+    official, paper = tiny_model("pretraining", 2), tiny_model("pretraining", 1)
+    paper.encoder = VLBertModel(
+        VLBertConfig(**paper.encoder.config.to_dict() | {"region_word": "img", "hidden_region_embedding": False})
+    ).eval()
+    save_official(paper, "pretraining", tmp_path / "x.model")
+    load_all(official, tmp_path / "x.model", "pretraining")
+    texts = TextBatch(torch.tensor([[1, 2, 3]]), torch.zeros(1, 3).long(), torch.ones(1, 3).bool())
+    regions = TextRegions.of_own_images(
+        features=torch.rand(1, 3, paper.encoder.config.feature_dim),
+        boxes=torch.tensor([[[0.0, 0, 9, 9], [1, 1, 4, 4], [2, 2, 7, 8]]]),
+        image_sizes=torch.full((1, 3, 2), 10.0),
+        attend=torch.ones(1, 3).bool(),
+        image_slot=torch.zeros(1, 3).long(),
+    )
+    regions.is_hidden[0, 1] = True
+    with torch.no_grad():
+        one, other = paper.encoder(texts, regions), official.encoder.eval()(texts, regions)
+    assert torch.equal(one.regions, other.regions) and torch.equal(one.text, other.text)
+    again = VLBertModel(paper.encoder.config)
+    report = load_encoder(again, tmp_path / "x.model", task_name="pretraining")
+    assert report.unexpected == ["embeddings.hidden_region_word_embedding.weight"] and not report.missing
+    assert all(torch.equal(value, paper.encoder.state_dict()[name]) for name, value in again.state_dict().items())
+
+
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_half_precision_and_files_without_the_prefix(tmp_path, prefix):
     model, other, path = tiny_model("refcoco", seed=1), tiny_model("refcoco", seed=2), tmp_path / "half.model"
@@ -331,7 +382,7 @@ def test_a_file_that_tries_to_run_code_is_refused(tmp_path, monkeypatch, part):
 
 def test_encoders_without_a_place_in_the_official_layout(tmp_path):
     model = tiny_model("refcoco", 1)
-    for name, other in (("geometry", "corners"), ("visual_part_on_end", True)):  # no shape shows these
+    for name, other in (("geometry", "corners"), ("visual_part_on_end", True), ("whole_image_in_sequence", False)):
         official = getattr(model.encoder.config, name)
         setattr(model.encoder.config, name, other)
         with pytest.raises(ValueError, match=f"no encoder with {name} = {other}"):
