@@ -52,9 +52,9 @@ def benchmark_training_memory(
         workers: processes that read.
 
     Returns:
-        `machine`, `settings`, and `cases`: for each size `corpus_mib`, `records`, `files` (MiB), `start` (MiB, resident,
-        with everything imported), `seconds`, `steps` [S] at which was measured, and `main` and each of `workers` with
-        `rss`, `pss` and `uss`, lists [S] in MiB, and a `summary` of them (see `summary`).
+        `machine`, `settings`, and `cases`: for each size `corpus_mib`, `records`, `files` (MiB), `start` (MiB,
+        resident, with everything imported), `seconds`, `steps` [S] at which was measured, and `main` and each of
+        `workers` with `rss`, `pss` and `uss`, lists [S] in MiB, and a `summary` of them (see `summary`).
 
     Raises:
         ValueError: a size that is not positive, or what the run raises about settings and data.
