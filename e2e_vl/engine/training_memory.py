@@ -160,6 +160,8 @@ def _run(config_file: Path, words: list[str]) -> dict[str, Any]:
         shutil.rmtree(run, ignore_errors=True)
     if message is not None:
         raise ValueError(message)
+    if not steps:
+        raise ValueError("The run was over before its memory could be measured; give more steps.")
     main, *workers = measured.values()
     for values in measured.values():
         values["summary"] = summary(steps, values)
@@ -203,8 +205,6 @@ def _watch(process: Any, log: Path) -> tuple[list[int], dict[int, dict[str, list
         for pid, values in found.items():
             for kind in KINDS:
                 measured.setdefault(pid, {}).setdefault(kind, []).append(round(values[kind] / MIB, 1))
-    if not steps and process.exitcode == 0:
-        raise RuntimeError("The run was over before it could be measured; give more steps.")
     return steps, measured
 
 
