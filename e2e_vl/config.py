@@ -62,6 +62,8 @@ class SyntheticSettings:
 
     scenes: dict[str, int] = field(default_factory=dict)  # split -> number of scenes; empty = no synthetic data
     seed: int = 0
+    # folders beside `images` that are written, such as captions (see e2e_vl/synthetic/build.py); None = all
+    formats: list[str] | None = None
     config: dict[str, Any] = field(default_factory=dict)  # fields of the scene and language settings
 
 

@@ -7,6 +7,7 @@
     python tools/benchmark.py detector --json FILE
     python tools/benchmark.py detector --detector-config configs/detector/R_101_C4.yaml --image-size 600 1000
     python tools/benchmark.py memory --folder DIR --corpus-mib 2048 --records 200000 --json FILE
+    python tools/benchmark.py memory --folder DIR --steps 2000 --against 16 2000 --picture FILE --json FILE
 
 `train` times whole training steps (forward, backward, optimiser) with several texts of each image in one batch
 (grouped) against the same texts one per batch (ungrouped: as many passes over the same images, gradients accumulated,
@@ -21,7 +22,10 @@ of Detectron2's model with the same config and weights. `ratio` is Detectron2's 
 ours is faster. The two take turns. If their features differ, the exit status is 1.
 
 `memory` writes a text corpus and captioned images in shards (as large as asked for; they stay in the folder), reads
-batches of them as pre-training does, and shows the resident memory of the main process and of each worker.
+batches of them as pre-training does, and shows the resident memory of the main process and of each worker. With
+`--steps` it pre-trains for so many steps instead, model and optimiser included, and shows the memory of each process
+early (from 20 to 30 % of the steps, when caches have filled) and late (the last 10 %): RSS is all resident memory, PSS
+divides pages that processes share among them, USS leaves them out. `--against` does the same on smaller files.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from e2e_vl.engine.benchmark import benchmark_training
 from e2e_vl.engine.detector_benchmark import benchmark_detector
 from e2e_vl.engine.memory_benchmark import benchmark_memory
 from e2e_vl.engine.step_benchmark import benchmark_steps
+from e2e_vl.engine.training_memory import benchmark_training_memory, draw_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs" / "benchmark"
@@ -106,6 +111,9 @@ def main(argv: list[str] | None = None) -> int:
     if result["benchmark"] == "memory":
         print_memory(result)
         return 0
+    if result["benchmark"] == "training_memory":
+        print_training_memory(result)
+        return 0
     if result["benchmark"] == "steps":
         print_steps(result)
         return 0
@@ -156,11 +164,35 @@ def _add_memory_command(commands: Any) -> None:
     parser.add_argument("--batches", type=int, default=1000, help="batches that are read (default: 1000)")
     parser.add_argument("--images-per-batch", type=int, default=8, help="captions in a batch (default: 8)")
     parser.add_argument("--workers", type=int, default=2, help="processes that read (default: 2)")
+    parser.add_argument("--steps", type=int, metavar="N", help="pre-train so many steps instead of only reading")
+    parser.add_argument(
+        "--against",
+        type=int,
+        nargs=2,
+        metavar=("MIB", "RECORDS"),
+        help="with --steps: the same on a corpus and records of these sizes, to compare",
+    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="with --steps: draw the curves into this PNG file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
 
 
 def run_memory(arguments: argparse.Namespace) -> dict[str, Any]:
     """The measurement that the command line describes."""
+    if arguments.steps is not None:
+        sizes = [(arguments.corpus_mib, arguments.records)]
+        result = benchmark_training_memory(
+            CONFIGS / "memory.yaml",
+            arguments.folder,
+            sizes=sizes if arguments.against is None else [*sizes, tuple(arguments.against)],
+            steps=arguments.steps,
+            images_per_batch=arguments.images_per_batch,
+            workers=arguments.workers,
+        )
+        if arguments.picture is not None:
+            draw_memory(result, arguments.picture)
+        return {"benchmark": "training_memory", **result}
+    if arguments.against is not None or arguments.picture is not None:
+        raise ValueError("--against and --picture belong to --steps; give the number of steps too.")
     result = benchmark_memory(
         arguments.folder,
         corpus_mib=arguments.corpus_mib,
@@ -183,6 +215,25 @@ def print_memory(result: dict[str, Any]) -> None:
     rows |= {f"worker {number}": values for number, values in enumerate(memory["workers"])}
     for name, values in rows.items():
         print(f"  {name:20s} {values['peak']:8.1f} MiB peak, {values['growth']:+.1f} MiB growth")
+
+
+def print_training_memory(result: dict[str, Any]) -> None:
+    """A table for people, in Markdown; MiB."""
+    settings = result["settings"]
+    print(f"{settings['steps']} steps of {settings['images_per_batch']} captions and as many texts of the corpus, MiB:")
+    print("| corpus | records | process | RSS peak | RSS late | RSS growth | PSS late | USS late | USS growth |")
+    print("|---:|---:|---|---:|---:|---:|---:|---:|---:|")
+    for case in result["cases"]:
+        rows = {"main": case["main"]} | {f"worker {number}": one for number, one in enumerate(case["workers"])}
+        for name, process in rows.items():
+            values = process["summary"]
+            print(
+                f"| {case['files']['corpus']:.0f} | {case['records']} | {name} | {values['peak']:.0f} | "
+                f"{values['rss_late']:.0f} | {values['rss_growth']:+.1f} | {values['pss_late']:.0f} | "
+                f"{values['uss_late']:.0f} | {values['uss_growth']:+.1f} |"
+            )
+    for case in result["cases"]:
+        print(f"{case['records']} records: {case['start']:.0f} MiB with everything imported, {case['seconds']:.0f} s")
 
 
 def run_detector(arguments: argparse.Namespace) -> dict[str, Any]:

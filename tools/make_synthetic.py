@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from e2e_vl.synthetic import LanguageConfig, SceneConfig, make_scenes
+from e2e_vl.synthetic.build import FORMATS
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -39,6 +40,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="mix of the families of expressions",
     )
     parser.add_argument("--image-format", choices=("jpg", "png"), default="jpg", help="format of the images")
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        choices=FORMATS,
+        default=list(FORMATS),
+        metavar="FOLDER",
+        help="what is written beside the images; a folder that is there already gets what it lacks",
+    )
     parser.add_argument("--workers", type=int, default=0, help="processes that draw; 0 draws in this process")
     parser.add_argument("--quiet", action="store_true", help="show no progress bar")
     return parser.parse_args(arguments)
@@ -60,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
             ),
             language=LanguageConfig(family_mix=_parse_shares(options.families)),
             image_format=options.image_format,
+            formats=options.formats,
             workers=options.workers,
             progress=not options.quiet,
         )

@@ -6,6 +6,7 @@
     python tools/predict.py ask --run RUN --image IMAGE --text "the small red circle" --output DIR
     python tools/predict.py ask --run RUN --image IMAGE --text "What color is the star?" --boxes 10,20,60,80 5,5,40,90
     python tools/predict.py ask --run RUN --image IMAGE --text "Why is [0] there ?" --choices A B C D --boxes FILE
+    python tools/predict.py ask --run RUN --image IMAGE --text "a [MASK] circle next to a square" --hide 10,20,60,80
 
 split writes what the task's server or the literature expects, in the order of the data set:
   VQA      JSON list of {"question_id", "answer"}
@@ -16,8 +17,10 @@ options (key=value) hold for both runs.
 
 ask prints the answer, the best first. Without --boxes the run's own detector finds the regions; VCR needs its boxes,
 and its texts name them as [0] or [1,2], counted from 0; a VCR metadata file as --boxes brings their classes and
-outlines too. --output DIR writes answer.json (the whole prediction, the regions, and for VQA and VCR the last layer's
-attention on them), regions.png (all regions) and answer.png (the answer's box, or the regions it looked at most).
+outlines too. A pre-training run names the best words at every [MASK], and the best classes of every region that --hide
+takes out of the image before the detector sees it. --output DIR writes answer.json (the whole prediction, the regions,
+and the last layer's attention on them where the task points at no box), regions.png (all regions) and answer.png (the
+answer's box, or the regions it looked at most, without the pixels that were hidden).
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from e2e_vl.engine.launch import start_all_processes
 from e2e_vl.engine.predict import Answer, answer_text, predict_split
 
 MOST_ATTENDED = 5  # regions in answer.png
+GREY = 127  # in place of hidden pixels
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,13 +61,20 @@ def main(argv: list[str] | None = None) -> int:
     ask = commands.add_parser("ask", help="one image and one text in, the answer out", **shape)
     ask.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
     ask.add_argument("--image", type=Path, required=True, help="any JPEG or PNG file")
-    ask.add_argument("--text", required=True, help="phrase or question")
+    ask.add_argument("--text", required=True, help="phrase, question, or a caption with [MASK]")
     ask.add_argument(
         "--boxes",
         nargs="+",
         metavar="BOX",
         help="candidates instead of the detector's: x1,y1,x2,y2 or class:x1,y1,x2,y2 in pixels of the image, or a file "
         "(JSON list, JSON object with `boxes` and maybe `names`, or regions.npz of tools/extract_demo.py)",
+    )
+    ask.add_argument(
+        "--hide",
+        nargs="+",
+        metavar="BOX",
+        help="pre-training: regions to recognise without their pixels, as --boxes; candidates that overlap one with an "
+        "IoU of 0.5 or more are left out, it stands for them",
     )
     ask.add_argument("--choices", nargs="+", default=(), metavar="TEXT", help="VCR: the four texts to choose from")
     ask.add_argument("--answer", help="VCR, a run for rationales: the answer that they are for")
@@ -103,6 +114,7 @@ def ask_one(arguments: argparse.Namespace) -> None:
         boxes=None if arguments.boxes is None else read_boxes(arguments.boxes),
         choices=tuple(arguments.choices),
         answer=arguments.answer,
+        hidden=None if arguments.hide is None else read_boxes(arguments.hide, "--hide"),
     )
     answer = answer_text(arguments.run, asked)
     for line in answer.lines:
@@ -126,19 +138,29 @@ def save(folder: Path, asked: Asked, answer: Answer) -> None:
     names = answer.record.get("objects", [""] * len(answer.boxes))
     labels = [f"{number} {name}".strip() for number, name in enumerate(names)]
     save_picture(folder / "regions.png", asked.image, answer.boxes, labels, None)
+    hidden = answer.record.get("hidden", [])
     if answer.box is not None:
         save_picture(folder / "answer.png", asked.image, [answer.box], [f"{answer.record['score']:.2f}"], title)
     elif answer.attention is not None:
         best = np.argsort(-answer.attention, kind="stable")[:MOST_ATTENDED]
+        best = [row for row in best if row >= len(hidden)]
         labels = [f"{labels[row]}: {answer.attention[row]:.2f}" for row in best]
-        save_picture(folder / "answer.png", asked.image, answer.boxes[best], labels, title)
+        covered = [one["box"] for one in hidden]  # the first of the regions
+        labels = [f"hidden: {one['classes'][0][0]} {one['classes'][0][1]:.2f}" for one in hidden] + labels
+        boxes = [*covered, *answer.boxes[best]]
+        save_picture(folder / "answer.png", asked.image, boxes, labels, title, covered)
     else:
         save_picture(folder / "answer.png", asked.image, [], [], title)
 
 
-def save_picture(path: Path, image: Path, boxes: Any, labels: list[str], title: str | None) -> None:
-    """Draw boxes, given in pixels of the original image, on the image."""
+def save_picture(
+    path: Path, image: Path, boxes: Any, labels: list[str], title: str | None, covered: list[list[float]] | None = None
+) -> None:
+    """Draw boxes, given in pixels of the original image, on the image; `covered` boxes hide what is in them."""
     pixels, size = load_resized(image, ResizeRule(600, 1000, "detectron2"), "RGB")
+    pixels = pixels.copy()
+    for x1, y1, x2, y2 in resize_boxes(np.array(covered or []).reshape(-1, 4), size, pixels.shape[:2]).astype(int):
+        pixels[y1 : y2 + 1, x1 : x2 + 1] = GREY
     boxes = resize_boxes(np.asarray(boxes, dtype=np.float64).reshape(-1, 4), size, pixels.shape[:2])
     Image.fromarray(draw_boxes(pixels, boxes, labels, title=title)).save(path)
 

@@ -41,13 +41,17 @@ class GivenBoxes:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """One image and one text; `choices` and `answer` are for tasks that choose among texts (VCR)."""
+    """One image and one text; `choices` and `answer` are for tasks that choose among texts (VCR).
+
+    `hidden` are boxes that a pre-training run is to recognise without seeing their pixels.
+    """
 
     image: Path
     text: str
     boxes: GivenBoxes | None = None  # None = the model's own
     choices: Sequence[str] = ()
     answer: str | None = None  # the answer that a rationale is asked for
+    hidden: GivenBoxes | None = None
 
     def record(self) -> dict[str, Any]:
         """Plain values for the prediction."""
@@ -59,21 +63,30 @@ class Asked:
             raise ValueError(f"{what} takes neither choices nor an answer; leave --choices and --answer out.")
 
     def load(
-        self, settings: DataSettings, channel_order: str, boxes: GivenBoxes | None
+        self, settings: DataSettings, channel_order: str, boxes: GivenBoxes | None, *, hides: bool = False
     ) -> tuple[ImageExample, Placement]:
         """Read the image at the size that the run evaluates at, with these candidate boxes (None: the detector's own).
 
+        Args:
+            hides: the task can answer for hidden boxes; they become `pixel_masks`.
+
         Raises:
-            FileNotFoundError, ValueError: the image cannot be read, or a box lies outside it.
+            FileNotFoundError, ValueError: the image cannot be read, a box lies outside it, or boxes are hidden although
+                the task cannot answer for them.
         """
+        if self.hidden is not None and not hides:
+            raise ValueError("Only a pre-training run says what a hidden region is; leave --hide out.")
         resize = settings.resize
         rule = ResizeRule(resize.short_edge[-1], resize.long_edge, resize.rounding)
         pixels, placement = read_image(self.image, None, rule, channel_order=channel_order)
         moved = None if boxes is None else placement.move_and_clamp_boxes(boxes.boxes, boxes.source)
-        return ImageExample(pixels, placement.original_size, str(self.image), boxes=moved), placement
+        example = ImageExample(pixels, placement.original_size, str(self.image), boxes=moved)
+        if self.hidden is not None:
+            example.pixel_masks = placement.move_and_clamp_boxes(self.hidden.boxes, self.hidden.source)
+        return example, placement
 
 
-def read_boxes(words: Sequence[str]) -> GivenBoxes:
+def read_boxes(words: Sequence[str], source: str = "--boxes") -> GivenBoxes:
     """Boxes from a command line: a file, or `x1,y1,x2,y2` words, each maybe with a class in front (`person:1,2,30,40`).
 
     A file is JSON: a list of [x1, y1, x2, y2], or an object with such a list as `boxes` and maybe class names `names`
@@ -96,7 +109,7 @@ def read_boxes(words: Sequence[str]) -> GivenBoxes:
         names.append(name)
     if any(names) and not all(names):
         raise ValueError("Some boxes have a class and others have none; write all of them as class:x1,y1,x2,y2.")
-    return GivenBoxes(_stack(boxes), names if any(names) else None)
+    return GivenBoxes(_stack(boxes), names if any(names) else None, source=source)
 
 
 def _read_file(path: Path) -> GivenBoxes:

@@ -30,6 +30,7 @@ from e2e_vl.data.caption_settings import (
     make_masking,
 )
 from e2e_vl.data.caption_sources import BoxReader, CandidateBoxes, CaptionSource, require_names
+from e2e_vl.data.captions_asked import asked_example
 from e2e_vl.data.coco import CocoInstances, object_labels, read_instances
 from e2e_vl.data.corpus import TextCorpus, TextLines
 from e2e_vl.data.examples import Example, ImageExample, Objects, Request, TextExample, random_generator
@@ -196,6 +197,8 @@ class CaptionDataset(Dataset):
         if "corpus" in settings.files and config.use_corpus:
             for file in corpus_files(settings, split):
                 yield from TextLines(file, index_folder(settings, config), "corpus")
+
+    example_of = staticmethod(asked_example)
 
     def check_classes(self, num_classes: int) -> None:
         """Raises ValueError if a detector with `num_classes` foreground classes cannot learn the annotated objects."""

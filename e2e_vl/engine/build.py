@@ -33,7 +33,7 @@ from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.engine.answers import possible_answers
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
-from e2e_vl.synthetic.build import make_scenes
+from e2e_vl.synthetic.build import FORMATS, make_scenes
 from e2e_vl.synthetic.sampling import LanguageConfig
 from e2e_vl.synthetic.scenes import SceneConfig
 from e2e_vl.tasks.base import Task
@@ -153,12 +153,20 @@ def make_synthetic_data(config: RunConfig) -> None:
     unknown = set(synthetic.config) - {"scene", "language"}
     if unknown:
         raise ValueError(f"data.synthetic.config has {', '.join(sorted(unknown))}; it takes scene and language.")
+    for name, file in config.data.files.items():
+        folder = file.partition("/")[0]
+        if synthetic.formats is not None and folder in set(FORMATS) - set(synthetic.formats):
+            raise ValueError(
+                f"data.files.{name} is {file}, but data.synthetic.formats does not have '{folder}', so it would not be "
+                "drawn; add it."
+            )
     make_scenes(
         Path(config.data.root),
         scenes=synthetic.scenes,
         seed=synthetic.seed,
         config=_filled(SceneConfig, synthetic.config.get("scene", {}), "data.synthetic.config.scene"),
         language=_filled(LanguageConfig, synthetic.config.get("language", {}), "data.synthetic.config.language"),
+        formats=synthetic.formats,
         workers=config.data.workers,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import time
 from collections.abc import Iterator
@@ -67,6 +68,47 @@ def benchmark_memory(
         raise ValueError("Sizes of the corpus, records, batches and images per batch must be positive.")
     sizes = {"corpus_mib": corpus_mib, "records": records}
     run = {"batches": batches, "images_per_batch": images_per_batch, "workers": workers}
+    written = write_files(folder, corpus_mib, records)
+    # Spawned, not forked: it must not inherit the memory of this process.
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    files = {"corpus": written.corpus.name, "shards": written.shards.name}
+    process = context.Process(target=_measure, args=(sender, folder, files, written.vocabulary), kwargs=run)
+    process.start()
+    sender.close()
+    try:
+        result = receiver.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"The measuring process ended with status {process.exitcode}.") from None
+    process.join()
+    return {
+        "machine": machine_facts(torch.device("cpu")),
+        "settings": {**sizes, **run},
+        "files": written.sizes(),
+        **result,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """What is read: a text corpus, a folder of shards, and the vocabulary of both."""
+
+    corpus: Path
+    shards: Path
+    vocabulary: Path
+
+    def sizes(self) -> dict[str, float]:
+        """MiB of the corpus and of the shards."""
+        shards = sum(path.stat().st_size for path in self.shards.glob("*.tar"))
+        return {"corpus": round(self.corpus.stat().st_size / MIB, 1), "shards": round(shards / MIB, 1)}
+
+
+def write_files(folder: Path, corpus_mib: int, records: int) -> Files:
+    """Write a corpus and captioned images as large as asked for; files of these sizes that are there stay.
+
+    Their indices are removed: whoever reads the files makes them anew.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paragraphs = draw_lines(SceneConfig(), np.random.default_rng(0))
     lines = [next(paragraphs) for _ in range(_BLOCK_LINES)]
@@ -76,26 +118,7 @@ def benchmark_memory(
     build_vocabulary(lines, vocabulary)
     for index in (folder / "index").glob("*.npy"):
         index.unlink()
-    # Spawned, not forked: it must not inherit the memory of this process.
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    files = {"corpus": corpus.name, "shards": shards.name}
-    process = context.Process(target=_measure, args=(sender, folder, files, vocabulary), kwargs=run)
-    process.start()
-    sender.close()
-    try:
-        result = receiver.recv()
-    except EOFError:
-        process.join()
-        raise RuntimeError(f"The measuring process ended with status {process.exitcode}.") from None
-    process.join()
-    in_mib = {"corpus": corpus.stat().st_size, "shards": sum(path.stat().st_size for path in shards.glob("*.tar"))}
-    return {
-        "machine": machine_facts(torch.device("cpu")),
-        "settings": {**sizes, **run},
-        "files": {name: round(size / MIB, 1) for name, size in in_mib.items()},
-        **result,
-    }
+    return Files(corpus, shards, vocabulary)
 
 
 def _write_corpus(folder: Path, mib: int, lines: list[str]) -> Path:
@@ -128,6 +151,7 @@ def _write_records(folder: Path, records: int, lines: list[str]) -> Path:
 
 def _measure(sender: Any, folder: Path, files: dict[str, str], vocabulary: Path, **run: int) -> None:
     """In a process of its own: open the files, read the batches, and send the numbers."""
+    multiprocessing.set_start_method(None, force=True)  # a spawned process would spawn its workers, not fork them
     main = psutil.Process()
     start = main.memory_info().rss
     settings = DataSettings(

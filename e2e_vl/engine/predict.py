@@ -126,8 +126,9 @@ def answer_text(run_dir: Path, asked: Asked) -> Answer:
     example = example_of(asked, config.data, tokenizer, model.detector.config.input.format)
     batch = build_collate(model, config.data)([example])
     with torch.no_grad():
+        batch = model.task.prepare_asked(batch, model.detector)
         output = model(batch, output_attentions=True)
-        record = model.task.predict(batch, output)[0]
+        record = model.task.answer(batch, output, tokenizer)
     return Answer(model.task, record, model.task.answer_lines(record), *_regions(model, batch, output, record))
 
 
@@ -141,7 +142,7 @@ def _reader(config: RunConfig, run_dir: Path) -> Any:
     if example_of is None:
         raise ValueError(
             f"{run_dir} was trained for the task '{config.task.name}', which does not answer a text; give a run of a "
-            "task that does, such as refcoco, vqa or vcr."
+            "task that does, such as refcoco, vqa, vcr or pretraining."
         )
     if config.detector.backend == "precomputed":
         raise ValueError(
@@ -165,8 +166,10 @@ def _regions(
     maps = output.encoded.attentions
     if maps is None or model.task.points_at_box:
         return boxes, None
-    position = int(batch.texts.positions["mask"][text]) if "mask" in batch.texts.positions else 0
     length = batch.texts.input_ids.shape[1]
+    position = int(batch.texts.positions["mask"][text]) if "mask" in batch.texts.positions else 0
+    if position == 0 and regions.is_hidden[text].any():  # a hidden region is the question
+        position = length + int(regions.is_hidden[text].int().argmax())
     return boxes, maps[-1][text, :, position, length : length + len(kept)].mean(dim=0)[kept].float().numpy()
 
 

@@ -1,6 +1,6 @@
 """Writes a RefCOCO+-style data set of drawn scenes in the official formats.
 
-Layout under the output folder:
+Layout under the output folder; a format is a folder beside ``images``, and only those asked for are written:
 
     images/train2014/COCO_train2014_000000000001.jpg    all splits, as in the release
     refcoco+/instances.json                              COCO frame, with attributes (see ``coco``)
@@ -15,19 +15,20 @@ Layout under the output folder:
     corpus/corpus.doc                                    text without images
     vqa/v2_OpenEnded_mscoco_<split>_questions.json, vqa/v2_mscoco_<split>_annotations.json
     vcr/<split>.jsonl, vcr/vcr1images/                   VCR (see ``vcr``)
-    synthetic.json                                       written last: settings and statistics
+    synthetic.json                                       written last: settings, formats and statistics
 
 A scene depends only on the seed, the name of its split and its number in it: more training scenes leave the
-validation scenes as they are, and the number of processes changes nothing.
+validation scenes as they are, and neither the number of processes nor the formats asked for change any file.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -51,6 +52,20 @@ from e2e_vl.synthetic.vcr import VCRWriter
 from e2e_vl.synthetic.vcr import draw_questions as draw_vcr_questions
 from e2e_vl.synthetic.vqa import draw_questions, vqa_statistics, write_vqa
 
+logger = logging.getLogger(__name__)
+
+FORMATS = (
+    "refcoco+",
+    "detections",
+    "annotations",
+    "detection",
+    "captions",
+    "shards",
+    "conceptual",
+    "corpus",
+    "vqa",
+    "vcr",
+)
 VERSION = 5  # raise it when the same settings give other files
 CORPUS_LINES_PER_SCENE = 4
 STAMP = "synthetic.json"
@@ -77,22 +92,26 @@ def make_scenes(
     language: LanguageConfig | None = None,
     detections: DetectionConfig | None = None,
     image_format: str = "jpg",
+    formats: Collection[str] | None = None,
     workers: int = 0,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Write the data set, or do nothing when the folder already holds it.
 
+    Formats that a finished folder lacks are added; its images and other files stay as they are.
+
     Args:
-        output: folder to write to; new, empty, or one of an interrupted run with the same settings.
+        output: folder to write to; new, empty, or one of a finished or interrupted run with the same settings.
         scenes: number of scenes per split, for example {"train": 3500, "val": 200}.
         seed: of everything drawn.
         config, language, detections: what is drawn, said and detected; None for the defaults.
         image_format: "jpg" (quality 95) or "png".
+        formats: which of ``FORMATS`` are wanted; None for all.
         workers: processes that draw; 0 draws in this process.
         progress: whether a progress bar is shown.
 
     Returns:
-        the content of ``synthetic.json``: "version", "settings" and "statistics" (see ``_statistics``).
+        the content of ``synthetic.json``: "version", "settings", "formats" and "statistics" (see ``_statistics``).
 
     Raises:
         ValueError: a setting is impossible, or the folder holds other data.
@@ -102,7 +121,8 @@ def make_scenes(
         language or LanguageConfig(),
         detections or DetectionConfig(),
     )
-    _check(scenes, seed, image_format, workers)
+    wanted = set(FORMATS if formats is None else formats)
+    _check(scenes, seed, image_format, wanted, workers)
     settings = _as_json(
         {
             "scenes": dict(scenes),
@@ -115,35 +135,55 @@ def make_scenes(
     )
     output = Path(output)
     finished = _look_into(output, settings)
-    if finished is not None:
+    present = set() if finished is None else set(finished.get("formats", FORMATS))  # older stamps name none
+    if finished is not None and wanted <= present:
         return finished
 
     images_folder = output / "images" / "train2014"
     images_folder.mkdir(parents=True, exist_ok=True)
-    (output / _UNFINISHED).write_text(json.dumps({"version": VERSION, "settings": settings}), encoding="utf-8")
+    if finished is None:
+        (output / _UNFINISHED).write_text(json.dumps({"version": VERSION, "settings": settings}), encoding="utf-8")
+    else:
+        logger.info("%s lacks %s; they are added.", output, ", ".join(sorted(wanted - present)))
     places = [(split, number) for split, count in scenes.items() for number in range(count)]
     jobs = [
         _Job(split, number, images_folder / coco.image_file_name(image_id, image_format))
         for image_id, (split, number) in enumerate(places, start=1)
     ]
-    make = partial(_make_scene, seed=seed, config=config, language=language, detections=detections)
+    added = frozenset(wanted - present)
+    make = partial(
+        _make_scene,
+        seed=seed,
+        config=config,
+        language=language,
+        detections=detections,
+        formats=added,
+        with_image=finished is None,
+    )
     with _mapped(make, jobs, workers) as made:
         records = list(tqdm(made, total=len(jobs), desc="scenes", unit="scene", disable=not progress))
 
-    dataset = _Dataset()
+    dataset = _Dataset(added)
     for job, record in zip(jobs, records, strict=True):
         dataset.add(job, record)
     dataset.write(output, np.random.default_rng([seed, 0]))
-    corpus_rng = np.random.default_rng([seed, zlib.crc32(b"corpus")])
-    write_corpus(output / "corpus" / "corpus.doc", config, corpus_rng, lines=CORPUS_LINES_PER_SCENE * len(jobs))
-    stamp = {"version": VERSION, "settings": settings, "statistics": _statistics(jobs, records)}
+    if "corpus" in added:
+        corpus_rng = np.random.default_rng([seed, zlib.crc32(b"corpus")])
+        write_corpus(output / "corpus" / "corpus.doc", config, corpus_rng, lines=CORPUS_LINES_PER_SCENE * len(jobs))
+    statistics = _statistics(jobs, records)
+    if "vqa" in added:
+        statistics["vqa"] = vqa_statistics([question for record in records for question in record["questions"]])
+    elif "vqa" in present:
+        statistics["vqa"] = finished["statistics"]["vqa"]
+    held = [name for name in FORMATS if name in wanted | present]
+    stamp = {"version": VERSION, "settings": settings, "formats": held, "statistics": statistics}
     unfinished = output / _UNFINISHED
     unfinished.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(output / STAMP)
     return stamp
 
 
-def _check(scenes: Mapping[str, int], seed: int, image_format: str, workers: int) -> None:
+def _check(scenes: Mapping[str, int], seed: int, image_format: str, formats: set[str], workers: int) -> None:
     if sum(scenes.values()) < 1 or min(scenes.values()) < 0 or not all(scenes):
         raise ValueError(
             f"scenes must name splits and their numbers of scenes, at least one in all; found {dict(scenes)}"
@@ -152,6 +192,8 @@ def _check(scenes: Mapping[str, int], seed: int, image_format: str, workers: int
         raise ValueError(f"seed must not be negative; found {seed}")
     if workers < 0:
         raise ValueError(f"workers must not be negative; found {workers}")
+    if unknown := sorted(formats - set(FORMATS)):
+        raise ValueError(f"formats must be some of {', '.join(FORMATS)}; found {unknown[0]!r}")
     if image_format not in _IMAGE_FORMATS:
         raise ValueError(f"image_format must be one of {', '.join(_IMAGE_FORMATS)}; found {image_format!r}")
 
@@ -201,16 +243,23 @@ def _mapped(function: Any, jobs: list[_Job], workers: int) -> Iterator[Iterator[
 
 
 def _make_scene(
-    job: _Job, *, seed: int, config: SceneConfig, language: LanguageConfig, detections: DetectionConfig
+    job: _Job,
+    *,
+    seed: int,
+    config: SceneConfig,
+    language: LanguageConfig,
+    detections: DetectionConfig,
+    formats: frozenset[str],
+    with_image: bool,
 ) -> dict[str, Any]:
-    """Draw a scene, write its image, and return what is said and annotated about it."""
+    """Draw a scene, write its image if asked to, and return what is said and annotated about it in these formats."""
     rng = np.random.default_rng([seed, zlib.crc32(job.split.encode()), job.number])
     scene = draw_scene(config, rng)
     facts = SceneFacts(scene)
     extension = job.path.suffix[1:]
-    if not cv2.imwrite(str(job.path), scene.image[..., ::-1], _IMAGE_FORMATS[extension]):
+    if with_image and not cv2.imwrite(str(job.path), scene.image[..., ::-1], _IMAGE_FORMATS[extension]):
         raise OSError(f"{job.path} cannot be written")
-    return {
+    record = {
         "size": scene.image.shape[:2],
         "objects": [(item.look, _xywh(item.box), item.area, coco.polygons(item.visible)) for item in scene.objects],
         "references": [
@@ -220,10 +269,14 @@ def _make_scene(
         "captions": (captions := draw_captions(facts, rng)),
         "detections": (found := draw_detections(scene, detections, rng)),
         "baselines": _baselines(scene),
-        "conceptual": conceptual.draw_caption(captions, found, _generator(job, seed, "conceptual")),
-        "questions": draw_questions(facts, config, _generator(job, seed, "vqa")),
-        "vcr": draw_vcr_questions(facts, _generator(job, seed, "vcr"), families=language.vcr_families),
     }
+    if formats & {"shards", "conceptual"}:
+        record["conceptual"] = conceptual.draw_caption(captions, found, _generator(job, seed, "conceptual"))
+    if "vqa" in formats:
+        record["questions"] = draw_questions(facts, config, _generator(job, seed, "vqa"))
+    if "vcr" in formats:
+        record["vcr"] = draw_vcr_questions(facts, _generator(job, seed, "vcr"), families=language.vcr_families)
+    return record
 
 
 def _generator(job: _Job, seed: int, name: str) -> np.random.Generator:
@@ -237,9 +290,10 @@ def _xywh(box: tuple[int, int, int, int]) -> list[float]:
 
 
 class _Dataset:
-    """Collects the records of all scenes and gives them their ids."""
+    """Collects the records of all scenes, gives them their ids, and writes them in some formats."""
 
-    def __init__(self) -> None:
+    def __init__(self, formats: frozenset[str]) -> None:
+        self.formats = formats
         self.images: list[dict[str, Any]] = []
         self.splits: dict[str, set[int]] = {}  # image ids
         self.annotations: list[dict[str, Any]] = []
@@ -271,29 +325,43 @@ class _Dataset:
             self.refs.append(ref)
         self.captions[image_id] = record["captions"]
         self.detections[image_id] = record["detections"]
-        captioned = conceptual.CaptionedImage(job.path, (height, width), **record["conceptual"])
-        self.conceptual.setdefault(job.split, []).append(captioned)
-        self.questions.setdefault(job.split, []).append((image_id, record["questions"]))
-        self.vcr.add(job.split, job.path, record)
+        if "conceptual" in record:
+            captioned = conceptual.CaptionedImage(job.path, (height, width), **record["conceptual"])
+            self.conceptual.setdefault(job.split, []).append(captioned)
+        if "questions" in record:
+            self.questions.setdefault(job.split, []).append((image_id, record["questions"]))
+        if "vcr" in record:
+            self.vcr.add(job.split, job.path, record)
 
     def write(self, output: Path, rng: np.random.Generator) -> None:
-        coco.write_instances(output / "refcoco+" / "instances.json", self.images, self.annotations)
-        coco.write_instances(output / "annotations" / "instances_train2014.json", self.images, self.annotations)
-        for split, image_ids in self.splits.items():
-            images = [image for image in self.images if image["id"] in image_ids]
+        if "refcoco+" in self.formats:
+            coco.write_instances(output / "refcoco+" / "instances.json", self.images, self.annotations)
+            refer.write_refs(output / "refcoco+" / "refs(unc).p", self.refs)
+        if "detections" in self.formats:
+            name = "res101_coco_minus_refer_notime_dets.json"
+            write_detections(output / "detections" / "refcoco+_unc" / name, self.detections, rng)
+        if "annotations" in self.formats:
+            coco.write_instances(output / "annotations" / "instances_train2014.json", self.images, self.annotations)
+            coco.write_captions(output / "annotations" / "captions_train2014.json", self.images, self.captions)
+        for split in self.splits:
+            self._write_split(output, split)
+        self.vcr.write(output)
+
+    def _write_split(self, output: Path, split: str) -> None:
+        image_ids = self.splits[split]
+        images = [image for image in self.images if image["id"] in image_ids]
+        if "detection" in self.formats:
             annotations = [entry for entry in self.annotations if entry["image_id"] in image_ids]
             coco.write_instances(output / "detection" / f"instances_{split}.json", images, annotations)
+        if "captions" in self.formats:
             captions = {image_id: self.captions[image_id] for image_id in sorted(image_ids)}
             coco.write_captions(output / "captions" / f"captions_{split}.json", images, captions)
+        if "shards" in self.formats:
             conceptual.write_shards(output / "shards" / split, self.conceptual[split])
+        if "conceptual" in self.formats:
             conceptual.write_official(output / "conceptual", split, self.conceptual[split])
-        self.vcr.write(output)
-        coco.write_captions(output / "annotations" / "captions_train2014.json", self.images, self.captions)
-        refer.write_refs(output / "refcoco+" / "refs(unc).p", self.refs)
-        name = "res101_coco_minus_refer_notime_dets.json"
-        write_detections(output / "detections" / "refcoco+_unc" / name, self.detections, rng)
-        for split, questions in self.questions.items():
-            write_vqa(output / "vqa", split, questions)
+        if "vqa" in self.formats:
+            write_vqa(output / "vqa", split, self.questions[split])
 
 
 def _baselines(scene: Scene) -> dict[str, int]:
@@ -325,5 +393,4 @@ def _statistics(jobs: list[_Job], records: list[dict[str, Any]]) -> dict[str, An
         "families": {name: round(count / len(said), 4) for name, count in sorted(families.items())},
         "blind_accuracy": blind
         | {"chance": round(float(np.mean([1 / len(record["objects"]) for _, record in said])), 4)},
-        "vqa": vqa_statistics([question for record in records for question in record["questions"]]),
     }

@@ -55,6 +55,10 @@ class Task(nn.Module, abc.ABC):
         """Change a batch before the detector sees it; nothing by default. Pre-training hides regions here."""
         return batch
 
+    def prepare_asked(self, batch: Batch, detector: Detector) -> Batch:
+        """As `prepare`, for one text of a user (`e2e_vl/data/asked.py`): nothing is drawn at random."""
+        return batch
+
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
         """Take starting values from the other parts; nothing by default.
 
@@ -74,6 +78,10 @@ class Task(nn.Module, abc.ABC):
     @abc.abstractmethod
     def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
         """One plain, JSON-able record per text: the batch's record plus the prediction; boxes in original pixels."""
+
+    def answer(self, batch: Batch, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """The prediction for one text of a user, by default as in `predict`."""
+        return self.predict(batch, output)[0]
 
     @abc.abstractmethod
     def correct(self, record: dict[str, Any]) -> float | None:

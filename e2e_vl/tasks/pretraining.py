@@ -34,6 +34,7 @@ from detector.pixel_masking import mask_rectangles
 from detector.structures import Loss
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.base import Task
+from e2e_vl.tasks.pretraining_asked import answer_lines, describe_answer, hide_asked
 from e2e_vl.tasks.pretraining_inputs import (
     cut_to_length,
     describe_classes,
@@ -238,6 +239,24 @@ class PretrainingTask(Task):
             batch = cut_to_length(batch, boxes, config.max_length, whole_image=self.whole_image)
         return batch
 
+    def prepare_asked(self, batch: Batch, detector: Detector) -> Batch:
+        """Hide the boxes of `batch.pixel_masks`, which become the first candidates, and no others; then cut.
+
+        Raises:
+            ValueError: boxes are to be hidden, but the model never learned to recognise hidden ones.
+        """
+        teacher = None
+        if self.config.teacher != "file":
+            teacher = detector if self.teacher is None else self.teacher
+        if batch.pixel_masks is not None and not self.config.masked_regions:
+            raise ValueError("The run was pre-trained without masked regions; leave --hide out.")
+        batch = hide_asked(batch, detector, teacher, self.config.max_own_regions, self.config.region_classes)
+        if not self.config.hide_pixels:
+            batch.pixel_masks = None
+        if self.config.max_length is not None:
+            batch = cut_to_length(batch, batch.boxes, self.config.max_length, whole_image=self.whole_image)
+        return batch
+
     def _label_regions(self, batch: Batch, detector: Detector) -> tuple[list[Tensor], Batch]:
         """Boxes, and a copy of the batch that has them with their class distributions."""
         boxes, config = batch.boxes, self.config
@@ -327,6 +346,17 @@ class PretrainingTask(Task):
             for row, record in enumerate(batch.records)
             if int(batch.looks_at[row].max()) >= 0
         ]
+
+    def answer(self, batch: Batch, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """The best words at every [MASK] and the best classes of every hidden region, see `describe_answer`."""
+        is_hidden = output.text_regions.is_hidden[0]
+        region_logits = _float(self.region_classifier(output.encoded.regions[0, is_hidden]))
+        background_first = self.config.teacher == "file"  # the order of such files
+        return describe_answer(batch, output.task.logits, region_logits, tokenizer, background_first=background_first)
+
+    def answer_lines(self, record: dict[str, Any]) -> list[str]:
+        """The text with the best words in it, then the alternatives."""
+        return answer_lines(record)
 
     def correct(self, record: dict[str, Any]) -> float:
         """Share of the masked words that were found; 1 if none was masked."""

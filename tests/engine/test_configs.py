@@ -119,6 +119,18 @@ def test_the_ablations_differ_in_their_switches_only():
 
 
 @pytest.mark.parametrize("path", RUNS, ids=name_of)
+def test_what_a_run_reads_is_drawn(path):
+    """The formats of its own drawn scenes; runs of configs/table4 share those of its detector.yaml."""
+    own = load_config(path, ["data.root=DATA"])
+    drawn = own if path.parent.name != "table4" else load_config(path.parent / "detector.yaml")
+    if drawn.data.synthetic.scenes and drawn.data.synthetic.formats is not None:
+        assert {file.partition("/")[0] for file in own.data.files.values()} <= {
+            "images",
+            *drawn.data.synthetic.formats,
+        }
+
+
+@pytest.mark.parametrize("path", RUNS, ids=name_of)
 def test_a_run_names_its_command(path):
     comment = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     assert any("tools/" in line and (name_of(path) in line or "benchmark.py" in line) for line in comment)

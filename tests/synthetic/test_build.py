@@ -114,6 +114,7 @@ def test_png_and_unequal_sides(tmp_path):
         ({"seed": -1}, "seed must not be negative"),
         ({"image_format": "gif"}, "image_format must be one of jpg, png"),
         ({"workers": -1}, "workers must not be negative"),
+        ({"formats": ["vqa", "tfrecord"]}, "formats must be some of .*; found 'tfrecord'"),
     ],
 )
 def test_impossible_settings_are_named(tmp_path, change, words):
@@ -122,3 +123,48 @@ def test_impossible_settings_are_named(tmp_path, change, words):
     assert not (tmp_path / "data").exists()
     with pytest.raises(ValueError, match=r"detections\.missed"):
         DetectionConfig(missed=2)
+
+
+@pytest.mark.parametrize("formats", [{"refcoco+", "detections"}, {"vqa"}, {"shards", "vcr"}, {"captions", "corpus"}])
+def test_chosen_formats_are_written_as_among_all(small, tmp_path, formats):
+    stamp = make_scenes(tmp_path / "data", **SMALL, formats=formats)
+    written, everything = _contents(tmp_path / "data"), _contents(small)
+    assert set(stamp["formats"]) == formats
+    written.pop("synthetic.json")
+    assert written == {name: data for name, data in everything.items() if name.split("/")[0] in {"images", *formats}}
+    statistics = json.loads(everything["synthetic.json"])["statistics"]
+    assert stamp["statistics"] == {name: statistics[name] for name in stamp["statistics"]}
+    assert ("vqa" in stamp["statistics"]) == ("vqa" in formats)
+
+
+def test_a_format_that_is_missing_is_added_and_nothing_else_changes(small, tmp_path):
+    folder = tmp_path / "data"
+    make_scenes(folder, **SMALL, formats={"vqa", "conceptual"})
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    assert make_scenes(folder, **SMALL, formats={"vqa"})["formats"] == ["conceptual", "vqa"]  # more is no harm
+    stamp = make_scenes(folder, **SMALL, formats={"vqa", "captions"})
+    assert stamp["formats"] == ["captions", "conceptual", "vqa"]
+    after = {path: path.stat().st_mtime_ns for path in before}
+    assert {path.name for path in before if after[path] != before[path]} == {"synthetic.json"}
+    make_scenes(folder, **SMALL)  # all
+    assert _contents(folder) == _contents(small)
+
+
+def test_a_stamp_from_before_there_were_formats_stands_for_all(small, tmp_path):
+    stamp = json.loads((small / "synthetic.json").read_text())
+    assert stamp.pop("formats")
+    (tmp_path / "synthetic.json").write_text(json.dumps(stamp))
+    assert make_scenes(tmp_path, **SMALL, formats={"vqa"}) == stamp
+    assert {path.name for path in tmp_path.iterdir()} == {"synthetic.json"}
+
+
+def test_adding_that_is_interrupted_is_done_again(small, tmp_path, monkeypatch):
+    folder = tmp_path / "data"
+    make_scenes(folder, **SMALL, formats={"corpus"})
+    with monkeypatch.context() as patch:
+        patch.setattr("e2e_vl.synthetic.build._statistics", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make_scenes(folder, **SMALL)
+    assert json.loads((folder / "synthetic.json").read_text())["formats"] == ["corpus"]
+    make_scenes(folder, **SMALL)
+    assert _contents(folder) == _contents(small)

@@ -12,9 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from e2e_vl.config import load_config
+from e2e_vl.data.examples import Request
+from e2e_vl.engine.build import build_collate, build_dataset
+from e2e_vl.engine.checkpoint import load_model
 from e2e_vl.engine.train import train
 from e2e_vl.evaluation import refexp_files, vcr, vqa
 from tools import predict as tool
@@ -61,6 +65,12 @@ def vcr_runs(cpu, tmp_path_factory) -> tuple[Path, Path]:
     root = f"data.root={folder / 'data'}"
     (folder / "qa2r").mkdir()
     return trained(folder, "vcr", root), trained(folder / "qa2r", "vcr", root, "data.config.question=rationale")
+
+
+@pytest.fixture(scope="module")
+def pretraining_run(cpu, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("pretraining")
+    return trained(folder, "pretraining", f"data.root={folder / 'data'}")
 
 
 def refused(words: list, capsys) -> str:
@@ -305,11 +315,115 @@ def test_what_cannot_be_answered(trained_run, vqa_run, tmp_path, capsys):
     assert "one class name for each" in refused(ask(vqa_run, image, "x", "--boxes", tmp_path / "boxes.json"), capsys)
 
 
+def gt_corners(run: Path, image_id: int) -> list[str]:
+    content = json.loads((data_root(run) / "refcoco+" / "instances.json").read_text())
+    boxes = [one["bbox"] for one in content["annotations"] if one["image_id"] == image_id]
+    return [f"{x},{y},{x + w},{y + h}" for x, y, w, h in boxes]
+
+
+def told(folder: Path) -> dict:
+    return json.loads((folder / "answer.json").read_text())
+
+
+def test_masked_words_get_what_the_model_says_there(pretraining_run, tmp_path, capsys):
+    config, model, tokenizer = load_model(pretraining_run, overrides=["data.config.word_probability=0"])
+    dataset = build_dataset(config, tokenizer, "val", boxes="gt")
+    example = dataset[Request(0, (0,))]
+    [text] = example.texts
+    words = text.record["sent"].split()
+    text.input_ids[2], text.targets["mlm_labels"][2] = tokenizer.mask_token_id, 0
+    batch = build_collate(model)([example])
+    model.task.config.region_probability = 0.0
+    with torch.no_grad():
+        shares = model(batch).task.logits[0].softmax(dim=0)
+
+    asked = " ".join([words[0], "[MASK]", *words[2:]])
+    more = ["--boxes", *gt_corners(pretraining_run, int(text.record["image_id"])), "--output", tmp_path]
+    assert tool.main(ask(pretraining_run, text.record["file_name"], asked, *more)) == 0
+    answer = told(tmp_path)
+    [found] = answer["masks"]
+    assert len(found) == 5 and answer["hidden"] == []
+    ids = tokenizer.convert_tokens_to_ids([word for word, _ in found])
+    assert ids == shares.topk(5).indices.tolist()
+    assert [share for _, share in found] == pytest.approx(shares[ids].tolist(), abs=1e-4)
+    assert answer["filled"] == asked.replace("[MASK]", found[0][0].removeprefix("##"))
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first == answer["filled"] and second.startswith(f"[MASK] 1: {found[0][0]} {found[0][1]:.3f}, {found[1][0]}")
+    assert len(answer["attention"]) == len(answer["regions"])
+    assert is_picture(tmp_path / "regions.png") and is_picture(tmp_path / "answer.png")
+
+
+def test_every_mask_has_its_words_and_the_detector_its_own_boxes(pretraining_run, tmp_path, capsys):
+    image = first_image(pretraining_run)
+    assert tool.main(ask(pretraining_run, image, "a [MASK] circle and a [MASK]", "--output", tmp_path)) == 0
+    answer = told(tmp_path)
+    assert len(answer["masks"]) == 2 and "[MASK]" not in answer["filled"]
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()[1:3]] == ["[MASK] 1", "[MASK] 2"]
+
+
+def test_a_hidden_region_is_named_without_its_pixels(pretraining_run, tmp_path, capsys):
+    record = saved(pretraining_run)[0]
+    corners = gt_corners(pretraining_run, int(record["image_id"]))
+    x1, y1, x2, y2 = (int(float(value)) for value in corners[0].split(","))
+    with Image.open(record["file_name"]) as image:
+        pixels = np.array(image.convert("RGB"))
+    other = pixels.copy()
+    inside = other[y1 + 6 : y2 - 6, x1 + 6 : x2 - 6]  # resizing mixes neighbours
+    inside[:] = np.random.default_rng(0).integers(0, 255, inside.shape)
+    answers = []
+    for name, content in (("first", pixels), ("second", other)):
+        Image.fromarray(content).save(tmp_path / f"{name}.png")
+        more = ["--boxes", *corners, "--hide", corners[0], "--output", tmp_path / name]
+        assert tool.main(ask(pretraining_run, tmp_path / f"{name}.png", "a [MASK] circle", *more)) == 0
+        answers.append(told(tmp_path / name))
+    for answer in answers:
+        assert len(answer["regions"]) == len(corners)  # the hidden one is not there twice
+        np.testing.assert_allclose(answer["regions"][0], answer["hidden"][0]["box"], atol=1e-3)
+        np.testing.assert_allclose(answer["regions"][0], [float(value) for value in corners[0].split(",")], atol=0.1)
+    [[first], [second]] = [answer.pop("hidden") for answer in answers]
+    seen = [first.pop("seen"), second.pop("seen")]
+    assert first == second and answers[0]["masks"] == answers[1]["masks"]
+    assert seen[0] != seen[1]
+    names = {"circle", "square", "triangle", "star", "cross", "diamond", "background"}
+    assert len(first["classes"]) == 5 and {name for name, _ in [*first["classes"], *seen]} <= names
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("hidden region 1: "))
+    assert line.startswith(f"hidden region 1: {first['classes'][0][0]} {first['classes'][0][1]:.3f}, ")
+    assert line.endswith(f"(not hidden: {seen[0][0]} {seen[0][1]:.3f})")
+    with Image.open(tmp_path / "first" / "answer.png") as one, Image.open(tmp_path / "second" / "answer.png") as two:
+        assert np.array_equal(np.array(one), np.array(two))
+    assert is_picture(tmp_path / "first" / "answer.png")
+
+
+def test_a_hidden_region_without_a_mask_looks_at_the_others(pretraining_run, tmp_path):
+    record = saved(pretraining_run)[0]
+    corners = gt_corners(pretraining_run, int(record["image_id"]))
+    more = ["--hide", *corners[:2], "--output", tmp_path]
+    assert tool.main(ask(pretraining_run, record["file_name"], record["sent"], *more)) == 0
+    answer = told(tmp_path)
+    assert answer["masks"] == [] and len(answer["hidden"]) == 2
+    assert len(answer["attention"]) == len(answer["regions"]) and 0 < sum(answer["attention"]) < 1
+
+
+def test_what_pretraining_needs(pretraining_run, vqa_run, vcr_runs, trained_run, capsys):
+    image = first_image(pretraining_run)
+    assert "write [MASK] in the text" in refused(ask(pretraining_run, image, "a red circle"), capsys)
+    more = ["--choices", "a"]
+    assert "takes neither choices" in refused(ask(pretraining_run, image, "a [MASK]", *more), capsys)
+    more = ["--hide", "5000,2,6000,40"]
+    assert "--hide" in (message := refused(ask(pretraining_run, image, "a", *more), capsys)) and "outside" in message
+    long = "[MASK] " * 80
+    assert "longer than task.config.max_length" in refused(ask(pretraining_run, image, long), capsys)
+    for run in (vqa_run, trained_run.path):
+        message = refused(ask(run, image, "x", "--hide", "1,2,30,40"), capsys)
+        assert "Only a pre-training run" in message
+    more = ["--hide", "1,2,30,40", "--boxes", "person:1,2,30,40", "--choices", *"abcd"]
+    assert "Only a pre-training run" in refused(ask(vcr_runs[0], image, "Why ?", *more), capsys)
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
         ("data: {name: coco_detection}", "does not answer a text"),
-        ("data: {name: captions}", "does not answer a text"),
         ("data: {blank_text: true}", "without seeing any text"),
         ("data: {blank_image: true}", "without seeing any image"),
     ],
