@@ -53,10 +53,9 @@ def source(facts, arrays, tmp_path_factory) -> VLBertCaptions:
 
 def _vocabulary(facts: dict) -> str:
     """The recorded words at their recorded ids."""
-    words = [f"[unused{number}]" for number in range(max(facts["caption_ids"]) + 1)]
-    for number, word in ((0, "[PAD]"), (100, "[UNK]"), (101, "[CLS]"), (102, "[SEP]"), (103, "[MASK]")):
-        words[number] = word
-    for number, word in zip(facts["caption_ids"], facts["caption_words"], strict=True):
+    special = {0: "[PAD]", 100: "[UNK]", 101: "[CLS]", 102: "[SEP]", 103: "[MASK]"}  # of every set, as in BERT
+    words = [f"[unused{number}]" for number in range(max(*special, *facts["caption_ids"]) + 1)]
+    for number, word in [*zip(facts["caption_ids"], facts["caption_words"], strict=True), *special.items()]:
         words[number] = word
     return "".join(f"{word}\n" for word in words)
 

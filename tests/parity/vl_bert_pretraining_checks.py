@@ -17,7 +17,7 @@ from e2e_vl.structures import Batch, ModelOutput, TextBatch
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from tests.parity import vl_bert_common as common
 
-assert_near, RELATIVE, RELATIVE_CNN_FLOAT32 = common.assert_near, common.RELATIVE, common.RELATIVE_CNN_FLOAT32
+assert_near = common.assert_near
 golden = common.golden
 
 VARIANTS = ("pretrain", "pretrain_rel", "pretrain_prec")
@@ -29,7 +29,12 @@ def make_model(golden, keys, name: str) -> VisionLanguageModel:
     precomputed = network["IMAGE_FEAT_PRECOMPUTED"]
     fields = common.encoder_config(golden, name).to_dict()
     config = VLBertConfig(
-        **fields | {"text_only_embedding": True, "hidden_region_embedding": True, "hidden_region_feature": precomputed}
+        **fields
+        | {
+            "text_only_embedding": True,
+            "hidden_region_embedding": True,
+            "hidden_region_feature": precomputed or not network["MASK_RAW_PIXELS"],
+        }
     )
     task = PretrainingTask(
         config.hidden_size,
@@ -39,7 +44,7 @@ def make_model(golden, keys, name: str) -> VisionLanguageModel:
             relationship=float(network["WITH_REL_LOSS"]),
         ),
     )
-    detector = (PrecomputedDetector if precomputed else FasterRCNN)(common.detector_config(golden))
+    detector = (PrecomputedDetector if precomputed else FasterRCNN)(common.detector_config(golden, name))
     model = VisionLanguageModel(detector, VLBertModel(config), task)
     official = {**golden["trunk"], **golden.part("pretrain", "state."), **golden.part(name, "state.")}
     if not network["WITH_REL_LOSS"]:
@@ -175,24 +180,7 @@ def test_pretraining_gradients(golden, vl_bert_keys, name):
     model = make_model(golden, vl_bert_keys, name).double()
     losses = model(make_batch(golden, name, torch.float64)).task.losses
     sum(loss.mean for loss in losses.values()).backward()
-    parameters = dict(model.named_parameters())
-    in_float64, in_float32 = golden.part(name, "grad64."), golden.part(name, "grad.")
-    assert in_float32
-    for key, recorded in in_float64.items():
-        assert_near(parameters[vl_bert_keys.our_key(key)].grad, recorded, f"grad64.{key}")
-    for key, recorded in in_float32.items():
-        if key.endswith(common.KEY_BIAS):
-            continue
-        relative = RELATIVE_CNN_FLOAT32 if key in in_float64 or common.is_cnn(key) else RELATIVE
-        assert_near(parameters[vl_bert_keys.our_key(key)].grad, recorded, f"grad.{key}", relative)
-    norms = golden.meta["grad_norms"][name]
-    assert norms
-    for key, norm in norms.items():
-        if key.endswith(common.KEY_BIAS):
-            continue
-        ours = float(parameters[vl_bert_keys.our_key(key)].grad.norm())
-        relative = RELATIVE_CNN_FLOAT32 if common.is_cnn(key) else RELATIVE
-        assert ours == pytest.approx(norm, rel=relative), key
-    with_gradient = {key for key, parameter in parameters.items() if parameter.grad is not None}
+    gradients = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
+    common.assert_gradients_near(golden, name, gradients, vl_bert_keys.our_key)
     frozen = {vl_bert_keys.our_key(key) for key in golden.meta["no_grad_params"][name] if "relationsip" not in key}
-    assert not with_gradient & frozen
+    assert not set(gradients) & frozen

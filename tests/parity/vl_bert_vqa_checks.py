@@ -31,7 +31,7 @@ def make_model(golden, keys, name: str) -> VisionLanguageModel:
     answers = [f"answer {number}" for number in range(golden["vqa_prec"]["in.label"].shape[1])]
     encoder = VLBertModel(common.encoder_config(golden, name))
     detector = (PrecomputedDetector if network["IMAGE_FEAT_PRECOMPUTED"] else FasterRCNN)(
-        common.detector_config(golden)
+        common.detector_config(golden, name)
     )
     task = VQATask(encoder.hidden_size, VQAConfig(answers=answers, dropout=network["CLASSIFIER_DROPOUT"]))
     model = VisionLanguageModel(detector, encoder, task)
@@ -109,25 +109,9 @@ def test_vqa_gradients(golden, vl_bert_keys, name):
     """In float64: those recorded in float64 for the CNN, and the float32 ones of everything behind it."""
     model = make_model(golden, vl_bert_keys, name).double()
     model(make_batch(golden, name, torch.float64)).losses["vqa"].mean.backward()
-    parameters = dict(model.named_parameters())
-    in_float64, in_float32 = golden.part(name, "grad64."), golden.part(name, "grad.")
-    assert in_float32
-    for key, recorded in in_float64.items():
-        assert_near(parameters[vl_bert_keys.our_key(key)].grad, recorded, f"grad64.{key}")
-    for key, recorded in in_float32.items():
-        if key.endswith(common.KEY_BIAS):
-            continue
-        in_cnn = key in in_float64 or common.is_cnn(key)
-        relative = common.RELATIVE_CNN_FLOAT32 if in_cnn else common.RELATIVE
-        assert_near(parameters[vl_bert_keys.our_key(key)].grad, recorded, f"grad.{key}", relative)
-    for key, norm in golden.meta["grad_norms"][name].items():
-        if key.endswith(common.KEY_BIAS):
-            continue
-        relative = common.RELATIVE_CNN_FLOAT32 if common.is_cnn(key) else common.RELATIVE
-        ours = float(parameters[vl_bert_keys.our_key(key)].grad.norm())
-        assert ours == pytest.approx(norm, rel=relative), key
-    with_gradient = {key for key, parameter in parameters.items() if parameter.grad is not None}
-    assert not with_gradient & {vl_bert_keys.our_key(key) for key in golden.meta["no_grad_params"][name]}
+    gradients = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
+    common.assert_gradients_near(golden, name, gradients, vl_bert_keys.our_key)
+    assert not set(gradients) & {vl_bert_keys.our_key(key) for key in golden.meta["no_grad_params"][name]}
 
 
 def test_vqa_soft_target_and_swapped_words(golden):
