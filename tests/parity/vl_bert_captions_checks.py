@@ -60,6 +60,14 @@ def _vocabulary(facts: dict) -> str:
     return "".join(f"{word}\n" for word in words)
 
 
+def test_captions_sizes_of_resized_images(golden_root):
+    cases = json.loads((golden_root / "vl_bert" / "data.json").read_text(encoding="utf-8"))["resize"]
+    assert cases
+    for case in cases:
+        (width, height), rule = case["size"], ResizeRule(*case["scales"], "vl_bert")
+        assert list(rule.target_size(height, width)[::-1]) == case["out"], case
+
+
 def test_captions_image_boxes_classes_and_words_are_those_of_the_official_code(facts, arrays, source):
     short, long = facts["scales"]
     tokenizer = load_tokenizer(source.path.parent / "vocab.txt")
