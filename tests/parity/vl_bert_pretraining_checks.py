@@ -171,7 +171,7 @@ def test_pretraining_losses_of_each_text_alone(golden, vl_bert_keys):
                 rows.append(losses[name].total / (losses[name].count + 1e-4))
     for name, theirs in PARTS.items():
         ours = torch.stack(of_texts[name]).sum() / (len(of_texts[name]) + 1e-4)
-        assert float(ours) == pytest.approx(golden.meta["values"][key][theirs], rel=RELATIVE), theirs
+        assert float(ours) == pytest.approx(golden.meta["values"][key][theirs], rel=common.RELATIVE), theirs
     assert golden.meta["values"][key]["relationship_loss"] == 0
 
 
