@@ -25,7 +25,7 @@ from e2e_vl.structures import TextBatch
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 
 RELATIVE = 1e-4  # of the largest value
-RELATIVE_CNN_FLOAT32 = 0.02  # single ReLU signs decide gradients of the CNN in float32
+RELATIVE_CNN_FLOAT32 = 0.1  # single ReLU signs decide gradients of the CNN in float32; those in float64 tell
 KEY_BIAS = "attention.self.key.bias"  # its gradient is zero up to rounding
 STAGES = ("backbone.stem", "backbone.res2", "backbone.res3", "backbone.res4", "roi_heads.res5")  # official 1 .. 5
 BLOCKS_TO_DEPTH = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
@@ -193,7 +193,9 @@ def assert_gradients_near(
             assert_near(gradients[our_key(key)], recorded, f"grad.{key}", of_cnn if is_cnn(key) else RELATIVE)
     norms = golden.meta["grad_norms"][part]
     assert set(gradients) == {our_key(key) for key in norms}
+    zero = 1e-3 * max(norms.values())  # a bias before a softmax has a gradient of rounding errors only
     for key, norm in norms.items():
         if not key.endswith(KEY_BIAS):
             ours = float(gradients[our_key(key)].norm())
-            assert ours == pytest.approx(norm, rel=of_cnn if is_cnn(key) else RELATIVE), key
+            tolerance = of_cnn if is_cnn(key) else RELATIVE
+            assert ours == pytest.approx(norm, rel=tolerance, abs=RELATIVE * zero), key
