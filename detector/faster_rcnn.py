@@ -14,6 +14,7 @@ One forward pass runs the trunk once, and res5 once for everything described: wh
 from __future__ import annotations
 
 import abc
+import math
 from typing import Any
 
 import torch
@@ -211,6 +212,8 @@ class FasterRCNN(TwoStageDetector):
         self.config = config
         self.feature_dim = config.resnet.res5_channels
         self.num_classes = config.roi_heads.num_classes
+        stride = 1 if config.resnet.res5_dilation == 2 else 2  # of res5
+        self.map_size = math.ceil(config.roi_heads.pooler_resolution / stride)
         self.backbone = ResNet(config.resnet)
         self.proposal_generator = RPN(config)
         self.roi_heads = Res5ROIHeads(config)

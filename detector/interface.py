@@ -16,6 +16,7 @@ class Detector(nn.Module, abc.ABC):
     config_class: ClassVar[type]  # of the one argument of the constructor; has `from_yaml`, `to_yaml` and `input`
     feature_dim: int  # D, width of a region feature
     num_classes: int  # K, foreground classes
+    map_size: int | None = None  # S, side of the last RoI map; None: not known before it is there
 
     def recompute_activations(self) -> None:
         """Save memory in training: compute activations again in the backward pass instead of keeping them.

@@ -99,6 +99,7 @@ def build_run(config: RunConfig) -> Run:
     dataset = build_dataset(config, tokenizer, config.data.train_split, boxes=config.data.boxes.train, training=True)
     if config.detector.loss_weight > 0:
         dataset.check_classes(model.detector.num_classes)
+    model.task.check_data(dataset, model.detector)
     return Run(model=model, tokenizer=tokenizer, train_dataset=dataset, collate=build_collate(model, config.data))
 
 

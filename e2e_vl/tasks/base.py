@@ -23,6 +23,12 @@ def check_new_layers(kind: str) -> None:
         raise ValueError(f'task.config.new_layers is "{kind}"; it must be "official" or "normal".')
 
 
+def check_dropout(name: str, value: float) -> None:
+    """Raises ValueError, naming the key `task.config.<name>`, unless the dropout is at least 0 and below 1."""
+    if not 0 <= value < 1:
+        raise ValueError(f"task.config.{name} is {value}; a dropout must be at least 0 and below 1.")
+
+
 def start_head(linears: Iterable[nn.Linear], kind: NewLayers) -> None:
     """Start values of a fine-tuning head; all biases are zero.
 
@@ -63,6 +69,17 @@ class Task(nn.Module, abc.ABC):
         """Take starting values from the other parts; nothing by default.
 
         Called once when a model is built, after the starting weights of detector and encoder were loaded.
+        """
+
+    def check_data(self, dataset: Any, detector: Detector) -> None:
+        """Check once, before training, that the data have what the task learns from; nothing by default.
+
+        Args:
+            dataset: the training data. A task may look at what data sets of its kind offer, if they have it.
+            detector: that of the run.
+
+        Raises:
+            ValueError: an objective has nothing to learn from, or the two do not fit.
         """
 
     @abc.abstractmethod

@@ -190,6 +190,19 @@ class PretrainingTask(Task):
         if config.teacher == "frozen":
             self.teacher = copy.deepcopy(detector).requires_grad_(False).eval()
 
+    def check_data(self, dataset: Any, detector: Detector) -> None:
+        """Objectives need their data: a corpus (`dataset.corpus`), captions of other images (`dataset.config`)."""
+        if self.config.masked_text and getattr(dataset, "corpus", True) is None:
+            raise ValueError(
+                f"task.config.masked_text is {self.config.masked_text}, but the data have no text-only corpus; set "
+                "data.files.corpus and data.config.use_corpus=true, or task.config.masked_text=0."
+            )
+        if self.config.relationship and getattr(getattr(dataset, "config", None), "relationship", None) == 0:
+            raise ValueError(
+                f"task.config.relationship is {self.config.relationship}, but every text belongs to its image: "
+                "data.config.relationship is 0; set it to 0.5, or task.config.relationship=0."
+            )
+
     def train(self, mode: bool = True) -> PretrainingTask:
         """As in `nn.Module`; the frozen teacher stays in evaluation mode."""
         super().train(mode)

@@ -25,7 +25,7 @@ from detector.structures import Loss
 from e2e_vl.evaluation.refexp import CONVENTIONS, hits, referring_metrics
 from e2e_vl.evaluation.refexp_files import write_submission
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.base import NewLayers, Task, check_new_layers, start_head
+from e2e_vl.tasks.base import NewLayers, Task, check_dropout, check_new_layers, start_head
 
 
 @dataclasses.dataclass
@@ -63,6 +63,7 @@ class ReferringConfig:
         if not 0 <= self.positive_iou < 1:
             raise ValueError(f"positive_iou is {self.positive_iou}; it must be at least 0 and below 1.")
         check_new_layers(self.new_layers)
+        check_dropout("dropout", self.dropout)
         if self.iou_convention not in CONVENTIONS:
             raise ValueError(
                 f'The IoU convention is "{self.iou_convention}"; it must be one of {", ".join(CONVENTIONS)}.'

@@ -21,13 +21,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
+from detector.interface import Detector
 from detector.structures import Loss
 from e2e_vl.evaluation.vcr import join_predictions, joint_metrics, write_submission
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.base import NewLayers, Task, check_new_layers, start_head
+from e2e_vl.tasks.base import NewLayers, Task, check_dropout, check_new_layers, start_head
 
 CHOICES = 4
+NO_POOLER = "VCR reads the pooled state; set encoder.config.with_pooler to true."
 LOSSES = ("sigmoid", "softmax")
 
 
@@ -59,6 +62,8 @@ class VCRConfig:
         if self.loss not in LOSSES:
             raise ValueError(f"task.config.loss is {self.loss!r}; it must be one of {', '.join(LOSSES)}.")
         check_new_layers(self.new_layers)
+        check_dropout("dropout", self.dropout)
+        check_dropout("region_dropout", self.region_dropout)
         if self.region_loss_weight < 0:
             raise ValueError(f"task.config.region_loss_weight is {self.region_loss_weight}; it must not be negative.")
 
@@ -108,6 +113,27 @@ class VCRTask(Task):
                 hidden_size, self.config.num_classes, self.config.region_dropout, self.config.initializer_range
             )
 
+    def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
+        """Raises ValueError if the encoder says that it has no pooler."""
+        if not getattr(encoder.config, "with_pooler", True):
+            raise ValueError(NO_POOLER)
+
+    def check_data(self, dataset: Any, detector: Detector) -> None:
+        """The data's options `class_names` and `mask_size` must fit the region classifier and the detector's maps."""
+        options = getattr(dataset, "options", None)
+        names, side = (getattr(options, name, None) for name in ("class_names", "mask_size"))
+        if self.region_classifier is not None and names is not None and len(names) >= self.config.num_classes:
+            raise ValueError(
+                f"task.config.num_classes is {self.config.num_classes}, but the data have {len(names)} classes and the "
+                f"whole image is one more; set it to {len(names) + 1}."
+            )
+        map_size = getattr(detector, "map_size", None)
+        if side is not None and map_size is not None and side != map_size:
+            raise ValueError(
+                f"data.config.mask_size is {side}, but the detector's last RoI maps are {map_size} x {map_size}; set "
+                f"data.config.mask_size={map_size}."
+            )
+
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Score the four choices of Q questions.
 
@@ -119,7 +145,7 @@ class VCRTask(Task):
             ValueError: an encoder without a pooler, texts that do not come in fours, or a class beyond `num_classes`.
         """
         if encoded.pooled is None:
-            raise ValueError("VCR reads the pooled state; set encoder.config.with_pooler to true.")
+            raise ValueError(NO_POOLER)
         if len(batch) % CHOICES:
             raise ValueError(f"VCR's texts come in fours, one per choice; this batch has {len(batch)} texts.")
         scores = self.head(encoded.pooled)

@@ -14,6 +14,7 @@ Shape legend
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +36,10 @@ from e2e_vl.evaluation.vqa import (
     write_submission,
 )
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.base import NewLayers, Task, check_new_layers, start_head
+from e2e_vl.tasks.base import NewLayers, Task, check_dropout, check_new_layers, start_head
+
+MANY_UNKNOWN = 0.5  # share of questions that is worth a warning
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -74,6 +78,7 @@ class VQAConfig:
         if self.loss not in ("binary", "softmax"):
             raise ValueError(f'The VQA loss is "{self.loss}"; it must be "binary" or "softmax".')
         check_new_layers(self.new_layers)
+        check_dropout("dropout", self.dropout)
         if self.min_answer_count < 1 or self.top_answers < 1:
             raise ValueError("min_answer_count and top_answers must be at least 1.")
 
@@ -128,6 +133,31 @@ class VQATask(Task):
             pieces = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(answer))
             if pieces:
                 self.head.output.weight[row] = table[pieces].mean(dim=0)
+
+    def check_data(self, dataset: Any, detector: Detector) -> None:
+        """Log how many of `dataset.questions` have no answer (`answers`) that is in the list.
+
+        They teach nothing with the softmax loss and "none of these" with the binary one.
+
+        Raises:
+            ValueError: none has.
+        """
+        given = [question.answers for question in getattr(dataset, "questions", [])]
+        given = [answers for answers in given if answers is not None]
+        without = sum(self._most_frequent(answers) < 0 for answers in given)
+        if not without:
+            return
+        if without == len(given):
+            raise ValueError(
+                f"Not one of the {len(given)} training questions has an answer among the {len(self.answers)} possible "
+                "ones; set task.config.answers to the list of these data, or leave it out to have one built."
+            )
+        share = without / len(given)
+        logger.log(
+            logging.WARNING if share > MANY_UNKNOWN else logging.INFO,
+            "%d of %d training questions (%.1f %%) have no answer among the %d possible ones (task.config.answers).",
+            *(without, len(given), 100 * share, len(self.answers)),
+        )
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Score the answers of M texts.

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,7 +147,27 @@ def test_inputs_that_do_not_fit():
         task(batch, regions, encoded)
 
 
-@pytest.mark.parametrize(("field", "value"), [("loss", "hinge"), ("region_loss_weight", -1.0)])
+def test_what_does_not_fit_is_found_before_training():
+    names = SimpleNamespace(class_names=["person", "chair"], mask_size=7)
+    data, detector = SimpleNamespace(options=names), SimpleNamespace(map_size=7)
+    VCRTask(H, VCRConfig(num_classes=3)).check_data(data, detector)
+    VCRTask(H, VCRConfig(num_classes=2, region_loss_weight=0)).check_data(data, detector)
+    VCRTask(H).check_data(SimpleNamespace(), SimpleNamespace())  # other data may say nothing
+    with pytest.raises(ValueError, match="task.config.num_classes is 2, but the data have 2 classes .*set it to 3"):
+        VCRTask(H, VCRConfig(num_classes=2)).check_data(data, detector)
+    with pytest.raises(ValueError, match="RoI maps are 14 x 14; set data.config.mask_size=14"):
+        VCRTask(H).check_data(data, SimpleNamespace(map_size=14))
+    encoder = SimpleNamespace(config=SimpleNamespace(with_pooler=False))
+    with pytest.raises(ValueError, match="set encoder.config.with_pooler to true"):
+        VCRTask(H).initialise(None, encoder, None)
+    encoder.config.with_pooler = True
+    VCRTask(H).initialise(None, encoder, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("loss", "hinge"), ("region_loss_weight", -1.0), ("dropout", 1.5), ("region_dropout", -0.1)],
+)
 def test_wrong_settings(field, value):
     with pytest.raises(ValueError, match=rf"task\.config\.{field} is"):
         VCRConfig(**{field: value})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,9 +142,32 @@ def test_rows_start_from_word_embeddings(tmp_path):
     assert torch.equal(task.head.output.weight, before)
 
 
+def questions(*answers) -> SimpleNamespace:
+    return SimpleNamespace(questions=[SimpleNamespace(answers=given) for given in answers])
+
+
+def test_questions_without_a_known_answer_are_counted_before_training(caplog):
+    task, unknown = make_task(), ["purplish"] * 10
+    with caplog.at_level(logging.INFO):
+        task.check_data(questions(FIRST, SECOND, None), None)
+        task.check_data(SimpleNamespace(), None)  # other data may have no such list
+    assert not caplog.records
+    with caplog.at_level(logging.INFO):
+        task.check_data(questions(FIRST, SECOND, FIRST, ["<unk>"]), None)
+        task.check_data(questions(FIRST, unknown, unknown), None)
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert "1 of 4 training questions (25.0 %) have no answer among the 6 possible ones" in caplog.text
+    with pytest.raises(ValueError, match="Not one of the 2 training questions has an answer among the 6"):
+        task.check_data(questions(unknown, unknown), None)
+    make_task(normalised_targets=True).check_data(questions(["Two"]), None)
+    with pytest.raises(ValueError, match="Not one of the 1"):
+        task.check_data(questions(["Two"]), None)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"dropout": 1.5}, r"task\.config\.dropout is 1.5"),
         ({"answers": None}, "needs the list of possible answers"),
         ({"answers": "answers.txt"}, "needs the list of possible answers"),
         ({"answers": ["<unk>"]}, "is empty"),
