@@ -9,84 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from detector.config import DetectorConfig, InputConfig
-from detector.faster_rcnn import FasterRCNN
+from detector.config import InputConfig
 from detector.images import make_image_batch
 from detector.structures import ImageBatch, PrecomputedFeatures
-from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
-from e2e_vl.model import VisionLanguageModel
-from e2e_vl.structures import Batch, TextBatch
+from e2e_vl.encoders.vl_bert import VLBertConfig
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.pretraining_inputs import cut_to_length, with_black_pixels, without_hidden_features
-
-SEP, CLASSES, VOCABULARY = 3, 5, 40
-PAPER = {"region_word": "img", "hidden_region_embedding": False, "whole_image_in_sequence": False}
-BOXES = [[[5, 5, 40, 40], [30, 30, 80, 60], [2, 50, 30, 62]], [[10, 0, 50, 30], [0, 0, 20, 20]]]
-
-
-def make_model(norm: str = "FrozenBN", encoder: dict | None = None, **options) -> VisionLanguageModel:
-    torch.manual_seed(0)
-    detector = FasterRCNN(
-        DetectorConfig.from_flat(
-            {
-                "MODEL.RESNETS.DEPTH": 18,
-                "MODEL.RESNETS.STEM_OUT_CHANNELS": 4,
-                "MODEL.RESNETS.WIDTH_PER_GROUP": 4,
-                "MODEL.RESNETS.RES2_OUT_CHANNELS": 4,
-                "MODEL.RESNETS.NORM": norm,
-                "MODEL.BACKBONE.FREEZE_AT": 0,
-                "MODEL.ROI_HEADS.NUM_CLASSES": CLASSES - 1,
-                "MODEL.ROI_HEADS.SCORE_THRESH_TEST": 0.0,
-            }
-        )
-    )
-    settings = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "feature_dim": detector.feature_dim,
-        "geometry_dim": 16,
-        "visual_scale_text_init": 1.0,
-        "visual_scale_object_init": 1.0,
-        "text_only_embedding": True,
-        "hidden_region_embedding": True,
-        "with_pooler": True,
-    }
-    encoder = VLBertModel(VLBertConfig(**settings | (encoder or {})))
-    task = PretrainingTask(16, PretrainingConfig(**{"vocab_size": VOCABULARY, "region_classes": CLASSES} | options))
-    task.initialise(None, encoder, detector)
-    return VisionLanguageModel(detector, encoder, task)
-
-
-def make_batch(seed: int = 0, mlm: bool = True, boxes: bool = True) -> Batch:
-    """Two captions about image 0, one about image 1, and one text of the corpus."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.tensor([7, 4, 5, 6])
-    attend = torch.arange(7) < lengths[:, None]
-    ids = torch.randint(4, VOCABULARY, (4, 7), generator=generator) * attend
-    ids[torch.arange(4), lengths - 1] = SEP
-    labels = torch.full((4, 7), -1)
-    if mlm:
-        labels[0, 1], labels[1, 2], labels[3, 0] = 9, 8, 7
-    return Batch(
-        images=ImageBatch(
-            torch.randn(2, 3, 64, 96, generator=generator) * 50,
-            torch.tensor([[64, 96], [60, 80]]),
-            torch.tensor([[64, 96], [60, 80]]),
-            ["first.jpg", "second.jpg"],
-        ),
-        boxes=[torch.tensor(rows, dtype=torch.float32) for rows in BOXES] if boxes else None,
-        texts=TextBatch(ids, torch.zeros_like(ids), attend),
-        looks_at=torch.tensor([[0], [0], [1], [-1]]),
-        targets={
-            "mlm_labels": labels,
-            "is_match": torch.tensor([1, 0, 1, -1]),
-            "region_seed": torch.tensor([11, 12, 13, 14]),
-        },
-        records=[{"text_index": index} for index in range(4)],
-    )
+from tests.tasks.tiny_pretraining import BOXES, CLASSES, PAPER, SEP, make_batch, make_model
 
 
 @pytest.mark.parametrize(
@@ -339,80 +268,16 @@ def test_file_labels_must_be_there():
         task.initialise(None, encoder, model.detector)
 
 
-def asked_batch(hidden: list[list[float]] | None, boxes: bool = True) -> Batch:
-    """One text with one [MASK] about the first image."""
-    batch = make_batch(boxes=boxes)
-    first = batch.images
-    images = ImageBatch(first.pixels[:1], first.sizes[:1], first.original_sizes[:1], first.names[:1])
-    record = {"text_index": 0, "sent": "[MASK] b", "num_masks": 1, "class_names": ["a", "b", "c", "d"]}
-    return dataclasses.replace(
-        batch,
-        images=images,
-        boxes=batch.boxes[:1] if boxes else None,
-        texts=TextBatch(*(rows[:1] for rows in (batch.texts.input_ids, batch.texts.segment_ids, batch.texts.attend))),
-        looks_at=batch.looks_at[:1],
-        targets={name: rows[:1] for name, rows in batch.targets.items()},
-        pixel_masks=None if hidden is None else [torch.tensor(hidden, dtype=torch.float32)],
-        records=[record],
-    )
+def test_objectives_need_their_data():
+    def check(corpus: object = "corpus", other_captions: float = 0.5, **options) -> None:
+        task = PretrainingTask(8, PretrainingConfig(vocab_size=5, **options))
+        config = types.SimpleNamespace(relationship=other_captions)
+        task.check_data(types.SimpleNamespace(corpus=corpus, config=config), None)
 
-
-def test_asked_boxes_are_hidden_and_no_others():
-    model = make_model(region_probability=1.0).eval()
-    hidden = [[6.0, 6.0, 40.0, 40.0], [60.0, 5.0, 90.0, 25.0]]
-    batch = model.task.prepare_asked(asked_batch(hidden), model.detector)
-    assert batch.boxes[0].tolist() == [*hidden, *BOXES[0][1:]]  # the first candidate is the first hidden one
-    assert batch.hidden_regions[0].tolist() == [True, True, False, False]
-    assert batch.pixel_masks[0].tolist() == [[6, 6, 41, 41], [60, 5, 91, 26]]
-    assert model.task.prepare(batch, model.detector) is batch
-    with torch.no_grad():
-        record = model.task.answer(batch, model(batch), Vocabulary())
-    assert [region["box"] for region in record["hidden"]] == hidden
-    assert all(len(region["classes"]) == CLASSES and region["seen"] is not None for region in record["hidden"])
-    shares = [share for _, share in record["hidden"][0]["classes"]]
-    assert sum(shares) == pytest.approx(1) and shares == sorted(shares, reverse=True)
-    assert {name for name, _ in record["hidden"][0]["classes"]} == {*"abcd", "background"}
-
-
-class Vocabulary:
-    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
-        return [f"word{number}" for number in ids]
-
-
-def test_nothing_asked_to_hide_hides_nothing():
-    model = make_model(region_probability=1.0, masked_regions=0.0).eval()
-    batch = model.task.prepare_asked(asked_batch(None), model.detector)
-    assert batch.boxes[0].tolist() == BOXES[0] and not batch.hidden_regions[0].any()
-    with torch.no_grad():
-        output = model(batch)
-        plain = model(dataclasses.replace(asked_batch(None), pixel_masks=None))
-        record = model.task.answer(batch, output, Vocabulary())
-    assert torch.equal(output.task.logits, plain.task.logits)
-    best = int(plain.task.logits[0].argmax())
-    assert record["filled"] == f"word{best} b" and record["hidden"] == []
-    with pytest.raises(ValueError, match="without masked regions"):
-        model.task.prepare_asked(asked_batch([[0.0, 0.0, 9.0, 9.0]]), model.detector)
-
-
-def test_classes_of_a_file_have_numbers_and_nobody_sees_the_hidden_region():
-    model = make_model(teacher="file").eval()
-    batch = model.task.prepare_asked(asked_batch([[0.0, 0.0, 9.0, 9.0]]), model.detector)
-    with torch.no_grad():
-        output = model(batch)
-        [region] = model.task.answer(batch, output, Vocabulary())["hidden"]
-        shares = model.task.region_classifier(output.encoded.regions[output.text_regions.is_hidden])[0].softmax(dim=0)
-    assert region["seen"] is None
-    names = ["background", "class 0", "class 1", "class 2", "class 3"]
-    assert region["classes"] == [
-        [names[row], pytest.approx(float(shares[row]))] for row in shares.argsort(descending=True)
-    ]
-
-
-def test_a_mask_that_is_cut_off_is_an_error():
-    model = make_model(max_length=5).eval()
-    batch = asked_batch(None)
-    batch.targets["mlm_labels"][0] = -1
-    batch.targets["mlm_labels"][0, 5] = 1
-    batch = model.task.prepare_asked(batch, model.detector)
-    with torch.no_grad(), pytest.raises(ValueError, match="shorten the text"):
-        model.task.answer(batch, model(batch), Vocabulary())
+    check(relationship=1.0)
+    check(corpus=None, other_captions=0.0, masked_text=0.0)
+    PretrainingTask(8, PretrainingConfig(vocab_size=5, relationship=1.0)).check_data(object(), None)  # says nothing
+    with pytest.raises(ValueError, match=r"masked_text is 1.0, but the data have no text-only corpus; .*masked_text=0"):
+        check(corpus=None)
+    with pytest.raises(ValueError, match=r"relationship is 1.0, but .*data.config.relationship is 0; set it to 0.5"):
+        check(other_captions=0.0, relationship=1.0)

@@ -153,12 +153,12 @@ def test_what_does_not_fit_is_found_before_training():
     VCRTask(H, VCRConfig(num_classes=3)).check_data(data, detector)
     VCRTask(H, VCRConfig(num_classes=2, region_loss_weight=0)).check_data(data, detector)
     VCRTask(H).check_data(SimpleNamespace(), SimpleNamespace())  # other data may say nothing
-    with pytest.raises(ValueError, match="task.config.num_classes is 2, but the data have 2 classes .*set it to 3"):
+    with pytest.raises(ValueError, match=r"task.config.num_classes is 2, but the data have 2 classes .*set it to 3"):
         VCRTask(H, VCRConfig(num_classes=2)).check_data(data, detector)
-    with pytest.raises(ValueError, match="RoI maps are 14 x 14; set data.config.mask_size=14"):
+    with pytest.raises(ValueError, match=r"RoI maps are 14 x 14; set data.config.mask_size=14"):
         VCRTask(H).check_data(data, SimpleNamespace(map_size=14))
     encoder = SimpleNamespace(config=SimpleNamespace(with_pooler=False))
-    with pytest.raises(ValueError, match="set encoder.config.with_pooler to true"):
+    with pytest.raises(ValueError, match=r"set encoder.config.with_pooler to true"):
         VCRTask(H).initialise(None, encoder, None)
     encoder.config.with_pooler = True
     VCRTask(H).initialise(None, encoder, None)

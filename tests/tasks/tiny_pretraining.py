@@ -1,0 +1,82 @@
+"""A tiny pre-training model and a batch for it."""
+
+from __future__ import annotations
+
+import torch
+
+from detector.config import DetectorConfig
+from detector.faster_rcnn import FasterRCNN
+from detector.structures import ImageBatch
+from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.structures import Batch, TextBatch
+from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
+
+SEP, CLASSES, VOCABULARY = 3, 5, 40
+PAPER = {"region_word": "img", "hidden_region_embedding": False, "whole_image_in_sequence": False}
+BOXES = [[[5, 5, 40, 40], [30, 30, 80, 60], [2, 50, 30, 62]], [[10, 0, 50, 30], [0, 0, 20, 20]]]
+
+
+def make_model(norm: str = "FrozenBN", encoder: dict | None = None, **options) -> VisionLanguageModel:
+    torch.manual_seed(0)
+    detector = FasterRCNN(
+        DetectorConfig.from_flat(
+            {
+                "MODEL.RESNETS.DEPTH": 18,
+                "MODEL.RESNETS.STEM_OUT_CHANNELS": 4,
+                "MODEL.RESNETS.WIDTH_PER_GROUP": 4,
+                "MODEL.RESNETS.RES2_OUT_CHANNELS": 4,
+                "MODEL.RESNETS.NORM": norm,
+                "MODEL.BACKBONE.FREEZE_AT": 0,
+                "MODEL.ROI_HEADS.NUM_CLASSES": CLASSES - 1,
+                "MODEL.ROI_HEADS.SCORE_THRESH_TEST": 0.0,
+            }
+        )
+    )
+    settings = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "feature_dim": detector.feature_dim,
+        "geometry_dim": 16,
+        "visual_scale_text_init": 1.0,
+        "visual_scale_object_init": 1.0,
+        "text_only_embedding": True,
+        "hidden_region_embedding": True,
+        "with_pooler": True,
+    }
+    encoder = VLBertModel(VLBertConfig(**settings | (encoder or {})))
+    task = PretrainingTask(16, PretrainingConfig(**{"vocab_size": VOCABULARY, "region_classes": CLASSES} | options))
+    task.initialise(None, encoder, detector)
+    return VisionLanguageModel(detector, encoder, task)
+
+
+def make_batch(seed: int = 0, mlm: bool = True, boxes: bool = True) -> Batch:
+    """Two captions about image 0, one about image 1, and one text of the corpus."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([7, 4, 5, 6])
+    attend = torch.arange(7) < lengths[:, None]
+    ids = torch.randint(4, VOCABULARY, (4, 7), generator=generator) * attend
+    ids[torch.arange(4), lengths - 1] = SEP
+    labels = torch.full((4, 7), -1)
+    if mlm:
+        labels[0, 1], labels[1, 2], labels[3, 0] = 9, 8, 7
+    return Batch(
+        images=ImageBatch(
+            torch.randn(2, 3, 64, 96, generator=generator) * 50,
+            torch.tensor([[64, 96], [60, 80]]),
+            torch.tensor([[64, 96], [60, 80]]),
+            ["first.jpg", "second.jpg"],
+        ),
+        boxes=[torch.tensor(rows, dtype=torch.float32) for rows in BOXES] if boxes else None,
+        texts=TextBatch(ids, torch.zeros_like(ids), attend),
+        looks_at=torch.tensor([[0], [0], [1], [-1]]),
+        targets={
+            "mlm_labels": labels,
+            "is_match": torch.tensor([1, 0, 1, -1]),
+            "region_seed": torch.tensor([11, 12, 13, 14]),
+        },
+        records=[{"text_index": index} for index in range(4)],
+    )
