@@ -52,7 +52,8 @@ class CaptionConfig:
         corpus_special_tokens: texts of the corpus are `[CLS] text [SEP]` (paper) instead of words alone (official
             code).
         skip_broken: in training, take the next image in place of one that is missing or cannot be read, and log it.
-            Web data hold a few of those. Otherwise, and always in evaluation, it is an error.
+            Web data hold a few of those. Otherwise, and always in evaluation, it is an error; so is an image of another
+            size than its annotations say.
         cache: folder for the indices of large files; None = `index` in `data.root`.
 
     Raises:

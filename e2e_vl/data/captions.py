@@ -36,7 +36,7 @@ from e2e_vl.data.corpus import TextCorpus, TextLines
 from e2e_vl.data.examples import Example, ImageExample, Objects, Request, TextExample, random_generator
 from e2e_vl.data.files import read_options
 from e2e_vl.data.image_source import MEAN_COLOUR
-from e2e_vl.data.images import EncodedImage, Placement, read_image
+from e2e_vl.data.images import EncodedImage, ImageSizeError, Placement, read_image
 from e2e_vl.data.masking import NO_LABEL, word_pieces
 
 logger = logging.getLogger(__name__)
@@ -265,17 +265,13 @@ class CaptionDataset(Dataset):
         found = self.source.boxes(group) if self.box_reader is None else self.box_reader(self.source.name(group))
         if found is not None and found.features is not None:
             return self._precomputed(group, found, resize)
-        size = found.image_size if found is not None else None
+        size = (found.image_size if found is not None else None) or self.source.image_size(group)
+        name = f"image {self.source.name(group)}"  # outside of the try: an unreadable record is no unreadable image
         try:
             file = self.source.image(group)
-            pixels, placement = read_image(
-                file,
-                size or self.source.image_size(group),
-                resize,
-                flip=flip,
-                channel_order=self.channel_order,
-                name=f"image {self.source.name(group)}",
-            )
+            pixels, placement = read_image(file, size, resize, flip=flip, channel_order=self.channel_order, name=name)
+        except ImageSizeError:
+            raise
         except (ValueError, OSError) as error:
             raise _BrokenImageError from error
         if self.blank_image:

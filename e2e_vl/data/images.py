@@ -98,6 +98,10 @@ class EncodedImage:
     name: str  # archive and member, for error messages
 
 
+class ImageSizeError(ValueError):
+    """An image of another size than its annotation file says."""
+
+
 def read_image(
     source: str | Path | EncodedImage,
     expected_size: tuple[int, int] | None,
@@ -122,7 +126,8 @@ def read_image(
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: the file is no readable image or has another size than expected.
+        ValueError: the file is no readable image.
+        ImageSizeError: it has another size than expected.
     """
     if isinstance(source, EncodedImage):
         where = source.name
@@ -135,7 +140,7 @@ def read_image(
             )
         pixels, original_size = load_resized(path, resize, channel_order)
     if expected_size is not None and original_size != tuple(expected_size):
-        raise ValueError(
+        raise ImageSizeError(
             f"{where}: {name or 'the image'} is {original_size[1]} x {original_size[0]} pixels, but its annotation "
             f"file says {expected_size[1]} x {expected_size[0]}; boxes would not fit, use the "
             "images that the annotations were made on"

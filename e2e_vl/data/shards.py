@@ -24,7 +24,7 @@ from e2e_vl.data.index_files import ArrayFile, OpenFiles, cached_index
 
 logger = logging.getLogger(__name__)
 
-_VERSION = "shard 1"
+_VERSION = "shard 2"
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 _COLUMNS = 4  # offset and size of the image, offset and size of the caption
 _BLOCK = 512  # bytes of a tar header
@@ -47,7 +47,8 @@ class ShardCaptions(CaptionSource):
 
     Raises:
         FileNotFoundError: no shard there.
-        ValueError: a file that is no tar file, is cut off or damaged, or not one complete record in all of them.
+        ValueError: a file that is no tar file, is cut off or damaged; two records, images or captions with one key in
+            a shard; or not one complete record in all of them.
     """
 
     def __init__(self, shards: str | Path, cache: str | Path) -> None:
@@ -67,7 +68,8 @@ class ShardCaptions(CaptionSource):
             raise ValueError(f"{self.path}: the {len(self.shards)} shards hold no image with a caption")
         self.groups = ConsecutiveGroups(np.ones(self._ends[-1], dtype=np.int64))
         failed = self.left_out["failed"]
-        logger.info(
+        logger.log(
+            logging.WARNING if bad[:2].any() else logging.INFO,
             "%s: %d images with captions in %d shards; left out: %d captions without image, %d images without caption; "
             "failed downloads: %s.",
             *(self.path, self._ends[-1], len(self.shards), bad[0], bad[1]),
@@ -122,7 +124,7 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
     without_image = without_caption = 0
     try:
         with tarfile.open(shard, "r:") as tar:
-            for image, caption in _records(tar):
+            for image, caption in _records(tar, shard):
                 if image is None or image.size == 0:
                     without_image += 1
                 elif caption is None or not tar.extractfile(caption).read().strip():
@@ -143,9 +145,10 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
 _REMEDY = "run img2dataset again, it writes unfinished shards anew, or remove the file"
 
 
-def _records(tar: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo | None, tarfile.TarInfo | None]]:
+def _records(tar: tarfile.TarFile, shard: Path) -> Iterator[tuple[tarfile.TarInfo | None, tarfile.TarInfo | None]]:
     """Image and caption of records; their members stand side by side and share the name up to its first dot."""
     key, image, caption = None, None, None
+    seen: set[tuple[str, str]] = set()
     while (member := tar.next()) is not None:
         tar.members.clear()  # tarfile keeps a list of all it has seen
         if not member.isreg():
@@ -155,10 +158,25 @@ def _records(tar: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo | None, tar
         if key is not None and (folder, stem) != key:
             yield image, caption
             image = caption = None
-        key = (folder, stem)
-        if suffix.lower() in _IMAGE_SUFFIXES:
+        if (folder, stem) != key:
+            key = (folder, stem)
+            if key in seen:
+                raise ValueError(
+                    f"{shard}: the record of {member.name} is there twice, or its members do not stand side by side; "
+                    "give every record a key of its own"
+                )
+            seen.add(key)
+        is_image, is_caption = suffix.lower() in _IMAGE_SUFFIXES, suffix.lower() == "txt"
+        other = image if is_image else caption if is_caption else None
+        if other is not None:
+            what = "images" if is_image else "captions"
+            raise ValueError(
+                f"{shard}: {other.name} and {member.name} are two {what} of one record; give every record a key of its "
+                "own (a key ends at the first dot of the name)"
+            )
+        if is_image:
             image = member
-        elif suffix.lower() == "txt":
+        elif is_caption:
             caption = member
     if key is not None:
         yield image, caption

@@ -82,6 +82,11 @@ def test_what_is_left_out_is_counted_and_said(folder, tmp_path, caplog):
     assert source.left_out == {"no image": 2, "no caption": 2, "failed": -1}
     assert "3 images with captions in 2 shards; left out: 2 captions without image, 2 images without" in caplog.text
     assert "failed downloads: not known" in caplog.text
+    assert [entry.levelname for entry in caplog.records] == ["WARNING"]
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        make(folder / "00001.tar", tmp_path)
+    assert [entry.levelname for entry in caplog.records] == ["INFO"], "nothing is left out of this one"
     for number, counts in ((0, (9, 6)), (1, (4, 1))):
         stats = {"count": counts[0], "successes": counts[1], "failed_to_download": 2, "failed_to_resize": 1}
         (folder / f"0000{number}_stats.json").write_text(json.dumps(stats))
@@ -145,6 +150,21 @@ def test_bad_shards(tmp_path):
         make(path.parent, tmp_path)
     write(path, record("a", "b")).write_bytes(b"")
     with pytest.raises(ValueError, match=r"00000.tar: "):
+        make(path.parent, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([*record("a", "one"), ("a.png", b"i")], r"a\.jpg and a\.png are two images of one record"),
+        ([("a.jpg", b"i"), *record("a", "one")], r"a\.jpg and a\.jpg are two images of one record"),
+        ([*record("a", "one"), ("a.txt", b"two")], r"a\.txt and a\.txt are two captions of one record"),
+        ([*record("a", "one"), *record("b", "two"), *record("a", "one")], r"the record of a\.json is there twice"),
+    ],
+)
+def test_two_records_with_one_key(tmp_path, members, message):
+    path = write(tmp_path / "cc" / "00000.tar", members)
+    with pytest.raises(ValueError, match=message):
         make(path.parent, tmp_path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import yaml
 
 from detector.config import DetectorConfig
 from e2e_vl.config import load_config
+from e2e_vl.data.caption_settings import CaptionConfig
+from e2e_vl.data.files import read_options
+from e2e_vl.data.vcr_options import VCROptions
 from e2e_vl.engine.build import build_dataset, build_model, take_sizes_of_detector
 from e2e_vl.text import load_tokenizer
 
@@ -73,6 +77,14 @@ def test_the_model_of_a_run_can_be_built(path):
         model.task.initialise(None, model.encoder, model.detector)
         frozen_copy = config.task.config.get("teacher", "frozen") == "frozen" and model.task.config.masked_regions > 0
         assert (model.task.teacher is not None) == frozen_copy
+    if config.task.name in ("pretraining", "vcr"):  # and the data fit them
+        kind = CaptionConfig if config.task.name == "pretraining" else VCROptions
+        options = read_options(kind, config.data.config, "data.config")
+        has_corpus = "corpus" in config.data.files and getattr(options, "use_corpus", False)
+        data = types.SimpleNamespace(config=options, options=options, corpus="corpus" if has_corpus else None)
+        if kind is VCROptions:
+            model.task.initialise(None, model.encoder, model.detector)
+        model.task.check_data(data, model.detector)
 
 
 @pytest.mark.parametrize("path", RUNS, ids=name_of)

@@ -67,6 +67,18 @@ def first_batch(run):
     return run.collate([run.train_dataset[Request(number, tuple(groups[number][:2]))] for number in range(4)])
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("data.config.use_corpus=false", r"task\.config\.masked_text is 1\.0, but the data have no text-only corpus"),
+        ("data.config.relationship=0", r"data\.config\.relationship is 0; set it to 0\.5"),
+    ],
+)
+def test_an_objective_without_its_data_ends_the_run_before_it_begins(settings, word, message):
+    with pytest.raises(ValueError, match=message):
+        build_run(settings(word))
+
+
 def same_tensors(one: Path, other: Path) -> bool:
     for part in ("detector", "encoder", "task"):
         first, second = (load_file(run / "model" / part / "model.safetensors") for run in (one, other))
