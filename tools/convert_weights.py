@@ -19,6 +19,8 @@ A model of ours (a run directory) as a file that the official VL-BERT code loads
 
     python tools/convert_weights.py runs/refcoco_plus_vl_bert_base --output refcoco.model
 
+Beside a model of VQA its answers are written, in the order of the classes: vqa.model and vqa.answers.txt.
+
 Converting is not needed before training: detector.weights, encoder.weights and task.weights take the published files.
 """
 
@@ -40,6 +42,7 @@ from detector.checkpoint import (
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.config import load_config
+from e2e_vl.engine.answers import OFFICIAL_SUFFIX, official_lines
 from e2e_vl.engine.build import build_model, build_tokenizer
 from e2e_vl.engine.checkpoint import load_model, save_model
 from e2e_vl.weights.vl_bert import save_official
@@ -120,10 +123,19 @@ def import_official(weights: Path, run: Path, output: Path, overrides: list[str]
 
 
 def export_official(folder: Path, output: Path) -> None:
-    """Write a trained model of ours as an official file, and say what has no place in it."""
+    """Write a trained model of ours as an official file, and say what has no place in it.
+
+    The answers of VQA, whose order is that of the classes, are written beside it.
+    """
     config, model, _ = load_model(folder)
+    answers = getattr(model.task, "answers", None)
+    lines = None if answers is None else official_lines(answers)  # before anything is written
     left_out = save_official(model, config.task.name, output)
     print(f"left out: {len(left_out)}", *(f"  {name}" for name in left_out), f"written: {output}", sep="\n")
+    if lines is not None:
+        path = output.with_suffix(OFFICIAL_SUFFIX)
+        path.write_text(lines, encoding="utf-8")
+        print(f"written: {path} ({len(answers)} answers in the order of the classes; a run needs both)")
 
 
 if __name__ == "__main__":

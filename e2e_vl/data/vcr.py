@@ -9,6 +9,7 @@ regions: `object_class` int64 [R], 1 .. number of classes (the whole image is 0,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from e2e_vl.data.instance_masks import instance_mask
 from e2e_vl.data.vcr_asked import asked_example
 from e2e_vl.data.vcr_files import CHOICES, Sentence, VCRFile, VCRMetadata, VCRQuestion, read_metadata
 from e2e_vl.data.vcr_options import VCROptions
+
+logger = logging.getLogger(__name__)
 
 
 class VCRDataset(Dataset):
@@ -51,6 +54,7 @@ class VCRDataset(Dataset):
             i // 4, given answer i % 4.
         groups: text indices of each image, images in order of first mention. Where the boxes depend on the text
             (`objects` other than "all"), every text index is a group of its own.
+        without_outline: (image file, object) of those met so far in this process whose instance mask is empty.
 
     Raises:
         FileNotFoundError, ValueError: see the readers; an object's class that `class_names` lacks; training without
@@ -94,6 +98,7 @@ class VCRDataset(Dataset):
         self.with_objects = with_objects
         self.blank_text = blank_text
         self.blank_image = blank_image
+        self.without_outline: set[tuple[str, int]] = set()
         self._check_questions()
         self._class_of = {name: number for number, name in enumerate(self.options.class_names, start=1)}
         self.per_question = CHOICES if self.options.condition_on == "each" else 1
@@ -220,7 +225,7 @@ class VCRDataset(Dataset):
             name=str(path),
             boxes=placement.move_and_clamp_boxes(metadata.boxes[kept], f"{path} ({question.annot_id})"),
             objects=self._objects(question, metadata, placement) if self.with_objects else None,
-            roi_masks=self._masks(metadata, kept, placement) if self.options.mask_size is not None else None,
+            roi_masks=self._masks(question, metadata, kept, placement) if self.options.mask_size is not None else None,
             region_targets={
                 "object_class": np.array([self._class_of[question.objects[row]] for row in kept], dtype=np.int64)
             },
@@ -257,14 +262,28 @@ class VCRDataset(Dataset):
     def _given_answer(self, question: VCRQuestion, answer: int) -> int:
         return question.answer_label if self._needs_right_answer else answer
 
-    def _masks(self, metadata: VCRMetadata, kept: list[int], placement: Placement) -> np.ndarray:
+    def _masks(self, question: VCRQuestion, metadata: VCRMetadata, kept: list[int], placement: Placement) -> np.ndarray:
         """float32 [R, S, S]."""
         side = self.options.mask_size
         if self.blank_image:  # outlines tell shapes
             return np.ones((len(kept), side, side), dtype=np.float32)
         masks = [instance_mask(metadata.polygons[row], metadata.boxes[row], side) for row in kept]
+        self._count_empty(question, [row for row, mask in zip(kept, masks, strict=True) if not mask.any()])
         joined = np.array(masks, dtype=np.float32).reshape(-1, side, side)
         return np.ascontiguousarray(joined[:, :, ::-1]) if placement.flipped else joined
+
+    def _count_empty(self, question: VCRQuestion, rows: list[int]) -> None:
+        """Warn of objects that the model cannot see: of the first, and whenever their number has doubled."""
+        for row in rows:
+            before = len(self.without_outline)
+            self.without_outline.add((question.img_fn, row))
+            number = len(self.without_outline)
+            if number > before and number & before == 0:  # 1, 2, 4, 8, ...
+                logger.warning(
+                    "%s: object %d (%s) has no outline that covers a point of its mask, so its feature is zero; %d "
+                    "such objects so far in this process. data.config.mask_size=null leaves all masks out.",
+                    *(self.images_root / question.metadata_fn, row, question.objects[row], number),
+                )
 
     def _objects(self, question: VCRQuestion, metadata: VCRMetadata, placement: Placement) -> Objects:
         moved = placement.move_objects(metadata.boxes)

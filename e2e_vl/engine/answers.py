@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from e2e_vl.config import RunConfig
 from e2e_vl.data.vqa_files import ANSWERS_FILE, read_answers, write_answers
 from e2e_vl.evaluation.vqa import UNKNOWN, frequent_answers, strip_punctuation
+
+OFFICIAL_SUFFIX = ".answers.txt"
+
+
+def are_given(config: RunConfig) -> bool:
+    """Whether the settings name the answers, so that the order of the classes is theirs."""
+    return config.task.config.get("answers") is not None or "answers" in config.data.files
 
 
 def possible_answers(config: RunConfig, dataset: Any, min_count: int) -> list[str]:
@@ -31,9 +39,28 @@ def possible_answers(config: RunConfig, dataset: Any, min_count: int) -> list[st
         given = Path(config.data.root).expanduser() / config.data.files["answers"]
     if given is not None:
         answers = read_answers(given)
-        if Path(given).suffix == ".txt":
-            answers = [answer if answer == UNKNOWN else strip_punctuation(answer) for answer in answers]
-        return answers
+        return [_official_form(answer) for answer in answers] if Path(given).suffix == ".txt" else answers
     answers = frequent_answers(dataset.answers_of(config.data, config.data.train_split), min_count)
     write_answers(Path(config.output) / ANSWERS_FILE, answers)
     return answers
+
+
+def official_lines(answers: Sequence[str]) -> str:
+    """Answers as the text file of the official VL-BERT code, one a line in the order of their classes.
+
+    Raises:
+        ValueError: an answer that such a file cannot hold: an empty one, or one that is read back as another (lines are
+            stripped and lower-cased, and go through the punctuation step of the official evaluation).
+    """
+    for number, answer in enumerate(answers):
+        line = answer.strip().lower()
+        if not line or "\n" in line or _official_form(line) != answer:
+            raise ValueError(
+                f"Answer {number} is {answer!r}, which an official answer vocabulary (one answer a line) cannot hold; "
+                "train with a list without it, task.config.answers."
+            )
+    return "".join(f"{answer}\n" for answer in answers)
+
+
+def _official_form(line: str) -> str:
+    return line if line == UNKNOWN else strip_punctuation(line)

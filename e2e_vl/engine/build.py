@@ -30,7 +30,7 @@ from e2e_vl.data.vqa import VQADataset
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
-from e2e_vl.engine.answers import possible_answers
+from e2e_vl.engine.answers import are_given, possible_answers
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
 from e2e_vl.synthetic.build import FORMATS, make_scenes
@@ -258,7 +258,9 @@ def build_model(
     if tokenizer is not None:
         task.initialise(tokenizer, encoder, detector)
     if config.task.weights is not None:
-        _log_start(config.task.weights, load_task(task, config.task.weights, task_name=config.task.name))
+        knows_order = are_given(config) or not hasattr(task, "answers")
+        report = load_task(task, config.task.weights, task_name=config.task.name, knows_class_order=knows_order)
+        _log_start(config.task.weights, report)
     return VisionLanguageModel(detector, encoder, task, freeze_detector=config.detector.freeze)
 
 

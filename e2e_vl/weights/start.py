@@ -208,7 +208,7 @@ def check_answers(folder: Path, task: nn.Module) -> None:
         )
 
 
-def load_task(task: nn.Module, path: str | Path, *, task_name: str) -> LoadReport:
+def load_task(task: nn.Module, path: str | Path, *, task_name: str, knows_class_order: bool = True) -> LoadReport:
     """Start a task's head: of the same task as it is, of another one by the rules in `TRANSFERS`.
 
     Region classes of pre-training are put into the task's order (`PretrainingConfig.background`); official files have
@@ -218,6 +218,8 @@ def load_task(task: nn.Module, path: str | Path, *, task_name: str) -> LoadRepor
     Args:
         path: see the top of this file.
         task_name: what the head is for.
+        knows_class_order: False: the order of the task's answers was made up. Official files do not name their answers,
+            so the same list in the same order must be given.
 
     Raises:
         FileNotFoundError, ValueError: nothing there, no rule for such a start, or it does not fit.
@@ -226,6 +228,12 @@ def load_task(task: nn.Module, path: str | Path, *, task_name: str) -> LoadRepor
     own = {f"{name.split('.')[0]}." for name in task.state_dict()}
     if source.task_name == task_name or (source.layout == OWN and source.task_name is None):
         check_answers(source.path.parent, task)
+        if source.layout != OWN and not knows_class_order:
+            raise ValueError(
+                f"{source.path}: a head of {task_name} whose answers are known by their order only, and the list of "
+                "this run was built from annotations, in an order of its own; give task.config.answers, the answer "
+                "vocabulary that the file was trained with."
+            )
         unused = tuple(name for name in PRETRAINING_HEADS if name not in own)  # VCR's region classifier is among them
         tensors, copied = _in_class_order(source, task)
         report = load_weights(task, tensors, source.path, may_miss=(TEACHER,), may_exceed=unused, layout=source.layout)

@@ -90,6 +90,21 @@ def test_image_boxes_classes_and_masks(tiny):
     assert tiny.dataset(mask_size=None)[Request(1, (1,))].images[0].roi_masks is None
 
 
+def test_objects_without_an_outline_are_counted_and_said(tiny, caplog):
+    tiny.metadata["segms"][2:] = [[], [[[53, 11], [57, 19]]]]  # nothing, and a line
+    dataset = tiny.dataset()
+    for text in (0, 2, 1, 0):  # questions 0 and 2 are about the same image
+        masks = dataset[Request(0, (text,))].images[0].roi_masks
+        assert masks.any(axis=(1, 2)).tolist() == [True, True, False, False]
+    assert dataset.without_outline == {(f"film/{name}.png", row) for name in "ab" for row in (2, 3)}
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+    assert "a.json: object 2 (chair) has no outline" in caplog.records[0].getMessage()
+    assert [record.args[-1] for record in caplog.records] == [1, 2, 4]
+    caplog.clear()
+    tiny.dataset(mask_size=None)[Request(0, (0,))]
+    assert not caplog.records
+
+
 def test_a_flip_mirrors_boxes_and_masks_but_no_words(tiny):
     tiny.metadata["segms"][0] = [[[0, 0], [10, 0], [10, 59], [0, 59]]]  # the left half
     plain = tiny.dataset()[Request(0, (0,))]
