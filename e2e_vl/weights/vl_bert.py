@@ -15,10 +15,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from detector.interface import Detector
+from detector.precomputed import PrecomputedDetector
 from detector.weight_names import VL_BERT, from_vl_bert, to_vl_bert
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.model import VisionLanguageModel
@@ -89,6 +92,16 @@ ENCODER_CONFIG = {
     "image_feature_on_words": True,
     "uses_whole_image": True,
     "norm_first": False,
+}
+OFFICIAL_DETECTOR: dict[str, Any] = {  # no weight shows it; keys of configs/detector/vl_bert_R_101.yaml
+    "INPUT.FORMAT": "BGR",
+    "MODEL.PIXEL_MEAN": [102.9801, 115.9465, 122.7717],
+    "MODEL.PIXEL_STD": [1.0, 1.0, 1.0],
+    "MODEL.RESNETS.STRIDE_IN_1X1": True,
+    "MODEL.RESNETS.RES5_DILATION": 2,
+    "MODEL.ROI_BOX_HEAD.POOLER_TYPE": "ROIAlign",
+    "MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION": 14,
+    "MODEL.ROI_BOX_HEAD.POOLER_SAMPLING_RATIO": 1,
 }
 REGION_WORD = "embeddings.region_word_embedding.weight"
 HIDDEN_REGION_WORD = "embeddings.hidden_region_word_embedding.weight"
@@ -191,7 +204,8 @@ def save_official(model: VisionLanguageModel, task_name: str, path: str | Path) 
     background last gets it first.
 
     Raises:
-        ValueError: the official code has no such model, or the file's name does not end with `.model`.
+        ValueError: the official code has no such model (its detector's settings are `OFFICIAL_DETECTOR`; one for
+            precomputed features is not in the file), or the file's name does not end with `.model`.
     """
     path = Path(path)
     if path.suffix != ".model":
@@ -203,6 +217,7 @@ def save_official(model: VisionLanguageModel, task_name: str, path: str | Path) 
             raise ValueError(
                 f"{path}: the official code has no encoder with {name} = {getattr(model.encoder.config, name)}."
             )
+    _check_detector(model.detector, path)
     detector, encoder, task = (dict(part.state_dict()) for part in (model.detector, model.encoder, model.task))
     if model.encoder.config.region_word == "img" and task_name == "pretraining":
         encoder[HIDDEN_REGION_WORD] = encoder[REGION_WORD]
@@ -212,6 +227,18 @@ def save_official(model: VisionLanguageModel, task_name: str, path: str | Path) 
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"state_dict": {name: value.detach().cpu() for name, value in official.items()}}, path)
     return left_out
+
+
+def _check_detector(detector: Detector, path: Path) -> None:
+    if isinstance(detector, PrecomputedDetector):
+        return
+    settings = getattr(detector.config, "common", detector.config).to_flat()
+    for key, official in OFFICIAL_DETECTOR.items():
+        if settings[key] != official:
+            raise ValueError(
+                f"{path}: the official code has {key} {official}, this model {settings[key]}, so it would compute "
+                "other features from the same weights; train with configs/detector/vl_bert_R_101.yaml."
+            )
 
 
 def recognise_task(names: Mapping[str, Tensor]) -> str | None:

@@ -16,6 +16,7 @@ from e2e_vl.engine.checkpoint import load_model, save_model
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.vl_bert import save_official
+from tests.weights.official_detector import OFFICIAL_DETECTOR
 
 # The official architecture, small: the tiny config's own departs from it.
 ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -29,6 +30,7 @@ def config_of(tiny_config: Callable[..., RunConfig]) -> Callable[..., RunConfig]
 
     def make(task: str, *words: str, **encoder: object) -> RunConfig:
         config = tiny_config(*words)
+        config.detector.overrides = OFFICIAL_DETECTOR
         config.encoder.config = {**ENCODER, **encoder}
         config.task.name, config.task.config = task, {}
         if task == "pretraining":
@@ -159,6 +161,24 @@ def test_a_head_for_the_same_answers_in_another_order_is_no_start(config_of, tmp
     assert torch.equal(build(config, seed=1).task.head.output.weight, model.task.head.output.weight)
     config.task.config = {"answers": ["no", "yes"]}
     with pytest.raises(ValueError, match=r"answers.json: the head was trained for other answers"):
+        build(config)
+
+
+def test_an_official_head_needs_the_list_of_its_answers(config_of, tmp_path, monkeypatch):
+    config = config_of("vqa")
+    config.task.config = {"answers": ["yes", "no"]}
+    model, tokenizer = build(config), build_tokenizer(config)
+    save_official(model, "vqa", tmp_path / "vqa.model")
+    (tmp_path / "order.txt").write_text("yes\nno\n")
+    for name in ("task.config", "data.files"):  # two ways to give it
+        config = config_of("vqa", f"task.weights={tmp_path / 'vqa.model'}")
+        given = config.task.config if name == "task.config" else config.data.files
+        given["answers"] = str(tmp_path / "order.txt")
+        started = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
+        assert torch.equal(started.task.head.output.weight, model.task.head.output.weight)
+    config = config_of("vqa", f"task.weights={tmp_path / 'vqa.model'}")
+    monkeypatch.setattr("e2e_vl.engine.build.possible_answers", lambda *_: ["no", "yes"])
+    with pytest.raises(ValueError, match=r"vqa\.model: .* built from annotations.*; give task\.config\.answers"):
         build(config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from detector.config import DetectorConfig
 from e2e_vl.config import RunConfig, save_config
 from e2e_vl.engine.build import build_model, build_tokenizer
-from e2e_vl.engine.checkpoint import load_model
+from e2e_vl.engine.checkpoint import load_model, save_model
 from e2e_vl.weights.vl_bert import save_official
+from tests.weights.official_detector import OFFICIAL_DETECTOR
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "convert_weights.py"
 ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -32,6 +35,7 @@ def settings(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> tuple[Run
     """A run of the official architecture, and its file."""
     config = tiny_config()
     config.encoder.config = ENCODER
+    config.detector.overrides = OFFICIAL_DETECTOR
     build_tokenizer(config)
     config.data.vocabulary = str(Path(config.output) / "tokenizer" / "vocab.txt")
     save_config(config, tmp_path / "run.yaml")
@@ -63,6 +67,53 @@ def test_an_official_file_becomes_a_model_folder_and_comes_back_equal(tool, sett
     first, second = (torch.load(path, weights_only=True)["state_dict"] for path in (tmp_path / "official.model", again))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def trained_vqa(config: RunConfig, answers: list[str], folder: Path) -> None:
+    config.task.name, config.task.config = "vqa", {"answers": answers}
+    tokenizer = build_tokenizer(config)
+    save_model(folder, config, build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer), tokenizer)
+
+
+def test_answers_are_written_beside_a_model_of_vqa(tool, settings, tmp_path, capsys):
+    config, _ = settings
+    answers = ["yes", "<unk>", "2", "at night", "yes"]
+    trained_vqa(config, answers, tmp_path / "folder")
+    assert tool.main([str(tmp_path / "folder"), "--output", str(tmp_path / "vqa.model")]) == 0
+    written = tmp_path / "vqa.answers.txt"
+    assert f"written: {written} (5 answers in the order of the classes" in capsys.readouterr().out
+    config.task.config, config.task.weights = {"answers": str(written)}, str(tmp_path / "vqa.model")
+    again = build_model(config, vocab_size=len(build_tokenizer(config)))
+    assert again.task.answers == answers
+
+
+@pytest.mark.parametrize("answer", ["", " ", "Yes", "no\nyes", "yes!"])
+def test_an_answer_that_official_files_cannot_hold(tool, settings, tmp_path, capsys, answer):
+    trained_vqa(settings[0], ["no", answer], tmp_path / "folder")
+    assert tool.main([str(tmp_path / "folder"), "--output", str(tmp_path / "vqa.model")]) == 2
+    assert f"Answer 1 is {answer!r}, which an official answer vocabulary" in capsys.readouterr().err
+    assert not list(tmp_path.glob("vqa*"))
+
+
+def test_a_detector_that_the_official_code_does_not_have(settings, tmp_path):
+    config, _ = settings
+    model = build_model(config, vocab_size=20)
+    other = {
+        "INPUT.FORMAT": "RGB",
+        "MODEL.PIXEL_MEAN": [1.0, 2.0, 3.0],
+        "MODEL.PIXEL_STD": [58.0, 58.0, 58.0],
+        "MODEL.RESNETS.STRIDE_IN_1X1": False,
+        "MODEL.RESNETS.RES5_DILATION": 1,
+        "MODEL.ROI_BOX_HEAD.POOLER_TYPE": "ROIAlignV2",
+        "MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION": 7,
+        "MODEL.ROI_BOX_HEAD.POOLER_SAMPLING_RATIO": 0,
+    }
+    official = model.detector.config.to_flat()
+    for key, value in other.items():
+        model.detector.config = DetectorConfig.from_flat(official | {key: value})
+        with pytest.raises(ValueError, match=rf"x\.model: the official code has {re.escape(key)} .*R_101\.yaml"):
+            save_official(model, "refcoco", tmp_path / "x.model")
+    assert not (tmp_path / "x.model").exists()
 
 
 @pytest.mark.parametrize(

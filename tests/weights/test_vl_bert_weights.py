@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from detector.checkpoint import load_checkpoint
 from detector.config import DetectorConfig
+from detector.config_file import flatten
 from detector.faster_rcnn import FasterRCNN
 from detector.precomputed import PrecomputedDetector
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
@@ -25,6 +26,7 @@ from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.weights.start import load_encoder, load_task
 from e2e_vl.weights.vl_bert import Parts, from_official, save_official, to_official
+from tests.weights.official_detector import OFFICIAL_DETECTOR
 
 ROOT = Path(__file__).parents[2]
 TINY_DETECTOR = {"MODEL.RESNETS.DEPTH": 50, "MODEL.RESNETS.STEM_OUT_CHANNELS": 4, "MODEL.RESNETS.WIDTH_PER_GROUP": 4}
@@ -65,7 +67,7 @@ def tiny_model(kind: str, seed: int) -> VisionLanguageModel:
     model = VisionLanguageModel(
         *make_parts(
             kind,
-            DetectorConfig.from_flat(TINY_DETECTOR),
+            DetectorConfig.from_flat(flatten(OFFICIAL_DETECTOR) | TINY_DETECTOR),
             {**TINY_ENCODER, "feature_dim": feature_dim},
             classes=5,
             answers=7,

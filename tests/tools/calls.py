@@ -1,0 +1,59 @@
+"""Calls of tools/predict.py, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from PIL import Image
+
+from e2e_vl.config import load_config
+from tools import predict as tool
+
+
+def refused(words: list, capsys) -> str:
+    """The one sentence that a call ends with."""
+    assert tool.main([str(word) for word in words]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1
+    return message
+
+
+def split(run: Path, split: str, output: Path, *more: object, boxes: str = "gt") -> list[str]:
+    words = ["split", "--run", run, "--split", split, "--boxes", boxes, "--output", output, *more]
+    return [str(word) for word in words]
+
+
+def saved(run: Path, name: str = "predictions_val_gt.json") -> list[dict]:
+    return json.loads((run / name).read_text("utf-8"))
+
+
+def data_root(run: Path) -> Path:
+    return Path(load_config(run / "model" / "config.yaml").data.root)
+
+
+def ask(run: Path, image: Path, text: str, *more: object) -> list[str]:
+    return [str(word) for word in ("ask", "--run", run, "--image", image, "--text", text, *more)]
+
+
+def first_image(run: Path) -> Path:
+    return Path(saved(run)[0]["file_name"])
+
+
+def is_picture(path: Path) -> bool:
+    with Image.open(path) as picture:
+        return min(picture.size) >= 100
+
+
+def gt_corners(run: Path, image_id: int) -> list[str]:
+    content = json.loads((data_root(run) / "refcoco+" / "instances.json").read_text())
+    boxes = [one["bbox"] for one in content["annotations"] if one["image_id"] == image_id]
+    return [f"{x},{y},{x + w},{y + h}" for x, y, w, h in boxes]
+
+
+def told(folder: Path) -> dict:
+    return json.loads((folder / "answer.json").read_text())
+
+
+def tagged(sentence: list) -> str:
+    return " ".join(token if isinstance(token, str) else json.dumps(token) for token in sentence)

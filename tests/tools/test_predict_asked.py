@@ -1,0 +1,246 @@
+"""tools/predict.py ask on tiny trained runs of every task that answers texts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from e2e_vl.data.examples import Request
+from e2e_vl.engine.build import build_collate, build_dataset
+from e2e_vl.engine.checkpoint import load_model
+from e2e_vl.evaluation import vcr
+from tests.tools.calls import ask, data_root, first_image, gt_corners, is_picture, refused, saved, split, tagged, told
+from tools import predict as tool
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+def test_a_phrase_gets_the_box_of_the_evaluation(trained_run, tmp_path, capsys):
+    record = saved(trained_run.path, "predictions_val_online.json")[0]
+    words = ask(trained_run.path, record["file_name"], record["sent"], "--output", tmp_path)
+    assert tool.main(words) == 0
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    # the padding of a batch changes features a little
+    assert answer["box"] == pytest.approx(record["box"], abs=0.5)
+    assert answer["score"] == pytest.approx(record["score"], abs=1e-2)
+    assert f"{answer['score']:.3f}  x {answer['box'][0]:.1f} to" in capsys.readouterr().out
+    assert answer["text"] == record["sent"] and answer["box"] in answer["candidate_boxes"]
+    assert is_picture(tmp_path / "regions.png") and is_picture(tmp_path / "answer.png")
+
+
+def test_a_phrase_among_given_boxes(trained_run, tmp_path):
+    record = saved(trained_run.path)[0]
+    given = [[2.0, 3.0, 40.0, 50.0], [30.0, 20.0, 70.0, 61.0]]
+    files = {"list.json": given, "object.json": {"boxes": [[*box, 0.9] for box in given], "names": ["a", "b"]}}
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    np.savez(tmp_path / "regions.npz", boxes=np.array(given, dtype=np.float32))
+    found = []
+    for words in (["2,3,40,50", "30,20,70,61"], *([tmp_path / name] for name in (*files, "regions.npz"))):
+        more = ["--boxes", *words, "--output", tmp_path / "out"]
+        assert tool.main(ask(trained_run.path, record["file_name"], record["sent"], *more)) == 0
+        found.append(json.loads((tmp_path / "out" / "answer.json").read_text()))
+    assert all(one == found[0] for one in found)
+    np.testing.assert_allclose(found[0]["regions"], given, atol=1e-3)
+
+
+def test_a_question_gets_its_best_answers(vqa_run, tmp_path, capsys):
+    record = saved(vqa_run)[0]
+    source = json.loads((data_root(vqa_run) / "refcoco+" / "instances.json").read_text())
+    corners = [
+        f"{x},{y},{x + w},{y + h}"
+        for x, y, w, h in (one["bbox"] for one in source["annotations"] if one["image_id"] == record["image_id"])
+    ]
+    more = ["--boxes", *corners, "--output", tmp_path]
+    assert tool.main(ask(vqa_run, record["file_name"], record["question"], *more)) == 0
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert [name for name, _ in answer["top_answers"]] == [name for name, _ in record["top_answers"]]
+    scores = [score for _, score in record["top_answers"]]
+    assert [score for _, score in answer["top_answers"]] == pytest.approx(scores, abs=1e-3)
+    assert capsys.readouterr().out.startswith(f"{answer['score']:.3f}  {answer['answer']}\n")
+    assert len(answer["attention"]) == len(answer["regions"]) == len(corners)
+    assert 0 < sum(answer["attention"]) < 1
+    assert is_picture(tmp_path / "answer.png") and is_picture(tmp_path / "regions.png")
+
+
+@pytest.mark.parametrize("kind", ["answer", "rationale"])
+def test_choices_get_the_probabilities_of_the_evaluation(vcr_runs, tmp_path, capsys, kind):
+    run = vcr_runs[kind == "rationale"]
+    assert tool.main(split(vcr_runs[0], "val", tmp_path / "val.csv", "--rationale-run", vcr_runs[1])) == 0
+    root = data_root(run) / "vcr"
+    question = json.loads((root / "val.jsonl").read_text().splitlines()[0])
+    expected = vcr.read_submission(tmp_path / "val.csv")
+    more = ["--boxes", root / "vcr1images" / question["metadata_fn"], "--output", tmp_path / "out"]
+    more += ["--choices", *(tagged(choice) for choice in question[f"{kind}_choices"])]
+    rows = expected.answers[0]
+    if kind == "rationale":
+        more += ["--answer", tagged(question["answer_choices"][2])]
+        rows = expected.rationales[0, 2]
+    capsys.readouterr()
+    words = ask(run, root / "vcr1images" / question["img_fn"], tagged(question["question"]), *more)
+    assert tool.main(words) == 0
+    answer = json.loads((tmp_path / "out" / "answer.json").read_text())
+    np.testing.assert_allclose(answer["probabilities"], rows, atol=1e-3)
+    lines = capsys.readouterr().out.splitlines()[:4]
+    assert [float(line.split()[0]) for line in lines] == sorted(
+        (round(value, 3) for value in answer["probabilities"]), reverse=True
+    )
+    assert len(answer["attention"]) == len(question["objects"]) == len(answer["objects"])
+    assert is_picture(tmp_path / "out" / "answer.png")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ((), "VCR's boxes are given"),
+        (("--boxes", "person:1,2,30,40"), "here are 0; give four with --choices"),
+        (("--boxes", "person:1,2,30,40", "--choices", "a", "b", "c", "[1] d"), "names the object \\[1\\], but 1 boxes"),
+        (("--boxes", "person:1,2,30,40", "--choices", "a", "b", "c", " "), "one of the choices is empty"),
+        (("--boxes", "robot:1,2,30,40", "--choices", "a", "b", "c", "d"), "class 'robot' is none of the run's"),
+        (("--boxes", "person:1,2,30,40", "--choices", *"abcd", "--answer", "x"), "chooses answers, so it takes none"),
+        (("--boxes", "person:1,2,30,40", "5,6,7,8", "--choices", *"abcd"), "Some boxes have a class"),
+        (("--boxes", "person:1,2,1,40", "--choices", *"abcd"), "box 0 .* is no box"),
+        (("--boxes", "person:1,2,x,40", "--choices", *"abcd"), "box 0 .* is no box"),
+        (("--boxes", "nowhere.json", "--choices", *"abcd"), "nowhere.json: cannot read the boxes"),
+        (("--boxes", "person:5000,2,6000,40", "--choices", *"abcd"), "lies outside the"),
+    ],
+)
+def test_what_vcr_needs(vcr_runs, capsys, more, message):
+    assert re.search(message, refused(ask(vcr_runs[0], first_image(vcr_runs[0]), "Why is [0] there?", *more), capsys))
+
+
+def test_rationales_need_an_answer(vcr_runs, capsys):
+    more = ["--boxes", "person:1,2,30,40", "--choices", *"abcd"]
+    words = ask(vcr_runs[1], first_image(vcr_runs[1]), "Why?", *more)
+    assert "needs the answer that they are for" in refused(words, capsys)
+
+
+def test_what_cannot_be_answered(trained_run, vqa_run, tmp_path, capsys):
+    image = first_image(vqa_run)
+    assert "The text is empty" in refused(ask(vqa_run, image, "  "), capsys)
+    assert "takes neither choices nor an answer" in refused(ask(vqa_run, image, "x", "--choices", "a"), capsys)
+    assert "is missing" in refused(ask(vqa_run, tmp_path / "no.png", "x"), capsys)
+    (tmp_path / "bad.png").write_text("no image")
+    assert "bad.png" in refused(ask(vqa_run, tmp_path / "bad.png", "x"), capsys)
+    assert "holds no trained model" in refused(ask(tmp_path, image, "x"), capsys)
+    (tmp_path / "boxes.json").write_text('{"names": []}')
+    assert "as 'boxes'" in refused(ask(vqa_run, image, "x", "--boxes", tmp_path / "boxes.json"), capsys)
+    (tmp_path / "boxes.json").write_text('{"boxes": [[1, 2, 3, 4]], "names": []}')
+    assert "one class name for each" in refused(ask(vqa_run, image, "x", "--boxes", tmp_path / "boxes.json"), capsys)
+
+
+def test_masked_words_get_what_the_model_says_there(pretraining_run, tmp_path, capsys):
+    config, model, tokenizer = load_model(pretraining_run, overrides=["data.config.word_probability=0"])
+    dataset = build_dataset(config, tokenizer, "val", boxes="gt")
+    example = dataset[Request(0, (0,))]
+    [text] = example.texts
+    words = text.record["sent"].split()
+    text.input_ids[2], text.targets["mlm_labels"][2] = tokenizer.mask_token_id, 0
+    batch = build_collate(model)([example])
+    model.task.config.region_probability = 0.0
+    with torch.no_grad():
+        shares = model(batch).task.logits[0].softmax(dim=0)
+
+    asked = " ".join([words[0], "[MASK]", *words[2:]])
+    more = ["--boxes", *gt_corners(pretraining_run, int(text.record["image_id"])), "--output", tmp_path]
+    assert tool.main(ask(pretraining_run, text.record["file_name"], asked, *more)) == 0
+    answer = told(tmp_path)
+    [found] = answer["masks"]
+    assert len(found) == 5 and answer["hidden"] == []
+    ids = tokenizer.convert_tokens_to_ids([word for word, _ in found])
+    assert ids == shares.topk(5).indices.tolist()
+    assert [share for _, share in found] == pytest.approx(shares[ids].tolist(), abs=1e-4)
+    assert answer["filled"] == asked.replace("[MASK]", found[0][0].removeprefix("##"))
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first == answer["filled"] and second.startswith(f"[MASK] 1: {found[0][0]} {found[0][1]:.3f}, {found[1][0]}")
+    assert len(answer["attention"]) == len(answer["regions"])
+    assert is_picture(tmp_path / "regions.png") and is_picture(tmp_path / "answer.png")
+
+
+def test_every_mask_has_its_words_and_the_detector_its_own_boxes(pretraining_run, tmp_path, capsys):
+    image = first_image(pretraining_run)
+    assert tool.main(ask(pretraining_run, image, "a [MASK] circle and a [MASK]", "--output", tmp_path)) == 0
+    answer = told(tmp_path)
+    assert len(answer["masks"]) == 2 and "[MASK]" not in answer["filled"]
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()[1:3]] == ["[MASK] 1", "[MASK] 2"]
+
+
+def test_a_hidden_region_is_named_without_its_pixels(pretraining_run, tmp_path, capsys):
+    record = saved(pretraining_run)[0]
+    corners = gt_corners(pretraining_run, int(record["image_id"]))
+    x1, y1, x2, y2 = (int(float(value)) for value in corners[0].split(","))
+    with Image.open(record["file_name"]) as image:
+        pixels = np.array(image.convert("RGB"))
+    other = pixels.copy()
+    inside = other[y1 + 6 : y2 - 6, x1 + 6 : x2 - 6]  # resizing mixes neighbours
+    inside[:] = np.random.default_rng(0).integers(0, 255, inside.shape)
+    answers = []
+    for name, content in (("first", pixels), ("second", other)):
+        Image.fromarray(content).save(tmp_path / f"{name}.png")
+        more = ["--boxes", *corners, "--hide", corners[0], "--output", tmp_path / name]
+        assert tool.main(ask(pretraining_run, tmp_path / f"{name}.png", "a [MASK] circle", *more)) == 0
+        answers.append(told(tmp_path / name))
+    for answer in answers:
+        assert len(answer["regions"]) == len(corners)  # the hidden one is not there twice
+        np.testing.assert_allclose(answer["regions"][0], answer["hidden"][0]["box"], atol=1e-3)
+        np.testing.assert_allclose(answer["regions"][0], [float(value) for value in corners[0].split(",")], atol=0.1)
+    [[first], [second]] = [answer.pop("hidden") for answer in answers]
+    seen = [first.pop("seen"), second.pop("seen")]
+    assert first == second and answers[0]["masks"] == answers[1]["masks"]
+    assert seen[0] != seen[1]
+    names = {"circle", "square", "triangle", "star", "cross", "diamond", "background"}
+    assert len(first["classes"]) == 5 and {name for name, _ in [*first["classes"], *seen]} <= names
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("hidden region 1: "))
+    assert line.startswith(f"hidden region 1: {first['classes'][0][0]} {first['classes'][0][1]:.3f}, ")
+    assert line.endswith(f"(not hidden: {seen[0][0]} {seen[0][1]:.3f})")
+    with Image.open(tmp_path / "first" / "answer.png") as one, Image.open(tmp_path / "second" / "answer.png") as two:
+        assert np.array_equal(np.array(one), np.array(two))
+    assert is_picture(tmp_path / "first" / "answer.png")
+
+
+def test_a_hidden_region_without_a_mask_looks_at_the_others(pretraining_run, tmp_path):
+    record = saved(pretraining_run)[0]
+    corners = gt_corners(pretraining_run, int(record["image_id"]))
+    more = ["--hide", *corners[:2], "--output", tmp_path]
+    assert tool.main(ask(pretraining_run, record["file_name"], record["sent"], *more)) == 0
+    answer = told(tmp_path)
+    assert answer["masks"] == [] and len(answer["hidden"]) == 2
+    assert len(answer["attention"]) == len(answer["regions"]) and 0 < sum(answer["attention"]) < 1
+
+
+def test_what_pretraining_needs(pretraining_run, vqa_run, vcr_runs, trained_run, capsys):
+    image = first_image(pretraining_run)
+    assert "write [MASK] in the text" in refused(ask(pretraining_run, image, "a red circle"), capsys)
+    more = ["--choices", "a"]
+    assert "takes neither choices" in refused(ask(pretraining_run, image, "a [MASK]", *more), capsys)
+    more = ["--hide", "5000,2,6000,40"]
+    assert "--hide" in (message := refused(ask(pretraining_run, image, "a", *more), capsys)) and "outside" in message
+    long = "[MASK] " * 80
+    assert "longer than task.config.max_length" in refused(ask(pretraining_run, image, long), capsys)
+    for run in (vqa_run, trained_run.path):
+        message = refused(ask(run, image, "x", "--hide", "1,2,30,40"), capsys)
+        assert "Only a pre-training run" in message
+    more = ["--hide", "1,2,30,40", "--boxes", "person:1,2,30,40", "--choices", *"abcd"]
+    assert "Only a pre-training run" in refused(ask(vcr_runs[0], image, "Why ?", *more), capsys)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("data: {name: coco_detection}", "does not answer a text"),
+        ("data: {blank_text: true}", "without seeing any text"),
+        ("data: {blank_image: true}", "without seeing any image"),
+    ],
+)
+def test_runs_that_cannot_answer(trained_run, tmp_path, capsys, setting, message):
+    shutil.copytree(trained_run.path / "model", tmp_path / "model")
+    (tmp_path / "model" / "saved.yaml").write_bytes((tmp_path / "model" / "config.yaml").read_bytes())
+    (tmp_path / "model" / "config.yaml").write_text(f"base: saved.yaml\n{setting}\n")
+    words = ask(tmp_path / "model", saved(trained_run.path)[0]["file_name"], "x")
+    assert message in refused(words, capsys)
