@@ -19,12 +19,25 @@ STYLES = {
 }
 
 
-@pytest.fixture(params=STYLES)
-def heads(request: pytest.FixtureRequest, published: ModuleType) -> roi_heads.Res5ROIHeads:
+def make_detector(published: ModuleType, style: str, **more: int) -> FasterRCNN:
     flat = DetectorConfig.from_yaml(published.WITHOUT_ATTRIBUTES).to_flat()
     flat |= {"MODEL.ROI_BOX_HEAD.POOLER_TYPE": "ROIAlignV2", "MODEL.RESNETS.RES5_DILATION": 1}
     torch.manual_seed(0)
-    return FasterRCNN(DetectorConfig.from_flat(flat | STYLES[request.param])).eval().roi_heads
+    return FasterRCNN(DetectorConfig.from_flat(flat | STYLES[style] | more)).eval()
+
+
+@pytest.fixture(params=STYLES)
+def heads(request: pytest.FixtureRequest, published: ModuleType) -> roi_heads.Res5ROIHeads:
+    return make_detector(published, request.param).roi_heads
+
+
+@pytest.mark.parametrize("resolution", [7, 14])
+@pytest.mark.parametrize("style", STYLES)
+def test_the_side_of_the_last_map_is_known_before_it_is_there(published, style, resolution):
+    detector = make_detector(published, style, **{"MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION": resolution})
+    with torch.no_grad():
+        maps = detector.roi_heads.res5_map(torch.zeros(1, 32, 4, 4), torch.tensor([[0.0, 0, 0, 30, 30]]))
+    assert detector.map_size == maps.shape[2] == maps.shape[3]
 
 
 @pytest.mark.parametrize("with_masks", [False, True])
