@@ -54,7 +54,7 @@ def official_lines(answers: Sequence[str]) -> str:
     """
     for number, answer in enumerate(answers):
         line = answer.strip().lower()
-        if not line or "\n" in line or _official_form(line) != answer:
+        if len(line.splitlines()) != 1 or _official_form(line) != answer:
             raise ValueError(
                 f"Answer {number} is {answer!r}, which an official answer vocabulary (one answer a line) cannot hold; "
                 "train with a list without it, task.config.answers."

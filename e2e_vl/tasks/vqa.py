@@ -142,7 +142,7 @@ class VQATask(Task):
         Raises:
             ValueError: none has.
         """
-        given = [question.answers for question in getattr(dataset, "questions", [])]
+        given = [getattr(question, "answers", None) for question in getattr(dataset, "questions", [])]
         given = [answers for answers in given if answers is not None]
         without = sum(self._most_frequent(answers) < 0 for answers in given)
         if not without:

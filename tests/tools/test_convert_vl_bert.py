@@ -87,7 +87,7 @@ def test_answers_are_written_beside_a_model_of_vqa(tool, settings, tmp_path, cap
     assert again.task.answers == answers
 
 
-@pytest.mark.parametrize("answer", ["", " ", "Yes", "no\nyes", "yes!"])
+@pytest.mark.parametrize("answer", ["", " ", "Yes", "no\nyes", "no\ryes", "yes!"])
 def test_an_answer_that_official_files_cannot_hold(tool, settings, tmp_path, capsys, answer):
     trained_vqa(settings[0], ["no", answer], tmp_path / "folder")
     assert tool.main([str(tmp_path / "folder"), "--output", str(tmp_path / "vqa.model")]) == 2
