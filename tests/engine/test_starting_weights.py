@@ -15,6 +15,7 @@ from e2e_vl.engine.build import build_detector_config, build_model, build_tokeni
 from e2e_vl.engine.checkpoint import load_model, save_model
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.text import load_tokenizer
+from e2e_vl.weights.start import check_vocabulary
 from e2e_vl.weights.vl_bert import save_official
 
 # The official architecture, small: the tiny config's own departs from it.
@@ -148,6 +149,20 @@ def test_another_vocabulary_of_the_same_size_is_no_start(config_of, pretrained, 
         build(config)
     config.data.vocabulary = str(run / "model" / "tokenizer")
     build(config)
+
+
+def test_a_vocabulary_that_lies_beside_a_file_by_chance_is_none_of_its_own(config_of, pretrained, tmp_path, monkeypatch):
+    source, paths = pretrained
+    vocabulary = load_tokenizer(paths["run"] / "model" / "tokenizer").get_vocab()
+    words = sorted(vocabulary, key=vocabulary.get)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "vocab.txt").write_text("\n".join([*words[:5], *words[:4:-1]]) + "\n")
+    own = f"data.vocabulary={paths['run'] / 'model' / 'tokenizer'}"
+    config = config_of("pretraining", f"encoder.weights={paths['file']}", own)
+    expected = source.encoder.embeddings.word_embeddings.weight
+    assert torch.equal(build(config, seed=2).encoder.embeddings.word_embeddings.weight, expected)
+    monkeypatch.chdir(tmp_path)
+    check_vocabulary("bert-base-uncased", load_tokenizer(paths["run"] / "model" / "tokenizer"))  # a name, no path
 
 
 def test_a_head_for_the_same_answers_in_another_order_is_no_start(config_of, tmp_path):
