@@ -103,6 +103,20 @@ def test_region_classes_keep_their_meaning_where_the_background_has_another_plac
         assert torch.equal(started.state_dict()[name], value[order]), name
 
 
+@pytest.mark.parametrize("order", [{"background": "first"}, {"teacher": "file"}])
+def test_region_classes_of_a_run_with_the_background_first(config_of, tmp_path, order):
+    config = config_of("pretraining")
+    config.task.config |= order
+    model = build(config, seed=1)
+    save_model(tmp_path / "first" / "model", config, model, build_tokenizer(config))
+    config.task.weights = str(tmp_path / "first")
+    for more, moved in ((order, 0), ({"teacher": "frozen", "background": "last"}, -1)):
+        config.task.config |= more
+        started = build(config, seed=2).task.region_classifier.output
+        for name, value in model.task.region_classifier.output.state_dict().items():
+            assert torch.equal(started.state_dict()[name], value.roll(moved, dims=0)), (more, name)
+
+
 @pytest.mark.parametrize("name", ["visual_part_on_end", "whole_image_in_sequence"])
 def test_another_input_sequence_is_an_error(config_of, pretrained, name):
     """No shape shows it; only the paper's side or the official one is learned."""
