@@ -165,7 +165,7 @@ def test_another_vocabulary_of_the_same_size_is_no_start(config_of, pretrained, 
     build(config)
 
 
-def test_a_vocabulary_that_lies_beside_a_file_by_chance_is_none_of_its_own(config_of, pretrained, tmp_path, monkeypatch):
+def test_a_vocabulary_that_lies_beside_a_file_by_chance_is_not_its_own(config_of, pretrained, tmp_path, monkeypatch):
     source, paths = pretrained
     vocabulary = load_tokenizer(paths["run"] / "model" / "tokenizer").get_vocab()
     words = sorted(vocabulary, key=vocabulary.get)

@@ -404,9 +404,13 @@ def test_a_hidden_region_without_a_mask_looks_at_the_others(pretraining_run, tmp
     assert len(answer["attention"]) == len(answer["regions"]) and 0 < sum(answer["attention"]) < 1
 
 
-def test_what_pretraining_needs(pretraining_run, vqa_run, vcr_runs, trained_run, capsys):
+def test_what_pretraining_needs(pretraining_run, vqa_run, vcr_runs, trained_run, tmp_path, capsys):
     image = first_image(pretraining_run)
-    assert "write [MASK] in the text" in refused(ask(pretraining_run, image, "a red circle"), capsys)
+    (tmp_path / "none.json").write_text("[]")
+    for more in ([], ["--hide", str(tmp_path / "none.json"), "--output", str(tmp_path / "answer")]):
+        assert "write [MASK] in the text" in refused(ask(pretraining_run, image, "a red circle", *more), capsys)
+    message = refused(ask(pretraining_run, image, "a [MASK]", "--hide", "nowhere.json"), capsys)
+    assert message == "error: --hide: nowhere.json is no file; name one with boxes, or write x1,y1,x2,y2.\n"
     more = ["--choices", "a"]
     assert "takes neither choices" in refused(ask(pretraining_run, image, "a [MASK]", *more), capsys)
     more = ["--hide", "5000,2,6000,40"]
