@@ -287,7 +287,7 @@ def test_choices_get_the_probabilities_of_the_evaluation(vcr_runs, tmp_path, cap
         (("--boxes", "person:1,2,30,40", "5,6,7,8", "--choices", *"abcd"), "Some boxes have a class"),
         (("--boxes", "person:1,2,1,40", "--choices", *"abcd"), "box 0 .* is no box"),
         (("--boxes", "person:1,2,x,40", "--choices", *"abcd"), "box 0 .* is no box"),
-        (("--boxes", "nowhere.json", "--choices", *"abcd"), "nowhere.json: cannot read the boxes"),
+        (("--boxes", "nowhere.json", "--choices", *"abcd"), "--boxes: nowhere.json is no file"),
         (("--boxes", "person:5000,2,6000,40", "--choices", *"abcd"), "lies outside the"),
     ],
 )
