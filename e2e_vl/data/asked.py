@@ -13,7 +13,7 @@ import numpy as np
 from detector.images import ResizeRule
 from e2e_vl.config import DataSettings
 from e2e_vl.data.examples import ImageExample
-from e2e_vl.data.files import read_json, require_file
+from e2e_vl.data.files import read_json
 from e2e_vl.data.images import Placement, read_image
 from e2e_vl.data.vcr_files import read_polygons
 
@@ -97,7 +97,10 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> GivenBoxes:
         FileNotFoundError, ValueError: no such file, another content, or a box without area; names the box.
     """
     if len(words) == 1 and "," not in words[0]:
-        return _read_file(Path(words[0]))
+        path = Path(words[0]).expanduser()
+        if not path.is_file():
+            raise FileNotFoundError(f"{source}: {path} is no file; name one with boxes, or write x1,y1,x2,y2.")
+        return _read_file(path)
     boxes, names = [], []
     for number, word in enumerate(words):
         name, _, numbers = word.rpartition(":")
@@ -115,7 +118,6 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> GivenBoxes:
 def _read_file(path: Path) -> GivenBoxes:
     names = outlines = None
     if path.suffix == ".npz":
-        require_file(path, "boxes")
         try:
             with np.load(path, allow_pickle=False) as content:
                 rows: Any = content["boxes"].tolist()

@@ -33,7 +33,7 @@ def asked_example(
         )
     ids = np.array([tokenizer.cls_token_id, *kept, tokenizer.sep_token_id], dtype=np.int64)
     is_mask = ids == tokenizer.mask_token_id
-    if not is_mask.any() and asked.hidden is None:
+    if not is_mask.any() and not asked.hidden:  # a file may hold no box
         raise ValueError(
             "A pre-training run fills in what is missing: write [MASK] in the text, or hide a region with --hide."
         )

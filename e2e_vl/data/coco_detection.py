@@ -203,7 +203,7 @@ class CocoDetectionDataset(Dataset):
 def _file(settings: DataSettings, name: str, split: str) -> Path:
     if name not in settings.files:
         raise ValueError(f"data.files.{name} is not set; it names the {name} of {settings.name}.")
-    return Path(settings.root) / settings.files[name].replace("{split}", split)
+    return Path(settings.root).expanduser() / settings.files[name].replace("{split}", split)
 
 
 def _without_crowds(annotations: Sequence[CocoAnnotation]) -> list[CocoAnnotation]:

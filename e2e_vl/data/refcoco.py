@@ -140,7 +140,7 @@ class RefCOCODataset(Dataset):
         In evaluation the last of the short edges is used and nothing is mirrored.
         """
         read_options(NoOptions, settings.config, "data.config")
-        root, files = Path(settings.root), settings.files
+        root, files = Path(settings.root).expanduser(), settings.files
         for name in ("images", "instances", "refs"):
             if name not in files:
                 raise ValueError(f"data.files.{name} is not set; it names the {name} of {settings.name}.")
@@ -164,7 +164,7 @@ class RefCOCODataset(Dataset):
     @classmethod
     def texts_of(cls, settings: DataSettings, split: str) -> list[str]:
         """All expressions of a split, to build a vocabulary from."""
-        root = Path(settings.root)
+        root = Path(settings.root).expanduser()
         refer = ReferFiles(root / settings.files["refs"], root / settings.files["instances"])
         return [expression.sentence for expression in refer.in_split(split)]
 

@@ -375,4 +375,4 @@ def _file(settings: DataSettings, key: str, split: str) -> Path:
     """The path of `data.files.<key>` for a split."""
     if key not in settings.files:
         raise ValueError(f"data.files.{key} is not set; it names the {key} of {settings.name}.")
-    return Path(settings.root) / settings.files[key].replace("{split}", split)
+    return Path(settings.root).expanduser() / settings.files[key].replace("{split}", split)

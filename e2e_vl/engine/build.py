@@ -162,7 +162,7 @@ def make_synthetic_data(config: RunConfig) -> None:
                 "drawn; add it."
             )
     make_scenes(
-        Path(config.data.root),
+        Path(config.data.root).expanduser(),
         scenes=synthetic.scenes,
         seed=synthetic.seed,
         config=_filled(SceneConfig, synthetic.config.get("scene", {}), "data.synthetic.config.scene"),

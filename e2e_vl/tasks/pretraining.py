@@ -239,14 +239,7 @@ class PretrainingTask(Task):
             batch.region_targets["is_labelled"] = labelled
             batch.hidden_regions = hidden
             if config.hide_pixels:
-                masks = [
-                    mask_rectangles(rows[is_hidden], size, "vl_bert").to(rows.dtype)
-                    for rows, is_hidden, size in zip(boxes, hidden, batch.images.sizes.tolist(), strict=True)
-                ]
-                if config.hidden_pixels == "mean":
-                    batch.pixel_masks = masks
-                else:
-                    batch.images = with_black_pixels(batch.images, masks, detector)
+                self._hide_pixels(batch, boxes, detector)
             batch.images = without_hidden_features(batch.images, hidden)
         if config.max_length is not None:
             batch = cut_to_length(batch, boxes, config.max_length, whole_image=self.whole_image)
@@ -263,12 +256,25 @@ class PretrainingTask(Task):
             teacher = detector if self.teacher is None else self.teacher
         if batch.pixel_masks is not None and not self.config.masked_regions:
             raise ValueError("The run was pre-trained without masked regions; leave --hide out.")
-        batch = hide_asked(batch, detector, teacher, self.config.max_own_regions, self.config.region_classes)
-        if not self.config.hide_pixels:
-            batch.pixel_masks = None
+        most, classes = self.config.max_own_regions, self.config.region_classes
+        background_first = not self.config.has_background_last
+        batch = hide_asked(batch, detector, teacher, most, classes, background_first=background_first)
+        if self.config.hide_pixels:
+            self._hide_pixels(batch, batch.boxes, detector)
         if self.config.max_length is not None:
             batch = cut_to_length(batch, batch.boxes, self.config.max_length, whole_image=self.whole_image)
         return batch
+
+    def _hide_pixels(self, batch: Batch, boxes: list[Tensor], detector: Detector) -> None:
+        """Take the pixels of `hidden_regions`, of the boxes N x [R, 4], out of the batch's images."""
+        masks = [
+            mask_rectangles(rows[is_hidden], size, "vl_bert").to(rows.dtype)
+            for rows, is_hidden, size in zip(boxes, batch.hidden_regions, batch.images.sizes.tolist(), strict=True)
+        ]
+        if self.config.hidden_pixels == "mean":
+            batch.pixel_masks = masks
+        else:
+            batch.images = with_black_pixels(batch.images, masks, detector)
 
     def _label_regions(self, batch: Batch, detector: Detector) -> tuple[list[Tensor], Batch]:
         """Boxes, and a copy of the batch that has them with their class distributions."""
@@ -364,8 +370,14 @@ class PretrainingTask(Task):
         """The best words at every [MASK] and the best classes of every hidden region, see `describe_answer`."""
         is_hidden = output.text_regions.is_hidden[0]
         region_logits = _float(self.region_classifier(output.encoded.regions[0, is_hidden]))
-        background_first = self.config.teacher == "file"  # the order of such files
-        return describe_answer(batch, output.task.logits, region_logits, tokenizer, background_first=background_first)
+        return describe_answer(
+            batch,
+            output.task.logits,
+            region_logits,
+            tokenizer,
+            background_first=not self.config.has_background_last,
+            are_detectors=self.config.teacher != "file",
+        )
 
     def answer_lines(self, record: dict[str, Any]) -> list[str]:
         """The text with the best words in it, then the alternatives."""

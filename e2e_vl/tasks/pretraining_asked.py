@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.boxes import pairwise_iou
 from detector.interface import Detector
-from detector.pixel_masking import mask_rectangles
 from e2e_vl.structures import Batch
 from e2e_vl.tasks.pretraining_inputs import describe_classes
 
@@ -28,9 +27,15 @@ MASK = "[MASK]"
 
 
 def hide_asked(
-    batch: Batch, detector: Detector, teacher: Detector | None, most: int | None, region_classes: int
+    batch: Batch,
+    detector: Detector,
+    teacher: Detector | None,
+    most: int | None,
+    region_classes: int,
+    *,
+    background_first: bool = False,
 ) -> Batch:
-    """A copy of a batch of one image, prepared so that exactly its `pixel_masks` are hidden and to be predicted.
+    """A copy of a batch of one image in which exactly its `pixel_masks` are regions to hide and to predict.
 
     Args:
         batch: without boxes the detector (the teacher, if there is one) proposes them.
@@ -38,10 +43,11 @@ def hide_asked(
         teacher: says what the hidden boxes are when it sees them; None: nobody does.
         most: keep at most so many proposed boxes; None = all.
         region_classes: C.
+        background_first: the order of the region classes.
 
     Returns:
         The batch with `boxes` (the P hidden ones first), `hidden_regions`, and `region_targets` with `is_labelled` and
-        `class_probs`, which are zero without a teacher.
+        `class_probs`, which are zero without a teacher. Its images still show everything, and it has no `pixel_masks`.
     """
     boxes = batch.boxes
     if boxes is None:
@@ -54,13 +60,12 @@ def hide_asked(
     is_hidden = torch.arange(len(joined), device=joined.device) < len(hidden)
     probabilities = joined.new_zeros(len(joined), region_classes)
     if teacher is not None and len(hidden):
-        _, [probabilities] = describe_classes(teacher, batch.images, [joined], None)
-    rectangles = mask_rectangles(hidden, batch.images.sizes[0].tolist(), "vl_bert").to(joined.dtype)
+        _, [probabilities] = describe_classes(teacher, batch.images, [joined], None, background_first=background_first)
     return dataclasses.replace(
         batch,
         boxes=[joined],
         hidden_regions=[is_hidden],
-        pixel_masks=[rectangles],
+        pixel_masks=None,
         region_targets={**batch.region_targets, "is_labelled": [is_hidden], "class_probs": [probabilities]},
     )
 
@@ -72,6 +77,7 @@ def describe_answer(
     tokenizer: PreTrainedTokenizerBase,
     *,
     background_first: bool,
+    are_detectors: bool = True,
 ) -> dict[str, Any]:
     """The record of the text with what the model says.
 
@@ -81,6 +87,7 @@ def describe_answer(
         region_logits: float [P, C].
         tokenizer: names the words.
         background_first: the order of the region classes.
+        are_detectors: the classes are those of the detector, so that they have the names of the record.
 
     Returns:
         `sent` and so on; `filled`, the text with the best word at each [MASK]; `masks`, a list per [MASK] of
@@ -109,7 +116,7 @@ def describe_answer(
     record["masks"] = [[list(pair) for pair in words] for words in masks]
 
     classes = region_logits.shape[1]
-    if class_names is None or len(class_names) != classes - 1 or background_first:
+    if class_names is None or len(class_names) != classes - 1 or not are_detectors:
         class_names = [f"class {number}" for number in range(classes - 1)]
     names = ["background", *class_names] if background_first else [*class_names, "background"]
     scales = batch.images.scales[0]

@@ -182,8 +182,9 @@ def check_vocabulary(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> No
         ValueError: the run that the weights come from had another vocabulary, perhaps of the same size.
     """
     path = Path(path).expanduser()
-    inside = (path / "model", path, path.parent, path.parent.parent)  # run, model folder, encoder folder, its file
-    folder = next((place / "tokenizer" for place in inside if (place / "tokenizer").is_dir()), None)
+    places = [path / "model", path]  # a run, a model folder
+    places += [part.parent for part in (path, path.parent) if part.name == "encoder"]  # its part, the part's file
+    folder = next((place / "tokenizer" for place in places if (place / "tokenizer").is_dir()), None)
     if folder is None:
         return
     theirs, own = load_tokenizer(folder).get_vocab(), tokenizer.get_vocab()

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from detector.checkpoint import save_pretrained, save_weights
-from e2e_vl.config import RunConfig
-from e2e_vl.engine.build import build_detector
+from e2e_vl.config import RunConfig, load_config
+from e2e_vl.data.examples import Request
+from e2e_vl.engine.build import build_dataset, build_detector, build_tokenizer, make_synthetic_data
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kind", ["a.pth", "a.safetensors", "a.pkl", "folder"])
@@ -44,3 +47,17 @@ def test_a_backbone_alone_must_be_asked_for(
     assert torch.equal(started.backbone.stem.conv1.weight, source.backbone.stem.conv1.weight)
     with pytest.raises(ValueError, match=r"detector\.expect is 'most'"):
         tiny_config("detector.expect=most")
+
+
+@pytest.mark.parametrize("name", ["refcoco", "vqa", "vcr", "pretraining"])
+def test_data_under_the_home_folder(monkeypatch, tmp_path, name):
+    """A shell leaves the ~ of data.root=~/data as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(ROOT)
+    words = ["data.root=~/drawn", "data.synthetic.scenes={train: 3}", f"output={tmp_path / 'run'}"]
+    config = load_config(ROOT / "configs" / "tiny" / f"{name}.yaml", [*words, "data.workers=0"])
+    make_synthetic_data(config)
+    assert (tmp_path / "home" / "drawn" / "synthetic.json").is_file()
+    tokenizer = build_tokenizer(config)
+    dataset = build_dataset(config, tokenizer, "train", boxes=config.data.boxes.train, training=True)
+    assert len(dataset[Request(0, (dataset.groups[0][0],))].images) == 1

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from e2e_vl.config import ResizeSettings, differences, load_config
+from e2e_vl.config import ResizeSettings, differences, load_config, save_config
+from e2e_vl.data import collate
+from e2e_vl.data.asked import Asked
 from e2e_vl.data.examples import Request
 from e2e_vl.engine.build import build_run, take_sizes_of_detector
+from e2e_vl.engine.evaluate import evaluate_run
+from e2e_vl.engine.predict import answer_text, predict_split
 
 ROOT = Path(__file__).parents[2]
 TESTED_AT_96 = "{MIN_SIZE_TRAIN: [96, 112, 128], MAX_SIZE_TRAIN: 160, MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 160}"
@@ -55,6 +60,32 @@ def test_the_canvas_of_the_settings_reaches_the_batches(tiny_config):
         run = build_run(tiny_config(f"data.canvas={canvas}"))
         images = run.collate([run.train_dataset[Request(0, (run.train_dataset.groups[0][0],))]]).images
         assert images.pixels.shape[2:] == (expected or tuple(images.sizes[0].tolist()))
+
+
+def test_a_trained_model_sees_images_on_the_canvas_of_its_settings(trained_run, tmp_path, monkeypatch, on_cpu):
+    """In evaluation, in predictions of a split, and when it is asked about one image."""
+    run = tmp_path / "run"
+    shutil.copytree(trained_run.path / "model", run / "model")
+    path = run / "model" / "config.yaml"
+    config = load_config(path, ["data.canvas=[200, 240]"])
+    save_config(config, path)
+    seen, make = [], collate.make_image_batch
+
+    def made(*words, **more):
+        images = make(*words, **more)
+        seen.append(tuple(images.pixels.shape[2:]))
+        return images
+
+    monkeypatch.setattr(collate, "make_image_batch", made)
+    image = next((Path(config.data.root) / "images" / "train2014").iterdir())
+    for action in (
+        lambda: evaluate_run(run, split="val", boxes="gt"),
+        lambda: predict_split(run, split="val", boxes="gt", output=tmp_path / "val.json"),
+        lambda: answer_text(run, Asked(image, "the circle")),
+    ):
+        seen.clear()
+        action()
+        assert seen and set(seen) <= {(200, 240), (240, 200), (240, 240)}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "vcr").glob("*.yaml")), ids=lambda path: path.stem)

@@ -15,6 +15,7 @@ from e2e_vl.engine.build import build_detector_config, build_model, build_tokeni
 from e2e_vl.engine.checkpoint import load_model, save_model
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.text import load_tokenizer
+from e2e_vl.weights.start import check_vocabulary
 from e2e_vl.weights.vl_bert import save_official
 from tests.weights.official_detector import OFFICIAL_DETECTOR
 
@@ -104,6 +105,20 @@ def test_region_classes_keep_their_meaning_where_the_background_has_another_plac
         assert torch.equal(started.state_dict()[name], value[order]), name
 
 
+@pytest.mark.parametrize("order", [{"background": "first"}, {"teacher": "file"}])
+def test_region_classes_of_a_run_with_the_background_first(config_of, tmp_path, order):
+    config = config_of("pretraining")
+    config.task.config |= order
+    model = build(config, seed=1)
+    save_model(tmp_path / "first" / "model", config, model, build_tokenizer(config))
+    config.task.weights = str(tmp_path / "first")
+    for more, moved in ((order, 0), ({"teacher": "frozen", "background": "last"}, -1)):
+        config.task.config |= more
+        started = build(config, seed=2).task.region_classifier.output
+        for name, value in model.task.region_classifier.output.state_dict().items():
+            assert torch.equal(started.state_dict()[name], value.roll(moved, dims=0)), (more, name)
+
+
 @pytest.mark.parametrize("name", ["visual_part_on_end", "whole_image_in_sequence"])
 def test_another_input_sequence_is_an_error(config_of, pretrained, name):
     """No shape shows it; only the paper's side or the official one is learned."""
@@ -150,6 +165,20 @@ def test_another_vocabulary_of_the_same_size_is_no_start(config_of, pretrained, 
         build(config)
     config.data.vocabulary = str(run / "model" / "tokenizer")
     build(config)
+
+
+def test_a_vocabulary_that_lies_beside_a_file_by_chance_is_not_its_own(config_of, pretrained, tmp_path, monkeypatch):
+    source, paths = pretrained
+    vocabulary = load_tokenizer(paths["run"] / "model" / "tokenizer").get_vocab()
+    words = sorted(vocabulary, key=vocabulary.get)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "vocab.txt").write_text("\n".join([*words[:5], *words[:4:-1]]) + "\n")
+    own = f"data.vocabulary={paths['run'] / 'model' / 'tokenizer'}"
+    config = config_of("pretraining", f"encoder.weights={paths['file']}", own)
+    expected = source.encoder.embeddings.word_embeddings.weight
+    assert torch.equal(build(config, seed=2).encoder.embeddings.word_embeddings.weight, expected)
+    monkeypatch.chdir(tmp_path)
+    check_vocabulary("bert-base-uncased", load_tokenizer(paths["run"] / "model" / "tokenizer"))  # a name, no path
 
 
 def test_a_head_for_the_same_answers_in_another_order_is_no_start(config_of, tmp_path):

@@ -47,6 +47,40 @@ def test_asked_boxes_are_hidden_and_no_others():
     assert {name for name, _ in record["hidden"][0]["classes"]} == {*"abcd", "background"}
 
 
+def test_asked_boxes_are_painted_black_where_training_paints_them_black():
+    black, mean = (make_model(hidden_pixels=colour).eval() for colour in ("black", "mean"))
+    batch = asked_batch([[6.0, 6.0, 40.0, 40.0]])
+    before = batch.images.pixels.clone()
+    prepared = black.task.prepare_asked(batch, black.detector)
+    assert prepared.pixel_masks is None and torch.equal(batch.images.pixels, before)
+    colour = -torch.tensor(black.detector.config.input.pixel_mean)[:, None, None]
+    assert (prepared.images.pixels[0, :, 6:41, 6:41] == colour).all()
+    assert torch.equal(prepared.images.pixels[0, :, 41:], before[0, :, 41:])
+    with torch.no_grad():
+        answers = [
+            model.task.answer(one, model(one), Vocabulary())["hidden"][0]
+            for model, one in ((black, prepared), (mean, mean.task.prepare_asked(batch, mean.detector)))
+        ]
+    assert answers[0]["seen"] == answers[1]["seen"]  # the teacher sees the box in both
+    assert answers[0]["classes"] != answers[1]["classes"]
+
+
+def test_names_of_hidden_regions_follow_the_order_of_the_classes():
+    """The same model with its classes in another order says the same."""
+    answers = []
+    for place in ("last", "first"):
+        model = make_model(background=place).eval()
+        if place == "first":
+            for name in ("weight", "bias"):
+                rows = getattr(model.task.region_classifier.output, name)
+                rows.data = rows.data.roll(1, dims=0)
+        batch = model.task.prepare_asked(asked_batch([[6.0, 6.0, 40.0, 40.0]]), model.detector)
+        with torch.no_grad():
+            answers += model.task.answer(batch, model(batch), Vocabulary())["hidden"]
+    assert answers[0]["seen"] == answers[1]["seen"] and answers[0]["seen"][0] in [*"abcd", "background"]
+    assert [name for name, _ in answers[0]["classes"]] == [name for name, _ in answers[1]["classes"]]
+
+
 class Vocabulary:
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
         return [f"word{number}" for number in ids]

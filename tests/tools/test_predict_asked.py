@@ -107,7 +107,7 @@ def test_choices_get_the_probabilities_of_the_evaluation(vcr_runs, tmp_path, cap
         (("--boxes", "person:1,2,30,40", "5,6,7,8", "--choices", *"abcd"), "Some boxes have a class"),
         (("--boxes", "person:1,2,1,40", "--choices", *"abcd"), "box 0 .* is no box"),
         (("--boxes", "person:1,2,x,40", "--choices", *"abcd"), "box 0 .* is no box"),
-        (("--boxes", "nowhere.json", "--choices", *"abcd"), "nowhere.json: cannot read the boxes"),
+        (("--boxes", "nowhere.json", "--choices", *"abcd"), "--boxes: nowhere.json is no file"),
         (("--boxes", "person:5000,2,6000,40", "--choices", *"abcd"), "lies outside the"),
     ],
 )
@@ -214,9 +214,13 @@ def test_a_hidden_region_without_a_mask_looks_at_the_others(pretraining_run, tmp
     assert len(answer["attention"]) == len(answer["regions"]) and 0 < sum(answer["attention"]) < 1
 
 
-def test_what_pretraining_needs(pretraining_run, vqa_run, vcr_runs, trained_run, capsys):
+def test_what_pretraining_needs(pretraining_run, vqa_run, vcr_runs, trained_run, tmp_path, capsys):
     image = first_image(pretraining_run)
-    assert "write [MASK] in the text" in refused(ask(pretraining_run, image, "a red circle"), capsys)
+    (tmp_path / "none.json").write_text("[]")
+    for more in ([], ["--hide", str(tmp_path / "none.json"), "--output", str(tmp_path / "answer")]):
+        assert "write [MASK] in the text" in refused(ask(pretraining_run, image, "a red circle", *more), capsys)
+    message = refused(ask(pretraining_run, image, "a [MASK]", "--hide", "nowhere.json"), capsys)
+    assert message == "error: --hide: nowhere.json is no file; name one with boxes, or write x1,y1,x2,y2.\n"
     more = ["--choices", "a"]
     assert "takes neither choices" in refused(ask(pretraining_run, image, "a [MASK]", *more), capsys)
     more = ["--hide", "5000,2,6000,40"]
