@@ -28,6 +28,7 @@ _VERSION = "shard 2"
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 _COLUMNS = 4  # offset and size of the image, offset and size of the caption
 _BLOCK = 512  # bytes of a tar header
+_CHUNK = 1 << 20
 
 
 class ShardCaptions(CaptionSource):
@@ -134,11 +135,14 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
             tar.fileobj.seek(tar.offset)
             # tarfile also stops, without a word, at a header in the middle that it cannot read
             end = tar.fileobj.read(_BLOCK)
+            is_joined = any(rest.strip(b"\0") for rest in iter(lambda: tar.fileobj.read(_CHUNK), b""))
     except (tarfile.TarError, EOFError) as error:
         raise ValueError(f"{shard}: no readable tar file ({error}); {_REMEDY}") from error
     if end != bytes(_BLOCK):
         what = "is cut off" if len(end) < _BLOCK else f"has a damaged header at byte {tar.offset}"
         raise ValueError(f"{shard}: the tar file {what}; {_REMEDY}")
+    if is_joined:
+        raise ValueError(f"{shard}: the file goes on after the end of the tar file, so records would be lost; split it.")
     yield np.array([(without_image, without_caption, 0, 0), *rows], dtype=np.int64)
 
 

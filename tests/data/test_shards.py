@@ -186,6 +186,13 @@ def test_a_damaged_header_in_the_middle_does_not_end_the_shard(tmp_path):
         make(path.parent, tmp_path)
 
 
+def test_tar_files_one_after_the_other_in_one_file(tmp_path):
+    path = write(tmp_path / "cc" / "0.tar", record("a", "first"))
+    path.write_bytes(path.read_bytes() * 2)
+    with pytest.raises(ValueError, match=r"0.tar: the file goes on after the end of the tar file"):
+        make(path.parent, tmp_path)
+
+
 def test_a_caption_in_another_encoding(tmp_path):
     path = write(tmp_path / "cc" / "0.tar", [("a.jpg", b"i"), ("a.txt", "Hütte".encode("latin-1"))])
     with pytest.raises(ValueError, match=r"0.tar: the caption of record a is not UTF-8"):
