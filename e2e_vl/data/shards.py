@@ -142,7 +142,9 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
         what = "is cut off" if len(end) < _BLOCK else f"has a damaged header at byte {tar.offset}"
         raise ValueError(f"{shard}: the tar file {what}; {_REMEDY}")
     if is_joined:
-        raise ValueError(f"{shard}: the file goes on after the end of the tar file, so records would be lost; split it.")
+        raise ValueError(
+            f"{shard}: the file goes on after the end of the tar file, so records would be lost; split it."
+        )
     yield np.array([(without_image, without_caption, 0, 0), *rows], dtype=np.int64)
 
 
