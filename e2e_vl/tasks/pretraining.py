@@ -292,7 +292,7 @@ class PretrainingTask(Task):
                 batch.images,
                 boxes,
                 config.max_own_regions,
-                background_first=config.background == "first",
+                background_first=not config.has_background_last,
             )
         return boxes, dataclasses.replace(batch, boxes=boxes, region_targets=targets)
 

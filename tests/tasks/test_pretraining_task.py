@@ -14,7 +14,12 @@ from detector.images import make_image_batch
 from detector.structures import ImageBatch, PrecomputedFeatures
 from e2e_vl.encoders.vl_bert import VLBertConfig
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
-from e2e_vl.tasks.pretraining_inputs import cut_to_length, with_black_pixels, without_hidden_features
+from e2e_vl.tasks.pretraining_inputs import (
+    cut_to_length,
+    describe_classes,
+    with_black_pixels,
+    without_hidden_features,
+)
 from tests.tasks.tiny_pretraining import BOXES, CLASSES, PAPER, SEP, make_batch, make_model
 
 
@@ -213,6 +218,18 @@ def test_whole_image_feature_leaves_out_hidden_regions():
     )
     changed = without_hidden_features(images, [torch.tensor([False, False, True])])
     torch.testing.assert_close(changed.precomputed.image_features, torch.tensor([[2.0, 3.0]]), rtol=1e-4, atol=0)
+
+
+def test_own_boxes_are_labelled_in_the_order_of_the_file():
+    """A file's distributions belong to its boxes; those of the detector replace them in evaluation with own boxes."""
+    model = make_model(teacher="file", region_probability=1.0).eval()
+    batch = make_batch(boxes=False)
+    batch.region_targets["class_probs"] = [torch.ones(1, CLASSES) / CLASSES] * 2
+    prepared = model.task.prepare(batch, model.detector)
+    _, expected = describe_classes(model.detector, batch.images, prepared.boxes, None, background_first=True)
+    for rows, wanted in zip(prepared.region_targets["class_probs"], expected, strict=True):
+        torch.testing.assert_close(rows, wanted)
+        assert not torch.allclose(rows, wanted.roll(-1, dims=1))
 
 
 def test_precomputed_features_cannot_hide_pixels():
