@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import shlex
 import statistics
 import sys
@@ -178,12 +179,13 @@ def draw(table: dict[str, dict[str, Any]], path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.2), squeeze=False)
     for axis, task in zip(axes[0], tasks, strict=True):
         means = [100 * cells[task]["mean"] for cells in table.values()]
-        spreads = [100 * (cells[task]["spread"] or 0) for cells in table.values()]
+        # one seed has no spread: NaN draws no error bar
+        spreads = [math.nan if (one := cells[task]["spread"]) is None else 100 * one for cells in table.values()]
         axis.bar(list(table), means, yerr=spreads, color="0.7", capsize=3)
         axis.set_xticks(range(len(table)), [row.replace("_", " ") for row in table], rotation=45, ha="right")
         axis.set_title(TASKS[task])
         axis.set_ylabel("accuracy, %")
-        axis.set_ylim(0, 100)
+        axis.set_ylim(0, 105)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
