@@ -4,7 +4,7 @@ Shape legend
     M   texts in the batch
     L   wordpieces of the longest text
     R   regions of the text with the most regions
-    S   positions of the longest packed sequence
+    Z   positions of the longest packed sequence
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class SequenceLayout:
     with many.
     """
 
-    slot: Tensor  # int64 [M, S], slot that is shown at a position
+    slot: Tensor  # int64 [M, Z], slot that is shown at a position
     position: Tensor  # int64 [M, L + R + 1], position of a slot; any valid one for padding
     is_real: Tensor  # bool [M, L + R + 1], slots that are not padding
-    attend: Tensor  # bool [M, S], positions that are not padding
+    attend: Tensor  # bool [M, Z], positions that are not padding
 
     @classmethod
     def from_masks(cls, text_attend: Tensor, region_attend: Tensor) -> SequenceLayout:
@@ -39,26 +39,26 @@ class SequenceLayout:
         return cls(slot=slot, position=position, is_real=is_real, attend=is_real.gather(1, slot))
 
     def pack(self, slots: Tensor) -> Tensor:
-        """[M, L + R + 1, C] -> [M, S, C]."""
+        """[M, L + R + 1, ...] -> [M, Z, ...]."""
         return slots.gather(1, self.slot[..., None].expand(-1, -1, slots.shape[-1]))
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """[M, S, C] -> [M, L + R + 1, C], zero at padding."""
+        """[M, Z, ...] -> [M, L + R + 1, ...], zero at padding."""
         slots = packed.gather(1, self.position[..., None].expand(-1, -1, packed.shape[-1]))
         return slots * self.is_real[..., None]
 
     def pack_pairs(self, slots: Tensor) -> Tensor:
-        """[M, heads, L + R + 1, L + R + 1] -> [M, heads, S, S]."""
+        """[M, heads, L + R + 1, L + R + 1] -> [M, heads, Z, Z]."""
         return _gather_pairs(slots, self.slot)
 
     def unpack_pairs(self, packed: Tensor) -> Tensor:
-        """[M, heads, S, S] -> [M, heads, L + R + 1, L + R + 1], zero at padding."""
+        """[M, heads, Z, Z] -> [M, heads, L + R + 1, L + R + 1], zero at padding."""
         is_pair = self.is_real[:, None, :, None] & self.is_real[:, None, None, :]
         return _gather_pairs(packed, self.position) * is_pair
 
 
 def _gather_pairs(values: Tensor, index: Tensor) -> Tensor:
-    """Select rows and columns of [M, heads, A, A] by an index [M, B] -> [M, heads, B, B]."""
+    """Select rows and columns of [M, heads, a, a] by an index [M, b] -> [M, heads, b, b]."""
     heads, size = values.shape[1], values.shape[2]
     length = index.shape[1]
     rows = values.gather(2, index[:, None, :, None].expand(-1, heads, -1, size))

@@ -4,8 +4,8 @@ Shape legend
     M   texts in the batch
     L   wordpieces of the longest text
     R   regions of the text with the most regions
-    S   positions of the longest packed sequence
-    H   hidden size
+    Z   positions of the longest packed sequence
+    E   hidden size of the encoder
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.bert.modeling_bert import BertAttention, BertIntermediate, BertOutput, BertSelfAttention
 
-from e2e_vl.encoders.base import Encoder
+from e2e_vl.encoders.base import Encoder, read_summary
 from e2e_vl.encoders.geometry import PairwiseGeometryBias
 from e2e_vl.encoders.sequence import SequenceLayout
 from e2e_vl.encoders.vl_bert_embeddings import (
     HiddenRegionFeature,
+    ImageSlotEmbedding,
     RegionProjection,
     ScalarFactor,
     ScaledLayerNorm,
     VLBertEmbeddings,
 )
-from e2e_vl.structures import EncoderOutput, TextBatch, TextRegions
+from e2e_vl.layout import CLS, MASK, SEP, Template, TextLayout
+from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
 
 CHOICES = {
     "geometry": ("centre_size", "corners"),
     "region_word": ("learned", "img"),
     "new_layers": ("official", "normal"),
 }
+ANSWER_SLOT = Template((CLS, 0, SEP, MASK, SEP), (0, 0, 0, 1, 1), summary=3)
 # not initialised as in BERT
-OWN_START = (HiddenRegionFeature, RegionProjection, ScaledLayerNorm, ScalarFactor, PairwiseGeometryBias)
+OWN_START = (HiddenRegionFeature, ImageSlotEmbedding, RegionProjection, ScaledLayerNorm, ScalarFactor, PairwiseGeometryBias)
 
 
 class VLBertConfig(BertConfig):
@@ -71,6 +74,8 @@ class VLBertConfig(BertConfig):
             `initializer_range`) and zero biases, as all other new layers (paper, section 4.1). The weight of the visual
             LayerNorms is `visual_scale_*_init` in both.
         with_pooler: tanh pooler on the first position.
+        image_slots: most images that one text looks at. Above 1, regions of each image carry a learned vector of their
+            slot, which starts at zero and which official checkpoints do not have.
         embedding_init_std: standard deviation of the embedding tables at the start (scratch); None =
             `initializer_range`.
         norm_first: LayerNorm before attention and feed-forward instead of after ("pre-LN", scratch).
@@ -99,6 +104,7 @@ class VLBertConfig(BertConfig):
     hidden_region_feature: bool = False
     new_layers: str = "official"
     with_pooler: bool = False
+    image_slots: int = 1
     embedding_init_std: float | None = None
     norm_first: bool = False
     pairwise_geometry: bool = False
@@ -118,6 +124,8 @@ class VLBertConfig(BertConfig):
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}."
             )
+        if self.image_slots < 1:
+            raise ValueError(f"image_slots is {self.image_slots}; every text needs room for one image.")
         if self.type_vocab_size < 3:
             raise ValueError(f"type_vocab_size is {self.type_vocab_size}; VL-BERT needs 3: two of text, regions.")
         if self.image_feature_on_words and not self.uses_whole_image:
@@ -144,7 +152,7 @@ class VLBertLayer(GradientCheckpointingLayer):
         self.output = BertOutput(config)
 
     def forward(self, hidden: Tensor, mask: Tensor, output_attentions: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Args: float [M, S, H]; additive mask, broadcast to [M, heads, S, S]. Returns: [M, S, H] and attention."""
+        """Args: float [M, Z, E]; additive mask, broadcast to [M, heads, Z, Z]. Returns: [M, Z, E] and attention."""
         attention, output = self.attention.output, self.output
         attended_to = attention.LayerNorm(hidden) if self.norm_first else hidden
         probabilities = attention_probabilities(self.attention.self, attended_to, mask) if output_attentions else None
@@ -158,7 +166,7 @@ class VLBertLayer(GradientCheckpointingLayer):
 
 
 def attention_probabilities(attention: BertSelfAttention, hidden: Tensor, mask: Tensor) -> Tensor:
-    """Attention maps [M, heads, S, S] before dropout, computed apart because fused attention does not return them."""
+    """Attention maps [M, heads, Z, Z] before dropout, computed apart because fused attention does not return them."""
     split = (*hidden.shape[:-1], -1, attention.attention_head_size)
     query = attention.query(hidden).view(split).transpose(1, 2)
     key = attention.key(hidden).view(split).transpose(1, 2)
@@ -166,7 +174,7 @@ def attention_probabilities(attention: BertSelfAttention, hidden: Tensor, mask: 
 
 
 class VLBertPooler(nn.Module):
-    """tanh(Linear(first position)): [M, S, H] -> [M, H]."""
+    """tanh(Linear(first position)): [M, Z, E] -> [M, E]."""
 
     def __init__(self, config: VLBertConfig):
         super().__init__()
@@ -188,6 +196,7 @@ class VLBertModel(Encoder):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _no_split_modules = ("VLBertLayer",)
+    layout = TextLayout(question=ANSWER_SLOT)
 
     def __init__(self, config: VLBertConfig):
         super().__init__(config)
@@ -207,8 +216,31 @@ class VLBertModel(Encoder):
         """See `Encoder`; `config.whole_image_in_sequence`."""
         return self.uses_whole_image and self.config.whole_image_in_sequence
 
+    def lacks(self, ability: Ability) -> str | None:
+        """See `Encoder.lacks`."""
+        config = self.config
+        remedies = {
+            Ability.SUMMARY_OF_SINGLE: (config.with_pooler, "set encoder.config.with_pooler to true"),
+            Ability.SUMMARY_OF_PAIR: (config.with_pooler, "set encoder.config.with_pooler to true"),
+            Ability.HIDDEN_REGIONS: (
+                config.hidden_region_embedding or config.region_word == "img",
+                "set encoder.config.hidden_region_embedding to true, or region_word to img",
+            ),
+            Ability.HIDDEN_FEATURES: (
+                config.hidden_region_feature,
+                "set encoder.config.hidden_region_feature to true",
+            ),
+            Ability.NAMED_REGIONS: (
+                config.image_feature_on_words,
+                "set encoder.config.image_feature_on_words to true",
+            ),
+            Ability.IMAGE_PAIRS: (config.image_slots > 1, "set encoder.config.image_slots to 2"),
+        }
+        is_able, remedy = remedies.get(ability, (True, ""))
+        return None if is_able else remedy
+
     def get_input_embeddings(self) -> nn.Embedding:
-        """The word table [vocabulary, H]; a masked-language-modelling head shares it."""
+        """The word table [vocabulary, E]; a masked-language-modelling head shares it."""
         return self.embeddings.word_embeddings
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
@@ -223,7 +255,8 @@ class VLBertModel(Encoder):
             output_attentions: also return each layer's attention, float [M, heads, L + R + 1, L + R + 1] (query, key).
 
         Returns:
-            text [M, L, H] and regions [M, R, H], zero at padding; pooled [M, H] with `config.with_pooler`.
+            text [M, L, E] and regions [M, R, E], zero at padding; summary [M, E] where an answer has its place or with
+            `config.with_pooler`.
 
         Raises:
             ValueError: see `VLBertEmbeddings.forward`.
@@ -232,10 +265,11 @@ class VLBertModel(Encoder):
         hidden, attentions = self.encode(hidden, layout, regions, output_attentions)
         length, count = texts.attend.shape[1], regions.attend.shape[1]
         words, objects, _ = layout.unpack(hidden).split([length, count, 1], dim=1)
+        pooled = None if self.pooler is None else self.pooler(hidden)
         return EncoderOutput(
             text=words,
             regions=objects,
-            pooled=None if self.pooler is None else self.pooler(hidden),
+            summary=read_summary(words, pooled, texts.summary),
             attentions=tuple(layout.unpack_pairs(maps) for maps in attentions) if output_attentions else None,
             word_table=self.get_input_embeddings().weight,
         )
@@ -246,13 +280,13 @@ class VLBertModel(Encoder):
         """Run the layers over the packed sequence.
 
         Args:
-            hidden: float [M, S, H].
+            hidden: float [M, Z, E].
             layout: which positions are real.
             regions: for the pairwise geometry; not used without it.
             output_attentions: collect attention maps.
 
         Returns:
-            float [M, S, H], and a map [M, heads, S, S] per layer if asked for.
+            float [M, Z, E], and a map [M, heads, Z, Z] per layer if asked for.
         """
         mask = torch.zeros(layout.attend.shape, dtype=hidden.dtype, device=hidden.device)
         mask = mask.masked_fill(~layout.attend, torch.finfo(hidden.dtype).min)[:, None, None, :]

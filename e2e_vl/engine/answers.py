@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e_vl.config import RunConfig
-from e2e_vl.data.vqa_files import ANSWERS_FILE, read_answers, write_answers
+from e2e_vl.data.formats.vqa_files import ANSWERS_FILE, read_answers, write_answers
 from e2e_vl.evaluation.vqa import UNKNOWN, frequent_answers, strip_punctuation
 
 OFFICIAL_SUFFIX = ".answers.txt"

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.checkpoint import LoadReport, load_weights
 from detector.weight_files import read_tensors
-from e2e_vl.data.vqa_files import ANSWERS_FILE, read_answers
+from e2e_vl.data.formats.vqa_files import ANSWERS_FILE, read_answers
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.text import load_tokenizer, looks_like_hub_name
