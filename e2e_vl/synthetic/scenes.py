@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import cv2
 import numpy as np
 
-from e2e_vl.synthetic import drawing
+from e2e_vl.synthetic import painting
 
-SHAPES = tuple(drawing.SHAPES)
-COLOURS = tuple(drawing.COLOURS)
-TEXTURES = drawing.TEXTURES
+SHAPES = tuple(painting.SHAPES)
+COLOURS = tuple(painting.COLOURS)
+TEXTURES = painting.TEXTURES
 SIZES = ("small", "big")
 
 _ATTEMPTS_PER_OBJECT = 40
@@ -156,9 +156,9 @@ def draw_scene(config: SceneConfig, rng: np.random.Generator) -> Scene:
             f"{count} objects do not fit into a scene of {w} x {h} pixels: use fewer or smaller objects, a larger "
             "scene, or a lower scene.min_visible"
         )
-    image = drawing.paint_background(h, w, rng)
+    image = painting.paint_background(h, w, rng)
     for item, patch in placed:
-        drawing.paint(image, patch, item.look.colour, item.look.texture, rng)
+        painting.paint(image, patch, item.look.colour, item.look.texture, rng)
     image += rng.standard_normal((h, w), np.float32)[..., None] * 2.5
     image = np.clip(np.rint(image), 0, 255).astype(np.uint8)
     return Scene(image=image, objects=[item for item, _ in placed])
@@ -176,12 +176,12 @@ def _place_objects(
     for _ in range(count):
         look = _draw_look(config, [item.look for item in objects], rng)
         extent = float(rng.uniform(*(config.small if look.size == "small" else config.big)))
-        points = drawing.outline(look.shape, extent, rng.uniform(-_MAX_ROTATION, _MAX_ROTATION))
+        points = painting.outline(look.shape, extent, rng.uniform(-_MAX_ROTATION, _MAX_ROTATION))
         for _ in range(_ATTEMPTS_PER_OBJECT):
             centre = _draw_centre(config, h, w, points, objects, rng)
             if centre is None or _boxes_overlap_too_much(points, centre, objects, config.max_box_iou):
                 continue
-            patch = drawing.cover(points, centre)
+            patch = painting.cover(points, centre)
             full = np.zeros((h, w), bool)
             (x0, y0), (ph, pw) = patch[2], patch[0].shape
             full[y0 : y0 + ph, x0 : x0 + pw] = patch[0] >= 0.5

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TypeVar
 
 import numpy as np
 
-from e2e_vl.synthetic.language import FAMILIES, RELATIONS, SLOTS, Description, Expression, referent, to_words
+from e2e_vl.synthetic.language import (
+    FAMILIES,
+    RELATIONS,
+    SLOTS,
+    Description,
+    ReferringExpression,
+    as_typed,
+    referent,
+    to_words,
+)
 from e2e_vl.synthetic.relations import SceneFacts
 
 T = TypeVar("T")
@@ -30,7 +39,7 @@ class LanguageConfig:
         sentences_per_ref: least and most expressions planned for each of them.
         relation_mix: how often each relation is tried; those that are rarer in the scenes stay rarer.
         redundant: share of attribute expressions that may say more than is needed.
-        vcr_families: what VCR's questions ask, some of colour, match, pair (see ``vcr``).
+        vcr_families: what VCR's questions ask, some of colour, match, pair (see ``vcr_writer``).
 
     Raises:
         ValueError: a value is impossible; the message names it.
@@ -77,11 +86,12 @@ class LanguageConfig:
 
 @dataclass(frozen=True)
 class Reference:
-    """An expression, its words, and the index of the object it is true of."""
+    """An expression about one object of a scene."""
 
-    target: int
-    expression: Expression
-    sentence: str
+    target: int  # index of the object that the expression is true of
+    expression: ReferringExpression
+    sentence: str  # its words (see ``to_words``)
+    typed: str = ""  # the sentence as an annotator might have typed it
 
 
 def draw_references(facts: SceneFacts, config: LanguageConfig, rng: np.random.Generator) -> list[Reference]:
@@ -97,7 +107,7 @@ def draw_references(facts: SceneFacts, config: LanguageConfig, rng: np.random.Ge
     chosen = [int(i) for i in rng.permutation(facts.count)[: rng.integers(low, high + 1)]]
     low, high = config.sentences_per_ref
     planned = int(rng.integers(low, high + 1, len(chosen)).sum())
-    said: dict[Expression, Reference] = {}
+    said: dict[ReferringExpression, Reference] = {}
     counts = dict.fromkeys(chosen, 0)
     for family in rng.choice(families, planned, p=shares / shares.sum()):
         order = sorted(counts, key=counts.__getitem__)  # the least described first
@@ -108,7 +118,7 @@ def draw_references(facts: SceneFacts, config: LanguageConfig, rng: np.random.Ge
         if reference is not None:
             said[reference.expression] = reference
             counts[reference.target] = counts.get(reference.target, 0) + 1
-    return list(said.values())
+    return [replace(reference, typed=as_typed(reference.sentence, rng)) for reference in said.values()]
 
 
 class _Speaker:
@@ -139,7 +149,7 @@ class _Speaker:
                 ]
             )
 
-    def first(self, family: str, targets: list[int], said: dict[Expression, Reference]) -> Reference | None:
+    def first(self, family: str, targets: list[int], said: dict[ReferringExpression, Reference]) -> Reference | None:
         """An expression about the first target that has one of this family which has not been said."""
         propose = getattr(self, f"_{family}")
         for target in targets:
@@ -151,26 +161,26 @@ class _Speaker:
                     return Reference(target, expression, to_words(expression, self.rng))
         return None
 
-    def _attribute(self, target: int) -> Expression | None:
+    def _attribute(self, target: int) -> ReferringExpression | None:
         redundant = self.rng.random() < self.config.redundant
         description = self._any((self._unique if redundant else self._minimal)[target])
-        return None if description is None else Expression(description)
+        return None if description is None else ReferringExpression(description)
 
-    def _superlative(self, target: int) -> Expression | None:
+    def _superlative(self, target: int) -> ReferringExpression | None:
         description = self._shared_description(target, 0)
-        return None if description is None else Expression(description, self._any(["biggest", "smallest"]))
+        return None if description is None else ReferringExpression(description, self._any(["biggest", "smallest"]))
 
-    def _comparison(self, target: int) -> Expression | None:
+    def _comparison(self, target: int) -> ReferringExpression | None:
         operator = self._any(["bigger", "smaller"])
         if self.rng.random() < 0.25:
             description = self._shared_description(target, 0)
-            return None if description is None else Expression(description, operator)
+            return None if description is None else ReferringExpression(description, operator)
         return self._with_anchor(target, operator)
 
-    def _relation(self, target: int) -> Expression | None:
+    def _relation(self, target: int) -> ReferringExpression | None:
         return self._with_anchor(target, str(self.rng.choice(self._relations, p=self._relation_shares)))
 
-    def _with_anchor(self, target: int, operator: str) -> Expression | None:
+    def _with_anchor(self, target: int, operator: str) -> ReferringExpression | None:
         holds = self.facts.holds.get(operator)
         anchors = [
             i
@@ -182,7 +192,11 @@ class _Speaker:
             return None
         # An object that is compared by size is not also called big or small.
         description = self._shared_description(target, 1 << anchor, with_size=operator not in ("bigger", "smaller"))
-        return None if description is None else Expression(description, operator, self._any(self._minimal[anchor]))
+        return (
+            None
+            if description is None
+            else ReferringExpression(description, operator, self._any(self._minimal[anchor]))
+        )
 
     def _shared_description(self, target: int, left_out: int, with_size: bool = False) -> Description | None:
         """A description of the target that is also true of another object (not of ``left_out``), so that more has to

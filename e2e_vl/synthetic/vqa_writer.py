@@ -1,45 +1,61 @@
-"""Questions about scenes with ten answers each, in VQA v2's format.
+"""Writer of VQA v2: questions about scenes with ten answers each.
 
-    vqa/v2_OpenEnded_mscoco_<split>_questions.json, vqa/v2_mscoco_<split>_annotations.json
-
-Every kind of question is balanced, so that its words say little about the answer: colours and shapes are asked of
-objects drawn at random, a count is drawn before what is counted, and yes is as frequent as no. The ten people agree
-mostly: some are wrong, and some write a number as a word.
+Every kind of question is balanced, so that its words say little about the answer: the object whose colour or shape is
+asked for is drawn at random, a count is drawn before what is counted, and yes is as frequent as no. The ten people
+mostly agree: some are wrong, and some write a number as a word.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from e2e_vl.synthetic.language import SLOTS, Description
+from e2e_vl.synthetic.format_writer import FormatWriter
+from e2e_vl.synthetic.language import SLOTS, Description, pluralised
 from e2e_vl.synthetic.relations import SceneFacts, members
+from e2e_vl.synthetic.scene_records import SceneRecord, by_split
 from e2e_vl.synthetic.scenes import SIZES, SceneConfig
 
 NUM_ANSWERS = 10
-_WRONG = 0.08  # chance of one person to be wrong
-_SPELLED = 0.1  # chance of one person to write a number as a word
+_WRONG = 0.08  # chance that a person is wrong
+_SPELLED = 0.1  # chance that a person writes a number as a word
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-_KINDS = ("colour", "colour", "shape", "count", "count", "exists", "verify")  # of the questions about one scene
+_KINDS = ("colour", "colour", "shape", "count", "count", "exists", "verify")  # the questions about one scene
 _COUNTED = (("colour",), ("shape",), ("texture", "colour"))
 _ATTEMPTS = 30
-_SCORES = (0.0, 0.3, 0.6, 0.9, 1.0)  # of an answer that 0, 1, 2, 3 or more of ten people gave
+_SCORES = (0.0, 0.3, 0.6, 0.9, 1.0)  # scores of an answer that 0, 1, 2, 3, and 4 or more of ten people gave
+
+_Question = dict[str, Any]
 
 
-def draw_questions(facts: SceneFacts, config: SceneConfig, rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Different questions about a scene: "question", "kind", "question_type", "answer_type", "answers" (ten strings).
+class VQAWriter(FormatWriter[list[_Question]]):
+    """Writes ``v2_OpenEnded_mscoco_<split>_questions.json`` and ``v2_mscoco_<split>_annotations.json``."""
 
-    What cannot be asked about a scene is left out; at least one question is about a count.
+    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> list[_Question]:
+        return draw_vqa_questions(facts, self.recipe.scene, self.recipe.generator(scene.split, scene.number, "vqa"))
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[list[_Question]]]) -> dict[str, Any]:
+        for split, part in by_split(scenes).items():
+            write_vqa(folder, split, [(scene.image_id, scene.drawn) for scene in part])
+        return vqa_statistics([question for scene in scenes for question in scene.drawn])
+
+
+def draw_vqa_questions(facts: SceneFacts, config: SceneConfig, rng: np.random.Generator) -> list[_Question]:
+    """Different questions about a scene; what cannot be asked about it is left out.
+
+    Returns:
+        dicts of "question", "kind", "question_type", "answer_type", "answers" (ten strings) and
+        "multiple_choice_answer"; at least one question is about a count.
     """
     values = {"size": SIZES, "texture": config.textures, "colour": config.colours, "shape": config.shapes}
     makers = {"colour": _colour, "shape": _shape, "count": _count, "exists": _exists, "verify": _verify}
-    questions: dict[str, dict[str, Any]] = {}
+    questions: dict[str, _Question] = {}
     for kind in _KINDS:
         for _ in range(_ATTEMPTS):
             made = makers[kind](facts, values, rng)
@@ -48,7 +64,7 @@ def draw_questions(facts: SceneFacts, config: SceneConfig, rng: np.random.Genera
             text, question_type, answer, others = made
             if text in questions:
                 continue
-            answers = _people(answer, others, rng)
+            answers = _answers_of_people(answer, others, rng)
             questions[text] = {
                 "question": text[0].upper() + text[1:] + "?",
                 "kind": kind,
@@ -128,7 +144,7 @@ def _yes_or_no(is_true: bool) -> tuple[str, list[str]]:
 
 
 def _identify(facts: SceneFacts, slots: Sequence[str], rng: np.random.Generator) -> tuple[int, Description] | None:
-    """An object drawn at random, and attributes out of these slots that it alone has; None if there is none."""
+    """An object drawn at random and attributes among these slots that only it has; None if there is no such object."""
     for index in rng.permutation(facts.count):
         look = facts.looks[index]
         subsets = [subset for number in range(1, len(slots) + 1) for subset in combinations(slots, number)]
@@ -141,18 +157,15 @@ def _identify(facts: SceneFacts, slots: Sequence[str], rng: np.random.Generator)
 
 def _noun_phrase(description: Description, *, plural: bool = False) -> str:
     noun = description.shape or "thing"
-    if plural:
-        noun += "es" if noun.endswith("s") else "s"
-    said = (description.size, description.texture, description.colour, noun)
-    return " ".join(word for word in said if word)
+    words = (description.size, description.texture, description.colour, pluralised(noun) if plural else noun)
+    return " ".join(word for word in words if word)
 
 
 def _without(values: Sequence[str], value: str) -> list[str]:
     return [other for other in values if other != value]
 
 
-def _people(answer: str, others: Sequence[str], rng: np.random.Generator) -> list[str]:
-    """What ten people answer."""
+def _answers_of_people(answer: str, others: Sequence[str], rng: np.random.Generator) -> list[str]:
     answers = []
     for _ in range(NUM_ANSWERS):
         wrong, spelled, choice = rng.random(3)
@@ -163,9 +176,8 @@ def _people(answer: str, others: Sequence[str], rng: np.random.Generator) -> lis
     return answers
 
 
-def write_vqa(folder: Path, split: str, asked: Iterable[tuple[int, list[dict[str, Any]]]]) -> None:
-    """Write the two files of a split; `asked` pairs image ids with what `draw_questions` gave."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_vqa(folder: Path, split: str, asked: Iterable[tuple[int, list[_Question]]]) -> None:
+    """Write the two files of a split; ``asked`` pairs image ids with what ``draw_vqa_questions`` returned."""
     frame = {
         "info": {
             "description": "Questions about drawn scenes in the layout of VQA v2.0; not part of it.",
@@ -197,20 +209,19 @@ def write_vqa(folder: Path, split: str, asked: Iterable[tuple[int, list[dict[str
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
 
 
-def vqa_statistics(drawn: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Shares of the kinds of questions, and the accuracy of answers that look at no image, or at nothing.
+def vqa_statistics(drawn: Sequence[_Question]) -> dict[str, Any]:
+    """Shares of the kinds of questions, and the VQA accuracy that is possible without the images.
 
-    "most_frequent_answer" is the accuracy of the best single answer to all questions, "of_the_kind" that of the best
-    answer to each kind of question, "of_the_words" that of the best answer to questions of the same words (an upper
-    bound for what text alone could reach: it is chosen on the questions themselves).
+    The accuracies are reached by the best single answer to all questions ("most_frequent_answer"), to all questions of
+    a kind ("of_the_kind"), and to all questions of the same words ("of_the_words"). The answers are chosen on these same
+    questions, so the last accuracy is an upper bound for a model that reads the question only.
     """
     if not drawn:
         return {"questions": 0}
+    kinds = sorted(Counter(question["kind"] for question in drawn).items())
     return {
         "questions": len(drawn),
-        "kinds": {
-            kind: round(count / len(drawn), 4) for kind, count in sorted(Counter(q["kind"] for q in drawn).items())
-        },
+        "kinds": {kind: round(count / len(drawn), 4) for kind, count in kinds},
         "blind_accuracy": {
             "most_frequent_answer": _best_accuracy(drawn, lambda question: ""),
             "of_the_kind": _best_accuracy(drawn, lambda question: question["kind"]),
@@ -219,7 +230,8 @@ def vqa_statistics(drawn: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _best_accuracy(drawn: Sequence[dict[str, Any]], group_of: Any) -> float:
+def _best_accuracy(drawn: Sequence[_Question], group_of: Callable[[_Question], str]) -> float:
+    """VQA accuracy when each group of questions gets its best single answer."""
     totals: dict[str, Counter[str]] = defaultdict(Counter)
     for question in drawn:
         digits = [str(_NUMBERS.index(answer)) if answer in _NUMBERS else answer for answer in question["answers"]]

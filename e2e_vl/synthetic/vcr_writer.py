@@ -1,11 +1,11 @@
-"""Writer of VCR's files: questions about drawn scenes with four answers and four reasons each.
+"""Writer of VCR: questions about drawn scenes with four answers and four reasons each.
 
-    vcr/train.jsonl, val.jsonl, ...                      one question a line; "test" has no labels
-    vcr/vcr1images/drawn_<split>/<split>_000001@0.jpg    the scene's image, a hard link where the disk has them
-    vcr/vcr1images/drawn_<split>/<split>_000001@0.json   boxes, outlines and class names of its objects
+    train.jsonl, val.jsonl, ...                      one question per line; "test" has no labels
+    vcr1images/drawn_<split>/<split>_000001@0.jpg    the scene's image, a hard link where the disk has hard links
+    vcr1images/drawn_<split>/<split>_000001@0.json   boxes, outlines and class names of its objects
 
 Sentences name objects by number, and what is asked about an object is its colour, which neither its class nor its box
-tells. So the image is needed. Wrong choices speak of colours or objects of the same scene, so the question is too.
+tells: the image is needed. Wrong choices name colours or objects of the same scene: the question is needed too.
 
 A line's ``family`` is ours, the other keys are VCR's:
 
@@ -19,18 +19,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from e2e_vl.synthetic.coco import attribute_ids
+from e2e_vl.synthetic.format_writer import FormatWriter
+from e2e_vl.synthetic.references import VCR_FAMILIES
 from e2e_vl.synthetic.relations import SceneFacts
-from e2e_vl.synthetic.sampling import VCR_FAMILIES
-from e2e_vl.synthetic.scenes import COLOURS, Look
+from e2e_vl.synthetic.scene_records import SceneRecord, by_split
+from e2e_vl.synthetic.scenes import COLOURS
 
-CLASS_OF = {  # what VCR calls our shapes
+CLASS_OF = {  # VCR's names for our shapes
     "triangle": "person",
     "star": "person",
     "circle": "sportsball",
@@ -39,10 +40,9 @@ CLASS_OF = {  # what VCR calls our shapes
     "diamond": "kite",
 }
 UNLABELLED = "test"  # the split without labels, as in the release
-FOLDER = "vcr"
 CHOICES = 4
 _ATTEMPTS = 40
-_HIDDEN = (  # from those who answer the test split
+_HIDDEN = (  # keys that lines of the unlabelled split do not have
     "answer_label",
     "rationale_label",
     "answer_sources",
@@ -57,30 +57,54 @@ _HIDDEN = (  # from those who answer the test split
 )
 
 Sentence = list[Any]  # words, and lists of objects
-Drawn = tuple[Sentence, list[Sentence], list[Sentence]]  # question; answers and rationales, the right ones first
+_Asked = tuple[Sentence, list[Sentence], list[Sentence]]  # question; answers and rationales, the right ones first
+_Question = dict[str, Any]
 
 
-def draw_questions(
-    facts: SceneFacts, rng: np.random.Generator, count: int = 4, families: Sequence[str] = VCR_FAMILIES
-) -> list[dict[str, Any]]:
+class VCRWriter(FormatWriter[list[_Question]]):
+    """Writes the files that the module describes; image files of an earlier, interrupted run are replaced."""
+
+    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> list[_Question]:
+        rng = self.recipe.generator(scene.split, scene.number, "vcr")
+        return _draw_questions(facts, rng, self.recipe.language.vcr_families)
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[list[_Question]]]) -> None:
+        for split, part in by_split(scenes).items():
+            (folder / "vcr1images" / f"drawn_{split}").mkdir(parents=True, exist_ok=True)
+            lines: list[str] = []
+            for scene in part:
+                image = f"drawn_{split}/{split}_{scene.number:06d}@0"
+                metadata = _metadata(scene)
+                _link(scene.image_file, folder / "vcr1images" / f"{image}{scene.image_file.suffix}")
+                (folder / "vcr1images" / f"{image}.json").write_text(json.dumps(metadata), encoding="utf-8")
+                for position, question in enumerate(scene.drawn):
+                    files = {"img_fn": f"{image}{scene.image_file.suffix}", "metadata_fn": f"{image}.json"}
+                    ids = {"img_id": f"{split}-{scene.number}", "question_number": position}
+                    lines.append(json.dumps(_line(question, split, len(lines), metadata["names"], files, ids)))
+            (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def _draw_questions(
+    facts: SceneFacts, rng: np.random.Generator, families: Sequence[str] = VCR_FAMILIES, count: int = 4
+) -> list[_Question]:
     """Up to ``count`` different questions about a scene.
 
     Returns:
-        one dict a question: "family", "question", and "answer_choices", "answer_label", "rationale_choices" and
-        "rationale_label", the right choice at a random place.
+        dicts of "family", "question", and "answer_choices", "answer_label", "rationale_choices" and "rationale_label",
+        the right choice at a random place.
     """
     colours = [look.colour for look in facts.looks]
     draws = {"colour": _ask_colour, "match": _ask_match, "pair": _ask_pair}
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, _Question] = {}
     for attempt in range(_ATTEMPTS):
         if len(found) == count:
             break
         family = families[attempt % len(families)]
-        drawn = draws[family](colours, rng)
-        if drawn is None or json.dumps(drawn[0]) in found:
+        asked = draws[family](colours, rng)
+        if asked is None or json.dumps(asked[0]) in found:
             continue
-        question, answers, rationales = drawn
-        record: dict[str, Any] = {"family": family, "question": question}
+        question, answers, rationales = asked
+        record: _Question = {"family": family, "question": question}
         for kind, choices in (("answer", answers), ("rationale", rationales)):
             order = rng.permutation(CHOICES)
             record[f"{kind}_choices"] = [choices[index] for index in order]
@@ -89,7 +113,7 @@ def draw_questions(
     return list(found.values())
 
 
-def _ask_colour(colours: Sequence[str], rng: np.random.Generator) -> Drawn | None:
+def _ask_colour(colours: Sequence[str], rng: np.random.Generator) -> _Asked | None:
     one = int(rng.integers(len(colours)))
     same, others = _same_and_other(colours, one)
     wrong = _wrong_colours(colours, colours[one], rng)
@@ -104,7 +128,7 @@ def _ask_colour(colours: Sequence[str], rng: np.random.Generator) -> Drawn | Non
     )
 
 
-def _ask_match(colours: Sequence[str], rng: np.random.Generator) -> Drawn | None:
+def _ask_match(colours: Sequence[str], rng: np.random.Generator) -> _Asked | None:
     one = int(rng.integers(len(colours)))
     same, others = _same_and_other(colours, one)
     if not same or len(others) < CHOICES - 1:
@@ -115,7 +139,7 @@ def _ask_match(colours: Sequence[str], rng: np.random.Generator) -> Drawn | None
     return ["Which", "has", "the", "colour", "of", [one], "?"], [[[o], "."] for o in objects], rationales
 
 
-def _ask_pair(colours: Sequence[str], rng: np.random.Generator) -> Drawn | None:
+def _ask_pair(colours: Sequence[str], rng: np.random.Generator) -> _Asked | None:
     one = int(rng.integers(len(colours)))
     same, others = _same_and_other(colours, one)
     if not same or len(others) < CHOICES - 1:
@@ -157,101 +181,54 @@ def as_read_aloud(sentence: Sentence) -> str:
     return " ".join(words)
 
 
-def metadata_record(
-    size: tuple[int, int], looks: Sequence[Look], boxes: Iterable[list[float]], outlines: Iterable[list[list[int]]]
-) -> dict[str, Any]:
-    """The content of an image's metadata file; ``attribute_ids``, as in ``coco``, are ours.
-
-    Args:
-        size: (height, width), pixels.
-        looks: of the objects.
-        boxes: [x, y, w, h] each, pixels; written as corners with a score.
-        outlines: COCO polygons each, flat lists x, y, ...; written as lists of points.
-    """
+def _metadata(scene: SceneRecord[Any]) -> dict[str, Any]:
+    """The content of an image's metadata file; ``attribute_ids`` (see ``coco_writer``) are ours."""
+    boxes = [item.box for item in scene.objects]
     return {
         "boxes": [[x, y, x + w, y + h, 1.0] for x, y, w, h in boxes],
-        "segms": [[np.reshape(flat, (-1, 2)).tolist() for flat in parts] for parts in outlines],
-        "names": [CLASS_OF[look.shape] for look in looks],
-        "width": int(size[1]),
-        "height": int(size[0]),
-        "attribute_ids": [attribute_ids(look) for look in looks],
+        "segms": [[np.reshape(flat, (-1, 2)).tolist() for flat in item.outlines] for item in scene.objects],
+        "names": [CLASS_OF[item.look.shape] for item in scene.objects],
+        "width": scene.size[1],
+        "height": scene.size[0],
+        "attribute_ids": [item.attribute_ids for item in scene.objects],
     }
 
 
-class VCRWriter:
-    """Collects the scenes of all splits and writes them."""
-
-    def __init__(self) -> None:
-        self._scenes: dict[str, list[tuple[Path, dict[str, Any], list[dict[str, Any]]]]] = {}
-
-    def add(self, split: str, image: Path, record: dict[str, Any]) -> None:
-        """A scene: its image file, and its record with "size", "objects" (look, box, area, outlines) and "vcr"."""
-        looks, boxes, _, outlines = zip(*record["objects"], strict=True)
-        metadata = metadata_record(record["size"], looks, boxes, outlines)
-        self._scenes.setdefault(split, []).append((image, metadata, record["vcr"]))
-
-    def write(self, output: Path) -> None:
-        """Write everything under ``output / "vcr"``; image files that are there are replaced."""
-        for split, scenes in self._scenes.items():
-            folder = output / FOLDER / "vcr1images" / f"drawn_{split}"
-            folder.mkdir(parents=True, exist_ok=True)
-            lines: list[str] = []
-            for number, (image, metadata, questions) in enumerate(scenes):
-                name = f"{split}_{number:06d}@0"
-                _link(image, folder / f"{name}{image.suffix}")
-                (folder / f"{name}.json").write_text(json.dumps(metadata), encoding="utf-8")
-                for position, question in enumerate(questions):
-                    record = _line(question, split, number, position, len(lines), metadata["names"], folder.name, image)
-                    lines.append(json.dumps(record))
-            (output / FOLDER / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
 def _line(
-    drawn: dict[str, Any],
-    split: str,
-    number: int,
-    position: int,
-    index: int,
-    objects: list[str],
-    folder: str,
-    image: Path,
+    question: _Question, split: str, index: int, objects: list[str], files: dict[str, str], ids: dict[str, Any]
 ) -> dict[str, Any]:
-    """A line of a jsonl file, with VCR's keys."""
-    file = f"{folder}/{split}_{number:06d}@0"
-    answer, rationale = (drawn[f"{kind}_choices"][drawn[f"{kind}_label"]] for kind in ("answer", "rationale"))
+    """A line of a jsonl file, with VCR's keys; ``index`` is its number in the file."""
+    answer, rationale = (question[f"{kind}_choices"][question[f"{kind}_label"]] for kind in ("answer", "rationale"))
     record = {
         "movie": "drawn_scenes",
         "objects": objects,
         "interesting_scores": [0],
         "answer_likelihood": "likely",
-        "img_fn": f"{file}{image.suffix}",
-        "metadata_fn": f"{file}.json",
+        **files,
         "answer_orig": as_read_aloud(answer),
-        "question_orig": as_read_aloud(drawn["question"]),
+        "question_orig": as_read_aloud(question["question"]),
         "rationale_orig": as_read_aloud(rationale),
-        "question": drawn["question"],
+        "question": question["question"],
         "answer_match_iter": list(range(CHOICES)),
         "answer_sources": [index] * CHOICES,
-        "answer_choices": drawn["answer_choices"],
-        "answer_label": drawn["answer_label"],
-        "rationale_choices": drawn["rationale_choices"],
+        "answer_choices": question["answer_choices"],
+        "answer_label": question["answer_label"],
+        "rationale_choices": question["rationale_choices"],
         "rationale_sources": [index] * CHOICES,
         "rationale_match_iter": list(range(CHOICES)),
-        "rationale_label": drawn["rationale_label"],
-        "img_id": f"{split}-{number}",
-        "question_number": position,
+        "rationale_label": question["rationale_label"],
+        **ids,
         "annot_id": f"{split}-{index}",
         "match_fold": f"{split}-0",
         "match_index": index,
-        "family": drawn["family"],
+        "family": question["family"],
     }
-    if split == UNLABELLED:
-        record = {key: value for key, value in record.items() if key not in _HIDDEN}
-    return record
+    hidden = _HIDDEN if split == UNLABELLED else ()
+    return {key: value for key, value in record.items() if key not in hidden}
 
 
 def _link(source: Path, target: Path) -> None:
-    """A hard link, or a copy where the disk has none."""
+    """A hard link, or a copy where the disk has no hard links."""
     target.unlink(missing_ok=True)
     try:
         os.link(source, target)
