@@ -61,26 +61,15 @@ def write_instances(path: Path, scenes: Sequence[SceneRecord[Any]]) -> None:
 
 def _write_captions(path: Path, scenes: Sequence[SceneRecord[Any]]) -> None:
     said = [(scene.image_id, caption) for scene in scenes for caption in scene.captions]
-    _write(
-        path,
-        scenes,
-        [
-            {"image_id": image_id, "id": number, "caption": caption}
-            for number, (image_id, caption) in enumerate(said, start=1)
-        ],
-    )
+    numbered = enumerate(said, start=1)
+    _write(path, scenes, [{"image_id": image, "id": number, "caption": text} for number, (image, text) in numbered])
 
 
 def _write(path: Path, scenes: Sequence[SceneRecord[Any]], annotations: list[dict[str, Any]], **lists: Any) -> None:
+    info = {"description": "Drawn scenes in the layout of COCO 2014; not part of COCO.", "url": "", "version": "1.0"}
+    info |= {"year": 2014, "contributor": "e2e-vl", "date_created": "2014-01-01 00:00:00"}
     content = {
-        "info": {
-            "description": "Drawn scenes in the layout of COCO 2014; not part of COCO.",
-            "url": "",
-            "version": "1.0",
-            "year": 2014,
-            "contributor": "e2e-vl",
-            "date_created": "2014-01-01 00:00:00",
-        },
+        "info": info,
         "images": [_image(scene) for scene in scenes],
         "licenses": [{"url": "http://www.apache.org/licenses/LICENSE-2.0", "id": 1, "name": "Apache-2.0"}],
         "annotations": annotations,

@@ -1,4 +1,4 @@
-"""Writers of captioned images as Conceptual Captions come: webdataset shards, and the official VL-BERT code's layout."""
+"""Writers of Conceptual Captions: webdataset shards, and the layout of the official VL-BERT code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _CaptionedImageWriter(FormatWriter[CaptionedImage]):
     """Draws the same caption and probabilities for both formats."""
 
     def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> CaptionedImage:
-        """One of the scene's captions, and per detection its score for its category, the rest spread over the others."""
+        """One of the captions; a detection's score is its category's probability, the other columns share the rest."""
         rng = self.recipe.generator(scene.split, scene.number, "conceptual")
         boxes, classes = [], []
         for detection in scene.detections:
@@ -65,8 +65,9 @@ class ShardsWriter(_CaptionedImageWriter):
 class ConceptualWriter(_CaptionedImageWriter):
     """Writes the layout of the official VL-BERT code.
 
-    ``<split>.json`` and ``<split>_frcnn.json`` are JSON lines (image, words of the caption, file of the detected boxes).
-    They name members of ``<split>_image.zip`` and ``<split>_frcnn.zip``, which are not compressed.
+    ``<split>.json`` and ``<split>_frcnn.json`` are JSON lines of an image, the words of its caption and, in the second,
+    the file of its detected boxes. They name members of ``<split>_image.zip`` and ``<split>_frcnn.zip``, which are not
+    compressed.
     """
 
     def write(self, folder: Path, scenes: Sequence[SceneRecord[CaptionedImage]]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from e2e_vl.synthetic.format_writer import FormatWriter
 from e2e_vl.synthetic.language import RELATIONS, Description, ReferringExpression, to_words
 from e2e_vl.synthetic.scene_records import SceneRecord
-from e2e_vl.synthetic.scenes import SIZES, SceneConfig
+from e2e_vl.synthetic.scenes import SceneConfig
 
 LINES_PER_SCENE = 4
 _OPERATORS = ("biggest", "smallest", "bigger", "smaller", *RELATIONS)
@@ -49,7 +49,6 @@ def _sentence(config: SceneConfig, rng: np.random.Generator) -> str:
 
 
 def _description(config: SceneConfig, rng: np.random.Generator) -> Description:
-    values = {"size": SIZES, "texture": config.textures, "colour": config.colours, "shape": config.shapes}
     chances = {"size": 0.3, "texture": 0.3, "colour": 0.6, "shape": 0.8}
-    said = {slot: str(rng.choice(values[slot])) for slot in values if rng.random() < chances[slot]}
+    said = {slot: str(rng.choice(config.values[slot])) for slot, chance in chances.items() if rng.random() < chance}
     return Description(**said)

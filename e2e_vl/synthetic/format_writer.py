@@ -23,13 +23,7 @@ IMAGE_FORMATS = {"jpg": [cv2.IMWRITE_JPEG_QUALITY, 95], "png": [cv2.IMWRITE_PNG_
 
 @dataclass(frozen=True)
 class Recipe:
-    """All settings that decide the content of the files.
-
-    Attributes:
-        scenes: number of scenes per split.
-        seed: of everything drawn.
-        image_format: a key of ``IMAGE_FORMATS``.
-        scene, language, detections: what is drawn, said and detected.
+    """All settings that decide the content of the files (see ``make_scenes``), in their order in ``synthetic.json``.
 
     Raises:
         ValueError: a value is impossible; the message names it.
@@ -45,7 +39,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if sum(self.scenes.values()) < 1 or min(self.scenes.values()) < 0 or not all(self.scenes):
             raise ValueError(
-                f"scenes must name splits and give each its number of scenes, at least one in total; found {self.scenes}"
+                f"scenes must name splits and their numbers of scenes, at least 1 in all; found {self.scenes}"
             )
         if self.seed < 0:
             raise ValueError(f"seed must not be negative; found {self.seed}")

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from e2e_vl.synthetic.scene_records import CATEGORIES, CATEGORY_IDS
-from e2e_vl.synthetic.scenes import Scene
+from e2e_vl.synthetic.scene_records import CATEGORIES, CATEGORY_IDS, CATEGORY_NAMES
+from e2e_vl.synthetic.scenes import Scene, box_iou
 
 _ATTEMPTS = 50
 
@@ -70,11 +70,10 @@ def draw_detections(scene: Scene, config: ImitatedDetectorConfig, rng: np.random
 
 def _record(box: np.ndarray, category: int, score: float) -> dict[str, Any]:
     x1, y1, x2, y2 = np.round(box, 4)
-    names = {entry["id"]: entry["name"] for entry in CATEGORIES}
     return {
         "box": [float(x1), float(y1), round(float(x2 - x1), 4), round(float(y2 - y1), 4)],
         "category_id": category,
-        "category_name": names[category],
+        "category_name": CATEGORY_NAMES[category],
         "score": round(float(score), 6),
     }
 
@@ -83,7 +82,7 @@ def _jittered(box: np.ndarray, size: tuple[int, int], min_iou: float, rng: np.ra
     sides = np.tile(box[2:] - box[:2], 2)
     for _ in range(_ATTEMPTS):
         moved = _clipped(box + rng.normal(0, 0.06, 4) * sides, size)
-        if _ious(moved, box[None])[0] >= min_iou:
+        if box_iou(moved, box) >= min_iou:
             return moved
     return box
 
@@ -94,16 +93,10 @@ def _elsewhere(truth: np.ndarray, size: tuple[int, int], max_iou: float, rng: np
         centre = rng.uniform(0, size)
         half = sides[rng.integers(len(sides))] * rng.uniform(0.7, 1.3, 2) / 2
         box = _clipped(np.concatenate([centre - half, centre + half]), size)
-        if (box[2:] - box[:2]).min() >= 6 and _ious(box, truth).max() <= max_iou:
+        if (box[2:] - box[:2]).min() >= 6 and max(box_iou(box, other) for other in truth) <= max_iou:
             return box
     return None
 
 
 def _clipped(box: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return np.clip(box, 0, np.tile(size, 2))
-
-
-def _ious(box: np.ndarray, others: np.ndarray) -> np.ndarray:
-    overlap = np.clip(np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2]), 0, None).prod(axis=1)
-    areas = (others[:, 2:] - others[:, :2]).prod(axis=1)
-    return overlap / ((box[2:] - box[:2]).prod() + areas - overlap)

@@ -96,10 +96,8 @@ def referent(expression: ReferringExpression, facts: SceneFacts) -> int | None:
     if anchor is None:
         return None
     candidates &= ~(1 << anchor)
-    if operator == "nearest":
-        return facts.nearest(candidates, anchor)
-    if operator == "farthest":
-        return facts.farthest(candidates, anchor)
+    if operator in ("nearest", "farthest"):
+        return facts.extreme(candidates, anchor, far=operator == "farthest")
     holds, fails = facts.holds[operator][anchor], facts.fails[operator][anchor]
     if candidates & ~(holds | fails):
         return None

@@ -23,6 +23,8 @@ from e2e_vl.synthetic.relations import SceneFacts
 
 T = TypeVar("T")
 VCR_FAMILIES = ("colour", "match", "pair")
+_FAMILY_MIX = {"attribute": 0.55, "superlative": 0.15, "comparison": 0.1, "relation": 0.2}
+_RELATION_MIX = {"near": 0.34, "nearest": 0.2, "farthest": 0.1, "overlapping": 0.1, "in front": 0.13, "behind": 0.13}
 _PROPOSALS = 10  # expressions tried per object before the next object is tried
 # Subsets of the slots that a description names, most general first.
 _SUBSETS = tuple(slots for k in range(len(SLOTS) + 1) for slots in combinations(SLOTS, k))
@@ -45,21 +47,10 @@ class LanguageConfig:
         ValueError: a value is impossible; the message names it.
     """
 
-    family_mix: Mapping[str, float] = field(
-        default_factory=lambda: {"attribute": 0.55, "superlative": 0.15, "comparison": 0.1, "relation": 0.2}
-    )
+    family_mix: Mapping[str, float] = field(default_factory=_FAMILY_MIX.copy)
     refs_per_image: tuple[int, int] = (2, 4)
     sentences_per_ref: tuple[int, int] = (2, 3)
-    relation_mix: Mapping[str, float] = field(
-        default_factory=lambda: {
-            "near": 0.34,
-            "nearest": 0.2,
-            "farthest": 0.1,
-            "overlapping": 0.1,
-            "in front": 0.13,
-            "behind": 0.13,
-        }
-    )
+    relation_mix: Mapping[str, float] = field(default_factory=_RELATION_MIX.copy)
     redundant: float = 0.4
     vcr_families: tuple[str, ...] = VCR_FAMILIES
 
@@ -137,17 +128,11 @@ class _Speaker:
         for look in facts.looks:
             described = [Description(**{slot: getattr(look, slot) for slot in slots}) for slots in _SUBSETS]
             masks = [description.mask(facts) for description in described]
-            alone = [mask.bit_count() == 1 for mask in masks]
+            rows = zip(_SUBSETS, described, masks, strict=True)
+            unique = {frozenset(slots): item for slots, item, mask in rows if mask.bit_count() == 1}
             self._descriptions.append(list(zip(described, masks, strict=True)))
-            self._unique.append([item for item, single in zip(described, alone, strict=True) if single])
-            singles = {slots for slots, single in zip(_SUBSETS, alone, strict=True) if single}
-            self._minimal.append(
-                [
-                    item
-                    for item, slots in zip(described, _SUBSETS, strict=True)
-                    if slots in singles and not any(set(other) < set(slots) for other in singles)
-                ]
-            )
+            self._unique.append(list(unique.values()))
+            self._minimal.append([item for slots, item in unique.items() if not any(other < slots for other in unique)])
 
     def first(self, family: str, targets: list[int], said: dict[ReferringExpression, Reference]) -> Reference | None:
         """An expression about the first target that has one of this family which has not been said."""

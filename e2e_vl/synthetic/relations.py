@@ -77,15 +77,8 @@ class SceneFacts:
             "overlapping": (in_front | behind, apart),
         }
 
-    def nearest(self, candidates: int, anchor: int) -> int | None:
-        """The candidate clearly closest to the anchor, or None."""
-        return self._extreme(candidates, anchor, far=False)
-
-    def farthest(self, candidates: int, anchor: int) -> int | None:
-        """The candidate clearly farthest from the anchor, or None."""
-        return self._extreme(candidates, anchor, far=True)
-
-    def _extreme(self, candidates: int, anchor: int, far: bool) -> int | None:
+    def extreme(self, candidates: int, anchor: int, far: bool) -> int | None:
+        """The candidate clearly closest to the anchor, or clearly farthest from it; None when there is none."""
         items = members(candidates)
         if not items:
             return None
@@ -102,21 +95,12 @@ class SceneFacts:
 
 def members(mask: int) -> list[int]:
     """Indices of the set bits, ascending."""
-    items = []
-    while mask:
-        low = mask & -mask
-        items.append(low.bit_length() - 1)
-        mask ^= low
-    return items
+    return [i for i in range(mask.bit_length()) if mask >> i & 1]
 
 
 def _columns(table: np.ndarray) -> list[int]:
     """bool [n, n] -> n bit masks; bit i of mask j is table[i, j]. The diagonal is left out."""
-    masks = [0] * len(table)
-    for i, j in zip(*np.nonzero(table), strict=True):
-        if i != j:
-            masks[j] |= 1 << int(i)
-    return masks
+    return [sum(1 << int(i) for i in np.flatnonzero(column) if i != j) for j, column in enumerate(table.T)]
 
 
 def _gaps(scene: Scene) -> np.ndarray:

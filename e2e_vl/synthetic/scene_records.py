@@ -16,7 +16,8 @@ from e2e_vl.synthetic.scenes import COLOURS, SHAPES, SIZES, TEXTURES, Look, Scen
 Drawn = TypeVar("Drawn")
 CATEGORIES = [{"supercategory": "shape", "id": i + 1, "name": name} for i, name in enumerate(SHAPES)]
 ATTRIBUTES = [{"id": i, "name": name} for i, name in enumerate([*COLOURS, *TEXTURES, *SIZES])]
-CATEGORY_IDS = {entry["name"]: entry["id"] for entry in CATEGORIES}
+CATEGORY_NAMES = {entry["id"]: entry["name"] for entry in CATEGORIES}
+CATEGORY_IDS = {name: category_id for category_id, name in CATEGORY_NAMES.items()}
 _ATTRIBUTE_IDS = {entry["name"]: entry["id"] for entry in ATTRIBUTES}
 
 

@@ -6,6 +6,7 @@ and box are those of its visible part, as people outline objects in COCO.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import cv2
@@ -86,6 +87,11 @@ class SceneConfig:
         if not 0 <= self.max_box_iou < 0.5:
             raise ValueError(f"scene.max_box_iou must lie in [0, 0.5); found {self.max_box_iou}")
 
+    @property
+    def values(self) -> dict[str, tuple[str, ...]]:
+        """The values of each attribute."""
+        return {"shape": self.shapes, "colour": self.colours, "texture": self.textures, "size": SIZES}
+
 
 @dataclass(frozen=True)
 class Look:
@@ -164,15 +170,12 @@ def draw_scene(config: SceneConfig, rng: np.random.Generator) -> Scene:
     return Scene(image=image, objects=[item for item, _ in placed])
 
 
-_Patch = tuple[np.ndarray, np.ndarray, tuple[int, int]]
-
-
 def _place_objects(
     config: SceneConfig, h: int, w: int, count: int, rng: np.random.Generator
-) -> list[tuple[SceneObject, _Patch]] | None:
+) -> list[tuple[SceneObject, painting.Patch]] | None:
     """Looks and places of all objects, or None when one of them found no place."""
     objects: list[SceneObject] = []
-    patches: list[_Patch] = []
+    patches: list[painting.Patch] = []
     for _ in range(count):
         look = _draw_look(config, [item.look for item in objects], rng)
         extent = float(rng.uniform(*(config.small if look.size == "small" else config.big)))
@@ -196,27 +199,22 @@ def _place_objects(
 
 
 def _draw_look(config: SceneConfig, earlier: list[Look], rng: np.random.Generator) -> Look:
-    choices = {"shape": config.shapes, "colour": config.colours, "texture": config.textures, "size": SIZES}
     if not earlier or rng.random() >= config.share:
-        return Look(**{name: values[rng.integers(len(values))] for name, values in choices.items()})
+        return Look(**{name: values[rng.integers(len(values))] for name, values in config.values.items()})
     look = earlier[rng.integers(len(earlier))]
     if rng.random() < config.twin:
         return look
-    names = list(choices)
-    for i in rng.permutation(len(names))[: rng.integers(1, 3)]:
-        others = [value for value in choices[names[i]] if value != getattr(look, names[i])]
+    choices = list(config.values.items())
+    for i in rng.permutation(len(choices))[: rng.integers(1, 3)]:
+        name, values = choices[i]
+        others = [value for value in values if value != getattr(look, name)]
         if others:
-            look = replace(look, **{names[i]: others[rng.integers(len(others))]})
+            look = replace(look, **{name: others[rng.integers(len(others))]})
     return look
 
 
 def _draw_centre(
-    config: SceneConfig,
-    h: int,
-    w: int,
-    points: np.ndarray,
-    objects: list[SceneObject],
-    rng: np.random.Generator,
+    config: SceneConfig, h: int, w: int, points: np.ndarray, objects: list[SceneObject], rng: np.random.Generator
 ) -> tuple[float, float] | None:
     """A centre (x, y) that keeps the whole outline inside the scene, or None."""
     margin_x, margin_y = points.max(axis=0) + 2
@@ -237,7 +235,7 @@ def _boxes_overlap_too_much(
 ) -> bool:
     """A quick look at the boxes before anything is rasterised."""
     (x1, y1), (x2, y2) = points.min(axis=0) + centre, points.max(axis=0) + centre
-    return any(_box_iou((x1, y1, x2, y2), item.box) > limit for item in objects)
+    return any(box_iou((x1, y1, x2, y2), item.box) > limit for item in objects)
 
 
 def _put_in_front(objects: list[SceneObject], new: SceneObject, config: SceneConfig) -> list[SceneObject] | None:
@@ -270,7 +268,7 @@ def _put_in_front(objects: list[SceneObject], new: SceneObject, config: SceneCon
     updated.append(new)
     boxes = [item.box for item in updated]
     for i, box in enumerate(boxes):
-        if any(_box_iou(box, other) > config.max_box_iou for other in boxes[:i]):
+        if any(box_iou(box, other) > config.max_box_iou for other in boxes[:i]):
             return None
     return updated
 
@@ -280,7 +278,8 @@ def _tight_box(mask: np.ndarray) -> tuple[int, int, int, int]:
     return x, y, x + w, y + h
 
 
-def _box_iou(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> float:
+def box_iou(a: Sequence[float], b: Sequence[float]) -> float:
+    """IoU of two boxes (x1, y1, x2, y2)."""
     w, h = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     if w <= 0 or h <= 0:
         return 0.0

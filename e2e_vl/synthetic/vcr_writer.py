@@ -43,17 +43,9 @@ UNLABELLED = "test"  # the split without labels, as in the release
 CHOICES = 4
 _ATTEMPTS = 40
 _HIDDEN = (  # keys that lines of the unlabelled split do not have
-    "answer_label",
-    "rationale_label",
-    "answer_sources",
-    "rationale_sources",
-    "answer_match_iter",
-    "rationale_match_iter",
-    "answer_orig",
-    "rationale_orig",
-    "answer_likelihood",
-    "match_fold",
-    "match_index",
+    *("answer_label", "answer_sources", "answer_match_iter", "answer_orig", "answer_likelihood"),
+    *("rationale_label", "rationale_sources", "rationale_match_iter", "rationale_orig"),
+    *("match_fold", "match_index"),
 )
 
 Sentence = list[Any]  # words, and lists of objects

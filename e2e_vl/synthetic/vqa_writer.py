@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from e2e_vl.synthetic.format_writer import FormatWriter
 from e2e_vl.synthetic.language import SLOTS, Description, pluralised
 from e2e_vl.synthetic.relations import SceneFacts, members
 from e2e_vl.synthetic.scene_records import SceneRecord, by_split
-from e2e_vl.synthetic.scenes import SIZES, SceneConfig
+from e2e_vl.synthetic.scenes import SceneConfig
 
 NUM_ANSWERS = 10
 _WRONG = 0.08  # chance that a person is wrong
@@ -53,12 +54,17 @@ def draw_vqa_questions(facts: SceneFacts, config: SceneConfig, rng: np.random.Ge
         dicts of "question", "kind", "question_type", "answer_type", "answers" (ten strings) and
         "multiple_choice_answer"; at least one question is about a count.
     """
-    values = {"size": SIZES, "texture": config.textures, "colour": config.colours, "shape": config.shapes}
-    makers = {"colour": _colour, "shape": _shape, "count": _count, "exists": _exists, "verify": _verify}
+    makers = {
+        "colour": partial(_ask_value, "colour", "what color is the"),
+        "shape": partial(_ask_value, "shape", "what is the"),
+        "count": _ask_count,
+        "exists": _ask_existence,
+        "verify": _ask_yes_or_no,
+    }
     questions: dict[str, _Question] = {}
     for kind in _KINDS:
         for _ in range(_ATTEMPTS):
-            made = makers[kind](facts, values, rng)
+            made = makers[kind](facts, config.values, rng)
             if made is None:
                 break
             text, question_type, answer, others = made
@@ -81,30 +87,19 @@ _Values = dict[str, Sequence[str]]
 _Made = tuple[str, str, str, list[str]] | None  # question, its type, the right answer, wrong ones
 
 
-def _colour(facts: SceneFacts, values: _Values, rng: np.random.Generator) -> _Made:
-    found = _identify(facts, ("size", "texture", "shape"), rng)
+def _ask_value(slot: str, question_type: str, facts: SceneFacts, values: _Values, rng: np.random.Generator) -> _Made:
+    found = _identify(facts, _without(SLOTS, slot), rng)
     if found is None:
         return None
     index, description = found
-    answer = facts.looks[index].colour
-    text = f"what color is the {_noun_phrase(description)}"
-    return text, "what color is the", answer, _without(values["colour"], answer)
+    answer = getattr(facts.looks[index], slot)
+    return f"{question_type} {_noun_phrase(description)}", question_type, answer, _without(values[slot], answer)
 
 
-def _shape(facts: SceneFacts, values: _Values, rng: np.random.Generator) -> _Made:
-    found = _identify(facts, ("size", "texture", "colour"), rng)
-    if found is None:
-        return None
-    index, description = found
-    answer = facts.looks[index].shape
-    return f"what is the {_noun_phrase(description)}", "what is the", answer, _without(values["shape"], answer)
-
-
-def _count(facts: SceneFacts, values: _Values, rng: np.random.Generator) -> _Made:
+def _ask_count(facts: SceneFacts, values: _Values, rng: np.random.Generator) -> _Made:
     slots = _COUNTED[rng.integers(len(_COUNTED))]
     by_count: dict[int, list[Description]] = defaultdict(list)
-    for combination in product(*(values[slot] for slot in slots)):
-        description = Description(**dict(zip(slots, combination, strict=True)))
+    for description in _all_descriptions(slots, values):
         by_count[description.mask(facts).bit_count()].append(description)
     number = sorted(by_count)[rng.integers(len(by_count))]
     description = by_count[number][rng.integers(len(by_count[number]))]
@@ -112,23 +107,19 @@ def _count(facts: SceneFacts, values: _Values, rng: np.random.Generator) -> _Mad
     return f"how many {_noun_phrase(description, plural=True)} are there", "how many", str(number), near
 
 
-def _exists(facts: SceneFacts, values: _Values, rng: np.random.Generator) -> _Made:
+def _ask_existence(facts: SceneFacts, values: _Values, rng: np.random.Generator) -> _Made:
     slots = (("colour", "shape"), ("texture", "shape"), ("size", "colour"))[rng.integers(3)]
-    combinations_of = [
-        Description(**dict(zip(slots, combination, strict=True)))
-        for combination in product(*(values[slot] for slot in slots))
-    ]
     wanted = bool(rng.random() < 0.5)
-    some = [description for description in combinations_of if bool(description.mask(facts)) == wanted]
+    some = [description for description in _all_descriptions(slots, values) if bool(description.mask(facts)) == wanted]
     if not some:
         return None
     text = f"is there a {_noun_phrase(some[rng.integers(len(some))])}"
     return (text, "is there a", *_yes_or_no(wanted))
 
 
-def _verify(facts: SceneFacts, values: _Values, rng: np.random.Generator) -> _Made:
+def _ask_yes_or_no(facts: SceneFacts, values: _Values, rng: np.random.Generator) -> _Made:
     slot = ("colour", "texture", "size")[rng.integers(3)]
-    found = _identify(facts, tuple(name for name in SLOTS if name != slot), rng)
+    found = _identify(facts, _without(SLOTS, slot), rng)
     if found is None or len(values[slot]) < 2:
         return None
     index, description = found
@@ -139,7 +130,13 @@ def _verify(facts: SceneFacts, values: _Values, rng: np.random.Generator) -> _Ma
     return (f"is the {_noun_phrase(description)} {said}", "is the", *_yes_or_no(is_true))
 
 
+def _all_descriptions(slots: Sequence[str], values: _Values) -> list[Description]:
+    chosen = product(*(values[slot] for slot in slots))
+    return [Description(**dict(zip(slots, combination, strict=True))) for combination in chosen]
+
+
 def _yes_or_no(is_true: bool) -> tuple[str, list[str]]:
+    """The right answer and the wrong one."""
     return ("yes", ["no"]) if is_true else ("no", ["yes"])
 
 
@@ -178,19 +175,9 @@ def _answers_of_people(answer: str, others: Sequence[str], rng: np.random.Genera
 
 def write_vqa(folder: Path, split: str, asked: Iterable[tuple[int, list[_Question]]]) -> None:
     """Write the two files of a split; ``asked`` pairs image ids with what ``draw_vqa_questions`` returned."""
-    frame = {
-        "info": {
-            "description": "Questions about drawn scenes in the layout of VQA v2.0; not part of it.",
-            "url": "",
-            "version": "2.0",
-            "year": 2017,
-            "contributor": "e2e_vl.synthetic",
-            "date_created": "2017-04-26 17:07:13",
-        },
-        "data_type": "mscoco",
-        "data_subtype": split,
-        "license": {"url": "", "name": ""},
-    }
+    info = {"description": "Questions about drawn scenes in the layout of VQA v2.0; not part of it.", "url": ""}
+    info |= {"version": "2.0", "year": 2017, "contributor": "e2e_vl.synthetic", "date_created": "2017-04-26 17:07:13"}
+    frame = {"info": info, "data_type": "mscoco", "data_subtype": split, "license": {"url": "", "name": ""}}
     questions, annotations = [], []
     for image_id, drawn in asked:
         for number, one in enumerate(drawn):
@@ -213,8 +200,8 @@ def vqa_statistics(drawn: Sequence[_Question]) -> dict[str, Any]:
     """Shares of the kinds of questions, and the VQA accuracy that is possible without the images.
 
     The accuracies are reached by the best single answer to all questions ("most_frequent_answer"), to all questions of
-    a kind ("of_the_kind"), and to all questions of the same words ("of_the_words"). The answers are chosen on these same
-    questions, so the last accuracy is an upper bound for a model that reads the question only.
+    a kind ("of_the_kind"), and to all questions of the same words ("of_the_words"). These answers are chosen on the
+    questions themselves, so the last accuracy is an upper bound for a model that reads the question only.
     """
     if not drawn:
         return {"questions": 0}
