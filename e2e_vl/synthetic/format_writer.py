@@ -75,6 +75,7 @@ class FormatWriter(ABC, Generic[Drawn]):
 
         Random numbers must come from ``self.recipe.generator(scene.split, scene.number, NAME)`` with a name that is not
         used by another format, so that no format changes the files of another. The ids of ``scene`` are not set yet.
+        A format that draws nothing of its own keeps this method.
         """
         return None
 

@@ -123,11 +123,11 @@ def make_scenes(
     if finished is not None and wanted <= present:
         return finished
 
-    images = output / "images" / "train2014"
+    unfinished, images = output / _UNFINISHED, output / "images" / "train2014"
     images.mkdir(parents=True, exist_ok=True)
     writers = {name: writer(recipe) for name, writer in WRITERS.items() if name in wanted - present}
     if finished is None:
-        (output / _UNFINISHED).write_text(json.dumps(start), encoding="utf-8")
+        unfinished.write_text(json.dumps(start), encoding="utf-8")
     else:
         logger.info("%s lacks %s; they are added.", output, ", ".join(sorted(writers)))
     make = partial(_make_scene, recipe=recipe, writers=writers, with_image=finished is None)
@@ -135,16 +135,11 @@ def make_scenes(
     with _mapped(make, places, workers) as made:
         records = list(with_ids(tqdm(made, total=len(places), desc="scenes", unit="scene", disable=not progress)))
 
+    own = {} if finished is None else finished["statistics"]
+    own = own | {name: _write_format(output / name, writer, records) for name, writer in writers.items()}
     held = [name for name in WRITERS if name in wanted | present]
-    own = {
-        name: _write_format(output / name, writers[name], records)
-        if name in writers
-        else finished["statistics"].get(name)
-        for name in held
-    }
-    statistics = _statistics(records) | {name: found for name, found in own.items() if found is not None}
+    statistics = _statistics(records) | {name: own[name] for name in held if own.get(name) is not None}
     stamp = {**start, "formats": held, "statistics": statistics}
-    unfinished = output / _UNFINISHED
     unfinished.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(output / STAMP)
     return stamp
@@ -203,11 +198,10 @@ def _make_scene(
     options = IMAGE_FORMATS[recipe.image_format]
     if with_image and not cv2.imwrite(str(place.image_file), scene.image[..., ::-1], options):
         raise OSError(f"{place.image_file} cannot be written")
-    objects = [ObjectRecord.of(item) for item in scene.objects]
     record = SceneRecord(
         **vars(place),
         size=scene.image.shape[:2],
-        objects=objects,
+        objects=[ObjectRecord.of(item) for item in scene.objects],
         references=references,
         captions=captions,
         detections=detections,
@@ -223,7 +217,7 @@ def _write_format(folder: Path, writer: FormatWriter[Any], scenes: Sequence[_Dra
 
 
 def _statistics(scenes: Sequence[_DrawnScene]) -> dict[str, Any]:
-    """Numbers about the data: sizes, shares of the families, and the accuracy of choices that ignore the sentence."""
+    """Sizes, shares of the families of expressions, and the accuracy of choices that ignore the expression."""
     said = [(scene, reference) for scene in scenes for reference in scene.references]
     families = Counter(reference.expression.family for _, reference in said)
     refs = sum(len({reference.target for reference in scene.references}) for scene in scenes)

@@ -1,6 +1,6 @@
 """Referring expressions: their meaning, their words, and the way back from the words to the meaning.
 
-Like RefCOCO+ the language has no word for a place in the picture: objects are named by their attributes, by
+As in RefCOCO+, the language has no word for a place in the image: objects are named by their attributes, by
 comparing their sizes and by their relations to each other.
 """
 
@@ -120,7 +120,7 @@ def _best(candidates: int, better: str, facts: SceneFacts) -> int | None:
 
 
 def to_words(expression: ReferringExpression, rng: np.random.Generator) -> str:
-    """One of the ways to say it: lower case, words separated by single spaces, no punctuation."""
+    """One wording of the expression: lower case, words separated by single spaces, no punctuation."""
     description, operator, anchor = expression.description, expression.operator, expression.anchor
     article = "the " if rng.random() < 0.45 else ""
     if operator is None:

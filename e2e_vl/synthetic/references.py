@@ -37,9 +37,10 @@ class LanguageConfig:
     Attributes:
         family_mix: share of each family among the expressions: attribute ("big striped star"), superlative ("smallest
             red thing"), comparison ("circle bigger than the red star"), relation ("circle next to the red star").
-        refs_per_image: least and most objects chosen to be referred to; a few more are used when a family asks for it.
-        sentences_per_ref: least and most expressions planned for each of them.
-        relation_mix: how often each relation is tried; those that are rarer in the scenes stay rarer.
+        refs_per_image: smallest and largest number of objects chosen to be referred to; other objects are used where
+            a family has no expression about the chosen ones.
+        sentences_per_ref: smallest and largest number of expressions planned for each of them.
+        relation_mix: how often each relation is tried; a relation that is rare in the scenes stays rare.
         redundant: share of attribute expressions that may say more than is needed.
         vcr_families: what VCR's questions ask, some of colour, match, pair (see ``vcr_writer``).
 
@@ -86,10 +87,10 @@ class Reference:
 
 
 def draw_references(facts: SceneFacts, config: LanguageConfig, rng: np.random.Generator) -> list[Reference]:
-    """Expressions about a scene, none said twice, each clearly true of exactly one object.
+    """Different expressions about a scene, each clearly true of exactly one object, in the order of drawing.
 
-    The families are drawn first and the objects second, uniformly, so that the mix of families is kept; the order is
-    that of the drawing. A scene in which a family finds no object gets an attribute expression instead, or one less.
+    The families are drawn first and the objects second, uniformly, so that the mix of families is kept. Where a family
+    has no expression about any object, an attribute expression is tried instead.
     """
     speaker = _Speaker(facts, config, rng)
     families = [name for name in FAMILIES if config.family_mix.get(name, 0) > 0]
@@ -135,7 +136,7 @@ class _Speaker:
             self._minimal.append([item for slots, item in unique.items() if not any(other < slots for other in unique)])
 
     def first(self, family: str, targets: list[int], said: dict[ReferringExpression, Reference]) -> Reference | None:
-        """An expression about the first target that has one of this family which has not been said."""
+        """An expression of this family that has not been said, about the first target that has one."""
         propose = getattr(self, f"_{family}")
         for target in targets:
             for _ in range(_PROPOSALS):
@@ -177,22 +178,19 @@ class _Speaker:
             return None
         # An object that is compared by size is not also called big or small.
         description = self._shared_description(target, 1 << anchor, with_size=operator not in ("bigger", "smaller"))
-        return (
-            None
-            if description is None
-            else ReferringExpression(description, operator, self._any(self._minimal[anchor]))
-        )
+        if description is None:
+            return None
+        return ReferringExpression(description, operator, self._any(self._minimal[anchor]))
 
     def _shared_description(self, target: int, left_out: int, with_size: bool = False) -> Description | None:
-        """A description of the target that is also true of another object (not of ``left_out``), so that more has to
-        be said; "thing" alone is rarer than its share of the possibilities."""
+        """A description of the target that is also true of another object (not of ``left_out``): it is not enough."""
         options = [
             description
             for description, mask in self._descriptions[target]
             if (with_size or description.size is None) and (mask & ~left_out).bit_count() >= 2
         ]
         if len(options) > 1 and self.rng.random() < 0.5:
-            options = options[1:]
+            options = options[1:]  # the first is "thing" alone, which is said rarely
         return self._any(options)
 
     def _any(self, options: Sequence[T]) -> T | None:

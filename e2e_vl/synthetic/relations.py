@@ -12,12 +12,12 @@ import numpy as np
 from e2e_vl.synthetic.scenes import Scene
 
 # Thresholds, all on what can be seen.
-BIGGER_SIDE, BIGGER_AREA = 1.15, 1.2  # at least so many times as big in both: clearly bigger
-NOT_BIGGER = 0.95  # at most so many times as big in both: clearly not bigger
-NEAR, NOT_NEAR = 6.0, 13.0  # pixels of ground between two objects: at most, at least
-CLOSER = 1.3  # ratio of the distances of centres that makes one object clearly closer
-CLOSER_GAP = 4.0  # and the difference of their gaps, pixels
-CONTACT = 1.5  # distance in pixels between visible pixels of two objects that touch
+BIGGER_SIDE, BIGGER_AREA = 1.15, 1.2  # clearly bigger: the ratios of the longer sides and of the areas, at least
+NOT_BIGGER = 0.95  # clearly not bigger: both ratios, at most
+NEAR, NOT_NEAR = 6.0, 13.0  # clearly near: gap in pixels, at most; clearly not near: at least
+CLOSER = 1.3  # clearly closer: the ratio of the distances between centres, at least
+CLOSER_GAP = 4.0  # clearly closer: the difference of the gaps in pixels, at least
+CONTACT = 1.5  # objects that touch: gap in pixels, at most
 
 
 class SceneFacts:

@@ -79,7 +79,7 @@ class SceneRecord(ScenePlace, Generic[Drawn]):
         size: (height, width), pixels.
         objects: the objects, back to front.
         references: expressions about single objects; ``target`` is an index into ``objects``.
-        captions: five true sentences or fewer.
+        captions: up to five true sentences.
         detections: what ``draw_detections`` returned.
         drawn: what the ``draw`` of a writer returned.
         first_annotation_id: data-set-wide id of the first object, from 1; the other objects follow.

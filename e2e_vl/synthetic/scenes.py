@@ -1,7 +1,7 @@
 """Drawn scenes: objects that differ in shape, colour, size and texture, partly occluded, on a textured ground.
 
-Objects are painted in order, later ones over earlier ones. What is annotated is what can be seen: an object's mask
-and box are those of its visible part, as people outline objects in COCO.
+Objects are painted in order, later ones over earlier ones. An object's mask and box cover its visible part only, as in
+COCO.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SceneConfig:
         min_objects, max_objects: number of objects.
         small, big: ranges of the longer side of unoccluded small and big objects, pixels.
         shapes, colours, textures: what objects are drawn from.
-        min_visible: least visible share of every object's pixels.
+        min_visible: smallest visible share of an object's pixels.
         max_box_iou: largest IoU between the boxes of two objects; below 0.5, so that IoU 0.5 identifies one object.
         share: probability that an object repeats attributes of an earlier one, so that few words are not enough.
         twin: probability that such an object repeats all of them.
@@ -70,7 +70,7 @@ class SceneConfig:
                 raise ValueError(f"scene.{name} must be some of {', '.join(known)}; found {unknown or 'none'}")
         if not 1 <= self.min_objects <= self.max_objects:
             raise ValueError(
-                f"scene.min_objects {self.min_objects} and max_objects {self.max_objects} are not a range from 1 up"
+                f"scene.min_objects {self.min_objects} and max_objects {self.max_objects} must be a range from 1 up"
             )
         if not 4 <= self.small[0] <= self.small[1] < self.big[0] <= self.big[1]:
             raise ValueError(
@@ -134,11 +134,11 @@ class SceneObject:
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """A picture and its objects, in the order of painting: later objects lie in front of earlier ones.
+    """An image and its objects.
 
     Attributes:
         image: uint8 [H, W, 3], RGB.
-        objects: the objects, back to front.
+        objects: in the order of painting: later objects lie in front of earlier ones.
     """
 
     image: np.ndarray
@@ -233,13 +233,13 @@ def _draw_centre(
 def _boxes_overlap_too_much(
     points: np.ndarray, centre: tuple[float, float], objects: list[SceneObject], limit: float
 ) -> bool:
-    """A quick look at the boxes before anything is rasterised."""
+    """A cheap check before anything is rasterised."""
     (x1, y1), (x2, y2) = points.min(axis=0) + centre, points.max(axis=0) + centre
     return any(box_iou((x1, y1, x2, y2), item.box) > limit for item in objects)
 
 
 def _put_in_front(objects: list[SceneObject], new: SceneObject, config: SceneConfig) -> list[SceneObject] | None:
-    """The objects with ``new`` in front of them all, or None when that hides too much or leaves a doubtful contact."""
+    """The objects with ``new`` in front of them all, or None when that hides too much or leaves an unclear contact."""
     updated = []
     reach = _MIN_GAP
     nx1, ny1, nx2, ny2 = new.box

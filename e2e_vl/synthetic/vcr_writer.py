@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from e2e_vl.synthetic.format_writer import FormatWriter
-from e2e_vl.synthetic.references import VCR_FAMILIES
 from e2e_vl.synthetic.relations import SceneFacts
 from e2e_vl.synthetic.scene_records import SceneRecord, by_split
 from e2e_vl.synthetic.scenes import COLOURS
@@ -41,6 +40,7 @@ CLASS_OF = {  # VCR's names for our shapes
 }
 UNLABELLED = "test"  # the split without labels, as in the release
 CHOICES = 4
+_MAX_QUESTIONS = 4  # per scene
 _ATTEMPTS = 40
 _HIDDEN = (  # keys that lines of the unlabelled split do not have
     *("answer_label", "answer_sources", "answer_match_iter", "answer_orig", "answer_likelihood"),
@@ -54,7 +54,7 @@ _Question = dict[str, Any]
 
 
 class VCRWriter(FormatWriter[list[_Question]]):
-    """Writes the files that the module describes; image files of an earlier, interrupted run are replaced."""
+    """Writes the files listed at the top; image files of an interrupted run are replaced."""
 
     def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> list[_Question]:
         rng = self.recipe.generator(scene.split, scene.number, "vcr")
@@ -76,10 +76,8 @@ class VCRWriter(FormatWriter[list[_Question]]):
             (folder / f"{split}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def _draw_questions(
-    facts: SceneFacts, rng: np.random.Generator, families: Sequence[str] = VCR_FAMILIES, count: int = 4
-) -> list[_Question]:
-    """Up to ``count`` different questions about a scene.
+def _draw_questions(facts: SceneFacts, rng: np.random.Generator, families: Sequence[str]) -> list[_Question]:
+    """Up to ``_MAX_QUESTIONS`` different questions about a scene.
 
     Returns:
         dicts of "family", "question", and "answer_choices", "answer_label", "rationale_choices" and "rationale_label",
@@ -89,7 +87,7 @@ def _draw_questions(
     draws = {"colour": _ask_colour, "match": _ask_match, "pair": _ask_pair}
     found: dict[str, _Question] = {}
     for attempt in range(_ATTEMPTS):
-        if len(found) == count:
+        if len(found) == _MAX_QUESTIONS:
             break
         family = families[attempt % len(families)]
         asked = draws[family](colours, rng)
@@ -113,11 +111,8 @@ def _ask_colour(colours: Sequence[str], rng: np.random.Generator) -> _Asked | No
         return None
     answers = [["It", "is", colour, "."] for colour in (colours[one], *wrong)]
     objects = [_any(same, rng), *_some(others, CHOICES - 1, rng)]
-    return (
-        ["What", "colour", "is", [one], "?"],
-        answers,
-        [["It", "has", "the", "colour", "of", [o], "."] for o in objects],
-    )
+    rationales = [["It", "has", "the", "colour", "of", [o], "."] for o in objects]
+    return ["What", "colour", "is", [one], "?"], answers, rationales
 
 
 def _ask_match(colours: Sequence[str], rng: np.random.Generator) -> _Asked | None:
@@ -147,13 +142,13 @@ def _ask_pair(colours: Sequence[str], rng: np.random.Generator) -> _Asked | None
 
 
 def _same_and_other(colours: Sequence[str], one: int) -> tuple[list[int], list[int]]:
-    """Objects of the same colour as one, itself left out, and of other colours."""
+    """The other objects that have the colour of object ``one``, and the objects of other colours."""
     same = [index for index, colour in enumerate(colours) if colour == colours[one] and index != one]
     return same, [index for index, colour in enumerate(colours) if colour != colours[one]]
 
 
 def _wrong_colours(colours: Sequence[str], right: str, rng: np.random.Generator) -> list[str]:
-    """Three other colours, those of the scene first: that a colour is there must not give the answer away."""
+    """Three other colours, first those in the scene: the presence of a colour must not give the answer away."""
     present = [colour for colour in COLOURS if colour in colours and colour != right]
     absent = [colour for colour in COLOURS if colour not in colours]
     return [*_some(present, len(present), rng), *_some(absent, len(absent), rng)][: CHOICES - 1]
