@@ -19,9 +19,8 @@ import json
 import logging
 import multiprocessing
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -122,23 +121,34 @@ def make_scenes(
     present = set() if finished is None else set(finished.get("formats", WRITERS))  # older stamps name none
     if finished is not None and wanted <= present:
         return finished
+    return _add_formats(output, recipe, wanted - present, start, finished, workers, progress)
 
+
+def _add_formats(
+    output: Path,
+    recipe: Recipe,
+    added: set[str],
+    start: dict[str, Any],
+    finished: dict[str, Any] | None,
+    workers: int,
+    progress: bool,
+) -> dict[str, Any]:
+    """Write these formats, and the images where no stamp says that they are finished; return the new stamp."""
     unfinished, images = output / _UNFINISHED, output / "images" / "train2014"
     images.mkdir(parents=True, exist_ok=True)
-    writers = {name: writer(recipe) for name, writer in WRITERS.items() if name in wanted - present}
     if finished is None:
         unfinished.write_text(json.dumps(start), encoding="utf-8")
     else:
-        logger.info("%s lacks %s; they are added.", output, ", ".join(sorted(writers)))
+        logger.info("%s lacks %s; they are added.", output, ", ".join(sorted(added)))
+    writers = {name: writer(recipe) for name, writer in WRITERS.items() if name in added}
     make = partial(_make_scene, recipe=recipe, writers=writers, with_image=finished is None)
-    places = recipe.places(images)
-    with _mapped(make, places, workers) as made:
-        records = list(with_ids(tqdm(made, total=len(places), desc="scenes", unit="scene", disable=not progress)))
+    scenes = list(with_ids(_mapped(make, recipe.places(images), workers, progress)))
 
-    own = {} if finished is None else finished["statistics"]
-    own = own | {name: _write_format(output / name, writer, records) for name, writer in writers.items()}
-    held = [name for name in WRITERS if name in wanted | present]
-    statistics = _statistics(records) | {name: own[name] for name in held if own.get(name) is not None}
+    old = finished or {"formats": [], "statistics": {}}
+    own = {name: _write_format(output / name, writer, scenes) for name, writer in writers.items()}
+    own = {name: found for name, found in (old["statistics"] | own).items() if found is not None}
+    held = [name for name in WRITERS if name in added or name in old["formats"]]
+    statistics = _statistics(scenes) | {name: own[name] for name in held if name in own}
     stamp = {**start, "formats": held, "statistics": statistics}
     unfinished.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(output / STAMP)
@@ -169,19 +179,18 @@ def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | Non
     return stamp if path.name == STAMP else None
 
 
-@contextmanager
 def _mapped(
-    function: Callable[[ScenePlace], _DrawnScene], places: list[ScenePlace], workers: int
-) -> Iterator[Iterator[_DrawnScene]]:
+    function: Callable[[ScenePlace], _DrawnScene], places: list[ScenePlace], workers: int, progress: bool
+) -> list[_DrawnScene]:
     """``map`` in this process or over several, in order."""
+    bar = partial(tqdm, total=len(places), desc="scenes", unit="scene", disable=not progress)
     if workers == 0:
-        yield map(function, places)
-        return
+        return list(bar(map(function, places)))
     # Spawned, not forked: the caller may have threads running (torch).
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=cv2.setNumThreads, initargs=(1,)) as pool:
         chunk = max(1, min(_MAX_CHUNK, len(places) // (2 * workers)))
-        yield pool.map(function, places, chunksize=chunk)
+        return list(bar(pool.map(function, places, chunksize=chunk)))
 
 
 def _make_scene(
