@@ -1,29 +1,27 @@
-"""Writer of a detections file as MAttNet published them: imitated detections of a good but imperfect detector."""
+"""Detections as a good but imperfect detector would give them."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from e2e_vl.synthetic.coco import CATEGORIES, category_id
-from e2e_vl.synthetic.scenes import Scene
+from e2e_vl.synthetic.scene_records import CATEGORIES, CATEGORY_IDS, CATEGORY_NAMES
+from e2e_vl.synthetic.scenes import Scene, box_iou
 
 _ATTEMPTS = 50
 
 
 @dataclass(frozen=True)
-class DetectionConfig:
+class ImitatedDetectorConfig:
     """How the imitated detector errs.
 
     Attributes:
         missed: share of objects without a detection.
         wrong_category: share of detections with another category.
-        min_iou: least IoU of a detection with its object.
-        false_alarms: most boxes per image that are no object.
+        min_iou: smallest IoU of a detection with its object.
+        false_alarms: largest number of boxes per image that show no object.
         max_false_iou: largest IoU of such a box with any object.
 
     Raises:
@@ -44,11 +42,11 @@ class DetectionConfig:
             raise ValueError(f"detections.false_alarms must not be negative; found {self.false_alarms}")
 
 
-def draw_detections(scene: Scene, config: DetectionConfig, rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Detections of a scene, at least one, without their ids.
+def draw_detections(scene: Scene, config: ImitatedDetectorConfig, rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Detections of a scene, at least one, without ids.
 
     Returns:
-        dicts of ``box`` [x, y, w, h] in pixels of the image, ``category_id``, ``category_name`` and ``score``.
+        dicts of ``box`` [x, y, width, height] in pixels, ``category_id``, ``category_name`` and ``score``.
     """
     size = scene.image.shape[1], scene.image.shape[0]
     truth = np.array([item.box for item in scene.objects], float)
@@ -58,7 +56,7 @@ def draw_detections(scene: Scene, config: DetectionConfig, rng: np.random.Genera
     detections = []
     for i in found:
         box = _jittered(truth[i], size, config.min_iou, rng)
-        category = category_id(scene.objects[i].look.shape)
+        category = CATEGORY_IDS[scene.objects[i].look.shape]
         if rng.random() < config.wrong_category:
             category = CATEGORIES[rng.integers(len(CATEGORIES))]["id"]
         detections.append(_record(box, category, rng.uniform(0.75, 1.0)))
@@ -72,11 +70,10 @@ def draw_detections(scene: Scene, config: DetectionConfig, rng: np.random.Genera
 
 def _record(box: np.ndarray, category: int, score: float) -> dict[str, Any]:
     x1, y1, x2, y2 = np.round(box, 4)
-    names = {entry["id"]: entry["name"] for entry in CATEGORIES}
     return {
         "box": [float(x1), float(y1), round(float(x2 - x1), 4), round(float(y2 - y1), 4)],
         "category_id": category,
-        "category_name": names[category],
+        "category_name": CATEGORY_NAMES[category],
         "score": round(float(score), 6),
     }
 
@@ -85,7 +82,7 @@ def _jittered(box: np.ndarray, size: tuple[int, int], min_iou: float, rng: np.ra
     sides = np.tile(box[2:] - box[:2], 2)
     for _ in range(_ATTEMPTS):
         moved = _clipped(box + rng.normal(0, 0.06, 4) * sides, size)
-        if _ious(moved, box[None])[0] >= min_iou:
+        if box_iou(moved, box) >= min_iou:
             return moved
     return box
 
@@ -96,33 +93,10 @@ def _elsewhere(truth: np.ndarray, size: tuple[int, int], max_iou: float, rng: np
         centre = rng.uniform(0, size)
         half = sides[rng.integers(len(sides))] * rng.uniform(0.7, 1.3, 2) / 2
         box = _clipped(np.concatenate([centre - half, centre + half]), size)
-        if (box[2:] - box[:2]).min() >= 6 and _ious(box, truth).max() <= max_iou:
+        if (box[2:] - box[:2]).min() >= 6 and max(box_iou(box, other) for other in truth) <= max_iou:
             return box
     return None
 
 
 def _clipped(box: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return np.clip(box, 0, np.tile(size, 2))
-
-
-def _ious(box: np.ndarray, others: np.ndarray) -> np.ndarray:
-    overlap = np.clip(np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2]), 0, None).prod(axis=1)
-    areas = (others[:, 2:] - others[:, :2]).prod(axis=1)
-    return overlap / ((box[2:] - box[:2]).prod() + areas - overlap)
-
-
-def write_detections(path: Path, per_image: dict[int, list[dict[str, Any]]], rng: np.random.Generator) -> None:
-    """Write the flat list of all detections in a random order of images and boxes, as in the release.
-
-    Written widths are those of inclusive corners, ``x2 - x1 + 1``, which are the widths between the pixels' edges.
-
-    Args:
-        path: the json file.
-        per_image: image id -> what ``draw_detections`` returned.
-        rng: draws the order.
-    """
-    flat = [{**detection, "image_id": image_id} for image_id, items in per_image.items() for detection in items]
-    flat = [flat[i] for i in rng.permutation(len(flat))]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    numbered = [{**detection, "det_id": i, "h5_id": i} for i, detection in enumerate(flat)]
-    path.write_text(json.dumps(numbered, separators=(",", ":")), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Captions of scenes: five different true sentences per picture, as COCO has them."""
+"""Captions of scenes: five different true sentences per image, as in COCO."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from e2e_vl.synthetic.language import pluralised
 from e2e_vl.synthetic.relations import SceneFacts, members
 from e2e_vl.synthetic.scenes import Look
 
@@ -15,7 +16,7 @@ _ATTEMPTS = 20
 
 
 def draw_captions(facts: SceneFacts, rng: np.random.Generator, count: int = 5) -> list[str]:
-    """Up to ``count`` different captions; each is true of the scene, none is meant to be true of no other."""
+    """Up to ``count`` different captions; each is true of the scene, and may be true of other scenes."""
     kinds = (_count_shapes, _count_colours, _name_some, _relate_two, _name_some)
     captions: dict[str, None] = {}
     for i in range(_ATTEMPTS * count):
@@ -71,8 +72,7 @@ def _article(phrase: str) -> str:
 def _counted(number: int, noun: str) -> str:
     if number == 1:
         return _article(noun)
-    plural = noun + ("es" if noun.endswith("s") else "s")
-    return f"{_NUMBERS[number] if number < len(_NUMBERS) else number} {plural}"
+    return f"{_NUMBERS[number] if number < len(_NUMBERS) else number} {pluralised(noun)}"
 
 
 def _listed(phrases: list[str]) -> str:

@@ -25,6 +25,29 @@ _SUPERSAMPLING = 4
 _PATTERN_PERIOD = 5.6  # pixels; the smallest objects still show three stripes
 
 
+def _regular(corners: int, inner: float | None = None) -> np.ndarray:
+    """Corners of a regular polygon, or of a star when the radius of the inner corners is given."""
+    count = corners if inner is None else 2 * corners
+    angles = -np.pi / 2 + np.arange(count) * 2 * np.pi / count
+    radii = np.ones(count)
+    if inner is not None:
+        radii[1::2] = inner
+    return np.stack([radii * np.cos(angles), radii * np.sin(angles)], axis=1)
+
+
+_ARM = 0.36  # half the width of a cross's arms, where its whole width is 2
+_CROSS_HALF = [(_ARM, -1.0), (_ARM, -_ARM), (1.0, -_ARM), (1.0, _ARM), (_ARM, _ARM), (_ARM, 1.0)]
+SHAPES: dict[str, np.ndarray] = {  # corners, float64 [P, 2], at any place and size
+    "circle": _regular(48),
+    "square": np.array([[-1.0, -1.0], [1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]]),
+    "triangle": np.array([[0.0, -1.0], [1.08, 0.9], [-1.08, 0.9]]),
+    "star": _regular(5, inner=0.45),
+    "cross": np.array(_CROSS_HALF + [(-x, -y) for x, y in _CROSS_HALF]),
+    "diamond": np.array([[0.0, -1.0], [0.72, 0.0], [0.0, 1.0], [-0.72, 0.0]]),
+}
+TEXTURES = ("plain", "striped", "dotted")
+
+
 def outline(shape: str, size: float, angle: float) -> np.ndarray:
     """Outline of a shape around the centre of its box.
 
@@ -36,61 +59,16 @@ def outline(shape: str, size: float, angle: float) -> np.ndarray:
     Returns:
         float64 [P, 2], x and y.
     """
-    points = SHAPES[shape]()
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-    points = points @ turn.T
+    points = SHAPES[shape] @ turn.T
     low, high = points.min(axis=0), points.max(axis=0)
     return (points - (low + high) / 2) * (size / (high - low).max())
 
 
-def _regular(corners: int, inner: float | None = None) -> np.ndarray:
-    """Corners of a regular polygon, or of a star when the radius of the inner corners is given."""
-    count = corners if inner is None else 2 * corners
-    angles = -np.pi / 2 + np.arange(count) * 2 * np.pi / count
-    radii = np.ones(count)
-    if inner is not None:
-        radii[1::2] = inner
-    return np.stack([radii * np.cos(angles), radii * np.sin(angles)], axis=1)
+Patch = tuple[np.ndarray, np.ndarray, tuple[int, int]]  # see ``cover``
 
 
-def _circle() -> np.ndarray:
-    return _regular(48)
-
-
-def _square() -> np.ndarray:
-    return np.array([[-1.0, -1.0], [1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]])
-
-
-def _triangle() -> np.ndarray:
-    return np.array([[0.0, -1.0], [1.08, 0.9], [-1.08, 0.9]])
-
-
-def _star() -> np.ndarray:
-    return _regular(5, inner=0.45)
-
-
-def _cross() -> np.ndarray:
-    arm, end = 0.36, 1.0
-    quarter = [(arm, -end), (arm, -arm), (end, -arm), (end, arm), (arm, arm), (arm, end)]
-    return np.array(quarter + [(-x, -y) for x, y in quarter])
-
-
-def _diamond() -> np.ndarray:
-    return np.array([[0.0, -1.0], [0.72, 0.0], [0.0, 1.0], [-0.72, 0.0]])
-
-
-SHAPES = {
-    "circle": _circle,
-    "square": _square,
-    "triangle": _triangle,
-    "star": _star,
-    "cross": _cross,
-    "diamond": _diamond,
-}
-TEXTURES = ("plain", "striped", "dotted")
-
-
-def cover(points: np.ndarray, centre: tuple[float, float]) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
+def cover(points: np.ndarray, centre: tuple[float, float]) -> Patch:
     """How much of each pixel an outline covers; its sides are off by at most a quarter of a pixel.
 
     Args:
@@ -118,14 +96,8 @@ def cover(points: np.ndarray, centre: tuple[float, float]) -> tuple[np.ndarray, 
     return fill_small, edge_small, (int(x0), int(y0))
 
 
-def paint(
-    image: np.ndarray,
-    patch: tuple[np.ndarray, np.ndarray, tuple[int, int]],
-    colour: str,
-    texture: str,
-    rng: np.random.Generator,
-) -> None:
-    """Paint an object over ``image`` (float32 [H, W, 3], RGB 0..255), in place; ``patch`` is from ``cover``."""
+def paint(image: np.ndarray, patch: Patch, colour: str, texture: str, rng: np.random.Generator) -> None:
+    """Paint an object over ``image`` (float32 [H, W, 3], RGB 0..255), in place."""
     fill, edge, (x0, y0) = patch
     h, w = fill.shape
     main = np.asarray(COLOURS[colour], np.float32) + rng.uniform(-9, 9, 3).astype(np.float32)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
-from e2e_vl.synthetic import DetectionConfig, LanguageConfig, SceneConfig, make_scenes
+from e2e_vl.synthetic import FORMATS, DetectionConfig, LanguageConfig, SceneConfig, generate, make_scenes
+from e2e_vl.synthetic.format_writer import FormatWriter
+from e2e_vl.synthetic.relations import SceneFacts
+from e2e_vl.synthetic.scene_records import SceneRecord, by_split
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -68,7 +73,7 @@ def test_other_settings_in_the_same_folder_are_an_error(small, change, name):
 def test_interrupted_run_is_finished_and_foreign_folders_are_left_alone(small, tmp_path, monkeypatch):
     folder = tmp_path / "data"
     with monkeypatch.context() as patch:
-        patch.setattr("e2e_vl.synthetic.build._statistics", lambda *_: 1 / 0)
+        patch.setattr("e2e_vl.synthetic.generate._statistics", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make_scenes(folder, **SMALL)
     assert not (folder / "synthetic.json").exists()
@@ -162,9 +167,57 @@ def test_adding_that_is_interrupted_is_done_again(small, tmp_path, monkeypatch):
     folder = tmp_path / "data"
     make_scenes(folder, **SMALL, formats={"corpus"})
     with monkeypatch.context() as patch:
-        patch.setattr("e2e_vl.synthetic.build._statistics", lambda *_: 1 / 0)
+        patch.setattr("e2e_vl.synthetic.generate._statistics", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make_scenes(folder, **SMALL)
     assert json.loads((folder / "synthetic.json").read_text())["formats"] == ["corpus"]
     make_scenes(folder, **SMALL)
     assert _contents(folder) == _contents(small)
+
+
+class GraphWriter(FormatWriter[list[float]]):
+    """A format as a newcomer would write it: numbers drawn per scene, a file per split, and statistics."""
+
+    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> list[float]:
+        return list(self.recipe.generator(scene.split, scene.number, "graphs").random(facts.count))
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[list[float]]]) -> dict[str, Any]:
+        for split, part in by_split(scenes).items():
+            rows = [
+                {
+                    "image_id": scene.image_id,
+                    "id": scene.first_annotation_id + i,
+                    "name": item.look.shape,
+                    "weight": weight,
+                }
+                for scene in part
+                for i, (item, weight) in enumerate(zip(scene.objects, scene.drawn, strict=True))
+            ]
+            (folder / f"{split}.json").write_text(json.dumps(rows))
+        return {"objects": sum(len(scene.drawn) for scene in scenes)}
+
+
+def test_a_new_format_is_one_class_and_one_entry(small, tmp_path, monkeypatch):
+    monkeypatch.setitem(generate.WRITERS, "graphs", GraphWriter)
+    folder = tmp_path / "data"
+    stamp = make_scenes(folder, **SMALL)
+    assert stamp["formats"] == [*FORMATS, "graphs"]
+    written, others = _contents(folder), _contents(small)
+    graphs = {name: json.loads(written.pop(name)) for name in ("graphs/train.json", "graphs/val.json")}
+    assert stamp["statistics"].pop("graphs") == {"objects": sum(map(len, graphs.values()))}
+    assert stamp["statistics"] == json.loads(others.pop("synthetic.json"))["statistics"]
+    del written["synthetic.json"]
+    assert written == others, "the files of the other formats stay as they are"
+
+    rows = [row for name in graphs for row in graphs[name]]
+    instances = json.loads((folder / "annotations" / "instances_train2014.json").read_text())
+    names = {entry["id"]: entry["name"] for entry in instances["categories"]}
+    assert [(row["id"], row["image_id"], row["name"]) for row in rows] == [
+        (entry["id"], entry["image_id"], names[entry["category_id"]]) for entry in instances["annotations"]
+    ]
+    assert len({row["weight"] for row in rows}) == len(rows)
+
+    make_scenes(tmp_path / "alone", **SMALL, formats={"graphs"})
+    assert (tmp_path / "alone/graphs/val.json").read_bytes() == (folder / "graphs/val.json").read_bytes()
+    added = make_scenes(tmp_path / "alone", **SMALL, formats={"graphs", "corpus"})
+    assert added["statistics"]["graphs"] == {"objects": len(rows)}

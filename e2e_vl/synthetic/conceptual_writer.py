@@ -1,9 +1,4 @@
-"""Writers of captioned images as Conceptual Captions come: webdataset shards, and the official VL-BERT code's layout.
-
-Shards are laid out as img2dataset writes them: ``00000.tar`` with ``KEY.jpg``, ``KEY.txt`` and ``KEY.json`` side by
-side, and ``00000_stats.json``. The other layout is a file of JSON lines (image, caption words, file of detected boxes)
-beside archives, stored without compression, of images and of boxes.
-"""
+"""Writers of Conceptual Captions: webdataset shards, and the layout of the official VL-BERT code."""
 
 from __future__ import annotations
 
@@ -19,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from e2e_vl.synthetic.coco import CATEGORIES
+from e2e_vl.synthetic.format_writer import FormatWriter
+from e2e_vl.synthetic.relations import SceneFacts
+from e2e_vl.synthetic.scene_records import CATEGORIES, CATEGORY_IDS, SceneRecord, by_split
 
 RECORDS_PER_SHARD = 10_000  # img2dataset's default
 FEATURE_DIM = 32
@@ -34,30 +31,52 @@ class CaptionedImage:
     size: tuple[int, int]  # (height, width), pixels
     caption: str
     boxes: list[list[float]]  # [x1, y1, x2, y2] in pixels
-    classes: list[list[float]]  # distributions over the background and all categories
+    classes: list[list[float]]  # per box, the probabilities of the background and of all categories
 
 
-def draw_caption(
-    captions: Sequence[str], detections: Sequence[dict[str, Any]], rng: np.random.Generator
-) -> dict[str, Any]:
-    """One of the captions, and a class distribution for each detection: its score for its category, the rest spread.
+class _CaptionedImageWriter(FormatWriter[CaptionedImage]):
+    """Draws the same caption and probabilities for both formats."""
 
-    Returns:
-        "caption"; "boxes" [x1, y1, x2, y2] in pixels; "classes", the background first, as bottom-up attention has it.
+    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> CaptionedImage:
+        """One of the captions; a detection's score is its category's probability, the other columns share the rest."""
+        rng = self.recipe.generator(scene.split, scene.number, "conceptual")
+        boxes, classes = [], []
+        for detection in scene.detections:
+            x, y, width, height = detection["box"]
+            boxes.append([x, y, round(x + width, 4), round(y + height, 4)])
+            rest = rng.dirichlet(np.full(len(CATEGORIES), 0.3)) * (1 - detection["score"])
+            column = list(CATEGORY_IDS.values()).index(detection["category_id"]) + 1  # column 0 is the background
+            classes.append([round(float(value), 6) for value in np.insert(rest, column, detection["score"])])
+        caption = scene.captions[rng.integers(len(scene.captions))]
+        return CaptionedImage(scene.image_file, scene.size, caption, boxes, classes)
+
+
+class ShardsWriter(_CaptionedImageWriter):
+    """Writes ``<split>/00000.tar`` and ``<split>/00000_stats.json`` as img2dataset does.
+
+    A shard has ``KEY.jpg``, ``KEY.txt`` and ``KEY.json`` side by side.
     """
-    columns = {entry["id"]: column for column, entry in enumerate(CATEGORIES, start=1)}
-    boxes, classes = [], []
-    for detection in detections:
-        x, y, width, height = detection["box"]
-        boxes.append([x, y, round(x + width, 4), round(y + height, 4)])
-        column = columns[detection["category_id"]]
-        rest = rng.dirichlet(np.full(len(CATEGORIES), 0.3)) * (1 - detection["score"])
-        classes.append([round(float(value), 6) for value in np.insert(rest, column, detection["score"])])
-    return {"caption": str(captions[rng.integers(len(captions))]), "boxes": boxes, "classes": classes}
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[CaptionedImage]]) -> None:
+        for split, part in by_split(scenes).items():
+            write_shards(folder / split, [scene.drawn for scene in part])
+
+
+class ConceptualWriter(_CaptionedImageWriter):
+    """Writes the layout of the official VL-BERT code.
+
+    ``<split>.json`` and ``<split>_frcnn.json`` are JSON lines of an image, the words of its caption and, in the second,
+    the file of its detected boxes. They name members of ``<split>_image.zip`` and ``<split>_frcnn.zip``, which are not
+    compressed.
+    """
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[CaptionedImage]]) -> None:
+        for split, part in by_split(scenes).items():
+            _write_vl_bert_split(folder, split, [scene.drawn for scene in part])
 
 
 def write_shards(folder: Path, images: Sequence[CaptionedImage], records_per_shard: int = RECORDS_PER_SHARD) -> None:
-    """Write webdataset shards, in the order of the images."""
+    """Write webdataset shards into ``folder``, which is made where it is missing, in the order of the images."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, first in enumerate(range(0, len(images), records_per_shard)):
         part = images[first : first + records_per_shard]
@@ -81,9 +100,7 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
     tar.addfile(member, io.BytesIO(content))
 
 
-def write_official(folder: Path, split: str, images: Sequence[CaptionedImage]) -> None:
-    """Write ``<split>.json`` and ``<split>_frcnn.json`` (JSON lines) with the archives that they name."""
-    folder.mkdir(parents=True, exist_ok=True)
+def _write_vl_bert_split(folder: Path, split: str, images: Sequence[CaptionedImage]) -> None:
     lines: list[dict[str, Any]] = []
     with (
         zipfile.ZipFile(folder / f"{split}_image.zip", "w") as pictures,
@@ -93,13 +110,8 @@ def write_official(folder: Path, split: str, images: Sequence[CaptionedImage]) -
             name, boxes_name = f"{number:08d}{image.path.suffix}", f"{number:08d}.json"
             pictures.writestr(zipfile.ZipInfo(name), image.path.read_bytes())
             regions.writestr(zipfile.ZipInfo(boxes_name), json.dumps(_frcnn(image)))
-            lines.append(
-                {
-                    "image": f"{split}_image.zip@/{name}",
-                    "caption": image.caption.split(" "),
-                    "frcnn": f"{split}_frcnn.zip@/{boxes_name}",
-                }
-            )
+            line = {"image": f"{split}_image.zip@/{name}", "caption": image.caption.split(" ")}
+            lines.append({**line, "frcnn": f"{split}_frcnn.zip@/{boxes_name}"})
     for file, keys in ((f"{split}.json", ("image", "caption")), (f"{split}_frcnn.json", ("image", "caption", "frcnn"))):
         text = "".join(json.dumps({key: line[key] for key in keys}) + "\n" for line in lines)
         (folder / file).write_text(text, encoding="utf-8")
