@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ class SyntheticSettings:
 
     scenes: dict[str, int] = field(default_factory=dict)  # split -> number of scenes; empty = no synthetic data
     seed: int = 0
-    # folders beside `images` that are written, such as captions (see e2e_vl/synthetic/build.py); None = all
+    # folders beside `images` that are written, such as captions (see e2e_vl/synthetic/generate.py); None = all
     formats: list[str] | None = None
     config: dict[str, Any] = field(default_factory=dict)  # fields of the scene and language settings
 
@@ -240,15 +240,13 @@ class RunConfig:
         for name in (self.data.boxes.train, *self.eval.boxes):
             if "detections" in BoxSource(name).needs and "detections" not in self.data.files:
                 raise ValueError(f"boxes '{name}' need data.files.detections, the detections file.")
-        is_random = self.detector.loss_weight == 0 and self.detector.weights is None
-        if self.data.boxes.train == BoxSource.ONLINE and is_random:
-            raise ValueError(
-                "data.boxes.train is online, but the detector starts at random and detector.loss_weight is 0, so its "
-                "boxes would never become useful; set detector.loss_weight or detector.weights."
-            )
 
 
-def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+def load_config(
+    path: str | Path,
+    overrides: list[str] | None = None,
+    upgrade: Callable[[dict[str, Any]], None] | None = None,
+) -> RunConfig:
     """Read a run's settings.
 
     Files and folders that the keys in `INPUTS` name are found from any working directory: where a relative path in a
@@ -258,6 +256,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     Args:
         path: YAML file; its `base:` key names a file (relative to it) whose settings it changes.
         overrides: `key=value` words of the command line; dots go down (`train.lr=1e-5`).
+        upgrade: brings the content of a file of an earlier layout into today's, in place, before anything is checked.
 
     Raises:
         FileNotFoundError: the file or a base of it does not exist.
@@ -267,6 +266,10 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     merged = OmegaConf.structured(RunConfig)
     defaults = OmegaConf.create({"detector": {"config": DetectorSettings.config}})
     for file, layer in [(Path(path), defaults), *_layers(Path(path), seen=[])]:
+        if upgrade is not None:
+            content = OmegaConf.to_container(layer)
+            upgrade(content)
+            layer = OmegaConf.create(content)
         merged = _merge(merged, _with_found_inputs(layer, file.parent), str(file))
     for word in overrides or []:
         key, separator, _ = word.partition("=")
@@ -299,12 +302,12 @@ def save_config(config: RunConfig, path: str | Path) -> None:
 
 
 def saved_version(path: str | Path) -> int:
-    """Layout of saved settings: 1 for a YAML file without the key `version`.
+    """Layout of saved settings: 1 for a YAML file (and its `base:` files) without the key `version`.
 
     Raises:
         FileNotFoundError, ValueError: there is no such file, or it holds no settings.
     """
-    return int(_read(Path(path)).get("version", 1))
+    return max(int(layer.get("version", 1)) for _, layer in _layers(Path(path), seen=[]))
 
 
 def differences(first: Any, second: Any, prefix: str = "") -> list[str]:

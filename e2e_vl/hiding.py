@@ -144,7 +144,9 @@ def hide_regions(batch: Batch, detector: Detector, rule: HidingRule) -> Batch:
             choose_regions(len(rows), _generator(seed), rule.probability, rule.hide_probability)
             for rows, seed in zip(batch.boxes, _image_seeds(batch), strict=True)
         ]
-        labelled, hidden = ([torch.from_numpy(rows).to(device) for rows in column] for column in zip(*drawn, strict=True))
+        labelled, hidden = (
+            [torch.from_numpy(rows).to(device) for rows in column] for column in zip(*drawn, strict=True)
+        )
         chosen = HiddenRegions(labelled, hidden)
     else:
         pairs = zip(batch.boxes, batch.hide, strict=True)

@@ -139,8 +139,8 @@ def lay(template: Template, texts: Sequence[Sequence[int]], tokenizer: PreTraine
         if number == template.summary:
             summary = len(ids)
         own: Iterable[int] = [getattr(tokenizer, part)] if isinstance(part, str) else texts[part]
-        ids += own
+        ids.extend(own)  # `+=` would add an array number by number
         segments += [segment] * (len(ids) - len(segments))
         first = None if isinstance(part, str) else int(starts[part])
-        source += [-1] if first is None else range(first, first + len(texts[part]))
+        source.extend([-1] if first is None else range(first, first + len(texts[part])))
     return LaidText(*(np.array(values, dtype=np.int64) for values in (ids, segments, source)), summary=summary)

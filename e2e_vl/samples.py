@@ -237,6 +237,7 @@ class Question:
     answer: str | None = None  # the answer that a rationale is asked for
     hidden: UserBoxes | None = None
     class_names: Sequence[str] | None = None  # of the run's data set, where it has classes
+    wants_answer: bool = False  # the run reads an answer that is given
 
     def sample(self, text: SampleText, *, objects: AnnotatedObjects | None = None, hides: bool = False) -> Sample:
         """The sample of one text about the image, with the given boxes as candidates.

@@ -162,7 +162,9 @@ class EncoderOutput:
     regions: Tensor  # float [M, R, E]
     summary: Tensor | None = None  # float [M, E], text and regions in one vector; None: the encoder has none here
     attentions: tuple[Tensor, ...] | None = None  # a layer: float [M, heads, L + R + 1, ...], only when asked for
-    word_table: Tensor | None = None  # float [V, E], the embedding of every wordpiece, which heads that name words share
+    word_table: Tensor | None = (
+        None  # float [V, E], the embedding of every wordpiece, which heads that name words share
+    )
 
 
 @dataclasses.dataclass

@@ -43,6 +43,7 @@ class Ragged(Movable):
         return torch.repeat_interleave(torch.arange(len(self.counts), device=self.counts.device), self.counts)
 
 
+@dataclasses.dataclass
 class Targets(Movable):
     """Base class of a task's targets; subclasses are dataclasses with fields made by the functions below."""
 
@@ -62,7 +63,9 @@ class Targets(Movable):
                     f"{cls.__name__}: {field.name} is known for some texts of a batch and unknown for others; use data "
                     "of one kind."
                 )
-            joined[field.name] = None if all(missing) else field.metadata["join"](values, f"{cls.__name__}.{field.name}")
+            joined[field.name] = (
+                None if all(missing) else field.metadata["join"](values, f"{cls.__name__}.{field.name}")
+            )
         return cls(**joined)
 
     def cut(self, index: Tensor, attend: Tensor) -> Self:
@@ -80,6 +83,17 @@ class Targets(Movable):
             elif value is not None and "fill" in field.metadata:
                 changes[field.name] = value.gather(1, index).masked_fill(~attend, field.metadata["fill"])
         return dataclasses.replace(self, **changes)
+
+    def labelled_wordpieces(self, text: int) -> list[int]:
+        """Positions of one text of a batch whose wordpieces have a label."""
+        found: set[int] = set()
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, dict):
+                found |= {position for one in value.values() for position in one.labelled_wordpieces(text)}
+            elif value is not None and "fill" in field.metadata:
+                found |= set((value[text] != field.metadata["fill"]).nonzero()[:, 0].tolist())
+        return sorted(found)
 
 
 def _field(join: Callable[[list[Any], str], Any], **more: Any) -> Any:

@@ -89,6 +89,11 @@ class VLDataset(abc.ABC):
         """Names of the annotated classes in the detector's order, where they are known without opening a split."""
         return None
 
+    @classmethod
+    def wants_given_answer(cls, options: Any) -> bool:
+        """Texts are about a question and an answer that is given, as reasons for an answer are."""
+        return False
+
     @abc.abstractmethod
     def __len__(self) -> int:
         """Number of texts."""

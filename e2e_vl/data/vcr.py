@@ -144,6 +144,10 @@ class VCRDataset(VLDataset):
     def class_names_of(cls, files: DataFiles, options: VCROptions, split: str) -> Sequence[str]:
         return options.class_names
 
+    @classmethod
+    def wants_given_answer(cls, options: VCROptions) -> bool:
+        return options.question == "rationale"
+
     def __len__(self) -> int:
         """Number of text indices."""
         return len(self.questions) * self.per_question

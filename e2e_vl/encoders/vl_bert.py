@@ -39,7 +39,14 @@ CHOICES = {
 }
 ANSWER_SLOT = Template((CLS, 0, SEP, MASK, SEP), (0, 0, 0, 1, 1), summary=3)
 # not initialised as in BERT
-OWN_START = (HiddenRegionFeature, ImageSlotEmbedding, RegionProjection, ScaledLayerNorm, ScalarFactor, PairwiseGeometryBias)
+OWN_START = (
+    HiddenRegionFeature,
+    ImageSlotEmbedding,
+    RegionProjection,
+    ScaledLayerNorm,
+    ScalarFactor,
+    PairwiseGeometryBias,
+)
 
 
 class VLBertConfig(BertConfig):

@@ -172,7 +172,10 @@ class PretrainingTask(Task):
     def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:
         """Objectives were keys of `task.config`; masking and exchanging of texts were options of the reader."""
         options = data.setdefault("config", {})
-        masking = {"probability": options.pop("word_probability", 0.15), "always_mask": options.pop("always_mask", False)}
+        masking = {
+            "probability": options.pop("word_probability", 0.15),
+            "always_mask": options.pop("always_mask", False),
+        }
         corpus = {"min_words": "corpus_words", "max_length": "corpus_length", "special_tokens": "corpus_special_tokens"}
         exchange = options.pop("relationship", 0.0)
         task["objectives"] = {
@@ -234,9 +237,7 @@ class PretrainingTask(Task):
             found = objective(batch.targets.parts[name], batch, regions, encoded, self.word_head)
             losses[name], parts[name] = found.loss, found.logits
             details[name] = torch.bincount(found.text, minlength=len(batch)).float()
-            details[f"{name}_right"] = torch.bincount(
-                found.text, weights=found.is_right.float(), minlength=len(batch)
-            )
+            details[f"{name}_right"] = torch.bincount(found.text, weights=found.is_right.float(), minlength=len(batch))
         return TaskOutput(losses=losses, logits=encoded.text.new_zeros(len(batch), 0), details=details, parts=parts)
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:

@@ -127,6 +127,7 @@ class VCRWording(Wording):
             "choices": [plain_text(choice, names, join_word) for choice in text.choices],
         }
         if sample.is_asked:
+            record["question"] = record["sent"]
             record["objects"] = [name for name, row in zip(names, rows, strict=True) if row >= 0]
         for number, choice in enumerate(choices):
             pieces = [*query, *choice]
@@ -265,6 +266,12 @@ class VCRTask(Task):
             raise ValueError(
                 f"VCR chooses one of four texts, here are {len(question.choices)}; give four with --choices."
             )
+        if not question.wants_answer and question.answer is not None:
+            raise ValueError("This run chooses answers, so it takes none; leave --answer out.")
+        if question.wants_answer and question.answer is None:
+            raise ValueError(
+                "This run chooses rationales, so it needs the answer that they are for; give it as --answer."
+            )
         names = given.names or [PERSON] * len(given)
         known = question.class_names or names
         unknown = [name for name in names if name not in known]
@@ -285,7 +292,7 @@ class VCRTask(Task):
         text = ChoiceText(
             0,
             question.text,
-            {"annot_id": "asked", "label": None, "question": question.text},
+            {"annot_id": "asked", "kind": "rationale" if question.answer else "answer", "label": None},
             query=tuple(read_sentence(one, len(given)) for one in texts),
             choices=tuple(read_sentence(one, len(given)) for one in question.choices),
         )

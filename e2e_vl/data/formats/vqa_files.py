@@ -76,7 +76,9 @@ def read_questions(questions_file: str | Path, annotations_file: str | Path | No
                 )
             if annotated.pop("image_id") != row["image_id"]:
                 raise ValueError(f"{where} is about image {row['image_id']}, but in {annotations_file} about another")
-        questions[number] = VQAQuestion(number, row["image_id"], row["question"], content.get("data_subtype"), **annotated)
+        questions[number] = VQAQuestion(
+            number, row["image_id"], row["question"], content.get("data_subtype"), **annotated
+        )
     if not questions:
         raise ValueError(f"{path} has no questions")
     if annotations is not None and len(annotations) > len(questions):

@@ -127,7 +127,12 @@ class ImageLoader:
         try:
             file = image.locate()
             pixels, placement = read_image(
-                file, size, look.resize, flip=look.flip, channel_order=self.rules.channel_order, name=f"image {image.id}"
+                file,
+                size,
+                look.resize,
+                flip=look.flip,
+                channel_order=self.rules.channel_order,
+                name=f"image {image.id}",
             )
         except ImageSizeError:
             raise

@@ -1,8 +1,8 @@
 """From the facts of a data set to examples: read, load, word, in this order and for every data set alike.
 
-    data set --> Sample --> image loader --> ImageExample (pixels, moved boxes) --+--> Example
-                    |                                                             |
-                    +--> the task's wording (wordpieces, targets, records) -------+
+data set --> Sample --> image loader --> ImageExample (pixels, moved boxes) --+--> Example
+                |                                                             |
+                +--> the task's wording (wordpieces, targets, records) -------+
 """
 
 from __future__ import annotations

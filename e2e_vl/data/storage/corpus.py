@@ -1,5 +1,4 @@
-"""Text corpora: plain text or the official `.doc` files, UTF-8, one sample a line; of any size.
-"""
+"""Text corpora: plain text or the official `.doc` files, UTF-8, one sample a line; of any size."""
 
 from __future__ import annotations
 

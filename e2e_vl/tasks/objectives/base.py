@@ -166,5 +166,3 @@ def best_columns(probabilities: Tensor, number: int = 5) -> tuple[list[list[floa
 def listed(pairs: list[list[Any]]) -> str:
     """[[name, value], ...] as one line."""
     return ", ".join(f"{name} {value:.3f}" for name, value in pairs)
-
-

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from e2e_vl.config import RunConfig
+from e2e_vl.data.base import VLDataset, open_options
 from e2e_vl.data.formats.vqa_files import ANSWERS_FILE, read_answers, write_answers
 from e2e_vl.evaluation.vqa import UNKNOWN, frequent_answers, strip_punctuation
 
@@ -18,7 +18,7 @@ def are_given(config: RunConfig) -> bool:
     return config.task.config.get("answers") is not None or "answers" in config.data.files
 
 
-def possible_answers(config: RunConfig, dataset: Any, min_count: int) -> list[str]:
+def possible_answers(config: RunConfig, dataset: type[VLDataset], min_count: int) -> list[str]:
     """Answers in the order of their classes.
 
     They are those of `task.config.answers` (a list or a file) or of the file `data.files.answers`, under data.root;
@@ -26,8 +26,8 @@ def possible_answers(config: RunConfig, dataset: Any, min_count: int) -> list[st
     the lines of a text file the punctuation step of the official evaluation is applied (official VL-BERT code).
 
     Args:
-        dataset: class with `answers_of(settings, split)`.
-        min_count: of questions that a built answer belongs to.
+        dataset: class of the data set.
+        min_count: least number of questions that a built answer belongs to.
 
     Raises:
         FileNotFoundError, ValueError: see `read_answers`, the data set's reader and `frequent_answers`.
@@ -40,7 +40,8 @@ def possible_answers(config: RunConfig, dataset: Any, min_count: int) -> list[st
     if given is not None:
         answers = read_answers(given)
         return [_official_form(answer) for answer in answers] if Path(given).suffix == ".txt" else answers
-    answers = frequent_answers(dataset.answers_of(config.data, config.data.train_split), min_count)
+    given = dataset.answers_of(*open_options(dataset, config.data), config.data.train_split)
+    answers = frequent_answers(given, min_count)
     write_answers(Path(config.output) / ANSWERS_FILE, answers)
     return answers
 
