@@ -30,8 +30,8 @@ from accelerate import PartialState
 from detector.backends import BACKENDS
 from detector.selection import SelectionRule
 from detector.weight_files import find_weights
-from e2e_vl.data.storage.features.writers import FORMATS
 from e2e_vl.data.formats.image_lists import list_images, read_given_boxes
+from e2e_vl.data.storage.features.writers import FORMATS
 from e2e_vl.engine.bulk_extract import Extraction, extract_features, make_stamp
 from e2e_vl.engine.describe import DEFAULTS, DescribeSettings
 from e2e_vl.engine.extract import build_extractor, extractor_of_run

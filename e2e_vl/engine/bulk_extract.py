@@ -27,10 +27,10 @@ from tqdm.auto import tqdm
 
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule, load_resized, make_image_batch
+from e2e_vl.data.formats.image_lists import GivenBoxes, ListedImage
 from e2e_vl.data.storage.features.record import RegionFeatures, load_npz, save_npz
 from e2e_vl.data.storage.features.stores import STAMP_NAME, open_features
 from e2e_vl.data.storage.features.writers import check_format, write_features
-from e2e_vl.data.formats.image_lists import GivenBoxes, ListedImage
 from e2e_vl.engine.describe import Describer, DescribeSettings
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.logging import write_json

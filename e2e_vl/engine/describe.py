@@ -23,10 +23,10 @@ from detector.images import resize_boxes
 from detector.roi_heads import to_rois
 from detector.selection import SelectionRule, best_class_boxes, select_max_conf, select_max_nms, select_regions
 from detector.structures import ImageBatch
-from e2e_vl.data.storage.features.record import RegionFeatures
 from e2e_vl.data.formats.image_lists import GivenBoxes
-from e2e_vl.examples import Placement
+from e2e_vl.data.storage.features.record import RegionFeatures
 from e2e_vl.engine.extract import SAME_PLACE
+from e2e_vl.examples import Placement
 
 Rule = Literal["score", "maxconf", "maxnms", "given"]
 MAX_CANDIDATES = 5000  # best (proposal, class) pairs that the rule "score" looks at; NMS never needs the rest
