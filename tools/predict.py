@@ -37,7 +37,6 @@ from PIL import Image
 from detector.images import ResizeRule, load_resized, resize_boxes
 from e2e_vl.data.asked import Asked, read_boxes
 from e2e_vl.drawing import draw_boxes
-from e2e_vl.engine.launch import start_all_processes
 from e2e_vl.engine.predict import Answer, answer_text, predict_split
 
 MOST_ATTENDED = 5  # regions in answer.png
@@ -45,8 +44,6 @@ GREY = 127  # in place of hidden pixels
 
 
 def main(argv: list[str] | None = None) -> int:
-    if argv is None:
-        start_all_processes()
     shape: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(**shape)
     commands = parser.add_subparsers(dest="command", required=True)

@@ -27,7 +27,7 @@ from e2e_vl.engine import checkpoint
 from e2e_vl.engine.build import Run, build_eval_datasets, build_run, take_sizes_of_detector
 from e2e_vl.engine.evaluate import evaluate_splits
 from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.engine.logging import RunLog, write_json
+from e2e_vl.run_files import RunLog, write_json
 from e2e_vl.engine.optim import build_optimizer, build_schedule
 from e2e_vl.engine.report import write_report
 from e2e_vl.model import VisionLanguageModel

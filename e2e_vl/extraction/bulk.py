@@ -1,63 +1,58 @@
 """Region features of many images, over any number of processes, and again after a kill where it stopped.
 
-Every image is first written to a `.npz` file of its own, in one step: what is there is complete and is not done again.
-The folder of these files is the output itself or, for the formats of one file, a working folder beside it; when all
-images are done, the main process joins them in the order of the list. So neither kills nor the number of processes show
-in the output.
+Every image is first written to a `.npz` file of its own, in one step: a file that is there is complete, and its image
+is not described again. The folder of these files is the output itself or, for the formats of one file, a working folder
+beside it; when all images are done, the main process joins the files in the order of the list. So the output shows
+neither kills nor the number of processes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from detector.faster_rcnn import TwoStageDetector
-from detector.images import ResizeRule, load_resized, make_image_batch
+from detector.images import ResizeRule
 from e2e_vl.data.features.record import RegionFeatures, load_npz, save_npz
 from e2e_vl.data.features.stores import STAMP_NAME, open_features
 from e2e_vl.data.features.writers import check_format, write_features
 from e2e_vl.data.image_lists import GivenBoxes, ListedImage
-from e2e_vl.engine.describe import Describer, DescribeSettings
-from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.engine.logging import write_json
+from e2e_vl.extraction.chain import ExtractionSettings, InputImage, RegionExtractor, load_input
+from e2e_vl.extraction.detectors import LoadedDetector
+from e2e_vl.run_files import write_json
 
 WAITING_BATCHES = 8  # images that wait for others of their size, in batches
-LONGEST_WAIT = datetime.timedelta(days=30)  # a process that is done waits for the others, however long they take
+LONGEST_WAIT = datetime.timedelta(days=30)  # for the accelerator: a process that is done waits for the others
 
 
 @dataclasses.dataclass(frozen=True)
-class Extraction:
+class ExtractionJob:
     """What to do.
 
     Raises:
-        ValueError: numbers that make no sense.
+        ValueError: a batch size below 1, or a negative number of workers.
     """
 
     images: list[ListedImage]
     output: Path
     layout: str  # one of `FORMATS`
-    detector: TwoStageDetector
-    resize: ResizeRule
-    settings: DescribeSettings
+    source: LoadedDetector
+    settings: ExtractionSettings
     given: dict[str, GivenBoxes] | None = None  # by image id, with the rule "given"
     stamp: dict[str, Any] = dataclasses.field(default_factory=dict)
     batch_size: int = 8  # images of one size in one pass of the detector
     workers: int = 2  # processes that read images, per process
-    precision: str = "no"  # no, bf16 or fp16: Accelerate's mixed precision; what is written is float32 all the same
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.workers < 0:
@@ -70,20 +65,25 @@ class Extraction:
 
 
 @dataclasses.dataclass
-class Summary:
+class ExtractionSummary:
     """What was done, over all processes."""
 
     done: int = 0  # images described by this call
     before: int = 0  # images that were there already
-    failures: dict[str, str] = dataclasses.field(default_factory=dict)  # id -> why, in the order of the list
-    few: int = 0  # images with fewer regions than the rule's `min_regions`, among those of this call
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)  # id -> reason, in the order of the list
+    few: int = 0  # images with fewer regions than the rule's `min_regions`, among the images of this call
 
 
-def extract_features(job: Extraction) -> Summary:
+def extract_images(job: ExtractionJob, accelerator: Accelerator) -> ExtractionSummary:
     """Describe all images; called on every process.
 
-    Images that cannot be read are left out and reported in `failures`. Then the `.npz` files of a one-file format stay,
-    so that after a repair the same call describes only what is missing.
+    Images that cannot be read are left out and reported in `failures`. The `.npz` files of a one-file format stay then,
+    so that after a repair the same call describes only the missing images.
+
+    Args:
+        job: what to do.
+        accelerator: its mixed precision is used; the written features are float32 all the same. With several processes
+            its process group needs the timeout `LONGEST_WAIT`.
 
     Raises:
         ValueError: the output belongs to other settings or other images, or cannot be written in this format.
@@ -91,37 +91,47 @@ def extract_features(job: Extraction) -> Summary:
     check_format(job.layout, job.output)
     if job.given is not None and not any(image.id in job.given for image in job.images):
         raise ValueError("The file of given boxes has boxes of none of the images; give the file that belongs to them.")
-    accelerator = make_accelerator(job.precision, kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)])
-    todo: list[Any] = [None]
-    if accelerator.is_main_process:
-        try:
-            todo = [_prepare(job)]
-        except (ValueError, OSError) as error:
-            todo = [error]
-    broadcast_object_list(todo)  # one look at the folder: files appear while the others would still be looking
-    if isinstance(todo[0], Exception):
-        raise todo[0]
-    if todo[0] is None:
-        return Summary(before=len(job.images))
-    missing = set(todo[0])
-    summary = Summary(before=len(job.images) - len(missing))
-    mine = [image for image in job.images if image.id in missing]
-    mine = mine[accelerator.process_index :: accelerator.num_processes]
-    own = _describe_all(job, mine, accelerator)
+    missing = _missing_images(job, accelerator)
+    if missing is None:
+        return ExtractionSummary(before=len(job.images))
+    own = _describe_all(job, missing[accelerator.process_index :: accelerator.num_processes], accelerator)
 
     gathered = gather_object([own])
     accelerator.wait_for_everyone()
-    summary.done = sum(one.done for one in gathered)
-    summary.few = sum(one.few for one in gathered)
     failures = {image_id: reason for one in gathered for image_id, reason in one.failures.items()}
-    summary.failures = {image.id: failures[image.id] for image in job.images if image.id in failures}
+    summary = ExtractionSummary(
+        done=sum(one.done for one in gathered),
+        before=len(job.images) - len(missing),
+        failures={image.id: failures[image.id] for image in job.images if image.id in failures},
+        few=sum(one.few for one in gathered),
+    )
     if accelerator.is_main_process and job.layout != "npz" and len(failures) < len(job.images):
         _join(job, failures)
     accelerator.wait_for_everyone()
     return summary
 
 
-def _prepare(job: Extraction) -> list[str] | None:
+def _missing_images(job: ExtractionJob, accelerator: Accelerator) -> list[ListedImage] | None:
+    """Images that are still to be described, the same on all processes; None: the output is finished.
+
+    Only the main process looks at the folder: others would already see files that it has just written.
+    """
+    found: list[Any] = [None]
+    if accelerator.is_main_process:
+        try:
+            found = [_prepare(job)]
+        except (ValueError, OSError) as error:
+            found = [error]
+    broadcast_object_list(found)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    if found[0] is None:
+        return None
+    missing = set(found[0])
+    return [image for image in job.images if image.id in missing]
+
+
+def _prepare(job: ExtractionJob) -> list[str] | None:
     """Ids of images without features, after the folder and its stamp are made or checked; None: all is finished."""
     folder = job.folder
     shutil.rmtree(_to_be_removed(folder), ignore_errors=True)
@@ -132,18 +142,9 @@ def _prepare(job: Extraction) -> list[str] | None:
         if store.stamp == stamp and set(store.ids) == wanted:
             return None
         raise ValueError(f"{job.output} exists and holds other images or was made differently; choose another output")
-    written = folder / STAMP_NAME
-    if written.is_file():
-        before = json.loads(written.read_text(encoding="utf-8"))
-        changed = sorted(key for key in {*before, *stamp} if before.get(key) != stamp.get(key))
-        if changed:
-            raise ValueError(
-                f"{folder} was begun with other settings ({', '.join(changed)}); use the same again, or another output"
-            )
-    elif folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} holds other files; choose an empty or new output")
+    _check_begun(folder, stamp)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(written, stamp)
+    write_json(folder / STAMP_NAME, stamp)
     for cut_off in folder.rglob("*.npz.*.part"):
         cut_off.unlink()
     there = {file.relative_to(folder).as_posix().removesuffix(".npz") for file in folder.rglob("*.npz")}
@@ -155,26 +156,29 @@ def _prepare(job: Extraction) -> list[str] | None:
     return [image.id for image in job.images if image.id not in there]
 
 
-def _describe_all(job: Extraction, images: list[ListedImage], accelerator: Accelerator) -> Summary:
+def _check_begun(folder: Path, stamp: dict[str, Any]) -> None:
+    """Raise a ValueError if the folder holds files, but not those of an extraction with this stamp."""
+    written = folder / STAMP_NAME
+    if written.is_file():
+        before = json.loads(written.read_text(encoding="utf-8"))
+        changed = sorted(key for key in {*before, *stamp} if before.get(key) != stamp.get(key))
+        if changed:
+            raise ValueError(
+                f"{folder} was begun with other settings ({', '.join(changed)}); use the same again, or another output"
+            )
+    elif folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} holds other files; choose an empty or new output")
+
+
+def _describe_all(job: ExtractionJob, images: list[ListedImage], accelerator: Accelerator) -> ExtractionSummary:
     """This process's share of the images."""
-    describer = Describer(job.detector.eval().to(accelerator.device), job.settings)
-    summary = Summary()
+    chain = RegionExtractor(job.source.detector.eval().to(accelerator.device), job.settings)
+    summary = ExtractionSummary()
     name = f"images (process 1 of {accelerator.num_processes})" if accelerator.num_processes > 1 else "images"
     with tqdm(total=len(images), desc=name, unit="image", disable=not accelerator.is_local_main_process) as bar:
         for batch in _batches(job, images, summary, bar):
-            given = None
-            if job.given is not None:
-                empty = GivenBoxes(np.zeros((0, 4)), np.zeros(0, dtype=np.int64))
-                given = [job.given.get(one.image.id, empty) for one in batch]
-            try:
-                records = _describe(describer, job, batch, given, accelerator)
-            except ValueError:  # a bad box of one image: the others of the batch are done without it
-                records = []
-                for row, one in enumerate(batch):
-                    try:
-                        records += _describe(describer, job, [one], given and given[row : row + 1], accelerator)
-                    except ValueError as error:
-                        summary.failures[one.image.id] = str(error)
+            with accelerator.autocast():
+                records = _describe(chain, job, batch, summary.failures)
             for record in records:
                 _save(job, record)
                 summary.few += len(record) < job.settings.numbers.min_regions if job.given is None else 0
@@ -184,25 +188,23 @@ def _describe_all(job: Extraction, images: list[ListedImage], accelerator: Accel
 
 
 def _describe(
-    describer: Describer,
-    job: Extraction,
-    batch: list[_Loaded],
-    given: list[GivenBoxes] | None,
-    accelerator: Accelerator,
+    chain: RegionExtractor, job: ExtractionJob, batch: list[InputImage], failures: dict[str, str]
 ) -> list[RegionFeatures]:
-    settings = job.detector.config.input
-    pixels = make_image_batch(
-        [one.pixels for one in batch],
-        [one.original_size for one in batch],
-        [str(one.image.path) for one in batch],
-        settings.pixel_mean,
-        settings.pixel_std,
-    )
-    with accelerator.autocast():
-        return describer(pixels.to(accelerator.device), [one.image.id for one in batch], given)
+    """Records of the batch. A bad box of one image goes to `failures`; the others are done without that image."""
+    given = None
+    if job.given is not None:
+        empty = GivenBoxes(np.zeros((0, 4)), np.zeros(0, dtype=np.int64))
+        given = [job.given.get(image.id, empty) for image in batch]
+    try:
+        return chain(batch, given)
+    except ValueError as error:
+        if len(batch) == 1:
+            failures[batch[0].id] = str(error)
+            return []
+        return [record for image in batch for record in _describe(chain, job, [image], failures)]
 
 
-def _save(job: Extraction, record: RegionFeatures) -> None:
+def _save(job: ExtractionJob, record: RegionFeatures) -> None:
     path = job.folder / f"{record.image_id}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")  # workers may outlive a launcher that was killed
@@ -211,7 +213,7 @@ def _save(job: Extraction, record: RegionFeatures) -> None:
     temporary.replace(path)
 
 
-def _join(job: Extraction, failures: dict[str, str]) -> None:
+def _join(job: ExtractionJob, failures: dict[str, str]) -> None:
     """Write the output file from the `.npz` files, and remove these if no image failed."""
     images = [image for image in job.images if image.id not in failures]
     paths = [job.folder / f"{image.id}.npz" for image in images]
@@ -231,15 +233,12 @@ def _to_be_removed(folder: Path) -> Path:
 # Reading images
 
 
-@dataclasses.dataclass
-class _Loaded:
-    image: ListedImage
-    pixels: np.ndarray | None = None  # uint8 [h, w, 3], resized
-    original_size: tuple[int, int] = (0, 0)
-    error: str | None = None
+class _Unreadable(NamedTuple):
+    id: str
+    reason: str
 
 
-class _Images(Dataset):
+class _ImageFiles(Dataset):
     def __init__(self, images: list[ListedImage], resize: ResizeRule, channel_order: str) -> None:
         self.images = images
         self.resize = resize
@@ -248,23 +247,24 @@ class _Images(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> _Loaded:
+    def __getitem__(self, index: int) -> InputImage | _Unreadable:
         image = self.images[index]
         try:
-            pixels, size = load_resized(image.path, self.resize, self.channel_order)
+            return load_input(image, self.resize, self.channel_order)
         except (ValueError, OSError) as error:
-            return _Loaded(image, error=str(error))
-        return _Loaded(image, pixels, size)
+            return _Unreadable(image.id, str(error))
 
 
-def _batches(job: Extraction, images: list[ListedImage], summary: Summary, bar: tqdm) -> Iterator[list[_Loaded]]:
+def _batches(
+    job: ExtractionJob, images: list[ListedImage], summary: ExtractionSummary, bar: tqdm
+) -> Iterator[list[InputImage]]:
     """Batches of one image size each: padding would make features depend on the neighbours in the batch."""
-    dataset = _Images(images, job.resize, job.detector.config.input.format)
+    dataset = _ImageFiles(images, job.source.resize, job.source.detector.config.input.format)
     loader = DataLoader(dataset, batch_size=None, num_workers=job.workers if images else 0, collate_fn=_unchanged)
-    waiting: dict[tuple[int, ...], list[_Loaded]] = {}
+    waiting: dict[tuple[int, ...], list[InputImage]] = {}
     for loaded in loader:
-        if loaded.error is not None:
-            summary.failures[loaded.image.id] = loaded.error
+        if isinstance(loaded, _Unreadable):
+            summary.failures[loaded.id] = loaded.reason
             bar.update(1)
             continue
         size = loaded.pixels.shape[:2]
@@ -276,69 +276,5 @@ def _batches(job: Extraction, images: list[ListedImage], summary: Summary, bar: 
     yield from waiting.values()
 
 
-def _unchanged(loaded: _Loaded) -> _Loaded:
+def _unchanged(loaded: InputImage | _Unreadable) -> InputImage | _Unreadable:
     return loaded
-
-
-# Stamp
-
-
-def make_stamp(
-    detector: TwoStageDetector,
-    resize: ResizeRule,
-    settings: DescribeSettings,
-    *,
-    weights: Path | None,
-    seed: int,
-    boxes_file: Path | None,
-    backend: str = "builtin",
-    precision: str = "no",
-) -> dict[str, Any]:
-    """How features come about, as JSON: two files with equal stamps were made alike.
-
-    Args:
-        weights: file that was loaded; None = random values from `seed`.
-        boxes_file: given boxes.
-        backend, precision: written where they are not "builtin" and "no".
-    """
-    config = detector.config
-    is_given = settings.rule == "given"
-    numbers = None if is_given else dataclasses.asdict(settings.numbers)
-    unusual = {"backend": backend} if backend != "builtin" else {}
-    unusual |= {"precision": precision} if precision != "no" else {}
-    return {
-        "format": "e2e-vl region features 1",
-        **unusual,
-        "detector": config.to_flat(),
-        "weights": {
-            "file": None if weights is None else weights.name,
-            "file_sha256": None if weights is None else file_hash(weights),
-            "random_seed": seed if weights is None else None,
-            "parameters_sha256": parameters_hash(detector),
-        },
-        "channel_order": config.input.format,
-        "resize": dataclasses.asdict(resize),
-        "box_rule": {"rule": settings.rule, "selection": numbers, "boxes_sha256": boxes_file and file_hash(boxes_file)},
-        "features_of": "given boxes" if is_given else settings.features_of,
-        "attributes": settings.attributes,
-        "image_feature": settings.image_feature,
-        "feature_dim": detector.feature_dim,
-        "box_format": "x1, y1, x2, y2 in pixels of the original image, continuous",
-    }
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file, as `sha256sum` prints it."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def parameters_hash(module: torch.nn.Module) -> str:
-    """SHA-256 of all names, shapes and values of a state dict: the same for equal weights from different files."""
-    digest = hashlib.sha256()
-    for name, value in sorted(module.state_dict().items()):
-        if name.endswith("num_batches_tracked"):
-            continue
-        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()

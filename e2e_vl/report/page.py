@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from detector.images import load_image
 from e2e_vl.config import RunConfig
 from e2e_vl.drawing import draw_boxes
-from e2e_vl.engine.logging import read_log
+from e2e_vl.run_files import read_log
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222 }

@@ -26,7 +26,7 @@ from e2e_vl.engine.build import (
     named_parts,
 )
 from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.logging import read_log
+from e2e_vl.run_files import read_log
 from e2e_vl.engine.predict import ground_phrase
 from e2e_vl.engine.report import picture_of
 from e2e_vl.engine.train import train

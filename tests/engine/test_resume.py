@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from e2e_vl.config import RunConfig
 from e2e_vl.engine import train as training
-from e2e_vl.engine.logging import RunLog, read_log, write_json
+from e2e_vl.run_files import RunLog, read_log, write_json
 from e2e_vl.engine.train import train
 
 # Dropout, sampled RoIs, flips, batch statistics and a worker: all that draws random numbers or keeps a state.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.config import RunConfig, save_config
-from e2e_vl.engine.logging import RunLog, write_json
+from e2e_vl.run_files import RunLog, write_json
 from e2e_vl.engine.report import picture_of, write_report
 
 IMAGE = re.compile(r"<img[^>]* src='data:image/(png|jpeg);base64,([^']+)'>")

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from e2e_vl.config import load_config
 from e2e_vl.engine.benchmark import machine_facts
 from e2e_vl.engine.build import build_detector
-from e2e_vl.engine.logging import read_log
+from e2e_vl.run_files import read_log
 from e2e_vl.engine.memory_benchmark import MIB, write_files
 from e2e_vl.engine.train import train
 
