@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", choices=BACKENDS, help="detector (default: builtin, or that of --run)")
     parser.add_argument("--run", type=Path, help="trained run directory: its detector is used, and it answers --text")
     parser.add_argument("--text", help="a phrase; the box that it refers to is drawn (needs --run)")
-    parser.add_argument("--min-score", type=float, default=0.2, help="regions have at least this score (default: 0.2) ...")
+    parser.add_argument("--min-score", type=float, default=0.2, help="least score of a region (default: 0.2) ...")
     parser.add_argument("--min-regions", type=int, help="... but at least this many are kept (default: 10)")
     parser.add_argument("--max-regions", type=int, default=36, help="and at most this many (default: 36)")
     parser.add_argument("--max-proposals", type=int, default=100, help="RPN proposals that are used (default: 100)")

@@ -6,13 +6,13 @@
     python tools/extract_features.py --images instances.json --root DIR --boxes instances.json --output gt.h5 \\
         --format hdf5
 
-Images: a folder, a text file with one path per line, or a COCO JSON file. Stopped at any time, the same command goes on.
-Images that cannot be read are listed at the end and the exit code is 1; all others are done. After a repair, the same
-command adds them.
+Images: a folder, a text file with one path per line, or a COCO JSON file. After an interruption the same command goes
+on. Images that cannot be read are listed at the end and the exit code is 1; all others are done. After a repair, the
+same command adds them.
 
 Rules (--rule): score = VL-BERT's, detections by score; maxconf = bottom-up attention's; maxnms = the rule behind the 36
-boxes of LXMERT. --boxes describes given boxes instead: COCO instances, COCO results, or MAttNet's detections; the images must
-then be a COCO JSON file, so that the ids fit.
+boxes of LXMERT. --boxes describes given boxes instead: COCO instances, COCO results, or MAttNet's detections; the
+images must then be a COCO JSON file, so that the ids fit.
 
 Formats (--format): npz = a folder with one file per image; tsv = bottom-up attention's; lxmert = LXMERT's TSV, needs
 --attributes; hdf5, lmdb = one file, needs pip install 'e2e-vl[features]'. e2e_vl/data/features/stores.py describes and
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from accelerate.utils import InitProcessGroupKwargs
 
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--format", default="npz", choices=FORMATS)
     parser.add_argument("--config", type=Path, help="Detectron2 YAML file (default: ResNet-101 C4)")
     parser.add_argument("--weights", type=Path, help="detector weights: .pth, .pkl, .safetensors, or a folder")
-    parser.add_argument("--run", type=Path, help="trained run directory: its detector, at the image size of its evaluation")
+    parser.add_argument("--run", type=Path, help="trained run directory: its detector and its image size")
     parser.add_argument("--backend", choices=BACKENDS, help="detector (default: builtin, or that of --run)")
     parser.add_argument("--precision", default="no", choices=("no", "bf16", "fp16"), help="mixed precision")
     parser.add_argument("--rule", default="score", choices=tuple(DEFAULTS), help="which boxes (default: score)")
@@ -162,7 +163,7 @@ def extraction_settings(arguments: argparse.Namespace) -> ExtractionSettings:
     )
 
 
-def first_given(*values):
+def first_given(*values: Any) -> Any:
     """The first value that is not None."""
     return next(value for value in values if value is not None)
 

@@ -29,8 +29,8 @@ from detector.checkpoint import load_strictly
 from e2e_vl.config import RunConfig, differences, load_config, load_overrides, save_config
 from e2e_vl.data.vqa_files import ANSWERS_FILE, write_answers
 from e2e_vl.engine.build import build_model, detector_yaml
-from e2e_vl.run_files import write_json
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run_files import write_json
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.start import check_answers, check_vocabulary
 

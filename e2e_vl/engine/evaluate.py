@@ -17,8 +17,8 @@ from e2e_vl.data.loading import BatchLoader
 from e2e_vl.engine.build import Run, build_collate, build_dataset, warn_of_random_boxes
 from e2e_vl.engine.checkpoint import load_model, model_folder
 from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.run_files import write_text
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run_files import write_text
 from e2e_vl.tasks.base import Task
 
 # How a box source is called in metric names.

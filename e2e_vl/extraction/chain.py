@@ -124,9 +124,7 @@ class RegionExtractor:
         self.settings = settings
 
     @torch.no_grad()
-    def __call__(
-        self, images: Sequence[InputImage], given: Sequence[GivenBoxes] | None = None
-    ) -> list[RegionFeatures]:
+    def __call__(self, images: Sequence[InputImage], given: Sequence[GivenBoxes] | None = None) -> list[RegionFeatures]:
         """Regions of N images, which all have the same size.
 
         Args:

@@ -71,9 +71,7 @@ def load_detector(
     return LoadedDetector(detector, resize, backend, weights, seed, RANDOM_WEIGHTS if weights is None else "")
 
 
-def detector_of_run(
-    run_dir: str | Path, *, backend: str | None = None, max_proposals: int = 100
-) -> LoadedDetector:
+def detector_of_run(run_dir: str | Path, *, backend: str | None = None, max_proposals: int = 100) -> LoadedDetector:
     """The trained detector of a run directory or saved model folder, with the image size of the run's evaluation.
 
     Args:

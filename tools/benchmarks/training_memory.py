@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from e2e_vl.config import load_config
 from e2e_vl.engine.benchmark import machine_facts
 from e2e_vl.engine.build import build_detector
-from e2e_vl.run_files import read_log
 from e2e_vl.engine.memory_benchmark import MIB, write_files
 from e2e_vl.engine.train import train
+from e2e_vl.run_files import read_log
 
 KINDS = ("rss", "pss", "uss")  # resident; with shared pages divided among those who share them; without shared pages
 _SAMPLES = 100  # of a run
