@@ -30,8 +30,8 @@ from detector.weight_files import read_tensors
 from e2e_vl.config import VERSION, RunConfig, differences, load_config, load_overrides, save_config, saved_version
 from e2e_vl.data.formats.vqa_files import ANSWERS_FILE, write_answers
 from e2e_vl.engine.build import build_model, detector_yaml, task_class
-from e2e_vl.engine.logging import write_json
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run_files import write_json
 from e2e_vl.tasks.base import Task
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.start import check_answers, check_vocabulary

@@ -19,8 +19,8 @@ from e2e_vl.data.loading.grouping import GroupedBatchSampler
 from e2e_vl.engine.build import Run, build_collate, build_examples, warn_of_random_boxes
 from e2e_vl.engine.checkpoint import load_model, saved_settings
 from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.engine.logging import write_text
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run_files import write_text
 from e2e_vl.tasks.base import Task
 
 

@@ -127,12 +127,13 @@ def _load_runs(
     return loaded
 
 
-def answer_question(run_dir: Path, question: Question) -> Answer:
+def answer_question(run_dir: Path, question: Question, *, points_at_box: bool = False) -> Answer:
     """Ask a trained model about one image: the question is a sample like those of a data set.
 
     Args:
         run_dir: run directory of tools/train.py, or a saved model folder.
         question: image, text and what else the task needs. The text is cut as in training.
+        points_at_box: the answer must be a box.
 
     Raises:
         FileNotFoundError, ValueError: no model or image there, an empty text, a model that cannot answer one, or
@@ -141,7 +142,7 @@ def answer_question(run_dir: Path, question: Question) -> Answer:
     if not question.text.strip():
         raise ValueError("The text is empty; write what to ask or to look for.")
     config, model, tokenizer = load_model(Path(run_dir))
-    _check_answers(config, model.task, run_dir)
+    _check_answers(config, model.task, run_dir, points_at_box)
     if question.boxes is None:
         warn_of_random_boxes(saved_settings(run_dir).detector)
     question = dataclasses.replace(question, class_names=class_names(config), wants_answer=wants_given_answer(config))
@@ -168,8 +169,13 @@ def answer(config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedT
     return Answer(model.task, record, model.task.answer_lines(record), *_regions(model, output, record))
 
 
-def _check_answers(config: RunConfig, task: Task, run_dir: Path) -> None:
-    """Raises ValueError if the run does not answer a text about an image."""
+def _check_answers(config: RunConfig, task: Task, run_dir: Path, points_at_box: bool) -> None:
+    """Raises ValueError if the run does not answer a text about an image, or not with a box where that is asked."""
+    if points_at_box and not task.points_at_box:
+        raise ValueError(
+            f"{run_dir} was trained for the task '{config.task.name}', which does not answer a phrase with a box; give "
+            "a run of a task that does."
+        )
     if not task.answers_questions:
         raise ValueError(
             f"{run_dir} was trained for the task '{config.task.name}', which does not answer a text; give a run of a "

@@ -16,9 +16,9 @@ from e2e_vl.engine import train as training
 from e2e_vl.engine.build import build_collate, build_dataset, build_run, make_synthetic_data
 from e2e_vl.engine.checkpoint import load_model
 from e2e_vl.engine.evaluate import METRIC_SUFFIX
-from e2e_vl.engine.logging import read_log
 from e2e_vl.engine.optim import build_optimizer
 from e2e_vl.engine.train import train
+from e2e_vl.run_files import read_log
 from tests.engine.two_processes import start, wait
 
 ROOT = Path(__file__).parents[2]

@@ -14,10 +14,9 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from detector.images import load_image
 from e2e_vl.config import RunConfig
-from e2e_vl.drawing import draw_boxes
-from e2e_vl.engine.logging import read_log
+from e2e_vl.run_files import read_log
+from e2e_vl.tasks.base import Task
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222 }
@@ -29,11 +28,20 @@ figure { margin: 0 } figure img { width: 100% } figcaption { font-size: 90% }
 """
 
 _SCORES = ("accuracy_", "AP_", "AP50_")  # beginnings of the metrics that are plotted
-_SHOWN_SCORE = 0.5  # of detections in pictures
+_MARKS = {1: "right", 0: "wrong"}  # how right a prediction is -> class of its caption
 
 
-def write_report(run_dir: Path, config: RunConfig) -> Path:
-    """Write `report.html` from what the run directory holds; returns its path."""
+def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
+    """Write `report.html` from what the run directory holds.
+
+    Args:
+        run_dir: with `metrics.json`, `config.yaml`, and, if there are any, `log.jsonl` and `predictions_*.json`.
+        config: the run's settings; `eval.report_pictures` limits the pictures of each file of predictions.
+        task: draws the predictions; see `Task.draw` and `Task.caption`.
+
+    Returns:
+        The path of the report.
+    """
     metrics = json.loads((run_dir / "metrics.json").read_text(encoding="utf-8"))
     sections = [
         f"<h1>{html.escape(run_dir.name)}</h1>",
@@ -45,7 +53,8 @@ def write_report(run_dir: Path, config: RunConfig) -> Path:
     for path in sorted(run_dir.glob("predictions_*.json")):
         records = json.loads(path.read_text(encoding="utf-8"))
         title = path.stem.removeprefix("predictions_").replace("_", ", boxes: ")
-        sections += [f"<h2>Predictions: {html.escape(title)}</h2>", _pictures(records, config.eval.report_pictures)]
+        pictures = _pictures(records, config.eval.report_pictures, task)
+        sections += [f"<h2>Predictions: {html.escape(title)}</h2>", pictures]
     settings = html.escape((run_dir / "config.yaml").read_text(encoding="utf-8"))
     sections += ["<h2>Settings</h2>", f"<pre>{settings}</pre>"]
     page = f"<!doctype html><meta charset='utf-8'><title>{html.escape(run_dir.name)}</title><style>{_STYLE}</style>"
@@ -64,7 +73,7 @@ def _metrics_table(metrics: dict[str, Any]) -> str:
 
 
 def _curves(lines: list[dict[str, Any]]) -> str:
-    """Training losses, and accuracies or average precisions of evaluations, over the steps."""
+    """Two plots over the steps: the training losses, and the accuracies or average precisions of the evaluations."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     loss_axes, accuracy_axes = figure.subplots(1, 2)
     training = [line for line in lines if line["kind"] == "train"]
@@ -92,48 +101,24 @@ def _curves(lines: list[dict[str, Any]]) -> str:
     return f"<img alt='curves' src='data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}'>"
 
 
-def _pictures(records: list[dict[str, Any]], number: int) -> str:
-    """The first `number` predictions of boxes, at most one an image: truth green, prediction blue or (wrong) red.
-
-    Of detection, truth green and detections with a score of at least 0.5 blue. Records of tasks that do not answer with
-    boxes have no picture.
-    """
-    chosen: dict[str, dict[str, Any]] = {}
+def _pictures(records: list[dict[str, Any]], number: int, task: Task) -> str:
+    """Pictures of the first `number` predictions that the task draws, at most one picture per image."""
+    figures: dict[str, str] = {}  # by image file
     for record in records:
-        if len(chosen) >= number:
+        if len(figures) >= number:
             break
-        if "gt_box" in record or "objects" in record:
-            chosen.setdefault(record["file_name"], record)
-    figures = []
-    for record in chosen.values():
-        picture = picture_of(record)
-        data = base64.b64encode(cv2.imencode(".jpg", picture)[1].tobytes()).decode()
-        mark = "right" if record["correct"] else "wrong"
-        if "gt_box" in record:
-            caption = f"<span class='{mark}'>{html.escape(record['sent'])}</span> ({record['score']:.2f})"
-        else:
-            caption = f"F1 {record['correct']:.2f}"
-        figures.append(f"<figure><img src='data:image/jpeg;base64,{data}'><figcaption>{caption}</figcaption></figure>")
+        if record.get("file_name") in figures:
+            continue
+        picture = task.draw(record)
+        if picture is not None:
+            figures[record["file_name"]] = _figure(picture, task.caption(record), record.get("correct"))
     legend = "<p>Green: what the text refers to. Blue: the right prediction. Red: a wrong prediction.</p>"
-    return f"{legend}<div class='pictures'>{''.join(figures)}</div>"
+    return f"{legend}<div class='pictures'>{''.join(figures.values())}</div>"
 
 
-def picture_of(record: dict[str, Any]) -> np.ndarray:
-    """uint8 BGR picture of one prediction: the true box in green, the predicted one, if any, in blue (wrong: red)."""
-    image = load_image(record["file_name"], "BGR")
-    if "objects" in record:
-        return _picture_of_detections(image, record)
-    colour = (200, 80, 0) if record["correct"] else (30, 30, 220)
-    drawn = [(record["gt_box"], (60, 160, 0)), (record["box"], colour)]
-    boxes, colours = zip(*(entry for entry in drawn if entry[0] is not None), strict=True)
-    return draw_boxes(image, boxes, colours=colours)
-
-
-def _picture_of_detections(image: np.ndarray, record: dict[str, Any]) -> np.ndarray:
-    names = {entry["category_id"]: entry["category"] for entry in record["objects"]}
-    drawn = [(entry["box"], entry["category"], (60, 160, 0)) for entry in record["objects"]]
-    for box, score, category_id in zip(record["boxes"], record["scores"], record["category_ids"], strict=True):
-        if score >= _SHOWN_SCORE:
-            drawn.append((box, f"{names.get(category_id, category_id)} {score:.2f}", (200, 80, 0)))
-    boxes, labels, colours = [list(column) for column in zip(*drawn, strict=True)] or [[], [], []]
-    return draw_boxes(image, boxes, labels=labels, colours=colours)
+def _figure(picture: np.ndarray, caption: str, correct: float | None) -> str:
+    """HTML of a uint8 RGB picture [h, w, 3] and its caption in green (right), red (wrong) or black (anything else)."""
+    jpeg = cv2.imencode(".jpg", cv2.cvtColor(picture, cv2.COLOR_RGB2BGR))[1].tobytes()
+    image = f"<img src='data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}'>"
+    caption = f"<span class='{_MARKS.get(correct, '')}'>{html.escape(caption)}</span>"
+    return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"

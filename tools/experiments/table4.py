@@ -1,13 +1,13 @@
 """The ablation of VL-BERT's table 4 in miniature, on drawn scenes: what does each part of pre-training give?
 
-    python tools/table4.py --output runs/table4
-    python tools/table4.py --output runs/table4 --seeds 0 --rows none full --tasks refcoco
+    python tools/experiments/table4.py --output runs/table4
+    python tools/experiments/table4.py --output runs/table4 --seeds 0 --rows none full --tasks refcoco
 
-Draws the scenes, trains a detector on objects and attributes (as the papers' is on Visual Genome), pre-trains the rows
-of the table (configs/table4/pretrain*.yaml) and trains every task from each of them, everything with every seed. Writes
-OUTPUT/table4.json, table4.md and table4.png: mean and standard deviation over the seeds, and with the first seed two
-controls that see no image or no text. Finished runs are not run again, so the same command can be given until all are
-done.
+Draws the scenes, trains a detector on objects and attributes (as the paper's detector is trained on Visual Genome),
+pre-trains the rows of the table (configs/table4/pretrain*.yaml) and trains every task from each row, all with every
+seed. Writes OUTPUT/table4.json, table4.md and table4.png: mean and standard deviation over the seeds, and with the
+first seed two controls that see no image or no text. Finished runs are not run again, so the same command can be given
+until all are done.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
 from e2e_vl.config import load_config
 from e2e_vl.engine.build import make_synthetic_data, training_texts
-from e2e_vl.engine.jobs import Job, run_jobs
 from e2e_vl.text import build_vocabulary
+from jobs import Job, run_jobs
 
-ROOT = Path(__file__).resolve().parent.parent
-TRAIN = ROOT / "tools" / "train.py"
+ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "table4"
 ROWS = {  # name -> what pre-training has
     "none": "without pre-training",
@@ -49,7 +51,7 @@ METRIC = "val/accuracy_gt_boxes"
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the runs and the table")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the runs and the table")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS), help="default: all")
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS), help="default: all")
@@ -62,17 +64,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.jobs < 1:
             raise ValueError(f"--jobs is {arguments.jobs}; give a positive number.")
-        jobs = plan(
-            arguments.configs, arguments.output, arguments.data, arguments.seeds, arguments.rows, arguments.tasks,
-            arguments.set,
-        )  # fmt: skip
-        prepare(arguments.configs, arguments.output, arguments.data, arguments.set)
-        run_jobs(list(jobs.values()), train=TRAIN, launch=arguments.launch, parallel=arguments.jobs)
+        settings = [*detector_words(arguments.configs), *arguments.set, f"data.root={arguments.data}"]
+        jobs = plan(arguments.configs, arguments.output, settings, arguments.seeds, arguments.rows, arguments.tasks)
+        prepare(arguments.configs, arguments.output, settings)
+        run_jobs(list(jobs.values()), launch=arguments.launch, parallel=arguments.jobs)
         table = collect(jobs, arguments.seeds, arguments.rows, arguments.tasks)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    command = shlex.join(["python", "tools/table4.py", *(sys.argv[1:] if argv is None else argv)])
+    command = shlex.join(["python", "tools/experiments/table4.py", *(sys.argv[1:] if argv is None else argv)])
     arguments.output.joinpath("table4.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     markdown = as_markdown(table, command)
     arguments.output.joinpath("table4.md").write_text(markdown, encoding="utf-8")
@@ -81,22 +81,32 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def detector_words(configs: Path) -> list[str]:
+    """The setting that the configs need outside of the repository: they name their detector's file relative to it."""
+    config = load_config(configs / "detector.yaml").detector.config
+    return [] if Path(config).is_file() else [f"detector.config={ROOT / config}"]
+
+
 def plan(
     configs: Path,
     output: Path,
-    data: Path,
+    settings: Sequence[str],
     seeds: Sequence[int],
     rows: Sequence[str],
     tasks: Sequence[str],
-    settings: Sequence[str],
 ) -> dict[str, Job]:
-    """All runs by name, each after those it starts from: detector, <row>_<seed>, <task>_<row>_<seed>.
+    """All runs by name, each after the runs that it starts from: detector, <row>_<seed>, <task>_<row>_<seed>.
 
-    Heads start at random: so few steps are too few to turn a head of pre-training into one for another task.
+    Heads start at random: the runs are too short to turn a head of pre-training into a head for another task.
+
+    Args:
+        configs: folder of the YAML files.
+        output: folder of the runs.
+        settings: `key=value` words for all runs.
+        seeds, rows, tasks: what to run, in this order; see `ROWS` and `TASKS`.
     """
-    common = (*settings, f"data.root={data}")
-    jobs = {"detector": Job(configs / "detector.yaml", common, output / "detector")}
-    common += (f"data.vocabulary={output / 'vocabulary' / 'vocab.txt'}",)
+    jobs = {"detector": Job(configs / "detector.yaml", tuple(settings), output / "detector")}
+    common = (*settings, f"data.vocabulary={output / 'vocabulary' / 'vocab.txt'}")
     detector = jobs["detector"].run
     for seed in seeds:
         for row in rows:
@@ -124,22 +134,21 @@ def plan(
     return jobs
 
 
-def prepare(configs: Path, output: Path, data: Path, settings: Sequence[str]) -> None:
-    """Draw the scenes and build one vocabulary for all tasks, if they are not there yet."""
-    words = [*settings, f"data.root={data}"]
-    make_synthetic_data(load_config(configs / "detector.yaml", words))
+def prepare(configs: Path, output: Path, settings: Sequence[str]) -> None:
+    """Draw the scenes and build one vocabulary for all tasks, unless both exist."""
+    make_synthetic_data(load_config(configs / "detector.yaml", settings))
     vocabulary = output / "vocabulary" / "vocab.txt"
     if not vocabulary.is_file():
         texts = []
         for name in ("pretrain", *TASKS):
-            texts += training_texts(load_config(configs / f"{name}.yaml", words))
+            texts += training_texts(load_config(configs / f"{name}.yaml", settings))
         build_vocabulary(texts, vocabulary)
 
 
 def collect(
     jobs: dict[str, Job], seeds: Sequence[int], rows: Sequence[str], tasks: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """row -> task -> accuracies of the seeds, their mean and (with several seeds) standard deviation."""
+    """row -> task -> the seeds' accuracies, their mean and (with several seeds) their standard deviation."""
     table: dict[str, dict[str, Any]] = {}
     for row in (*rows, *CONTROLS):
         table[row] = {}
@@ -154,7 +163,7 @@ def collect(
 
 
 def as_markdown(table: dict[str, dict[str, Any]], command: str) -> str:
-    """The table, in percent, and the command that makes it."""
+    """The table, in percent, and the command that made it."""
     tasks = list(next(iter(table.values())))
     lines = [f"| | {' | '.join(TASKS[task] for task in tasks)} |", "|---|" + "---:|" * len(tasks)]
     for row, cells in table.items():
@@ -169,14 +178,10 @@ def as_markdown(table: dict[str, dict[str, Any]], command: str) -> str:
 
 
 def draw(table: dict[str, dict[str, Any]], path: Path) -> None:
-    """Bars of every task, one per row, with the spread."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    """Write a PNG with bars for every task, one bar per row, with the spread."""
     tasks = list(next(iter(table.values())))
-    figure, axes = pyplot.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.2), squeeze=False)
+    figure = Figure(figsize=(4 * len(tasks), 3.2), layout="constrained")
+    axes = figure.subplots(1, len(tasks), squeeze=False)
     for axis, task in zip(axes[0], tasks, strict=True):
         means = [100 * cells[task]["mean"] for cells in table.values()]
         # one seed has no spread: NaN draws no error bar
@@ -186,9 +191,7 @@ def draw(table: dict[str, dict[str, Any]], path: Path) -> None:
         axis.set_title(TASKS[task])
         axis.set_ylabel("accuracy, %")
         axis.set_ylim(0, 105)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    FigureCanvasAgg(figure).print_figure(path, dpi=120)
 
 
 if __name__ == "__main__":

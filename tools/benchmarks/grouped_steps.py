@@ -1,4 +1,4 @@
-"""How long training steps take: k texts of an image in one batch against the same texts in k batches.
+"""How long training steps take with k texts of an image in one batch, against the same texts in k batches.
 
 Shape legend
     I   images in a batch
@@ -8,12 +8,10 @@ Shape legend
 from __future__ import annotations
 
 import dataclasses
-import os
-import platform
-import statistics
+import sys
 import tempfile
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from e2e_vl.config import RunConfig
 from e2e_vl.data.examples import Request
@@ -30,6 +27,9 @@ from e2e_vl.engine.build import Run, build_run, take_sizes_of_detector
 from e2e_vl.engine.optim import build_optimizer
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, ModelOutput
+from measuring import machine_facts, print_machine, spread, take_turns
+
+TOLERANCE = 1e-3  # of the loss, relative to it, and of gradients, relative to the largest one
 
 
 def benchmark_training(
@@ -49,27 +49,22 @@ def benchmark_training(
 
     Args:
         config: a run; I = `train.images_per_batch` / `train.accumulate`, k = `data.texts_per_image`. If it draws its
-            data (`data.synthetic`), a few scenes are drawn into a temporary folder. Nothing of the run is written.
-        rois: boxes per image, one measurement each: the run's own, cut or filled up with random ones. None = as they
-            are.
+            data (`data.synthetic`), a few scenes are drawn into a temporary folder. No file of the run is written.
+        rois: boxes per image, one measurement each: the run's own boxes, cut off or filled up with random ones. None =
+            the run's own boxes as they are.
         image_size: pad images to this (height, width), pixels; None = to the largest of the batch.
         repetitions: measured steps of each way.
-        warm_up: steps of each way before them.
+        warm_up: steps of each way before the measured ones.
 
     Returns:
         `machine`; `settings`; `cases`, one per entry of `rois`, each with `times` (seconds), `texts_per_second`,
         `ratios` (`grouped_<k>_over_1`: median time grouped / ungrouped, below 1 = grouping is faster) and `checks`
-        (see `compare_gradients`); the first case's entries again at the top.
+        (see `compare_gradients`); and the first case's entries once more at the top.
 
     Raises:
-        ValueError, FileNotFoundError: settings or data that do not fit, in one sentence.
+        ValueError, FileNotFoundError: settings or data that do not fit.
     """
-    if not isinstance(config.data.texts_per_image, int) or config.data.texts_per_image < 2:
-        raise ValueError(f"data.texts_per_image is {config.data.texts_per_image}; set a number of at least 2.")
-    if repetitions < 1 or warm_up < 0:
-        raise ValueError(f"{repetitions} repetitions and {warm_up} warm-up steps cannot be measured.")
-    if config.data.boxes.train == "online" and any(number is not None for number in rois):
-        raise ValueError("The detector finds its own boxes (data.boxes.train=online), so their number cannot be set.")
+    _check(config, rois, repetitions, warm_up)
     take_sizes_of_detector(config)
     with tempfile.TemporaryDirectory() as folder:
         config = without_chance(config, Path(folder))
@@ -83,11 +78,11 @@ def benchmark_training(
     batches = [with_rois([grouped, *singles], number, config.seed) for number in rois]
     batches = [[batch.to(accelerator.device) for batch in case] for case in batches]
     checks = [compare_gradients(run.model, case[0], case[1:]) for case in batches]
-    stepper = _Stepper(config, run.model, accelerator)
+    stepper = Stepper(config, run.model, accelerator)
     cases = []
     for number, case, check in zip(rois, batches, checks, strict=True):
         times = stepper.measure({"grouped": case[:1], "ungrouped": case[1:]}, repetitions, warm_up)
-        cases.append(_summary(number, times, check, len(case[0]), config.data.texts_per_image))
+        cases.append(_case(number, times, check, len(case[0]), config.data.texts_per_image))
     return {
         "machine": machine_facts(accelerator.device),
         "settings": {
@@ -104,6 +99,16 @@ def benchmark_training(
         **{key: cases[0][key] for key in ("times", "texts_per_second", "ratios", "checks")},
         "cases": cases,
     }
+
+
+def _check(config: RunConfig, rois: Sequence[int | None], repetitions: int, warm_up: int) -> None:
+    """Raise a ValueError for settings that cannot be measured."""
+    if not isinstance(config.data.texts_per_image, int) or config.data.texts_per_image < 2:
+        raise ValueError(f"data.texts_per_image is {config.data.texts_per_image}; set a number of at least 2.")
+    if repetitions < 1 or warm_up < 0:
+        raise ValueError(f"{repetitions} repetitions and {warm_up} warm-up steps cannot be measured.")
+    if config.data.boxes.train == "online" and any(number is not None for number in rois):
+        raise ValueError("The detector finds its own boxes (data.boxes.train=online), so their number cannot be set.")
 
 
 def without_chance(config: RunConfig, folder: Path) -> RunConfig:
@@ -165,13 +170,14 @@ def with_rois(batches: Sequence[Batch], number: int | None, seed: int) -> list[B
 
 
 def compare_gradients(model: VisionLanguageModel, grouped: Batch, singles: Sequence[Batch]) -> dict[str, float]:
-    """How far the task loss and its gradients of both ways are apart, without dropout, in float32.
+    """How far apart the task losses and the gradients of both ways are, without dropout, in float32.
 
     Each loss is its total over the batches, divided by its count in the grouped batch.
 
     Returns:
-        `loss`: of the grouped batch; 0 if nothing is labelled. `loss_difference`: absolute, to the single batches.
-        `max_gradient_difference`: the largest difference of any gradient entry, relative to the largest gradient entry.
+        `loss`: the loss of the grouped batch; 0 if nothing is labelled. `loss_difference`: the absolute difference from
+        the single batches. `max_gradient_difference`: the largest difference of any gradient entry, relative to the
+        largest gradient entry.
     """
     was_training = model.training
     model.eval()
@@ -208,7 +214,7 @@ def task_counts(output: ModelOutput) -> dict[str, Tensor]:
     return {name: loss.count.clamp(min=1) for name, loss in output.task.losses.items()}
 
 
-class _Stepper:
+class Stepper:
     """A model with its optimiser, as in training."""
 
     def __init__(self, config: RunConfig, model: VisionLanguageModel, accelerator: Accelerator):
@@ -216,27 +222,19 @@ class _Stepper:
         self.model, self.optimizer = accelerator.prepare(model, build_optimizer(model, config.train))
 
     def measure(self, ways: dict[str, list[Batch]], repetitions: int, warm_up: int) -> dict[str, list[float]]:
-        """Seconds of every repetition of every way; the ways take turns, and so does the one that begins."""
+        """Seconds of every repetition of every way."""
         counts = self.counts(ways["grouped"])
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for repetition in tqdm(range(warm_up + repetitions), desc="repetitions", leave=False):
-            for name in list(ways) if repetition % 2 == 0 else list(ways)[::-1]:
-                self._synchronize()
-                started = time.perf_counter()
-                self.step(ways[name], counts)
-                self._synchronize()
-                if repetition >= warm_up:
-                    times[name].append(time.perf_counter() - started)
-        return times
+        calls = {name: partial(self.step, batches, counts) for name, batches in ways.items()}
+        return take_turns(calls, repetitions, warm_up, self.accelerator.device, "repetitions")
 
     @torch.no_grad()
     def counts(self, batches: list[Batch]) -> dict[str, Tensor]:
-        """Counts of the task losses in training, which the grouped batch and the single batches have together."""
+        """Counts of the task losses in training: the same for the grouped batch and for all single batches in total."""
         (grouped,) = batches
         return task_counts(self.model.train()(grouped))
 
     def step(self, batches: list[Batch], counts: dict[str, Tensor]) -> None:
-        """One update from all batches, whose task losses have the given counts together."""
+        """One update from all batches; their task losses have the given counts in total."""
         self.model.train()
         for batch in batches:
             self.accelerator.backward(self._loss(self.model(batch), counts, len(batches)))
@@ -246,44 +244,60 @@ class _Stepper:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _loss(self, output: ModelOutput, counts: dict[str, Tensor], num_batches: int) -> Tensor:
-        """The batch's share. Each of the batches has all images, so the detection losses are averaged over them."""
+        """The batch's share. Every batch has all images, so the detection losses are averaged over the batches."""
         settings = self.config.detector
         task = sum(loss.total / counts[name] for name, loss in output.task.losses.items())
         weights = {name: settings.loss_weights.get(name, 1.0) for name in output.regions.losses}
         detection = sum(weights[name] * loss.mean for name, loss in output.regions.losses.items())
         return task + settings.loss_weight * detection / num_batches
 
-    def _synchronize(self) -> None:
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.synchronize(self.accelerator.device)
 
-
-def _summary(
+def _case(
     rois: int | None, times: dict[str, list[float]], checks: dict[str, float], num_texts: int, texts_per_image: int
 ) -> dict[str, Any]:
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    summed_up = spread(times)
+    medians = {name: values["median"] for name, values in summed_up.items()}
     return {
         "rois": rois,
-        "times": {
-            name: {"median": medians[name], "min": min(seconds), "max": max(seconds), "all": seconds}
-            for name, seconds in times.items()
-        },
+        "times": summed_up,
         "texts_per_second": {name: num_texts / median for name, median in medians.items()},
         "ratios": {f"grouped_{texts_per_image}_over_1": medians["grouped"] / medians["ungrouped"]},
         "checks": checks,
     }
 
 
-def machine_facts(device: torch.device) -> dict[str, Any]:
-    """What the numbers were measured on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+def is_same_update(result: dict[str, Any]) -> bool:
+    """Whether losses and gradients agree in every case."""
+    checks = [case["checks"] for case in result["cases"]]
+    return all(
+        check["loss_difference"] <= TOLERANCE * abs(check["loss"]) and check["max_gradient_difference"] <= TOLERANCE
+        for check in checks
+    )
+
+
+def show(result: dict[str, Any]) -> int:
+    """Print a short table; returns the exit status."""
+    settings = result["settings"]
+    height, width = settings["image_size"]
+    texts = settings["texts_per_image"]
+    print_machine(result["machine"])
+    print(
+        f"{settings['images_per_batch']} images of {height} x {width} pixels with {texts} texts each, "
+        f"{settings['parameters'] / 1e6:.1f} M parameters, {settings['repetitions']} repetitions"
+    )
+    for case in result["cases"]:
+        if case["rois"] is not None:
+            print(f"{case['rois']} boxes per image:")
+        for name, label in (("grouped", f"1 batch of {texts} texts"), ("ungrouped", f"{texts} batches of 1 text")):
+            times, speed = case["times"][name], case["texts_per_second"][name]
+            bounds = f"({times['min']:.3f} .. {times['max']:.3f})"
+            print(f"  {label:24s} {times['median']:8.3f} s {bounds:22s} {speed:8.2f} texts/s")
+        for group in ("ratios", "checks"):
+            for name, value in case[group].items():
+                print(f"  {group}.{name:32s} {value:.4g}")
+    if not all(case["checks"]["loss"] for case in result["cases"]):
+        print("The loss before training is 0 (no region fits a text), so the check of the update says nothing.")
+    if is_same_update(result):
+        return 0
+    print("The grouped and the ungrouped batches do not give the same loss and gradients.", file=sys.stderr)
+    return 1

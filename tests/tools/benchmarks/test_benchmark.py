@@ -1,29 +1,20 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 import yaml
 from accelerate import Accelerator
 
+import benchmark as tool
+import grouped_steps
 from e2e_vl.config import load_config
-from e2e_vl.engine import benchmark
 from e2e_vl.engine.build import build_run
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_tool", ROOT / "tools" / "benchmark.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +50,7 @@ def config_file(tmp_path_factory) -> Path:
     return path
 
 
-def test_grouping_is_the_same_update_in_less_time(tool, config_file, tmp_path, capsys):
+def test_grouping_is_the_same_update_in_less_time(config_file, tmp_path, capsys):
     output = tmp_path / "new" / "result.json"
     options = ["--json", str(output), "--repetitions", "3", "--rois", "6,9", "--image-size", "128", "160"]
     status = tool.main(["train", "--config", str(config_file), *options, "train.clip_norm=2.0"])
@@ -101,7 +92,7 @@ def batches(config_file, tmp_path_factory):
     config = load_config(config_file, [f"output={folder / 'run'}", f"data.root={folder / 'data'}", "data.flip=0"])
     config.data.synthetic.scenes = {"train": 12}
     run = build_run(config)
-    return run.model, *benchmark.grouped_and_single(config, run)
+    return run.model, *grouped_steps.grouped_and_single(config, run)
 
 
 def test_both_ways_hold_the_same_texts_and_pixels(batches):
@@ -116,12 +107,12 @@ def test_both_ways_hold_the_same_texts_and_pixels(batches):
         assert batch.looks_at.tolist() == [[0], [1]]
 
 
-def test_the_check_sees_a_missing_text(batches, tool):
+def test_the_check_sees_a_missing_text(batches):
     model, grouped, singles = batches
-    right = benchmark.compare_gradients(model, grouped, singles)
-    wrong = benchmark.compare_gradients(model, grouped, [*singles[:4], singles[0]])
-    assert tool.is_same_update({"cases": [{"checks": right}]})
-    assert not tool.is_same_update({"cases": [{"checks": right}, {"checks": wrong}]})
+    right = grouped_steps.compare_gradients(model, grouped, singles)
+    wrong = grouped_steps.compare_gradients(model, grouped, [*singles[:4], singles[0]])
+    assert grouped_steps.is_same_update({"cases": [{"checks": right}]})
+    assert not grouped_steps.is_same_update({"cases": [{"checks": right}, {"checks": wrong}]})
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -136,7 +127,7 @@ def uneven(config_file, tmp_path_factory):
     config = load_config(config_file, words)
     config.data.synthetic.scenes = {"train": 12}
     run = build_run(config)
-    grouped, singles = benchmark.grouped_and_single(config, run)
+    grouped, singles = grouped_steps.grouped_and_single(config, run)
     outside = torch.tensor([-50.0, -50.0, -10.0, -10.0])  # no region is near
     for single, image in ((0, 0), (2, 1), (4, 0), (4, 1)):
         text = singles[single].records[image]["text_index"]
@@ -146,20 +137,20 @@ def uneven(config_file, tmp_path_factory):
     return config, run.model, grouped, singles
 
 
-def test_batches_with_different_counts_are_the_same_update(uneven, tool):
+def test_batches_with_different_counts_are_the_same_update(uneven):
     config, model, grouped, singles = uneven
     with torch.no_grad():
         counts = [model(batch).task.losses["referring"].count.item() for batch in (grouped, *singles)]
     assert counts == [6, 1, 2, 1, 2, 0]
-    checks = benchmark.compare_gradients(model, grouped, singles)
+    checks = grouped_steps.compare_gradients(model, grouped, singles)
     assert checks["loss"] > 0.01
     assert checks["max_gradient_difference"] < 1e-4
-    assert tool.is_same_update({"cases": [{"checks": checks}]})
+    assert grouped_steps.is_same_update({"cases": [{"checks": checks}]})
 
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     updates = []
     for batches in ([grouped], singles):
-        stepper = benchmark._Stepper(config, copy.deepcopy(model), Accelerator())
+        stepper = grouped_steps.Stepper(config, copy.deepcopy(model), Accelerator())
         stepper.step(batches, stepper.counts([grouped]))
         updates.append({name: p.detach() - before[name] for name, p in stepper.model.named_parameters()})
     largest = max(update.abs().max() for update in updates[0].values())
@@ -172,14 +163,14 @@ def test_nothing_labelled_is_no_error(uneven):
     nothing = copy.deepcopy([grouped, *singles])
     for batch in nothing:
         batch.targets["box"][:] = torch.tensor([-50.0, -50.0, -10.0, -10.0])
-    checks = benchmark.compare_gradients(model, nothing[0], nothing[1:])
+    checks = grouped_steps.compare_gradients(model, nothing[0], nothing[1:])
     assert checks == {"loss": 0, "loss_difference": 0, "max_gradient_difference": 0}
 
 
 def test_random_boxes_fill_up_and_are_the_same_in_every_batch(batches):
     _, grouped, singles = batches
     for number in (3, 20):
-        changed = benchmark.with_rois([grouped, *singles], number, seed=1)
+        changed = grouped_steps.with_rois([grouped, *singles], number, seed=1)
         for batch in changed:
             for boxes, own, size, first in zip(
                 batch.boxes, grouped.boxes, grouped.images.sizes, changed[0].boxes, strict=True
@@ -202,7 +193,7 @@ def test_random_boxes_fill_up_and_are_the_same_in_every_batch(batches):
         (["--rois", "5", "data.boxes.train=online", "detector.loss_weight=1"], "finds its own boxes"),
     ],
 )
-def test_bad_settings_are_one_sentence(tool, config_file, capsys, words, message):
+def test_bad_settings_are_one_sentence(config_file, capsys, words, message):
     assert tool.main(["train", "--config", str(config_file), *words]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -212,7 +203,7 @@ def test_bad_settings_are_one_sentence(tool, config_file, capsys, words, message
 
 
 @pytest.mark.parametrize("name", ["small", "base"])
-def test_presets_load(tool, name):
+def test_presets_load(name):
     preset = tool.PRESETS[name]
     config = load_config(preset.config)
     assert config.data.texts_per_image == 5
@@ -220,7 +211,7 @@ def test_presets_load(tool, name):
     assert config.data.resize.long_edge >= preset.image_size[1]
 
 
-def test_sweep_over_precision_checkpointing_and_texts(tool, config_file, tmp_path, capsys):
+def test_sweep_over_precision_checkpointing_and_texts(config_file, tmp_path, capsys):
     output = tmp_path / "steps.json"
     words = ["detector.overrides={MODEL: {RESNETS: {NORM: FrozenBN}}}", "data.texts_per_image=3"]
     options = ["--sweep", "--repetitions", "1", "--warm-up", "0", "--rois", "6", "--json", str(output)]

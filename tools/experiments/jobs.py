@@ -1,4 +1,4 @@
-"""Many training runs that need each other, several at a time, each in a process of its own."""
+"""Training runs that start from each other, several at a time, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from tqdm.auto import tqdm
 from e2e_vl.config import differences, load_config
 from e2e_vl.engine.build import take_sizes_of_detector
 
+TRAIN = Path(__file__).resolve().parents[1] / "train.py"
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -24,9 +26,9 @@ class Job:
 
     Attributes:
         config: YAML file.
-        words: `key=value` settings that beat it, without `output`.
+        words: `key=value` settings that beat the file, without `output`.
         run: run directory; unique among the jobs.
-        after: run directories of the jobs that must be finished before.
+        after: run directories of the jobs that must be finished before this one starts.
     """
 
     config: Path
@@ -41,25 +43,50 @@ class Job:
 
     @property
     def metrics(self) -> dict[str, Any] | None:
-        """What the finished run measured; None before it is finished."""
+        """The numbers of the finished run; None before it is finished."""
         path = self.run / "metrics.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
+    def command(self, launch: str) -> list[str]:
+        """The command of the run; an interrupted run goes on.
 
-def run_jobs(jobs: Sequence[Job], *, train: Path, launch: str, parallel: int = 1) -> None:
-    """Run what is not finished yet; an interrupted run goes on, so the same call can be made until all are done.
+        Args:
+            launch: what starts tools/train.py, such as "python" or "accelerate launch --num_processes 4".
+        """
+        resume = ["--resume"] if self.run.is_dir() else []
+        return [*shlex.split(launch), str(TRAIN), "--config", str(self.config), *resume, *self.settings]
+
+    def check(self) -> None:
+        """Check that a run directory that exists holds a run of this job.
+
+        Raises:
+            ValueError: it does not, or the settings do not load.
+        """
+        wanted = load_config(self.config, self.settings)
+        saved = self.run / "config.yaml"
+        if saved.is_file():
+            take_sizes_of_detector(wanted)
+            changed = differences(load_config(saved), wanted)
+            if changed:
+                raise ValueError(
+                    f"{self.run} holds a run with other settings ({'; '.join(changed[:3])}); remove it or choose "
+                    "another --output."
+                )
+
+
+def run_jobs(jobs: Sequence[Job], *, launch: str, parallel: int = 1) -> None:
+    """Run all unfinished jobs. An interrupted run goes on, so the same call can be made until all are done.
 
     Args:
-        jobs: in an order in which each comes after those it needs.
-        train: tools/train.py.
-        launch: command that starts it, such as "python" or "accelerate launch --num_processes 4".
-        parallel: runs at a time; on CPU they share the cores evenly.
+        jobs: in an order in which each job comes after those that it needs.
+        launch: see `Job.command`.
+        parallel: runs at a time; on the CPU they share the cores evenly.
 
     Raises:
-        ValueError: a folder that holds a run with other settings, or a run that failed; both name the run's log.
+        ValueError: a folder holds a run with other settings, or a run failed; the message names the run, or its log.
     """
     for job in jobs:
-        check_same_run(job.run, job.config, job.settings)
+        job.check()
     waiting = [job for job in jobs if job.metrics is None]
     environment = {**os.environ, "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // parallel, 1))}
     running: dict[concurrent.futures.Future[None], Job] = {}
@@ -72,41 +99,22 @@ def run_jobs(jobs: Sequence[Job], *, train: Path, launch: str, parallel: int = 1
             ready = [job for job in waiting if not unfinished.intersection(job.after)]
             for job in ready[: parallel - len(running)]:
                 waiting.remove(job)
-                running[pool.submit(_run, job, train, launch, environment)] = job
+                running[pool.submit(_run, job, launch, environment)] = job
             done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
             for future in done:
                 running.pop(future)
                 try:
                     future.result()
                 except ValueError:
-                    waiting.clear()  # the other running ones still end by themselves
+                    waiting.clear()  # the other running jobs still end by themselves
                     raise
                 bar.update()
 
 
-def check_same_run(run: Path, config: Path, settings: list[str]) -> None:
-    """A run directory that is there already must hold a run of this file with these settings.
-
-    Raises:
-        ValueError: it does not, or the settings do not load.
-    """
-    wanted = load_config(config, settings)
-    saved = run / "config.yaml"
-    if saved.is_file():
-        take_sizes_of_detector(wanted)
-        changed = differences(load_config(saved), wanted)
-        if changed:
-            raise ValueError(
-                f"{run} holds a run with other settings ({'; '.join(changed[:3])}); remove it or choose another "
-                "--output."
-            )
-
-
-def _run(job: Job, train: Path, launch: str, environment: dict[str, str]) -> None:
-    resume = ["--resume"] if any(job.run.glob("checkpoints/*")) else []
+def _run(job: Job, launch: str, environment: dict[str, str]) -> None:
     log = job.run.with_name(job.run.name + ".log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [*shlex.split(launch), str(train), "--config", str(job.config), *resume, *job.settings]
+    command = job.command(launch)
     with log.open("w", encoding="utf-8") as file:
         file.write(f"{shlex.join(command)}\n")
         file.flush()

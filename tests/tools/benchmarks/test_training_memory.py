@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from e2e_vl.engine.training_memory import KINDS, benchmark_training_memory, draw_memory, summary
+from training_memory import KINDS, benchmark_training_memory, draw_memory, summary
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "benchmark" / "memory.yaml"
 
 

@@ -1,4 +1,4 @@
-"""How long one training step takes and how much memory, over numbers of regions and texts, precision, checkpointing.
+"""Time and memory of one training step, for several numbers of regions and texts, precisions, and checkpointing.
 
 Shape legend
     I   images in a batch
@@ -26,11 +26,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from e2e_vl.config import RunConfig
-from e2e_vl.engine.benchmark import grouped_and_single, machine_facts, with_rois, without_chance
 from e2e_vl.engine.build import build_run
 from e2e_vl.engine.optim import build_optimizer
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
+from grouped_steps import grouped_and_single, with_rois, without_chance
+from measuring import machine_facts, print_machine, synchronize
 
 PRECISIONS = ("fp32", "bf16")
 SAMPLE_SECONDS = 0.005
@@ -50,7 +51,7 @@ def benchmark_steps(
         config: a run; I = `train.images_per_batch` / `train.accumulate`, the larger k = `data.texts_per_image`.
         rois: boxes per image.
         image_size: pad images to this (height, width), pixels.
-        repetitions, warm_up: measured steps of each combination, and steps before them.
+        repetitions, warm_up: measured steps of each combination, and steps before the measured ones.
 
     Returns:
         `machine`, `settings`, and `cases`: each with `rois`, `texts_per_image` (1 and k), `precision`,
@@ -113,16 +114,16 @@ def measure_steps(
     seconds = []
     with peak_memory(device) as peak:
         for repetition in range(warm_up + repetitions):
-            _synchronize(device)
+            synchronize(device)
             started = time.perf_counter()
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
                 loss = _loss(model, batch)
             loss.backward()
-            _synchronize(device)
+            synchronize(device)
             middle = time.perf_counter()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            _synchronize(device)
+            synchronize(device)
             if repetition >= warm_up:
                 seconds.append((time.perf_counter() - started, middle - started))
     return seconds, peak[0]
@@ -134,7 +135,7 @@ def _loss(model: VisionLanguageModel, batch: Batch) -> Tensor:
 
 @contextlib.contextmanager
 def peak_memory(device: torch.device) -> Iterator[list[int]]:
-    """A list of one number that holds, afterwards, the largest memory in bytes: resident, or allocated on CUDA."""
+    """Yields a list of one number: after the block, the largest memory in bytes, resident, or allocated on CUDA."""
     peak = [0]
     _return_free_memory()
     if device.type == "cuda":
@@ -165,12 +166,27 @@ def resident_bytes() -> int:
 
 
 def _return_free_memory() -> None:
-    """Give what was freed back to the system, or what ran before would count too (glibc keeps it)."""
+    """Give freed memory back to the system: glibc keeps it, so that what ran before would count too."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def show(result: dict[str, Any]) -> int:
+    """Print a table in Markdown; returns the exit status."""
+    settings = result["settings"]
+    height, width = settings["image_size"]
+    print_machine(result["machine"])
+    print(
+        f"{settings['images_per_batch']} images of {height} x {width} pixels, {settings['parameters'] / 1e6:.1f} M "
+        f"parameters, {settings['repetitions']} repetitions"
+    )
+    print("| boxes | texts per image | precision | checkpointing | s per step | of it forward + backward | peak GiB |")
+    print("|---:|---:|---|---|---:|---:|---:|")
+    for case in result["cases"]:
+        print(
+            f"| {case['rois']} | {case['texts_per_image']} | {case['precision']} | "
+            f"{'on' if case['activation_checkpointing'] else 'off'} | {case['seconds']:.2f} | "
+            f"{case['seconds_forward_backward']:.2f} | {case['peak_gib']:.2f} |"
+        )
+    return 0

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from e2e_vl.engine.memory_benchmark import benchmark_memory
+from reading_memory import benchmark_memory
 
 ALLOWED = 48  # MiB beyond what the imported packages take
 

@@ -3,26 +3,17 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
-import pytest
 import torch
 
-from e2e_vl.engine import detector_benchmark
+import benchmark as tool
+import detector_speed
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TINY = ROOT / "configs" / "detector" / "tiny.yaml"
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_tool_detector", ROOT / "tools" / "benchmark.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_case_is_measured(tool, tmp_path, capsys):
+def test_every_case_is_measured(tmp_path, capsys):
     output = tmp_path / "new" / "result.json"
     options = ["--image-size", "96", "128", "--rois", "3,5", "--repetitions", "2", "--json", str(output)]
     assert tool.main(["detector", "--detector-config", str(TINY), *options]) == 0
@@ -41,30 +32,30 @@ def test_every_case_is_measured(tool, tmp_path, capsys):
     assert ("is not installed" in capsys.readouterr().out) != has_detectron2
 
 
-def test_only_the_builtin_detector_where_detectron2_is_missing(tool, tmp_path, capsys, monkeypatch):
+def test_only_the_builtin_detector_where_detectron2_is_missing(tmp_path, capsys, monkeypatch):
     def missing():
         raise ValueError("not installed")
 
-    monkeypatch.setitem(detector_benchmark.DETECTORS, "detectron2", missing)
+    monkeypatch.setitem(detector_speed.DETECTORS, "detectron2", missing)
     options = ["--image-size", "64", "96", "--rois", "2", "--repetitions", "1", "--warm-up", "0", "--no-train"]
     assert tool.main(["detector", "--detector-config", str(TINY), *options]) == 0
     assert "only the built-in detector was measured" in capsys.readouterr().out
 
 
-def test_different_features_are_reported(tool, capsys, monkeypatch):
-    make = detector_benchmark.make_detectors
+def test_different_features_are_reported(capsys, monkeypatch):
+    make = detector_speed.make_detectors
 
     def make_two(config: Path, sampled_rois: int) -> dict:
         first, second = make(config, sampled_rois)["builtin"], make(config, sampled_rois)["builtin"]
         torch.nn.init.normal_(second.backbone.stem.conv1.weight)
         return {"builtin": first, "detectron2": second}
 
-    monkeypatch.setattr(detector_benchmark, "make_detectors", make_two)
+    monkeypatch.setattr(detector_speed, "make_detectors", make_two)
     options = ["--image-size", "64", "96", "--rois", "2", "--repetitions", "1", "--warm-up", "0", "--no-train"]
     assert tool.main(["detector", "--detector-config", str(TINY), *options]) == 1
     assert "features differ" in capsys.readouterr().err
 
 
-def test_bad_numbers_are_one_sentence(tool, capsys):
+def test_bad_numbers_are_one_sentence(capsys):
     assert tool.main(["detector", "--detector-config", str(TINY), "--rois", "0"]) == 2
     assert capsys.readouterr().err == "error: Repetitions, images and boxes must be positive numbers.\n"

@@ -1,4 +1,4 @@
-"""How much memory the processes of a pre-training run need for data that are larger than that."""
+"""How much memory the processes of a pre-training run need to read data that are larger than the memory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.collate import collate
 from e2e_vl.data.grouping import GroupedBatchSampler
 from e2e_vl.data.loading import BatchLoader
-from e2e_vl.engine.benchmark import machine_facts
 from e2e_vl.synthetic.conceptual_writer import RECORDS_PER_SHARD, CaptionedImage, write_shards
 from e2e_vl.synthetic.corpus_writer import draw_lines
 from e2e_vl.synthetic.scenes import SceneConfig
 from e2e_vl.text import build_vocabulary, load_tokenizer
+from measuring import machine_facts
 
 MIB = 2**20
-_BLOCK_LINES = 2_000  # of the corpus, which repeats them
-_IMAGE_SIDE = 48  # pixels
+_BLOCK_LINES = 2_000  # different lines of the corpus, which repeats them
+_IMAGE_SIDE = 48  # height and width of the images, pixels
 _SAMPLES = 100  # measurements of a run
 
 
@@ -43,26 +43,27 @@ def benchmark_memory(
 ) -> dict[str, Any]:
     """Read batches of captions from shards with texts of a corpus, and watch the resident memory of all processes.
 
-    The files are written into the folder, where they stay; files of an earlier call with the same sizes are used again
-    but their indices are made anew. Everything is measured in a fresh process, so that memory of the writers and of the
-    caller does not count.
+    The files are written into the folder, where they stay; files of an earlier call with the same sizes are used again,
+    but their indices are made anew. Everything is measured in a fresh process, so that the memory of the writers and of
+    the caller does not count.
 
     Args:
-        folder: for the files: `corpus_mib` MiB and about 4 KiB for each record.
+        folder: where the files are written: `corpus_mib` MiB and about 4 KiB for each record.
         corpus_mib: size of the text corpus.
         records: images with captions.
         batches: batches that are read.
-        images_per_batch: captions in a batch; with a text of the corpus for each.
+        images_per_batch: captions in a batch; each caption brings one text of the corpus.
         workers: processes that read.
 
     Returns:
         `machine`, `settings`, `files` (MiB), `seconds` (`index`: the first opening of the files, `batches`), and
         `memory` in MiB of resident memory: `start` (main process with everything imported), `index` (its peak while the
-        index was made), then of `main` and each of `workers` the `peak`, and the `growth` from the end of the first
+        index was made), and for `main` and each of `workers` the `peak` and the `growth` from the end of the first
         quarter of the batches to the end of the last.
 
     Raises:
         ValueError: a size that is not positive.
+        RuntimeError: the measuring process died.
     """
     if min(corpus_mib, records, batches, images_per_batch) < 1 or workers < 0:
         raise ValueError("Sizes of the corpus, records, batches and images per batch must be positive.")
@@ -92,7 +93,7 @@ def benchmark_memory(
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """What is read: a text corpus, a folder of shards, and the vocabulary of both."""
+    """The files that are read: a text corpus, a folder of shards, and the vocabulary of both."""
 
     corpus: Path
     shards: Path
@@ -105,9 +106,9 @@ class Files:
 
 
 def write_files(folder: Path, corpus_mib: int, records: int) -> Files:
-    """Write a corpus and captioned images as large as asked for; files of these sizes that are there stay.
+    """Write a corpus of `corpus_mib` MiB and `records` captioned images, or keep existing files of these sizes.
 
-    Their indices are removed: whoever reads the files makes them anew.
+    Their indices are removed: who reads the files makes them anew.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paragraphs = draw_lines(SceneConfig(), np.random.default_rng(0))
@@ -149,11 +150,8 @@ def _write_records(folder: Path, records: int, lines: list[str]) -> Path:
     return shards
 
 
-def _measure(sender: Any, folder: Path, files: dict[str, str], vocabulary: Path, **run: int) -> None:
-    """In a process of its own: open the files, read the batches, and send the numbers."""
-    multiprocessing.set_start_method(None, force=True)  # a spawned process would spawn its workers, not fork them
-    main = psutil.Process()
-    start = main.memory_info().rss
+def open_captions(folder: Path, files: dict[str, str], vocabulary: Path) -> CaptionDataset:
+    """The training data of a pre-training run on the files."""
     settings = DataSettings(
         name="captions",
         root=str(folder),
@@ -161,8 +159,7 @@ def _measure(sender: Any, folder: Path, files: dict[str, str], vocabulary: Path,
         config={"source": "shards"},
         resize=ResizeSettings([_IMAGE_SIDE], _IMAGE_SIDE),
     )
-    begin = time.perf_counter()
-    dataset = CaptionDataset.from_settings(
+    return CaptionDataset.from_settings(
         settings,
         load_tokenizer(vocabulary),
         "train",
@@ -172,6 +169,15 @@ def _measure(sender: Any, folder: Path, files: dict[str, str], vocabulary: Path,
         channel_order="BGR",
         with_objects=False,
     )
+
+
+def _measure(sender: Any, folder: Path, files: dict[str, str], vocabulary: Path, **run: int) -> None:
+    """In a process of its own: open the files, read the batches, and send the numbers."""
+    multiprocessing.set_start_method(None, force=True)  # a spawned process would spawn its workers, not fork them
+    main = psutil.Process()
+    start = main.memory_info().rss
+    begin = time.perf_counter()
+    dataset = open_captions(folder, files, vocabulary)
     index_seconds = time.perf_counter() - begin
     after_index = _peak(main)
     sampler = GroupedBatchSampler(dataset.groups, run["images_per_batch"], 1)
@@ -195,7 +201,7 @@ def _measure(sender: Any, folder: Path, files: dict[str, str], vocabulary: Path,
 
 
 def _numbered(sampler: GroupedBatchSampler, loader: BatchLoader, batches: int) -> Iterator[int]:
-    """Counts batches over as many epochs as are needed."""
+    """0 .. `batches` - 1, one number after each batch, over as many epochs as it takes."""
     number = 0
     for epoch in range(batches):
         sampler.set_epoch(epoch)
@@ -207,7 +213,7 @@ def _numbered(sampler: GroupedBatchSampler, loader: BatchLoader, batches: int) -
 
 
 def _peak(process: psutil.Process) -> int:
-    """Highest resident memory so far, bytes, where the system tells it; else that of this moment."""
+    """Highest resident memory so far, bytes, where the system tells it; elsewhere the present one."""
     status = Path(f"/proc/{process.pid}/status")
     if status.is_file():
         for line in status.read_text().splitlines():
@@ -219,3 +225,17 @@ def _peak(process: psutil.Process) -> int:
 def _summary(values: list[int]) -> dict[str, float]:
     settled = values[len(values) // 4]
     return {"peak": round(max(values) / MIB, 1), "growth": round((values[-1] - settled) / MIB, 1)}
+
+
+def show(result: dict[str, Any]) -> int:
+    """Print a short table; returns the exit status."""
+    settings, files, seconds, memory = (result[name] for name in ("settings", "files", "seconds", "memory"))
+    print(f"corpus {files['corpus']} MiB, {settings['records']} images in {files['shards']} MiB of shards")
+    print(f"  {'imported':20s} {memory['start']:8.1f} MiB")
+    print(f"  {'peak at the index':20s} {memory['index']:8.1f} MiB, {seconds['index']} s")
+    print(f"{settings['batches']} batches of {settings['images_per_batch']} captions, {seconds['batches']} s:")
+    rows = {"main process": memory["main"]}
+    rows |= {f"worker {number}": values for number, values in enumerate(memory["workers"])}
+    for name, values in rows.items():
+        print(f"  {name:20s} {values['peak']:8.1f} MiB peak, {values['growth']:+.1f} MiB growth")
+    return 0

@@ -1,4 +1,4 @@
-"""How fast a detector is: the built-in one against Detectron2's model of the same config, weights and inputs.
+"""How fast the built-in detector is, against Detectron2's model with the same config, weights and inputs.
 
 Shape legend
     N   images of a batch
@@ -7,22 +7,21 @@ Shape legend
 
 from __future__ import annotations
 
-import statistics
-import time
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from detector.interface import Detector
 from detector.structures import DetectionTargets, ImageBatch
-from e2e_vl.engine.benchmark import machine_facts
 from e2e_vl.engine.build import DETECTORS
+from measuring import machine_facts, print_machine, spread, take_turns
 
 OBJECTS = 8  # annotated objects of each image in the training step
+TOLERANCE = 1e-3  # of the features, relative to the largest one
 
 
 def benchmark_detector(
@@ -47,14 +46,17 @@ def benchmark_detector(
         config: Detectron2 YAML file of a C4 model.
         image_size: (height, width), pixels of the network input.
         images: N.
-        rois: numbers of given boxes R, one measurement each; the training step has the first.
-        repetitions, warm_up: measured calls of each backend, and calls before them.
+        rois: numbers of given boxes R, one measurement each; the training step uses the first.
+        repetitions, warm_up: measured calls of each backend, and calls before the measured ones.
         training: also measure training steps, with `sampled_rois` RoIs of each image for the detection losses.
 
     Returns:
-        `machine`, `settings`, `backends`, `cases` (one per name, e.g. "features_36" or "train": `times` of each
-        backend in seconds and, with both backends, `ratio` = Detectron2's median / ours, above 1 = ours is faster), and
-        `max_feature_difference` relative to the largest feature.
+        `machine`, `settings`, `backends`, `cases` (by name, such as "features_36" or "train": `times` of each backend
+        in seconds and, with both backends, `ratio` = Detectron2's median / ours, above 1 = ours is faster), and
+        `max_feature_difference`, relative to the largest feature; None with one backend.
+
+    Raises:
+        ValueError: a number that is not positive, or a config that the detectors refuse.
     """
     if repetitions < 1 or warm_up < 0 or images < 1 or not rois or min(rois) < 1:
         raise ValueError("Repetitions, images and boxes must be positive numbers.")
@@ -71,10 +73,7 @@ def benchmark_detector(
         cases[f"features_{number}"] = {
             name: _feature_call(detector, batch, boxes) for name, detector in detectors.items()
         }
-    difference = None
-    if len(detectors) == 2:
-        ours, theirs = (call() for call in cases[f"features_{rois[0]}"].values())
-        difference = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+    difference = _feature_difference(cases[f"features_{rois[0]}"])
     results = {name: _measure(calls, repetitions, warm_up, device, name) for name, calls in cases.items()}
     if training:
         boxes = random_boxes(images, rois[0], image_size, device)
@@ -98,7 +97,7 @@ def benchmark_detector(
 
 
 def make_detectors(config: Path, sampled_rois: int) -> dict[str, Detector]:
-    """The built-in detector and, where it can be imported, Detectron2's with the same weights."""
+    """The built-in detector and, where Detectron2 can be imported, its detector with the same weights."""
     tree = {"_BASE_": str(config.resolve()), "MODEL": {"ROI_HEADS": {"BATCH_SIZE_PER_IMAGE": sampled_rois}}}
     detectors: dict[str, Detector] = {}
     for name in ("builtin", "detectron2"):
@@ -125,6 +124,14 @@ def random_boxes(images: int, number: int, size: tuple[int, int], device: torch.
     corners = torch.rand(images, number, 2) * 0.5
     sides = 0.1 + torch.rand(images, number, 2) * 0.4
     return list((torch.cat([corners, corners + sides], dim=2) * scale).to(device))
+
+
+def _feature_difference(calls: dict[str, Callable[[], Tensor]]) -> float | None:
+    """The largest difference of the backends' features, relative to the largest feature; None with one backend."""
+    if len(calls) < 2:
+        return None
+    ours, theirs = (call() for call in calls.values())
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
 def _feature_call(detector: Detector, batch: ImageBatch, boxes: list[Tensor]) -> Callable[[], Tensor]:
@@ -156,28 +163,28 @@ def _training_call(detector: Detector, batch: ImageBatch, boxes: list[Tensor]) -
 def _measure(
     calls: dict[str, Callable[[], Any]], repetitions: int, warm_up: int, device: torch.device, label: str
 ) -> dict[str, Any]:
-    """Seconds of every call; the backends take turns, and so does the one that begins."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for repetition in tqdm(range(warm_up + repetitions), desc=label, leave=False):
-        for name in list(calls) if repetition % 2 == 0 else list(calls)[::-1]:
-            _synchronize(device)
-            started = time.perf_counter()
-            calls[name]()
-            _synchronize(device)
-            if repetition >= warm_up:
-                seconds[name].append(time.perf_counter() - started)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    result: dict[str, Any] = {
-        "times": {
-            name: {"median": medians[name], "min": min(values), "max": max(values), "all": values}
-            for name, values in seconds.items()
-        }
-    }
-    if len(medians) == 2:
-        result["ratio"] = medians["detectron2"] / medians["builtin"]
-    return result
+    """`times` of each backend and, with both, their `ratio`."""
+    times = spread(take_turns(calls, repetitions, warm_up, device, label))
+    if len(times) < 2:
+        return {"times": times}
+    return {"times": times, "ratio": times["detectron2"]["median"] / times["builtin"]["median"]}
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def show(result: dict[str, Any]) -> int:
+    """Print a short table; returns the exit status."""
+    settings = result["settings"]
+    height, width = settings["image_size"]
+    print_machine(result["machine"])
+    print(f"{settings['config']}, {settings['images']} x {height} x {width} pixels, float32")
+    for name, case in result["cases"].items():
+        for backend, times in case["times"].items():
+            print(f"  {name:14s} {backend:12s} {times['median']:8.3f} s ({times['min']:.3f} .. {times['max']:.3f})")
+        if "ratio" in case:
+            print(f"  {name:14s} {'ratio':12s} {case['ratio']:8.3f}")
+    if "detectron2" not in result["backends"]:
+        print("Detectron2 is not installed: only the built-in detector was measured.")
+    difference = result["max_feature_difference"]
+    if difference is None or difference <= TOLERANCE:
+        return 0
+    print(f"The backends' features differ by {difference:.2g}.", file=sys.stderr)
+    return 1

@@ -1,4 +1,4 @@
-"""How much memory the processes of a whole pre-training run take, step by step: model, optimiser and data workers."""
+"""How much memory all processes of a pre-training run take, step by step: model, optimiser and data workers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from matplotlib.figure import Figure
 from safetensors.torch import save_file
 
 from e2e_vl.config import load_config
-from e2e_vl.engine.benchmark import machine_facts
 from e2e_vl.engine.build import build_detector
-from e2e_vl.engine.logging import read_log
-from e2e_vl.engine.memory_benchmark import MIB, write_files
 from e2e_vl.engine.train import train
+from e2e_vl.run_files import read_log
+from measuring import detector_word, machine_facts
+from reading_memory import MIB, Files, write_files
 
-KINDS = ("rss", "pss", "uss")  # resident; with shared pages divided among those who share them; without shared pages
+KINDS = ("rss", "pss", "uss")  # resident; shared pages divided by the number of sharers; without shared pages
 _SAMPLES = 100  # of a run
 _POLL_SECONDS = 0.05
 
@@ -40,38 +40,35 @@ def benchmark_training_memory(
 ) -> dict[str, Any]:
     """Train on files of several sizes, one run after the other, and watch the memory of all processes from outside.
 
-    Every run is that of tools/train.py, in a fresh process on the CPU; its folder is removed. See `write_files` for the
-    files, which stay.
+    Every run does what tools/train.py does, in a fresh process on the CPU; its folder is removed. The files stay (see
+    `write_files`).
 
     Args:
         config_file: YAML file of a pre-training run on shards with a corpus.
-        folder: for the files.
+        folder: where the files are written.
         sizes: (MiB of the corpus, images with captions) of each run.
-        steps: optimiser steps of each.
-        images_per_batch: captions in a batch; with a text of the corpus for each.
+        steps: optimiser steps of each run.
+        images_per_batch: captions in a batch; each caption brings one text of the corpus.
         workers: processes that read.
 
     Returns:
         `machine`, `settings`, and `cases`: for each size `corpus_mib`, `records`, `files` (MiB), `start` (MiB,
-        resident, with everything imported), `seconds`, `steps` [S] at which was measured, and `main` and each of
+        resident, with everything imported), `seconds`, `steps` [S], the measured steps, and `main` and each of
         `workers` with `rss`, `pss` and `uss`, lists [S] in MiB, and a `summary` of them (see `summary`).
 
     Raises:
         ValueError: a size that is not positive, or what the run raises about settings and data.
+        RuntimeError: the training process died.
     """
     if min(steps, images_per_batch, *(number for pair in sizes for number in pair)) < 1 or workers < 0:
         raise ValueError("Sizes of the corpus, records, steps and images per batch must be positive.")
     cases = []
     for corpus_mib, records in sizes:
         files = write_files(folder, corpus_mib, records)
-        run = folder / f"run_{os.getpid()}_{len(cases)}"
         words = [
-            f"output={run}",
-            f"data.root={folder}",
-            f"data.files.corpus={files.corpus.name}",
-            f"data.files.shards={files.shards.name}",
-            f"data.vocabulary={files.vocabulary}",
-            f"detector.weights={folder / 'detector.safetensors'}",
+            f"output={folder / f'run_{os.getpid()}_{len(cases)}'}",
+            detector_word(config_file),
+            *_words_of_files(folder, files),
             f"train.max_steps={steps}",
             f"train.images_per_batch={images_per_batch}",
             f"train.log_every={max(steps // _SAMPLES, 1)}",
@@ -91,11 +88,21 @@ def benchmark_training_memory(
     }
 
 
-def summary(steps: list[int], values: dict[str, list[float]]) -> dict[str, float]:
-    """One process in numbers, MiB: `peak` (resident), and of each kind its `early` and `late` value and the `growth`.
+def _words_of_files(folder: Path, files: Files) -> list[str]:
+    return [
+        f"data.root={folder}",
+        f"data.files.corpus={files.corpus.name}",
+        f"data.files.shards={files.shards.name}",
+        f"data.vocabulary={files.vocabulary}",
+        f"detector.weights={folder / 'detector.safetensors'}",
+    ]
 
-    Early is the median from 20 to 30 % of the steps, when pools of allocators and caches have filled, and late that of
-    the last 10 %; medians, because memory of one step depends on its longest text and its number of regions.
+
+def summary(steps: list[int], values: dict[str, list[float]]) -> dict[str, float]:
+    """One process in numbers, MiB: the resident `peak`, and for each kind an `early` and a `late` value and `growth`.
+
+    Early is the median from 20 to 30 % of the steps, when pools of allocators and caches have filled; late is the
+    median of the last 10 %. Medians, because the memory of a step depends on its longest text and number of regions.
     """
     early = [row for row, step in enumerate(steps) if 0.2 * steps[-1] < step <= 0.3 * steps[-1]] or [0]
     late = [row for row, step in enumerate(steps) if step > 0.9 * steps[-1]]
@@ -108,7 +115,7 @@ def summary(steps: list[int], values: dict[str, list[float]]) -> dict[str, float
 
 
 def draw_memory(result: dict[str, Any], path: Path) -> None:
-    """Curves of all runs as a PNG: resident and own (USS) memory of the main process and of the workers, by step."""
+    """Write a PNG with curves of all runs: resident and unshared (USS) memory of the main process and the workers."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     main_axes, worker_axes = figure.subplots(1, 2)
     for number, case in enumerate(result["cases"]):
@@ -131,7 +138,7 @@ def draw_memory(result: dict[str, Any], path: Path) -> None:
 
 
 def _write_detector(config_file: Path, words: list[str], path: Path) -> None:
-    """A detector at random: shards come without boxes, so a detector has to propose them."""
+    """Write a detector with random values: shards come without boxes, so a detector has to propose them."""
     config = load_config(config_file, words)
     torch.manual_seed(config.seed)
     detector = build_detector(dataclasses.replace(config, detector=dataclasses.replace(config.detector, weights=None)))
@@ -139,7 +146,7 @@ def _write_detector(config_file: Path, words: list[str], path: Path) -> None:
 
 
 def _run(config_file: Path, words: list[str]) -> dict[str, Any]:
-    """One run in a process of its own, measured whenever it has written a line into its log."""
+    """One run in a process of its own, measured each time that it has written a line into its log."""
     run = Path(load_config(config_file, words).output)
     # Spawned, not forked: it must not inherit the memory of this process.
     context = multiprocessing.get_context("spawn")
@@ -175,7 +182,7 @@ def _run(config_file: Path, words: list[str]) -> dict[str, Any]:
 
 
 def _train(sender: Any, config_file: Path, words: list[str]) -> None:
-    """In a process of its own: say how much memory the imports took, train, and say what went wrong, if anything."""
+    """In a process of its own: send the memory that the imports took, train, and send the error of the run or None."""
     multiprocessing.set_start_method(None, force=True)  # a spawned process would spawn its workers, not fork them
     sender.send(psutil.Process().memory_info().rss)
     os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -188,7 +195,7 @@ def _train(sender: Any, config_file: Path, words: list[str]) -> None:
 
 
 def _watch(process: Any, log: Path) -> tuple[list[int], dict[int, dict[str, list[float]]]]:
-    """Steps at which was measured, and of the main process and then of each worker the memory in MiB at these."""
+    """The measured steps, and the memory in MiB at each of them, of the main process and then of each worker."""
     steps: list[int] = []
     measured: dict[int, dict[str, list[float]]] = {}
     size = 0
@@ -209,7 +216,7 @@ def _watch(process: Any, log: Path) -> tuple[list[int], dict[int, dict[str, list
 
 
 def _memory(pid: int) -> dict[int, dict[str, int]]:
-    """Bytes of each kind, of a process and of the workers that it forked; empty if one of them has just ended."""
+    """Bytes of each kind, by process: a process and the workers that it forked; empty if one of them has just ended."""
     try:
         main = psutil.Process(pid)
         command = main.cmdline()
@@ -219,3 +226,23 @@ def _memory(pid: int) -> dict[int, dict[str, int]]:
         return {}
     # only Linux divides shared pages
     return {pid: {kind: values.get(kind, values["uss"]) for kind in KINDS} for pid, values in found.items()}
+
+
+def show(result: dict[str, Any]) -> int:
+    """Print a table in Markdown, MiB; returns the exit status."""
+    settings = result["settings"]
+    print(f"{settings['steps']} steps of {settings['images_per_batch']} captions and as many texts of the corpus, MiB:")
+    print("| corpus | records | process | RSS peak | RSS late | RSS growth | PSS late | USS late | USS growth |")
+    print("|---:|---:|---|---:|---:|---:|---:|---:|---:|")
+    for case in result["cases"]:
+        rows = {"main": case["main"]} | {f"worker {number}": one for number, one in enumerate(case["workers"])}
+        for name, process in rows.items():
+            values = process["summary"]
+            print(
+                f"| {case['files']['corpus']:.0f} | {case['records']} | {name} | {values['peak']:.0f} | "
+                f"{values['rss_late']:.0f} | {values['rss_growth']:+.1f} | {values['pss_late']:.0f} | "
+                f"{values['uss_late']:.0f} | {values['uss_growth']:+.1f} |"
+            )
+    for case in result["cases"]:
+        print(f"{case['records']} records: {case['start']:.0f} MiB with everything imported, {case['seconds']:.0f} s")
+    return 0

@@ -1,17 +1,16 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import shlex
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+import compare as tool
 from e2e_vl.config import differences, load_config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "configs" / "demo" / "refcoco.yaml"
 
 # Stands in for the Python that runs tools/train.py: notes its arguments and writes what a run leaves behind.
@@ -35,25 +34,17 @@ metrics = {"val/accuracy_gt_boxes": accuracy, "val/accuracy_gt_boxes/relation": 
 """
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compare_tool", ROOT / "tools" / "compare.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class Compare:
     """Calls the tool with the fake run."""
 
-    def __init__(self, tool: ModuleType, folder: Path):
-        self.tool, self.output, self.fake = tool, folder / "runs", folder / "fake.py"
+    def __init__(self, folder: Path):
+        self.output, self.fake = folder / "runs", folder / "fake.py"
         self.fake.write_text(FAKE, encoding="utf-8")
         self.launch = shlex.join([sys.executable, str(self.fake)])
 
     def __call__(self, *words: str) -> int:
         required = ["--config", str(DEMO), "--output", str(self.output), "--launch", self.launch]
-        return self.tool.main([*required, *words])
+        return tool.main([*required, *words])
 
     @property
     def calls(self) -> list[list[str]]:
@@ -62,9 +53,9 @@ class Compare:
 
 
 @pytest.fixture
-def compare(tool, tmp_path, monkeypatch) -> Compare:
+def compare(tmp_path, monkeypatch) -> Compare:
     monkeypatch.chdir(ROOT)
-    return Compare(tool, tmp_path)
+    return Compare(tmp_path)
 
 
 def test_variants_are_trained_once_and_compared(compare, capsys):
@@ -147,7 +138,7 @@ def test_an_unknown_metric_is_named_with_the_known_ones(compare, capsys):
     assert "no metric 'val/accuracy'; it has val/accuracy_gt_boxes" in capsys.readouterr().err
 
 
-def test_the_demo_variants_are_settings_of_the_demo(tool, monkeypatch):
+def test_the_demo_variants_are_settings_of_the_demo(monkeypatch):
     monkeypatch.chdir(ROOT)
     variants = tool.read_variants(ROOT / "configs" / "demo" / "variants.yaml", [])
     assert list(variants) == ["joint", "detector frozen at its start", "without the text"]
@@ -156,7 +147,7 @@ def test_the_demo_variants_are_settings_of_the_demo(tool, monkeypatch):
     assert differences(joint, blind) == ["data.blank_text: False -> True"]
 
 
-def test_a_real_run(tool, tmp_path, monkeypatch):
+def test_a_real_run(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     small = ["data.synthetic.scenes.train=4", "data.synthetic.scenes.val=2", "train.images_per_batch=2"]
     small += ["train.max_steps=2", "data.workers=0", "data.resize.short_edge=[96]", f"data.root={tmp_path / 'data'}"]

@@ -1,33 +1,25 @@
-"""The plan and the table of tools/table4.py; the runs themselves are those of tests/engine."""
+"""The plan and the table of tools/experiments/table4.py; tests/engine trains such runs."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+import table4 as tool
 from e2e_vl.config import load_config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("table4", ROOT / "tools" / "table4.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def make_plan(folder: Path, rows=("none", "b", "full"), seeds=(0, 1), tasks=("refcoco", "vqa")):
+    settings = ["train.log_every=5", f"data.root={folder / 'data'}"]
+    return tool.plan(ROOT / "configs" / "table4", folder, settings, seeds, rows, tasks)
 
 
-def make_plan(tool: ModuleType, folder: Path, rows=("none", "b", "full"), seeds=(0, 1), tasks=("refcoco", "vqa")):
-    return tool.plan(ROOT / "configs" / "table4", folder, folder / "data", seeds, rows, tasks, ["train.log_every=5"])
-
-
-def test_every_run_starts_from_the_row_it_belongs_to(tool, tmp_path):
-    jobs = make_plan(tool, tmp_path)
+def test_every_run_starts_from_the_row_it_belongs_to(tmp_path):
+    jobs = make_plan(tmp_path)
     assert len(jobs) == 1 + 2 * 2 + 2 * 2 * 3 + 2 * 2
     by_run = {job.run: name for name, job in jobs.items()}
     names = list(jobs)
@@ -41,7 +33,7 @@ def test_every_run_starts_from_the_row_it_belongs_to(tool, tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs" / "table4").glob("*.yaml")))
-def test_rows_are_switches_of_one_configuration(tool, tmp_path, name, monkeypatch):
+def test_rows_are_switches_of_one_configuration(tmp_path, name, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = load_config(ROOT / "configs" / "table4" / name, ["output=unused"])
     assert config.data.resize.short_edge == [192]
@@ -53,8 +45,8 @@ def test_rows_are_switches_of_one_configuration(tool, tmp_path, name, monkeypatc
         assert config.detector.freeze == (letter != "")
 
 
-def test_table_has_mean_and_spread(tool, tmp_path):
-    jobs = make_plan(tool, tmp_path, tasks=("refcoco",))
+def test_table_has_mean_and_spread(tmp_path):
+    jobs = make_plan(tmp_path, tasks=("refcoco",))
     values = {"none": (0.2, 0.4), "b": (0.5, 0.5), "full": (0.7, 0.8)}
     for row, numbers in values.items():
         for seed, number in enumerate(numbers):
@@ -73,3 +65,11 @@ def test_table_has_mean_and_spread(tool, tmp_path):
 def write(run: Path, accuracy: float) -> None:
     run.mkdir()
     (run / "metrics.json").write_text(json.dumps({"val/accuracy_gt_boxes": accuracy}))
+
+
+def test_the_detector_is_found_from_any_folder(tmp_path, monkeypatch):
+    configs = ROOT / "configs" / "table4"
+    monkeypatch.chdir(ROOT)
+    assert tool.detector_words(configs) == []
+    monkeypatch.chdir(tmp_path)
+    assert tool.detector_words(configs) == [f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}"]

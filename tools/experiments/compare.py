@@ -1,11 +1,11 @@
 """Train variants of a run one after the other and put their metrics into one table.
 
-    python tools/compare.py --config configs/demo/refcoco.yaml --variants configs/demo/variants.yaml \\
+    python tools/experiments/compare.py --config configs/demo/refcoco.yaml --variants configs/demo/variants.yaml \\
         --output runs/demo_compare
-    python tools/compare.py --config FILE --output DIR --variant joint --variant frozen detector.freeze=true
+    python tools/experiments/compare.py --config FILE --output DIR --variant joint --variant frozen detector.freeze=true
 
-Each variant is a run of tools/train.py in a folder of OUTPUT that has its name. A finished one is not run again and an
-unfinished one is continued, so the same command can be given until all are done. Writes OUTPUT/comparison.json and
+Each variant is a run of tools/train.py in the folder of OUTPUT with its name. A finished run is not run again and an
+unfinished run is continued, so the same command can be given until all are done. Writes OUTPUT/comparison.json and
 OUTPUT/comparison.md, a table of the chosen metrics and the minutes of training.
 """
 
@@ -22,9 +22,7 @@ from typing import Any
 
 import yaml
 
-from e2e_vl.engine.jobs import check_same_run
-
-TRAIN = Path(__file__).resolve().with_name("train.py")
+from jobs import Job
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    command = shlex.join(["python", "tools/compare.py", *(sys.argv[1:] if argv is None else argv)])
+    command = shlex.join(["python", "tools/experiments/compare.py", *(sys.argv[1:] if argv is None else argv)])
     table = as_markdown(comparison, command)
     arguments.output.joinpath("comparison.json").write_text(json.dumps(comparison, indent=1) + "\n", encoding="utf-8")
     arguments.output.joinpath("comparison.md").write_text(table, encoding="utf-8")
@@ -69,20 +67,10 @@ def read_variants(path: Path | None, words: list[list[str]]) -> dict[str, list[s
     """Name -> overrides, of the file and then of the command line.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, no variant at all, a name twice, or a name that is no folder name.
+        FileNotFoundError, ValueError: the file does not exist, there is no variant, a name is given twice, or a name
+            cannot be the name of a folder.
     """
-    variants: dict[str, list[str]] = {}
-    if path is not None:
-        if not path.is_file():
-            raise FileNotFoundError(f"Variants file {path} does not exist.")
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict) or not all(
-            isinstance(value, list) and all(isinstance(word, str) for word in value) for value in content.values()
-        ):
-            raise ValueError(
-                f"{path} must map names to lists of key=value words, such as `frozen: [detector.freeze=1]`."
-            )
-        variants = {str(name): overrides for name, overrides in content.items()}
+    variants = {} if path is None else _read_file(path)
     for name, *overrides in words:
         if name in variants:
             raise ValueError(f"Variant '{name}' is given twice.")
@@ -102,8 +90,19 @@ def read_variants(path: Path | None, words: list[list[str]]) -> dict[str, list[s
     return variants
 
 
+def _read_file(path: Path) -> dict[str, list[str]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"Variants file {path} does not exist.")
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or not all(
+        isinstance(value, list) and all(isinstance(word, str) for word in value) for value in content.values()
+    ):
+        raise ValueError(f"{path} must map names to lists of key=value words, such as `frozen: [detector.freeze=1]`.")
+    return {str(name): overrides for name, overrides in content.items()}
+
+
 def folder_of(name: str) -> str:
-    """The name with underscores for everything that makes folder names awkward."""
+    """The name, with underscores for all characters that are awkward in folder names."""
     return re.sub(r"[^\w.-]+|^[.]+", "_", name)
 
 
@@ -115,18 +114,15 @@ def compare(
     metrics: list[str] | None,
     launch: str,
 ) -> dict[str, Any]:
-    """Train what is not trained yet and collect the metrics of all variants.
+    """Train the variants that are not finished and collect the metrics of all of them.
 
     Raises:
         ValueError: settings that do not load, a folder that holds another run, a failed run or an unknown metric.
     """
-    runs = {}
-    for name, overrides in variants.items():  # all of them before the first hour is spent
-        run = output / folder_of(name)
-        words = [*common, *overrides, f"output={run}"]
-        check_same_run(run, config, words)
-        runs[name] = (run, words)
-    results = {name: train_variant(name, run, config, words, launch) for name, (run, words) in runs.items()}
+    jobs = {name: Job(config, (*common, *overrides), output / folder_of(name)) for name, overrides in variants.items()}
+    for job in jobs.values():  # all of them before the first hour is spent
+        job.check()
+    results = {name: train_variant(name, job, launch) for name, job in jobs.items()}
     metrics = metrics or [
         key
         for key in next(iter(results.values()))
@@ -140,7 +136,7 @@ def compare(
             raise ValueError(f"Variant '{name}' has no metric '{unknown[0]}'; it has {known}.")
         rows[name] = {
             "overrides": variants[name],
-            "run": str(runs[name][0]),
+            "run": str(jobs[name].run),
             "metrics": {key: result[key] for key in metrics},
             "steps": result["steps"],
             "training_minutes": result["seconds_training"] / 60,
@@ -148,19 +144,17 @@ def compare(
     return {"config": str(config), "common_overrides": common, "metrics": metrics, "variants": rows}
 
 
-def train_variant(name: str, run: Path, config: Path, words: list[str], launch: str) -> dict[str, Any]:
-    """The metrics of one variant, trained by tools/train.py in its own process if they are not there yet."""
-    finished = run / "metrics.json"
-    if not finished.is_file():
-        resume = ["--resume"] if run.is_dir() else []
-        command = [*shlex.split(launch), str(TRAIN), "--config", str(config), *resume, *words]
+def train_variant(name: str, job: Job, launch: str) -> dict[str, Any]:
+    """The metrics of one variant, trained by tools/train.py in a process of its own if it is not finished."""
+    if job.metrics is None:
+        command = job.command(launch)
         print(f"{name}: {shlex.join(command)}", flush=True)
         status = subprocess.run(command, check=False).returncode
-        if status != 0 or not finished.is_file():
+        if status != 0 or job.metrics is None:
             raise ValueError(
                 f"Variant '{name}' failed with exit status {status}, see above; give the same command again to go on."
             )
-    return json.loads(finished.read_text(encoding="utf-8"))
+    return job.metrics
 
 
 def as_markdown(comparison: dict[str, Any], command: str) -> str:
