@@ -159,8 +159,8 @@ def resolve(config: RunConfig) -> RunConfig:
     `data.resize` comes from the detector's YAML file where it is null, so that the saved settings hold numbers.
 
     Raises:
-        ValueError: a wrong name, own boxes of a detector that never learns to find any, or sizes of training and testing
-            that `data.resize` cannot express together.
+        ValueError: a wrong name, own boxes of a detector that never learns to find any, or sizes of training and
+            testing that `data.resize` cannot express together.
     """
     named_parts(config)
     is_random = config.detector.loss_weight == 0 and config.detector.weights is None

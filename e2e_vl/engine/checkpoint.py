@@ -245,8 +245,8 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     folder = complete[-1]
     if saved_version(folder / "model" / "config.yaml") != VERSION:
         raise ValueError(
-            f"Cannot resume from {folder}: it was saved by an earlier version of this project; evaluate it, start a new "
-            f"run from it with encoder.weights={output}, or choose another `output`."
+            f"Cannot resume from {folder}: it was saved by an earlier version of this project; evaluate it, start a "
+            f"new run from it with encoder.weights={output}, or choose another `output`."
         )
     written = load_config(folder / "model" / "config.yaml")
     as_saved = dataclasses.replace(written.detector, config=str(folder / "model/detector/config.yaml"), overrides={})

@@ -55,7 +55,7 @@ class DetectedBoxes(BoxReader):
 
 
 class StoredBoxes(BoxReader):
-    """Boxes of files of region features: detected ones by falling score where there are scores, given ones in file order.
+    """Boxes of files of region features: detected ones by falling score where there are scores, given ones as in the file.
 
     Args:
         stores: the files.

@@ -153,8 +153,8 @@ class ImageLoader:
         size = found.image_size
         if image.size is not None and image.size != size:
             raise ValueError(
-                f"{found.origin}: the image was {size[1]} x {size[0]} pixels, but its annotations say {image.size[1]} x "
-                f"{image.size[0]}; use features of the same images"
+                f"{found.origin}: the image was {size[1]} x {size[0]} pixels, but its annotations say "
+                f"{image.size[1]} x {image.size[0]}; use features of the same images"
             )
         placement = Placement(size, look.resize.target_size(*size), look.flip)
         features, whole = found.features, found.image_feature
