@@ -52,7 +52,7 @@ class VQAConfig:
 
     Attributes:
         answers: the possible answers, the position in the list is the class. In settings also a file, see
-            `e2e_vl.data.formats.vqa_files.read_answers`; None = `data.files.answers`, or else built from the annotations
+            `e2e_vl.data.formats.vqa_files.read_answers`; None: `data.files.answers`, or built from the annotations
             of the training split. Of an answer that is listed twice the first counts; `<unk>` is never a target and
             never predicted.
         min_answer_count: a list built from annotations holds what is the most frequent answer to at least this number

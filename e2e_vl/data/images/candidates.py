@@ -55,7 +55,7 @@ class DetectedBoxes(BoxReader):
 
 
 class StoredBoxes(BoxReader):
-    """Boxes of files of region features: detected ones by falling score where there are scores, given ones as in the file.
+    """Boxes of files of region features: detected ones by falling score where there are scores, given ones as stored.
 
     Args:
         stores: the files.
