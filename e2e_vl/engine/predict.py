@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.data.loading.requests import random_generator
-from e2e_vl.engine.build import (
-    Run,
+from e2e_vl.engine.build_data import (
     build_collate,
     build_examples,
     build_loader,
@@ -26,6 +25,7 @@ from e2e_vl.engine.build import (
 from e2e_vl.engine.checkpoint import load_model, saved_settings
 from e2e_vl.engine.evaluate import evaluate, named_metrics
 from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.engine.run import Run
 from e2e_vl.examples import Example
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.samples import BrokenImageError, Question, Sample

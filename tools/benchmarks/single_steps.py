@@ -26,8 +26,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from e2e_vl.config import RunConfig
-from e2e_vl.engine.build import build_run
 from e2e_vl.engine.optim import build_optimizer
+from e2e_vl.engine.run import build_run
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
 from grouped_steps import grouped_and_single, with_rois, without_chance
