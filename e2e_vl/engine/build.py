@@ -79,7 +79,7 @@ DATASETS: dict[str, type[VLDataset]] = {
 }
 
 
-class Parts(NamedTuple):
+class PartClasses(NamedTuple):
     """The classes that a run's settings name."""
 
     detector: type[Detector]
@@ -88,13 +88,13 @@ class Parts(NamedTuple):
     dataset: type[VLDataset]
 
 
-def named_parts(config: RunConfig) -> Parts:
+def named_parts(config: RunConfig) -> PartClasses:
     """Look up the names in the dicts above.
 
     Raises:
         ValueError: there is nothing of that name (the message lists what there is), or its package is not installed.
     """
-    return Parts(
+    return PartClasses(
         detector=_named(DETECTORS, config.detector.backend, "detector.backend")(),
         encoder=_named(ENCODERS, config.encoder.name, "encoder.name"),
         task=_named(TASKS, config.task.name, "task.name"),

@@ -159,7 +159,7 @@ def answer(config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedT
         return random_generator(config.seed, 0, text)
 
     try:
-        images = [loader.load(image, loader.draw_look(draw(0))) for image in sample.images]
+        images = [loader.load(image, loader.draw_augmentation(draw(0))) for image in sample.images]
     except BrokenImageError as error:
         raise error.__cause__ from None
     batch = build_collate(config, model)([Example(images, list(wording(sample, images, draw)))])

@@ -193,7 +193,7 @@ def test_nothing_masked_is_no_nan(settings):
 
 
 VL_BERT = (
-    "data.config.source=vl_bert",
+    "data.config.source=json_lines",
     "data.files={captions: 'conceptual/{split}.json', detections: 'conceptual/{split}_frcnn.json', "
     "features: 'conceptual/{split}_frcnn.json'}",
 )
