@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from jaxtyping import Int64
 from transformers import PreTrainedTokenizerBase
 
 from e2e_vl.text import mirror_words
@@ -62,14 +63,14 @@ BARE = Template((0,), (0,))  # wordpieces alone
 class LaidText:
     """One text as wordpieces."""
 
-    input_ids: np.ndarray  # int64 [L]
-    segment_ids: np.ndarray  # int64 [L]
-    source: np.ndarray  # int64 [L], which of the given pieces stands here, all texts counted through; -1: a special one
+    input_ids: Int64[np.ndarray, " L"]
+    segment_ids: Int64[np.ndarray, " L"]
+    source: Int64[np.ndarray, " L"]  # which given piece stands here, all texts counted through; -1: a special one
     summary: int | None = None  # position of the summary; None: the encoder's pooled vector
     num_cut: int = 0  # pieces that were cut off
 
-    def place(self, values: Sequence[int] | np.ndarray, fill: int = -1) -> np.ndarray:
-        """int64 [L]: a value of each given piece at its position, `fill` at special wordpieces."""
+    def place(self, values: Sequence[int] | np.ndarray, fill: int = -1) -> Int64[np.ndarray, " L"]:
+        """A value of each given piece at its position, `fill` at special wordpieces."""
         padded = np.array([*values, fill], dtype=np.int64)
         return padded[self.source]
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int64
 from torch import Tensor
 
 from detector.boxes import pairwise_iou, rescale_detections
@@ -55,7 +56,7 @@ class DetectionConfig:
 class CategoryTargets(Targets):
     """What the classes of the detector are called in the data set."""
 
-    category_ids: Tensor | None = stacked()  # int64 [M, K]
+    category_ids: Int64[np.ndarray, " K"] | Int64[Tensor, "M K"] | None = stacked()
 
 
 class DetectionWording(Wording):
