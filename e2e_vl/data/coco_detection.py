@@ -27,7 +27,7 @@ class CocoDetectionDataset(Dataset):
 
     Classes are 0 .. K-1 in the order of the sorted category ids. Each text has the target `category_ids`, int64 [K],
     which leads back: the category id of each class. Its record holds the truth, crowds included, as
-    `detector.evaluation` reads it.
+    `detector.average_precision` reads it.
 
     Args:
         images_root: folder of the image files named in the instances file.

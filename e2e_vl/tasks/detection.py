@@ -1,7 +1,7 @@
 """Object detection: the boxes and classes that the detector itself finds.
 
 Reads `batch.targets["category_ids"]`, int64 [M, K], the data set's category id of each class, and from the records what
-`detector.evaluation` reads of an image. Each image has one text, which nobody reads; `encoder.name: none` goes with it.
+`detector.average_precision` reads of an image. Each image has one text, which nobody reads; `encoder.name: none` goes with it.
 
 Shape legend
     N   images in the batch
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from detector.boxes import pairwise_iou, rescale_detections
-from detector.evaluation import coco_metrics
+from detector.average_precision import coco_metrics
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.base import Task
 
@@ -111,5 +111,5 @@ class DetectionTask(Task):
         return 2 * hits / (len(shown) + len(objects))
 
     def metrics(self, records: list[dict[str, Any]]) -> dict[str, float | None]:
-        """COCO average precision, see `detector.evaluation.coco_metrics`."""
+        """COCO average precision, see `detector.average_precision.coco_metrics`."""
         return coco_metrics(records)
