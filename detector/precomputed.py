@@ -62,7 +62,7 @@ class PrecomputedDetector(Detector):
         for rows, image_boxes, name in zip(features, boxes, images.names, strict=True):
             if len(rows) != len(image_boxes) or (len(rows) and rows.shape[1] != self.feature_dim):
                 raise ValueError(
-                    f"{name}: precomputed features of shape {list(rows.shape)} for {len(image_boxes)} boxes, but the "
+                    f"{name}: precomputed features {list(rows.shape)} for {len(image_boxes)} boxes, but the "
                     f"detector's config says width {self.feature_dim}; use the config that they were made with."
                 )
         features = [rows.reshape(len(rows), self.feature_dim) for rows in features]

@@ -20,7 +20,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float, Float32, Int64, Num
 from torch import Tensor
 
 FeatureMap = Float[Tensor, "N channels h w"]  # h, w: height and width of the map, in cells
@@ -67,7 +67,7 @@ class Movable:
 class PerImage(Movable):
     """A dataclass whose lists hold one tensor per image, each with as many rows as that image has boxes."""
 
-    boxes: list[Float32[Tensor, "_R 4"]]
+    boxes: list[Float[Tensor, "_R 4"]]
 
     def __post_init__(self) -> None:
         rows = [len(boxes) for boxes in self.boxes]
@@ -84,7 +84,7 @@ class PerImage(Movable):
 class PrecomputedFeatures(Movable):
     """Features of given boxes that were extracted before and read from a file."""
 
-    features: list[Float[Tensor, "_R _D"]]  # N entries, row by row the features of the boxes
+    features: list[Float[Tensor, "_R D"]]  # N entries, row by row the features of the boxes
     image_features: Float[Tensor, "N D"] | None = None  # of the whole images
 
 
@@ -94,7 +94,7 @@ class ImageBatch(Movable):
 
     pixels: Float[Tensor, "N 3 H W"]  # channel order of the detector's config (BGR unless it says otherwise)
     sizes: Int64[Tensor, "N 2"]  # (height, width) of each resized image without padding
-    original_sizes: Int64[Tensor, "N 2"]  # (height, width) of each image as stored (after its EXIF rotation)
+    original_sizes: Num[Tensor, "N 2"]  # (height, width) of each image as stored (after its EXIF rotation)
     names: list[str]  # N names (usually paths) for error messages
     precomputed: PrecomputedFeatures | None = None  # if given, nothing was read and `pixels` is empty, [N, 3, 0, 0]
 
@@ -111,7 +111,7 @@ class ImageBatch(Movable):
 class DetectionTargets(Movable):
     """Annotated objects of N images, for the detection losses."""
 
-    boxes: list[Float32[Tensor, "_G 4"]]
+    boxes: list[Float[Tensor, "_G 4"]]
     classes: list[Int64[Tensor, " _G"]]  # 0 .. K-1
     attributes: list[Int64[Tensor, "_G T"]] | None = None  # attribute labels 0 .. A-1, -1 = none in this slot
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import jaxtyping
 import pytest
+import torchvision.ops  # noqa: F401  (before the hook below: a library first imported under it is compiled anew)
 
 # ---- Shapes. Annotations such as Float[Tensor, "N 3 H W"] in these modules and packages are enforced while the tests
 # run: calls and dataclasses that break one raise jaxtyping.TypeCheckError. Add a module by its dotted name. The hook
