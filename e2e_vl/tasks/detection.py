@@ -19,8 +19,8 @@ import numpy as np
 from jaxtyping import Int64
 from torch import Tensor
 
+from detector.average_precision import coco_metrics
 from detector.boxes import pairwise_iou, rescale_detections
-from detector.evaluation import coco_metrics
 from detector.images import load_image
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.examples import ImageExample, TextExample
@@ -145,7 +145,7 @@ class DetectionTask(Task):
         return 2 * hits / (len(shown) + len(objects))
 
     def metrics(self, records: list[dict[str, Any]]) -> dict[str, float | None]:
-        """COCO average precision, see `detector.evaluation.coco_metrics`."""
+        """COCO average precision, see `detector.average_precision.coco_metrics`."""
         return coco_metrics(records)
 
     def draw(self, record: dict[str, Any]) -> np.ndarray:
