@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class Targets(Movable):
     """Base class of a task's targets; subclasses are dataclasses with fields made by the functions below."""
 
     @classmethod
-    def join(cls, texts: Sequence[Self]) -> Self:
+    def join(cls, texts: Sequence[Targets]) -> Targets:
         """The targets of M texts, in their order.
 
         Raises:
@@ -69,7 +69,7 @@ class Targets(Movable):
             )
         return cls(**joined)
 
-    def cut(self, index: Int64[Tensor, "M L"], attend: Bool[Tensor, "M L"]) -> Self:
+    def cut(self, index: Int64[Tensor, "M L"], attend: Bool[Tensor, "M L"]) -> Targets:
         """A copy for shortened texts.
 
         Args:
