@@ -113,7 +113,7 @@ class Files:
 def write_files(folder: Path, corpus_mib: int, records: int) -> Files:
     """Write a corpus of `corpus_mib` MiB and `records` captioned images, or keep existing files of these sizes.
 
-    Their indices are removed: who reads the files makes them anew.
+    Their indices are removed: reading the files makes them anew.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paragraphs = draw_lines(SceneConfig(), np.random.default_rng(0))
