@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from detector.anchors import configured_cell_anchors
 from detector.backends import detector_class
-from detector.config import DetectorConfig
+from detector.detectron2_config import AnyDetectorConfig
 from detector.faster_rcnn import TwoStageDetector
 from detector.interface import Detector
 from detector.weight_files import WEIGHTS_NAME, read_tensors, read_weights
@@ -225,7 +225,9 @@ def load_detector(directory: str | Path, backend: str = "builtin") -> TwoStageDe
     return detector.eval()
 
 
-def _drop_config_buffers(config: DetectorConfig, tensors: dict[str, Tensor], source: str | Path) -> dict[str, Tensor]:
+def _drop_config_buffers(
+    config: AnyDetectorConfig, tensors: dict[str, Tensor], source: str | Path
+) -> dict[str, Tensor]:
     expected = {
         "pixel_mean": (torch.tensor(config.input.pixel_mean), "MODEL.PIXEL_MEAN"),
         "pixel_std": (torch.tensor(config.input.pixel_std), "MODEL.PIXEL_STD"),

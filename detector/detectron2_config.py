@@ -123,3 +123,6 @@ class Detectron2Config:
     def to_yaml(self) -> str:
         """YAML text that `from_yaml` reads back to an equal config."""
         return yaml.safe_dump(nest(self.flat), default_flow_style=None, sort_keys=True)
+
+
+AnyDetectorConfig = DetectorConfig | Detectron2Config

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from detector.config import DetectorConfig
+from detector.detectron2_config import AnyDetectorConfig
 from detector.weight_files import WeightsFile
 
 FULL_PREFIXES = ("backbone.", "proposal_generator.", "roi_heads.")
@@ -82,7 +82,7 @@ class Renamed(NamedTuple):
     layout: str  # for people
 
 
-def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: DetectorConfig) -> Renamed:
+def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: AnyDetectorConfig) -> Renamed:
     """Recognise a checkpoint's layout by its names, and convert it.
 
     Args:
@@ -258,7 +258,7 @@ def is_caffe_attention(tensors: dict[str, Tensor]) -> bool:
     return logits is not None and deltas is not None and 2 * len(logits) == len(deltas)
 
 
-def from_caffe_attention(tensors: dict[str, Tensor], config: DetectorConfig, source: str) -> dict[str, Tensor]:
+def from_caffe_attention(tensors: dict[str, Tensor], config: AnyDetectorConfig, source: str) -> dict[str, Tensor]:
     """Caffe's conventions of bottom-up attention -> Detectron2's. Exact, apart from rounding in the objectness.
 
     - objectness [2 A]: background logits, then foreground logits -> their difference [A] (its sigmoid is the softmax);

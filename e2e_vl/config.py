@@ -1,14 +1,16 @@
 """A run's settings: typed dataclasses, read from YAML by OmegaConf.
 
 Order of precedence: command line (`train.lr=1e-5`) beats the file, the file beats its `base:` file, and that beats the
-defaults below. A key that is not a field here is an error. The resolved settings are saved with the run.
+defaults below. A key that is not a field here is an error. The resolved settings are saved with the run. They never
+change: `dataclasses.replace` makes others, and every dataclass checks itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
+import os
+import typing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,19 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.converter import check_choice, check_numbers, nearest
 
-@dataclass
+VERSION = 2  # layout of the settings
+INPUTS = {  # section -> keys that name existing files or folders, see `load_config`
+    "detector": ("config", "weights"),
+    "encoder": ("weights", "fallback_weights"),
+    "task": ("weights",),
+    "data": ("vocabulary", "root"),
+}
+
+
+@dataclass(frozen=True)
 class DetectorSettings:
     """Which detector, and how it is trained beside the task."""
 
@@ -31,6 +44,10 @@ class DetectorSettings:
     loss_weight: float = 0.0  # weight of the detection losses beside the task's; 0 = they are not computed
     loss_weights: dict[str, float] = field(default_factory=dict)  # weights of single detection losses; 1 unless named
 
+    def __post_init__(self) -> None:
+        check_choice("detector.expect", self.expect, ("all", "no_attributes", "backbone"))
+        check_numbers(self, "detector.", not_negative=["loss_weight"])
+
     @property
     def proposes_at_random(self) -> bool:
         """Nothing trained the RPN and the box head: own boxes mean nothing."""
@@ -39,35 +56,35 @@ class DetectorSettings:
         return self.backend != "precomputed" and not is_trained and not is_loaded
 
 
-@dataclass
+@dataclass(frozen=True)
 class EncoderSettings:
     """Which encoder, and the fields of its own config."""
 
-    name: str = "vl_bert"
+    name: str = MISSING  # a key of ENCODERS in e2e_vl/engine/build.py
     config: dict[str, Any] = field(default_factory=dict)  # fields of the encoder's config class
     weights: str | None = None  # start: a run, a folder, an official VL-BERT file or a BERT; None = random
     fallback_weights: str | None = None  # a BERT for what `weights` lacks: VCR's pooler, as in the official code
 
 
-@dataclass
+@dataclass(frozen=True)
 class TaskSettings:
-    name: str = "refcoco"
+    name: str = MISSING  # a key of TASKS in e2e_vl/engine/build.py
     config: dict[str, Any] = field(default_factory=dict)  # fields of the task's config class
     weights: str | None = None  # start of the head: a run, an official VL-BERT file or a BERT; None = random
 
 
-@dataclass
+@dataclass(frozen=True)
 class SyntheticSettings:
     """Draw a data set in the official formats before the run, if it is not there yet."""
 
     scenes: dict[str, int] = field(default_factory=dict)  # split -> number of scenes; empty = no synthetic data
     seed: int = 0
-    # folders beside `images` that are written, such as captions (see e2e_vl/synthetic/build.py); None = all
+    # folders beside `images` that are written, such as captions (see e2e_vl/synthetic/generate.py); None = all
     formats: list[str] | None = None
     config: dict[str, Any] = field(default_factory=dict)  # fields of the scene and language settings
 
 
-@dataclass
+@dataclass(frozen=True)
 class SelectionSettings:
     """Which boxes of a detector are kept (VL-BERT section 4.1: score at least 0.5, 10 to 100 boxes)."""
 
@@ -76,24 +93,33 @@ class SelectionSettings:
     max_regions: int = 100
 
 
-@dataclass
+@dataclass(frozen=True)
 class BoxSettings:
-    """Where boxes come from: gt, detections, detections+gt, online (the detector's own), or precomputed."""
+    """Where the boxes of training images come from, and which boxes of a detector are kept."""
 
-    train: str = "gt"
+    train: str = "gt"  # a value of BoxSource, see e2e_vl/boxes.py
     selection: SelectionSettings = field(default_factory=SelectionSettings)
 
+    def __post_init__(self) -> None:
+        check_choice("data.boxes.train", self.train, BoxSource)
 
-@dataclass
+
+@dataclass(frozen=True)
 class ResizeSettings:
     short_edge: list[int] = field(default_factory=lambda: [600])  # pixels; training draws one, testing takes the last
     long_edge: int = 1000
     rounding: str = "vl_bert"  # vl_bert | detectron2
 
+    def __post_init__(self) -> None:
+        check_choice("data.resize.rounding", self.rounding, ("vl_bert", "detectron2"))
+        check_numbers(self, "data.resize.", positive=["long_edge"])
+        if not self.short_edge or min(self.short_edge) < 1:
+            raise ValueError(f"data.resize.short_edge is {self.short_edge}; give positive sizes.")
 
-@dataclass
+
+@dataclass(frozen=True)
 class DataSettings:
-    name: str = "refcoco"  # which reader
+    name: str = MISSING  # the reader, a key of DATASETS in e2e_vl/engine/build.py
     config: dict[str, Any] = field(default_factory=dict)  # the reader's own options, see its file
     root: str = MISSING  # folder of the data set
     files: dict[str, str] = field(default_factory=dict)  # the reader's files, relative to root
@@ -107,6 +133,12 @@ class DataSettings:
     # largest image
     canvas: list[int] | None = None
     flip: float = 0.5  # probability of mirroring a training image
+    # precomputed features: mirror boxes and words although the features stay as they are (official VL-BERT code); False
+    # forbids `flip` with them
+    mirror_precomputed: bool = False
+    # the whole image's feature is the mean of its regions' where a features file has none (official VL-BERT code)
+    mean_image_feature: bool = False
+    skip_broken: bool = False  # in training, take the next image in place of a missing or unreadable one, and log it
     keep_empty_images: bool = True  # detection: also train on images without objects
     texts_per_image: int | None = 1  # texts of one image in one batch; None = all of them
     blank_text: bool = False  # text-blind control: every text is empty
@@ -115,8 +147,13 @@ class DataSettings:
     workers: int = 2
     synthetic: SyntheticSettings = field(default_factory=SyntheticSettings)
 
+    def __post_init__(self) -> None:
+        check_numbers(self, "data.", positive=["texts_per_image"], not_negative=["workers"])
+        if self.canvas is not None and (len(self.canvas) != 2 or not 0 < self.canvas[0] <= self.canvas[1]):
+            raise ValueError(f"data.canvas is {self.canvas}; give its short and its long edge, such as [600, 1200].")
 
-@dataclass
+
+@dataclass(frozen=True)
 class TrainSettings:
     images_per_batch: int = 32  # per optimiser step, over all processes and accumulated micro-batches
     accumulate: int = 1  # micro-batches per optimiser step
@@ -144,19 +181,47 @@ class TrainSettings:
     keep_checkpoints: int = 2
     log_every: int = 10
 
+    def __post_init__(self) -> None:
+        check_choice("train.optimizer", self.optimizer, ("adamw", "adamw_official", "sgd"))
+        check_choice("train.schedule", self.schedule, ("linear", "cosine", "constant", "steps", "triangle"))
+        check_choice("train.mixed_precision", self.mixed_precision, ("no", "bf16", "fp16"))
+        counts = ("images_per_batch", "accumulate", "epochs", "max_steps", "keep_checkpoints", "log_every")
+        rates = ("lr", "detector_lr", "head_lr", "momentum", "weight_decay")
+        check_numbers(self, "train.", positive=[*counts, "eps", "decay_factor", "clip_norm"])
+        check_numbers(self, "train.", not_negative=[*rates, "warmup_steps", "save_every_epochs"])
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"train.betas is {self.betas}; it must hold two numbers from 0 to below 1.")
+        steps = self.decay_steps
+        if (self.schedule == "steps") != bool(steps) or steps != sorted(set(steps)) or min(steps, default=1) < 1:
+            raise ValueError(
+                f"train.decay_steps is {steps}; it must rise from at least 1 with train.schedule=steps, and be empty "
+                "with the others."
+            )
+        if self.images_per_batch % self.accumulate:
+            raise ValueError(
+                f"train.images_per_batch ({self.images_per_batch}) must be a multiple of train.accumulate "
+                f"({self.accumulate})."
+            )
 
-@dataclass
+
+@dataclass(frozen=True)
 class EvalSettings:
     every_epochs: float = 1.0
-    boxes: list[str] = field(
-        default_factory=lambda: ["gt"]
-    )  # each is evaluated: gt | detections | online | precomputed
+    boxes: list[str] = field(default_factory=lambda: ["gt"])  # each is evaluated; see BoxSource.for_evaluation
     images_per_batch: int = 16
-    max_images: int | None = None  # evaluations between epochs only look at the first so many images
+    max_images: int | None = None  # evaluations between epochs only look at the first `max_images` images
     report_pictures: int = 12
 
+    def __post_init__(self) -> None:
+        counts = ("images_per_batch", "max_images")
+        check_numbers(self, "eval.", positive=counts, not_negative=["every_epochs", "report_pictures"])
+        choices = BoxSource.for_evaluation()
+        for name in self.boxes:
+            if name not in choices:
+                raise ValueError(f"eval.boxes has '{name}'; it must be one of {', '.join(choices)}.")
 
-@dataclass
+
+@dataclass(frozen=True)
 class RunConfig:
     output: str = MISSING  # run directory
     seed: int = 12345
@@ -166,54 +231,32 @@ class RunConfig:
     data: DataSettings = field(default_factory=DataSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
+    version: int = VERSION  # a run that was saved before has none, see `saved_version`
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "", not_negative=["seed"])
+        if self.version != VERSION:
+            raise ValueError(f"version is {self.version}; this code reads settings of version {VERSION}.")
+        for name in (self.data.boxes.train, *self.eval.boxes):
+            if "detections" in BoxSource(name).needs and "detections" not in self.data.files:
+                raise ValueError(f"boxes '{name}' need data.files.detections, the detections file.")
 
 
-CHOICES = {  # the names of detectors, encoders, tasks and data sets are in e2e_vl/engine/build.py
-    "detector.expect": ("all", "no_attributes", "backbone"),
-    "data.boxes.train": ("gt", "detections", "detections+gt", "online", "precomputed"),
-    "data.resize.rounding": ("vl_bert", "detectron2"),
-    "train.optimizer": ("adamw", "adamw_official", "sgd"),
-    "train.schedule": ("linear", "cosine", "constant", "steps", "triangle"),
-    "train.mixed_precision": ("no", "bf16", "fp16"),
-}
-EVAL_BOXES = ("gt", "detections", "online", "precomputed")
-POSITIVE = (  # where they are set at all
-    "data.resize.long_edge",
-    "data.texts_per_image",
-    "train.images_per_batch",
-    "train.accumulate",
-    "train.epochs",
-    "train.max_steps",
-    "train.eps",
-    "train.decay_factor",
-    "train.clip_norm",
-    "train.keep_checkpoints",
-    "train.log_every",
-    "eval.images_per_batch",
-    "eval.max_images",
-)
-NOT_NEGATIVE = (
-    "seed",
-    "detector.loss_weight",
-    "data.workers",
-    "train.lr",
-    "train.detector_lr",
-    "train.head_lr",
-    "train.momentum",
-    "train.weight_decay",
-    "train.warmup_steps",
-    "train.save_every_epochs",
-    "eval.every_epochs",
-    "eval.report_pictures",
-)
-
-
-def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+def load_config(
+    path: str | Path,
+    overrides: list[str] | None = None,
+    upgrade: Callable[[dict[str, Any]], None] | None = None,
+) -> RunConfig:
     """Read a run's settings.
+
+    Files and folders that the keys in `INPUTS` name are found from any working directory: where a relative path in a
+    YAML file does not exist, it is looked for in the folder of that file, then in the folder's parents. A path that
+    exists nowhere stays as it is; so do those of the command line.
 
     Args:
         path: YAML file; its `base:` key names a file (relative to it) whose settings it changes.
         overrides: `key=value` words of the command line; dots go down (`train.lr=1e-5`).
+        upgrade: brings the content of a file of an earlier layout into today's, in place, before anything is checked.
 
     Raises:
         FileNotFoundError: the file or a base of it does not exist.
@@ -221,8 +264,13 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
             names the file and the key.
     """
     merged = OmegaConf.structured(RunConfig)
-    for layer in _layers(Path(path), seen=[]):
-        merged = _merge(merged, layer[1], str(layer[0]))
+    defaults = OmegaConf.create({"detector": {"config": DetectorSettings.config}})
+    for file, layer in [(Path(path), defaults), *_layers(Path(path), seen=[])]:
+        if upgrade is not None:
+            content = OmegaConf.to_container(layer)
+            upgrade(content)
+            layer = OmegaConf.create(content)
+        merged = _merge(merged, _with_found_inputs(layer, file.parent), str(file))
     for word in overrides or []:
         key, separator, _ = word.partition("=")
         if not separator or not key:
@@ -234,13 +282,13 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
         merged = _merge(merged, layer, f"Command line ({word})")
     try:
         missing = OmegaConf.missing_keys(merged)
-        if missing:
-            raise ValueError(f"{path}: no value for {', '.join(sorted(missing))}; set it in the file or as key=value.")
-        config: RunConfig = OmegaConf.to_object(merged)
+        if not missing:
+            return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ValueError(f"{path}: setting '{error.full_key}' cannot be used: {_reason(error)}.") from error
-    _check(config, str(path))
-    return config
+    except ValueError as error:  # from the dataclass that it is about
+        raise ValueError(f"{path}: {error}") from error
+    raise ValueError(f"{path}: no value for {', '.join(sorted(missing))}; set it in the file or as key=value.")
 
 
 def load_overrides(words: list[str]) -> dict[str, Any]:
@@ -251,6 +299,15 @@ def load_overrides(words: list[str]) -> dict[str, Any]:
 def save_config(config: RunConfig, path: str | Path) -> None:
     """Write the resolved settings; `load_config` reads them back equal."""
     Path(path).write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+
+
+def saved_version(path: str | Path) -> int:
+    """Layout of saved settings: 1 for a YAML file (and its `base:` files) without the key `version`.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such file, or it holds no settings.
+    """
+    return max(int(layer.get("version", 1)) for _, layer in _layers(Path(path), seen=[]))
 
 
 def differences(first: Any, second: Any, prefix: str = "") -> list[str]:
@@ -265,17 +322,20 @@ def differences(first: Any, second: Any, prefix: str = "") -> list[str]:
     return [] if first == second else [f"{prefix}: {first} -> {second}"]
 
 
+def setting_names(section: type = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all settings."""
+    for name, kind in typing.get_type_hints(section).items():
+        yield prefix + name
+        for inner in (kind, *typing.get_args(kind)):  # X, or the X of X | None
+            if dataclasses.is_dataclass(inner):
+                yield from setting_names(inner, f"{prefix}{name}.")
+
+
 def _layers(path: Path, seen: list[Path]) -> list[tuple[Path, DictConfig]]:
-    if not path.is_file():
-        raise FileNotFoundError(f"Config file {path} does not exist.")
+    """The file and its bases, the lowest base first."""
     if path.resolve() in seen:
         raise ValueError(f"{path}: `base:` leads back to the file itself.")
-    try:
-        own = OmegaConf.load(path)
-    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise ValueError(f"{path} is not valid YAML: {_reason(error)}.") from error
-    if not isinstance(own, DictConfig):
-        raise ValueError(f"{path} must hold settings as `key: value` lines.")
+    own = _read(path)
     base = own.pop("base", None)
     if base is None:
         return [(path, own)]
@@ -286,25 +346,47 @@ def _layers(path: Path, seen: list[Path]) -> list[tuple[Path, DictConfig]]:
     return [*_layers(path.parent / base, [*seen, path.resolve()]), (path, own)]
 
 
+def _read(path: Path) -> DictConfig:
+    """The settings in one YAML file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"Config file {path} does not exist.")
+    try:
+        own = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path} is not valid YAML: {_reason(error)}.") from error
+    if not isinstance(own, DictConfig):
+        raise ValueError(f"{path} must hold settings as `key: value` lines.")
+    return own
+
+
+def _with_found_inputs(layer: DictConfig, folder: Path) -> DictConfig:
+    """The settings of a file in `folder`, with the paths of inputs as they are found from the working directory."""
+    values = OmegaConf.to_container(layer, resolve=False)
+    for section, keys in INPUTS.items():
+        settings = values.get(section)
+        for key in keys:
+            if isinstance(settings, dict) and isinstance(settings.get(key), str):
+                settings[key] = _found(settings[key], folder.resolve())
+    return OmegaConf.create(values)
+
+
+def _found(name: str, folder: Path) -> str:
+    exists = os.path.exists  # unlike Path.exists, it takes a folder without permission as one without the file
+    if Path(name).is_absolute() or name.startswith("~") or exists(name):
+        return name
+    return next((str(place / name) for place in (folder, *folder.parents) if exists(place / name)), name)
+
+
 def _merge(config: DictConfig, layer: DictConfig, source: str) -> DictConfig:
     try:
         return OmegaConf.merge(config, layer)
     except ConfigKeyError as error:
-        known = _setting_names(OmegaConf.to_container(config))
-        close = difflib.get_close_matches(str(error.full_key), known, n=1)
-        hint = f"; did you mean '{close[0]}'?" if close else "; see the classes in e2e_vl/config.py."
+        near = nearest(str(error.full_key), setting_names())
+        hint = f"; did you mean '{near}'?" if near else "; see the classes in e2e_vl/config.py."
         raise ValueError(f"{source}: there is no setting '{error.full_key}'{hint}") from error
     except OmegaConfBaseException as error:
         setting = f"setting '{error.full_key}'" if error.full_key else "a setting"
         raise ValueError(f"{source}: {setting} cannot be used: {_reason(error)}.") from error
-
-
-def _setting_names(tree: Any, prefix: str = "") -> list[str]:
-    """Dotted names of all settings of a nested dict."""
-    if not isinstance(tree, dict):
-        return []
-    names = [f"{prefix}{key}" for key in tree]
-    return names + [name for key, value in tree.items() for name in _setting_names(value, f"{prefix}{key}.")]
 
 
 def _reason(error: Exception) -> str:
@@ -312,53 +394,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem} (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
     return str(error).splitlines()[0].rstrip(".")
-
-
-def _check(config: RunConfig, source: str) -> None:
-    for key, choices in CHOICES.items():
-        if _value(config, key) not in choices and not (key.startswith("data.resize.") and config.data.resize is None):
-            raise ValueError(f"{source}: {key} is '{_value(config, key)}'; it must be one of {', '.join(choices)}.")
-    for key in (*POSITIVE, *NOT_NEGATIVE):
-        value = _value(config, key)
-        if value is None or (math.isfinite(value) and (value > 0 or (value == 0 and key in NOT_NEGATIVE))):
-            continue
-        needed = "not be negative" if key in NOT_NEGATIVE else "be positive"
-        raise ValueError(f"{source}: {key} is {value}; it must {needed}.")
-    if len(config.train.betas) != 2 or not all(0 <= beta < 1 for beta in config.train.betas):
-        raise ValueError(f"{source}: train.betas is {config.train.betas}; it must hold two numbers from 0 to below 1.")
-    steps = config.train.decay_steps
-    if (config.train.schedule == "steps") != bool(steps) or steps != sorted(set(steps)) or min(steps, default=1) < 1:
-        raise ValueError(
-            f"{source}: train.decay_steps is {steps}; it must rise from at least 1 with train.schedule=steps, and be "
-            "empty with the others."
-        )
-    if config.data.resize is not None and (not config.data.resize.short_edge or min(config.data.resize.short_edge) < 1):
-        raise ValueError(f"{source}: data.resize.short_edge is {config.data.resize.short_edge}; give positive sizes.")
-    canvas = config.data.canvas
-    if canvas is not None and (len(canvas) != 2 or not 0 < canvas[0] <= canvas[1]):
-        raise ValueError(f"{source}: data.canvas is {canvas}; give its short and its long edge, such as [600, 1200].")
-    for source_name in config.eval.boxes:
-        if source_name not in EVAL_BOXES:
-            raise ValueError(f"{source}: eval.boxes has '{source_name}'; it must be one of {', '.join(EVAL_BOXES)}.")
-    wants_detections = [name for name in (config.data.boxes.train, *config.eval.boxes) if "detections" in name]
-    if wants_detections and "detections" not in config.data.files:
-        raise ValueError(f"{source}: boxes '{wants_detections[0]}' need data.files.detections, the detections file.")
-    train = config.train
-    if train.images_per_batch % train.accumulate:
-        raise ValueError(
-            f"{source}: train.images_per_batch ({train.images_per_batch}) must be a multiple of train.accumulate "
-            f"({train.accumulate})."
-        )
-    if config.data.boxes.train == "online" and config.detector.loss_weight == 0 and config.detector.weights is None:
-        raise ValueError(
-            f"{source}: data.boxes.train is online, but the detector starts at random and detector.loss_weight is 0, "
-            "so its boxes would never become useful; set detector.loss_weight or detector.weights."
-        )
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    """The setting at a dotted key; None below a part that is not there."""
-    value: Any = config
-    for part in key.split("."):
-        value = None if value is None else getattr(value, part)
-    return value

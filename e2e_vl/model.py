@@ -1,17 +1,22 @@
 """The whole model: detector -> regions of each text -> encoder -> task. Read this file first.
 
     images --> detector --> Regions (per image) --> gather --> TextRegions (per text) --+
-                  |                                                                     |
-                  +--> detection losses                                      texts --> encoder --> task --> losses,
-                                                                                                            predictions
-
-Before all that the task may change the batch (`Task.prepare`): pre-training hides regions in the pixels there.
+       ^          |                                                                     |
+       |          +--> detection losses                                      texts --> encoder --> task --> losses,
+       |                                                                                                    predictions
+       +-- pre-training only: a pass of the teacher over the whole images says what is in the regions (labels); then
+           some regions are hidden in the pixels, before the detector sees them
 
 One detector pass serves all texts about an image: `looks_at` says which text reads which image, the regions are copied
 per text just before the encoder, and on the way back the gradients of all texts add up in that one pass.
 
-Shape legend: N images, M texts, K images a text looks at, R regions, D region feature, H hidden size
-(see `e2e_vl/structures.py`).
+Shape legend
+    N   images in the batch
+    M   texts in the batch
+    I   images that one text looks at, at most
+    R   regions of the text with the most regions
+    D   width of a region feature
+    E   hidden size of the encoder
 """
 
 from __future__ import annotations
@@ -20,7 +25,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from detector.interface import Detector
-from e2e_vl.structures import Batch, ModelOutput, gather_regions
+from e2e_vl.encoders.base import Encoder
+from e2e_vl.hiding import cut_to_length, hide_regions, label_regions
+from e2e_vl.structures import Ability, Batch, ModelOutput, gather_regions
 from e2e_vl.tasks.base import Task
 
 
@@ -32,14 +39,24 @@ class VisionLanguageModel(nn.Module):
         encoder: texts + regions -> one vector per wordpiece and region. It says with `uses_whole_image` whether the
             whole image is to be region 0, and with `whole_image_is_region` whether tasks see it among the regions.
         task: batch + encoder output -> losses and predictions.
+        teacher: labels the regions that a task hides; None: the detector itself does. It is not trained.
         freeze_detector: keep the detector exactly as it starts: no gradients, and no new batch statistics.
     """
 
-    def __init__(self, detector: Detector, encoder: nn.Module, task: Task, *, freeze_detector: bool = False):
+    def __init__(
+        self,
+        detector: Detector,
+        encoder: Encoder,
+        task: Task,
+        *,
+        teacher: Detector | None = None,
+        freeze_detector: bool = False,
+    ):
         super().__init__()
         self.detector = detector
         self.encoder = encoder
         self.task = task
+        self.teacher = None if teacher is None else teacher.requires_grad_(False).eval()
         self.freeze_detector = freeze_detector
         if freeze_detector:
             detector.requires_grad_(False)
@@ -50,8 +67,10 @@ class VisionLanguageModel(nn.Module):
         self.encoder.recompute_activations()
 
     def train(self, mode: bool = True) -> VisionLanguageModel:
-        """As in `nn.Module`; batch norms of a frozen detector stay in evaluation mode."""
+        """As in `nn.Module`; batch norms of a frozen detector, and the teacher, stay in evaluation mode."""
         super().train(mode)
+        if self.teacher is not None:
+            self.teacher.eval()
         if self.freeze_detector:
             for module in self.detector.modules():
                 if isinstance(module, _BatchNorm):
@@ -68,8 +87,13 @@ class VisionLanguageModel(nn.Module):
         Returns:
             The task's losses and logits, the regions per image and per text, the encoder's output; detection losses
             too when the batch carries detection targets.
+
+        Raises:
+            ValueError: a text looks at several images, and the encoder cannot tell them apart.
         """
-        batch = self.task.prepare(batch, self.detector)
+        if batch.looks_at.shape[1] > 1:
+            self.encoder.require(Ability.IMAGE_PAIRS, "A text that looks at several images")
+        batch = self.hide(batch)
         regions = self.detector(
             batch.images,
             batch.boxes,
@@ -83,11 +107,24 @@ class VisionLanguageModel(nn.Module):
             batch.images.sizes,
             batch.looks_at,
             whole_image=self.encoder.uses_whole_image,
-            hidden=batch.hidden_regions,
+            hidden=batch.hidden,
             limit=batch.region_limit,
         )
         encoded = self.encoder(batch.texts, text_regions, output_attentions=output_attentions)
         if self.encoder.uses_whole_image and not self.encoder.whole_image_is_region:
             text_regions = text_regions.without_whole_image()
         task = self.task(batch, text_regions, encoded)
-        return ModelOutput(task=task, regions=regions, text_regions=text_regions, encoded=encoded)
+        return ModelOutput(task=task, regions=regions, text_regions=text_regions, encoded=encoded, batch=batch)
+
+    def hide(self, batch: Batch) -> Batch:
+        """The batch as the detector may see it; unchanged for a task that hides nothing."""
+        rule = self.task.hiding
+        if rule is None or batch.hidden is not None:  # hidden before: recorded batches come so
+            return batch
+        if rule.hides or batch.boxes is None:  # a detector pass of its own, without gradients, over the whole images
+            batch = label_regions(batch, self.detector, self.teacher or self.detector, rule)
+        if rule.hides:
+            batch = hide_regions(batch, self.detector, rule)
+        if rule.max_length is not None:
+            batch = cut_to_length(batch, rule.max_length, whole_image=self.encoder.whole_image_is_region)
+        return batch

@@ -2,11 +2,16 @@
 
 Shape legend
     N   images in the batch
-    M   texts in the batch; several texts may look at the same image, one text may look at K images
+    M   texts in the batch; several texts may look at the same image
+    I   images that one text looks at, at most
     L   wordpieces of the longest text
-    R   regions of the text with the most regions
+    R   regions (candidate boxes of one image; where padded: of the text or image with the most)
     D   width of a region feature
-    H   hidden size of the encoder
+    E   hidden size of the encoder
+    V   wordpieces of the vocabulary
+    C   region classes, background included
+    Q   boxes hidden in one image
+    S   side of a RoI map
 
 Boxes are xyxy, float32, in pixels of the resized image. A mask called `attend` is True where there is something real.
 """
@@ -14,26 +19,59 @@ Boxes are xyxy, float32, in pixels of the resized image. A mask called `attend` 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int64, Num, Shaped
 from torch import Tensor
 
 from detector.structures import DetectionTargets, ImageBatch, Loss, Movable, Regions
+from e2e_vl.targets import Targets
+
+
+class Ability(enum.Enum):
+    """What a task may need of an encoder; the value ends the sentence "needs an encoder with ..."."""
+
+    SUMMARY_OF_SINGLE = "a summary of a text and its regions"
+    SUMMARY_OF_QUESTION = "a summary at the place of an answer"
+    SUMMARY_OF_PAIR = "a summary of two texts and their regions"
+    WORD_TABLE = "a table of wordpieces"
+    HIDDEN_REGIONS = "a way to tell hidden regions from others"
+    HIDDEN_FEATURES = "a feature for hidden regions whose pixels stay visible"
+    NAMED_REGIONS = "words that carry the region they name"
+    IMAGE_PAIRS = "a way to tell the images of one text apart"
 
 
 @dataclasses.dataclass
 class TextBatch(Movable):
     """M wordpiece sequences, padded at the end."""
 
-    input_ids: Tensor  # int64 [M, L]
-    segment_ids: Tensor  # int64 [M, L], 0 or 1
-    attend: Tensor  # bool [M, L], True at real wordpieces
-    positions: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # name -> int64 [M], e.g. where [MASK] is
-    region_of_token: Tensor | None = None  # int64 [M, L], row of the candidate box a wordpiece names; -1 = none (VCR)
+    input_ids: Int64[Tensor, "M L"]
+    segment_ids: Int64[Tensor, "M L"]  # 0 or 1
+    attend: Bool[Tensor, "M L"]  # True at real wordpieces
+    summary: Int64[Tensor, " M"] | None = None  # where the summary of each text is read; None: the pooled vector
+    region_of_token: Int64[Tensor, "M L"] | None = None  # row of the candidate box a wordpiece names; -1 = none
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
+
+
+@dataclasses.dataclass
+class RegionLabels(Movable):
+    """What is known about the candidate boxes of N images, row by row: annotated, read, or from a detector."""
+
+    classes: list[Int64[Tensor, " _R"]] | None = None  # annotated class, 0 .. K-1
+    class_probs: list[Float[Tensor, "_R C"]] | None = None  # distributions over region classes
+    features: list[Float[Tensor, "_R D"]] | None = None  # from a detector that sees the whole image
+
+
+@dataclasses.dataclass
+class HiddenRegions(Movable):
+    """Which candidate boxes of N images are to be predicted, and which of them the model must not see."""
+
+    is_labelled: list[Bool[Tensor, " _R"]]
+    is_hidden: list[Bool[Tensor, " _R"]]
 
 
 @dataclasses.dataclass
@@ -41,16 +79,18 @@ class Batch(Movable):
     """Images, texts, and which text looks at which images."""
 
     images: ImageBatch
-    boxes: list[Tensor] | None  # N x float32 [R, 4]; None: the detector proposes them
+    boxes: list[Float[Tensor, "_R 4"]] | None  # None: the detector proposes them
     texts: TextBatch
-    looks_at: Tensor  # int64 [M, K], index of the image(s) each text is about; -1 = no image
-    targets: dict[str, Tensor]  # what the task needs, M rows each; the task's file documents its keys
+    looks_at: Int64[Tensor, "M I"]  # index of the image(s) each text is about; -1 = no image
+    targets: Targets | None = None  # what the task learns from, a class of the task's own; None: nothing is known
     detection_targets: DetectionTargets | None = None  # annotated objects of the N images
-    pixel_masks: list[Tensor] | None = None  # N x float32 [P, 4], boxes whose pixels are hidden from the detector
-    roi_masks: list[Tensor] | None = None  # N x float32 [R, S, S], instance masks of the candidate boxes (VCR)
-    region_targets: dict[str, list[Tensor]] = dataclasses.field(default_factory=dict)  # N x [R, ...] of candidate boxes
-    hidden_regions: list[Tensor] | None = None  # N x bool [R], candidate boxes that the encoder must not recognise
-    region_limit: Tensor | None = None  # int64 [M], a text reads only the first so many candidate boxes of its image
+    region_labels: RegionLabels = dataclasses.field(default_factory=RegionLabels)
+    roi_masks: list[Float[Tensor, "_R S S"]] | None = None  # instance masks of the candidate boxes
+    seeds: Int64[Tensor, " M"] | None = None  # from which the model draws what is random about a text
+    hide: list[Float[Tensor, "_Q 4"]] | None = None  # exactly these boxes are to be hidden; None: drawn at random
+    hidden: HiddenRegions | None = None  # candidate boxes that are predicted without being seen
+    pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None  # boxes whose pixels are hidden from the detector
+    region_limit: Int64[Tensor, "M I"] | None = None  # a text reads only the first candidate boxes of each image
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # M plain dicts: ids, text, truth
 
     def __len__(self) -> int:
@@ -61,14 +101,14 @@ class Batch(Movable):
 class TextRegions(Movable):
     """Each text's regions, gathered from the images it looks at and padded at the end."""
 
-    features: Tensor  # float [M, R, D]
-    boxes: Tensor  # float32 [M, R, 4]; 0 at padding
-    image_sizes: Tensor  # float32 [M, R, 2], (height, width) of the resized image a region comes from; 1 at padding
-    attend: Tensor  # bool [M, R]
-    image_slot: Tensor  # int64 [M, R], which of the text's K images a region comes from; 0 at padding
-    image: Tensor  # int64 [M, R], row of that image in the batch; -1 at padding
-    row: Tensor  # int64 [M, R], row of the region among its image's candidate boxes; -1 = whole image, or padding
-    is_hidden: Tensor  # bool [M, R], see `Batch.hidden_regions`
+    features: Float[Tensor, "M R D"]
+    boxes: Float[Tensor, "M R 4"]  # 0 at padding
+    image_sizes: Float[Tensor, "M R 2"]  # (height, width) of the resized image a region comes from; 1 at padding
+    attend: Bool[Tensor, "M R"]
+    image_slot: Int64[Tensor, "M R"]  # which of the text's images a region comes from; 0 at padding
+    image: Int64[Tensor, "M R"]  # row of that image in the batch; -1 at padding
+    row: Int64[Tensor, "M R"]  # row of the region among its image's candidate boxes; -1 = whole image, or padding
+    is_hidden: Bool[Tensor, "M R"]  # see `HiddenRegions`
 
     @classmethod
     def of_own_images(
@@ -88,23 +128,20 @@ class TextRegions(Movable):
         )
 
     @property
-    def is_whole_image(self) -> Tensor:
-        """bool [M, R]: the region is the whole image, put in front because the encoder asked for it."""
+    def is_whole_image(self) -> Bool[Tensor, "M R"]:
+        """The region is a whole image, put in front because the encoder asked for it."""
         return self.attend & (self.row < 0)
 
     def without_whole_image(self) -> TextRegions:
         """A copy in which whole images count as padding; they keep their rows, so padding may be in front."""
         return dataclasses.replace(self, attend=self.attend & ~self.is_whole_image)
 
-    def gather(self, values: list[Tensor], fill: float) -> Tensor:
+    def gather(self, values: list[Shaped[Tensor, "_R ..."]], fill: float) -> Shaped[Tensor, "M R ..."]:
         """Copy what is known about the candidate boxes to the texts that read them.
 
         Args:
-            values: N x [R, ...], a row per candidate box.
+            values: of N images, a row per candidate box.
             fill: stands at whole images and padding.
-
-        Returns:
-            [M, R, ...].
         """
         counts = torch.tensor([len(rows) for rows in values], device=self.row.device)
         starts = counts.cumsum(0) - counts
@@ -114,23 +151,17 @@ class TextRegions(Movable):
         result[known] = joined[(starts[self.image.clamp(min=0)] + self.row)[known]]
         return result
 
-    @property
-    def whole_image(self) -> Tensor:
-        """float [M, D]: the feature of row 0, where the encoder asked for the whole image as region 0."""
-        return self.features[:, 0]
-
 
 @dataclasses.dataclass
 class EncoderOutput:
     """One vector per wordpiece, one per region, one for all."""
 
-    text: Tensor  # float [M, L, H]
-    regions: Tensor  # float [M, R, H]
-    pooled: Tensor | None = None  # float [M, H], where the encoder has a pooler
-    attentions: tuple[Tensor, ...] | None = None  # a layer: float [M, heads, L + R + 1, ...], only when asked for
-    word_table: Tensor | None = (
-        None  # float [V, H], the embedding of every wordpiece; a head that names words shares it
-    )
+    text: Float[Tensor, "M L E"]
+    regions: Float[Tensor, "M R E"]
+    summary: Float[Tensor, "M E"] | None = None  # text and regions in one vector; None: the encoder has none here
+    # one map per layer, only when asked for; slots: L + R, and one more where a sequence has an end
+    attentions: tuple[Float[Tensor, "M heads slots slots"], ...] | None = None
+    word_table: Float[Tensor, "V E"] | None = None  # the embedding of every wordpiece; heads that name words share it
 
 
 @dataclasses.dataclass
@@ -138,8 +169,9 @@ class TaskOutput:
     """The same in training and in evaluation."""
 
     losses: dict[str, Loss]
-    logits: Tensor  # float, what the task predicts from; the task's file gives the shape
+    logits: Float[Tensor, "*shape"]  # what the task predicts from; the task's file gives the shape
     details: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # what else it predicts from, M rows each
+    parts: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # logits of each part of a task that is a sum
 
 
 @dataclasses.dataclass
@@ -150,6 +182,7 @@ class ModelOutput:
     regions: Regions  # per image
     text_regions: TextRegions  # per text
     encoded: EncoderOutput
+    batch: Batch  # as the model saw it, with what was hidden and labelled on the way
 
     @property
     def losses(self) -> dict[str, Loss]:
@@ -157,70 +190,58 @@ class ModelOutput:
         return {**self.task.losses, **self.regions.losses}
 
 
+def at_least_float32(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """The values in float32, or as they are if they are more precise: losses are never computed in half precision."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def gather_regions(
     regions: Regions,
-    image_sizes: Tensor,
-    looks_at: Tensor,
+    image_sizes: Num[Tensor, "N 2"],
+    looks_at: Int64[Tensor, "M I"],
     *,
     whole_image: bool = False,
-    hidden: list[Tensor] | None = None,
-    limit: Tensor | None = None,
+    hidden: HiddenRegions | None = None,
+    limit: Int64[Tensor, "M I"] | None = None,
 ) -> TextRegions:
     """Copy each text's regions out of the images it looks at; gradients of all texts add up in the shared regions.
 
     Args:
         regions: regions of N images.
-        image_sizes: int64 [N, 2], (height, width) of the resized images.
-        looks_at: int64 [M, K], image index or -1.
+        image_sizes: (height, width) of the resized images.
+        looks_at: image index or -1.
         whole_image: row 0 of every image's regions is the whole image.
-        hidden, limit: see `Batch.hidden_regions` and `Batch.region_limit`.
+        hidden: candidate boxes that are hidden.
+        limit: see `Batch.region_limit`.
 
     Returns:
         `TextRegions` with R = the largest number of regions of any text (at least 1, so that shapes stay valid).
     """
-    num_images = len(regions.boxes)
     first = int(whole_image)  # candidate boxes begin at this row
     device = regions.features[0].device
     counts = torch.tensor([len(boxes) for boxes in regions.boxes], device=device)
-    padded = max(int(counts.max()) if num_images else 0, 1)
-    rows_features = torch.cat(regions.features)
-    rows_boxes = torch.cat(regions.boxes)
-    starts = counts.cumsum(0) - counts
+    padded = max(max((len(boxes) for boxes in regions.boxes), default=0), 1)
+    rows_features, rows_boxes = torch.cat(regions.features), torch.cat(regions.boxes)
 
     # index[n, r] = row of region r of image n in the concatenated rows
     position = torch.arange(padded, device=device)
-    is_real = position < counts[:, None]  # [N, R]
-    index = (starts[:, None] + position).clamp(max=max(len(rows_features) - 1, 0))
-
-    image = looks_at.clamp(min=0)  # [M, K]
-    attend = is_real[image] & (looks_at >= 0)[..., None]  # [M, K, R]
+    index = ((counts.cumsum(0) - counts)[:, None] + position).clamp(max=max(len(rows_features) - 1, 0))
+    image = looks_at.clamp(min=0)  # [M, I]
+    attend = (position < counts[:, None])[image] & (looks_at >= 0)[..., None]  # [M, I, R]
     if limit is not None:
-        attend = attend & (position < limit[:, None, None] + first)
-    num_texts, num_slots = looks_at.shape
-    slot = torch.arange(num_slots, device=device)[None, :, None].expand_as(attend)
-    rows = index[image]
+        attend = attend & (position < limit[..., None] + first)
+    slot = torch.arange(looks_at.shape[1], device=device)[None, :, None].expand_as(attend)
     candidate = (position - first).expand_as(attend)
-    image_row = image[..., None].expand_as(attend)
+    columns = [t.flatten(1) for t in (attend, slot, index[image], candidate, image[..., None].expand_as(attend))]
+    attend, slot, rows, candidate, image_row = _without_gaps(columns)
 
-    flat = [t.reshape(num_texts, num_slots * padded) for t in (attend, slot, rows, candidate, image_row)]
-    sizes = image_sizes.float()[image][:, :, None].expand(-1, -1, padded, -1).reshape(num_texts, -1, 2)
-    if num_slots > 1:  # move padding between two images' regions to the end
-        order = (~flat[0]).to(torch.uint8).argsort(dim=1, stable=True)
-        flat = [tensor.gather(1, order) for tensor in flat]
-        sizes = sizes.gather(1, order[..., None].expand(-1, -1, 2))
-    longest = max(int(flat[0].sum(1).max()) if num_texts else 0, 1)
-    attend, slot, rows, candidate, image_row = (tensor[:, :longest] for tensor in flat)
-    sizes = sizes[:, :longest]
-
-    if len(rows_features) == 0:
-        features = rows_features.new_zeros(num_texts, longest, rows_features.shape[1])
-        boxes = rows_boxes.new_zeros(num_texts, longest, 4)
-    else:
-        features = rows_features[rows] * attend[..., None]
-        boxes = rows_boxes[rows] * attend[..., None]
+    empty = len(rows_features) == 0
+    features = rows_features.new_zeros(*rows.shape, rows_features.shape[1]) if empty else rows_features[rows]
+    boxes = rows_boxes.new_zeros(*rows.shape, 4) if empty else rows_boxes[rows]
+    sizes = image_sizes.to(torch.float32)[image_row]
     result = TextRegions(
-        features=features,
-        boxes=boxes,
+        features=features * attend[..., None],
+        boxes=boxes * attend[..., None],
         image_sizes=torch.where(attend[..., None], sizes, torch.ones_like(sizes)),
         attend=attend,
         image_slot=torch.where(attend, slot, torch.zeros_like(slot)),
@@ -229,5 +250,13 @@ def gather_regions(
         is_hidden=torch.zeros_like(attend),
     )
     if hidden is not None:
-        result.is_hidden = result.gather(hidden, fill=False)
+        result.is_hidden = result.gather(hidden.is_hidden, fill=False)
     return result
+
+
+def _without_gaps(columns: list[Shaped[Tensor, "M entries"]]) -> list[Shaped[Tensor, "M R"]]:
+    """Move padding to the end of each row and cut what is padding in all rows; the first column says what is real."""
+    attend = columns[0]
+    order = (~attend).to(torch.uint8).argsort(dim=1, stable=True)
+    longest = max(int(attend.sum(1).max()) if len(attend) else 0, 1)
+    return [column.gather(1, order[:, :longest]) for column in columns]

@@ -1,39 +1,20 @@
-"""Wordpieces: load a tokenizer, build a vocabulary from sentences, pad sequences into a `TextBatch`.
-
-Shape legend
-    M   texts in the batch
-    L   wordpieces of the longest text
-"""
+"""Wordpieces: load a tokenizer, build a vocabulary from sentences, and the words of a text."""
 
 from __future__ import annotations
 
 import collections
 import re
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
-import numpy as np
-import torch
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 
-from e2e_vl.structures import TextBatch
-
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 FILE_ENDS = (".txt", ".json", ".bin", ".model", ".safetensors", ".pth", ".pkl")  # no hub names
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-
-
-class EncodedText(Protocol):
-    """What `pad_texts` reads from a text; `e2e_vl.data.examples.TextExample` has these fields."""
-
-    input_ids: Sequence[int] | np.ndarray
-    segment_ids: Sequence[int] | np.ndarray
-    positions: Mapping[str, int]
-    region_of_token: Sequence[int] | np.ndarray | None
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
@@ -145,48 +126,14 @@ def build_vocabulary(sentences: Iterable[str], path: str | Path, min_count: int 
     return vocabulary
 
 
-def pad_texts(texts: Sequence[EncodedText], pad_id: int = 0) -> TextBatch:
-    """Pad wordpiece sequences at the end.
-
-    Args:
-        texts: M encoded texts with the same names in `positions`.
-        pad_id: wordpiece id of the padding ([PAD] is 0 in BERT's vocabularies).
-
-    Returns:
-        `TextBatch` with L = the longest sequence (at least 1). `region_of_token` is there if any text has it.
-
-    Raises:
-        ValueError: segment ids of another length than the wordpieces, a position outside its text, or texts with
-            different named positions.
-    """
-    longest = max((len(text.input_ids) for text in texts), default=0) or 1
-    shape = (len(texts), longest)
-    input_ids = torch.full(shape, pad_id, dtype=torch.int64)
-    segment_ids = torch.zeros(shape, dtype=torch.int64)
-    attend = torch.zeros(shape, dtype=torch.bool)
-    has_regions = any(text.region_of_token is not None for text in texts)
-    region_of_token = torch.full(shape, -1, dtype=torch.int64) if has_regions else None
-    names = list(texts[0].positions) if len(texts) else []
-    for row, text in enumerate(texts):
-        length = len(text.input_ids)
-        if len(text.segment_ids) != length:
-            raise ValueError(f"text {row} of the batch has {length} wordpieces but {len(text.segment_ids)} segment ids")
-        if set(text.positions) != set(names):
-            raise ValueError(
-                f"text {row} of the batch names the positions {sorted(text.positions)}, the first text "
-                f"{sorted(names)}; all texts of a batch must come from datasets of the same task"
-            )
-        outside = [name for name, position in text.positions.items() if not 0 <= position < length]
-        if outside:
-            raise ValueError(f"text {row} of the batch: position {outside[0]!r} lies outside its {length} wordpieces")
-        input_ids[row, :length] = torch.as_tensor(np.asarray(text.input_ids, dtype=np.int64))
-        segment_ids[row, :length] = torch.as_tensor(np.asarray(text.segment_ids, dtype=np.int64))
-        attend[row, :length] = True
-        if region_of_token is not None and text.region_of_token is not None:
-            if len(text.region_of_token) != length:
-                raise ValueError(
-                    f"text {row} of the batch has {length} wordpieces but {len(text.region_of_token)} region indices"
-                )
-            region_of_token[row, :length] = torch.as_tensor(np.asarray(text.region_of_token, dtype=np.int64))
-    positions = {name: torch.tensor([text.positions[name] for text in texts], dtype=torch.int64) for name in names}
-    return TextBatch(input_ids, segment_ids, attend, positions, region_of_token)
+def word_pieces(text: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Wordpiece ids of each word; words end at white space and at punctuation, which is a word of its own."""
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    words: list[list[int]] = []
+    previous = None
+    for piece, word in zip(encoding.ids, encoding.word_ids, strict=True):
+        if word != previous:
+            words.append([])
+            previous = word
+        words[-1].append(piece)
+    return words

@@ -36,12 +36,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tools": BELOW_MODEL | {"model", "weights", "report", "extraction", "engine", "analysis"},
 }
 # Modules and packages directly in e2e_vl/ whose layer is not their own name.
-LAYER_OF_NAME = dict.fromkeys(("__init__", "structures", "text", "masking", "config", "drawing", "run_files"), "base")
+BASE = (
+    *("__init__", "box_sources", "config", "converter", "drawing", "examples", "hiding", "layout", "run_files"),
+    *("samples", "structures", "targets", "text", "wording"),
+)
+LAYER_OF_NAME = dict.fromkeys(BASE, "base")
 LAYER_OF_NAME |= {name: name for name in MAY_IMPORT if name not in ("detector", "base", "tools")}
 
 EVALUATION_EXTRA = "detector.boxes"
 THIRD_PARTY = {
-    "detector": {"torch", "torchvision", "numpy", "cv2", "PIL", "yaml", "safetensors", "pycocotools"},
+    "detector": {"torch", "torchvision", "jaxtyping", "numpy", "cv2", "PIL", "yaml", "safetensors", "pycocotools"},
     "evaluation": {"numpy"},
 }
 ONLY_IN = {"detectron2": "detector/detectron2_adapter.py"}  # optional packages, each behind one file
@@ -178,7 +182,7 @@ def test_files_stay_small() -> None:
         ("e2e_vl/__init__.py", "from e2e_vl.model import Model"),
         ("e2e_vl/text.py", "from e2e_vl import data"),
         ("e2e_vl/drawing.py", "from .engine.train import train"),
-        ("e2e_vl/encoders/vl_bert.py", "from ..data.collate import collate"),
+        ("e2e_vl/encoders/vl_bert.py", "from ..data.loading.collate import collate"),
         ("e2e_vl/encoders/vl_bert.py", "from .. import tasks"),
         ("e2e_vl/data/refcoco.py", "def late():\n    from e2e_vl.evaluation import refexp"),
         ("e2e_vl/data/refcoco.py", "import e2e_vl.model as model"),

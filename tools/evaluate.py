@@ -18,6 +18,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from e2e_vl.box_sources import BoxSource
 from e2e_vl.engine.evaluate import evaluate_run
 
 
@@ -25,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
     parser.add_argument("--split", default="val", help="split of the data set (default: val)")
-    parser.add_argument("--boxes", default="online", choices=("gt", "detections", "online", "precomputed"))
+    parser.add_argument("--boxes", default="online", choices=BoxSource.for_evaluation())
     parser.add_argument("--iou", default=None, choices=("mattnet", "vlbert", "strict"), help="default: the run's")
     parser.add_argument("--output", type=Path, help="predictions (default: RUN/predictions_SPLIT_BOXES.json)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")

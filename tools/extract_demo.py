@@ -95,10 +95,12 @@ def load_source(arguments: argparse.Namespace) -> LoadedDetector:
 
 def ground(arguments: argparse.Namespace, found: ImageRegions) -> None:
     """Write phrase.json and phrase.png."""
-    from e2e_vl.engine.predict import ground_phrase  # imports transformers, which takes seconds
+    from e2e_vl.engine.predict import answer_question  # imports transformers, which takes seconds
+    from e2e_vl.samples import Question
 
-    answer = ground_phrase(arguments.run, arguments.image, arguments.text)
-    answer = {"image": str(arguments.image), "text": arguments.text, **answer}
+    record = answer_question(arguments.run, Question(arguments.image, arguments.text), points_at_box=True).record
+    answer = {"image": str(arguments.image), "text": arguments.text, "box": record["box"], "score": record["score"]}
+    answer |= {"boxes": record["candidate_boxes"], "scores": record["candidate_scores"]}
     path = arguments.output / "phrase.json"
     path.write_text(json.dumps(answer, indent=2, default=lambda array: array.tolist()) + "\n", encoding="utf-8")
     if answer["box"] is None:

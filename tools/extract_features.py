@@ -30,8 +30,8 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from detector.backends import BACKENDS
 from detector.selection import SelectionRule
-from e2e_vl.data.features.writers import FORMATS
-from e2e_vl.data.image_lists import list_images, read_given_boxes
+from e2e_vl.data.formats.image_lists import list_images, read_given_boxes
+from e2e_vl.data.storage.features.writers import FORMATS
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.extraction.bulk import LONGEST_WAIT, ExtractionJob, ExtractionSummary, extract_images
 from e2e_vl.extraction.chain import DEFAULTS, ExtractionSettings

@@ -2,8 +2,8 @@
 
     python tools/make_synthetic.py --output data/synthetic --train 3500 --val 200 --testA 100 --testB 100
 
-The layout is described in ``e2e_vl/synthetic/build.py``. The same settings give the same files; a second call with
-the same settings does nothing.
+The layout is described in ``e2e_vl/synthetic/generate.py``, and each format in its writer class. The same settings give
+the same files; a second call with the same settings does nothing.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import json
 import sys
 from pathlib import Path
 
-from e2e_vl.synthetic import LanguageConfig, SceneConfig, make_scenes
-from e2e_vl.synthetic.build import FORMATS
+from e2e_vl.synthetic import FORMATS, LanguageConfig, SceneConfig, make_scenes
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Arguments of the command line."""
+    """The arguments of the command line."""
     scene = SceneConfig()
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -27,9 +26,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     for split, count in (("train", 3500), ("val", 200), ("testA", 100), ("testB", 100)):
         parser.add_argument(f"--{split}", type=int, default=count, metavar="N", help=f"number of {split} scenes")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything drawn")
-    parser.add_argument("--min-objects", type=int, default=scene.min_objects, help="fewest objects in a scene")
-    parser.add_argument("--max-objects", type=int, default=scene.max_objects, help="most objects in a scene")
-    parser.add_argument("--min-side", type=int, default=scene.min_side, help="least height and width, pixels")
+    parser.add_argument(
+        "--min-objects", type=int, default=scene.min_objects, help="smallest number of objects in a scene"
+    )
+    parser.add_argument(
+        "--max-objects", type=int, default=scene.max_objects, help="largest number of objects in a scene"
+    )
+    parser.add_argument("--min-side", type=int, default=scene.min_side, help="smallest height and width, pixels")
     parser.add_argument("--max-side", type=int, default=scene.max_side, help="largest height and width, pixels")
     parser.add_argument("--textures", nargs="+", default=list(scene.textures), help="textures of the objects")
     parser.add_argument(
@@ -45,8 +48,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         choices=FORMATS,
         default=list(FORMATS),
-        metavar="FOLDER",
-        help="what is written beside the images; a folder that is there already gets what it lacks",
+        metavar="FORMAT",
+        help="file formats written beside the images; a folder that is already there gets the formats it lacks",
     )
     parser.add_argument("--workers", type=int, default=0, help="processes that draw; 0 draws in this process")
     parser.add_argument("--quiet", action="store_true", help="show no progress bar")

@@ -35,9 +35,11 @@ import numpy as np
 from PIL import Image
 
 from detector.images import ResizeRule, load_resized, resize_boxes
-from e2e_vl.data.asked import Asked, read_boxes
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.data.formats.user_boxes import read_boxes
 from e2e_vl.drawing import draw_boxes
-from e2e_vl.engine.predict import Answer, answer_text, predict_split
+from e2e_vl.engine.predict import Answer, answer_question, predict_split
+from e2e_vl.samples import Question
 
 MOST_ATTENDED = 5  # regions in answer.png
 GREY = 127  # in place of hidden pixels
@@ -51,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     split.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
     split.add_argument("--rationale-run", type=Path, help="VCR: the run that chooses rationales")
     split.add_argument("--split", required=True, help="split of the data set, such as test")
-    split.add_argument("--boxes", required=True, choices=("gt", "detections", "online", "precomputed"))
+    split.add_argument("--boxes", required=True, choices=BoxSource.for_evaluation())
     split.add_argument("--output", type=Path, required=True, metavar="FILE", help="file to write")
     split.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
     split.set_defaults(action=write_split)
@@ -105,7 +107,7 @@ def write_split(arguments: argparse.Namespace) -> None:
 
 
 def ask_one(arguments: argparse.Namespace) -> None:
-    asked = Asked(
+    question = Question(
         arguments.image,
         arguments.text,
         boxes=None if arguments.boxes is None else read_boxes(arguments.boxes),
@@ -113,31 +115,31 @@ def ask_one(arguments: argparse.Namespace) -> None:
         answer=arguments.answer,
         hidden=None if arguments.hide is None else read_boxes(arguments.hide, "--hide"),
     )
-    answer = answer_text(arguments.run, asked)
+    answer = answer_question(arguments.run, question)
     for line in answer.lines:
         print(line)
     if arguments.output is not None:
-        save(arguments.output, asked, answer)
+        save(arguments.output, question, answer)
         print(f"written: {arguments.output / 'answer.json'}")
 
 
-def save(folder: Path, asked: Asked, answer: Answer) -> None:
+def save(folder: Path, question: Question, answer: Answer) -> None:
     """Write answer.json, regions.png and answer.png."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {key: value for key, value in answer.record.items() if key not in ("text_index", "file_name", "sent")}
-    shown = {"image": str(asked.image), "text": asked.text, **record, "regions": answer.boxes.tolist()}
+    shown = {"image": str(question.image), "text": question.text, **record, "regions": answer.boxes.tolist()}
     if answer.attention is not None:
         shown["attention"] = answer.attention.tolist()
     text = json.dumps(shown, indent=2, ensure_ascii=False)
     (folder / "answer.json").write_text(text + "\n", encoding="utf-8")
 
-    title = f"{asked.text} -> {answer.lines[0]}" if not answer.task.points_at_box else asked.text
+    title = f"{question.text} -> {answer.lines[0]}" if not answer.task.points_at_box else question.text
     names = answer.record.get("objects", [""] * len(answer.boxes))
     labels = [f"{number} {name}".strip() for number, name in enumerate(names)]
-    save_picture(folder / "regions.png", asked.image, answer.boxes, labels, None)
+    save_picture(folder / "regions.png", question.image, answer.boxes, labels, None)
     hidden = answer.record.get("hidden", [])
     if answer.box is not None:
-        save_picture(folder / "answer.png", asked.image, [answer.box], [f"{answer.record['score']:.2f}"], title)
+        save_picture(folder / "answer.png", question.image, [answer.box], [f"{answer.record['score']:.2f}"], title)
     elif answer.attention is not None:
         best = np.argsort(-answer.attention, kind="stable")[:MOST_ATTENDED]
         best = [row for row in best if row >= len(hidden)]
@@ -145,9 +147,9 @@ def save(folder: Path, asked: Asked, answer: Answer) -> None:
         covered = [one["box"] for one in hidden]  # the first of the regions
         labels = [f"hidden: {one['classes'][0][0]} {one['classes'][0][1]:.2f}" for one in hidden] + labels
         boxes = [*covered, *answer.boxes[best]]
-        save_picture(folder / "answer.png", asked.image, boxes, labels, title, covered)
+        save_picture(folder / "answer.png", question.image, boxes, labels, title, covered)
     else:
-        save_picture(folder / "answer.png", asked.image, [], [], title)
+        save_picture(folder / "answer.png", question.image, [], [], title)
 
 
 def save_picture(

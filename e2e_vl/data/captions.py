@@ -1,367 +1,176 @@
-"""Captions for pre-training: masked words, a caption that may be another image's, and text without images.
+"""Captions for pre-training, and text without images.
 
-Targets of a text
-    mlm_labels   int64 [L]: the wordpiece at pieces of masked words, -1 elsewhere
-    is_match     int64: 1 = its own caption, 0 = that of another image, -1 = no image
-    region_seed  int64: from which the choice of masked regions is to be drawn
-Targets of the candidate boxes of an image: those of its source, such as `class_probs` float32 [R, C].
+Files (`data.files`, relative to `data.root`; {split} is the split)
+    source coco      captions (JSON), images (folder)
+    source shards    shards (folder, or a pattern such as cc3m/*.tar)
+    source json_lines captions (JSON lines); these name images and detected boxes
+    any              corpus: text files joined by "+", read in training
+    boxes gt         instances (COCO)
+    boxes detections detections: MAttNet's JSON, or a file of region features; json_lines: lines with `frcnn`
+    boxes precomputed features: a file of region features; json_lines: lines with `frcnn`
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, Self
 
-import numpy as np
-from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerBase
-
-from detector.images import ResizeRule
-from e2e_vl.config import DataSettings
-from e2e_vl.data.caption_settings import (
-    BOX_SOURCES,
-    CaptionConfig,
-    box_reader,
-    caption_source,
-    corpus_files,
-    data_path,
-    index_folder,
-    make_masking,
-)
-from e2e_vl.data.caption_sources import BoxReader, CandidateBoxes, CaptionSource, require_names
-from e2e_vl.data.captions_asked import asked_example
-from e2e_vl.data.coco import CocoInstances, object_labels, read_instances
-from e2e_vl.data.corpus import TextCorpus, TextLines
-from e2e_vl.data.examples import Example, ImageExample, Objects, Request, TextExample, random_generator
-from e2e_vl.data.files import read_options
-from e2e_vl.data.image_source import MEAN_COLOUR
-from e2e_vl.data.images import EncodedImage, ImageSizeError, Placement, read_image
-from e2e_vl.data.masking import NO_LABEL, word_pieces
-
-logger = logging.getLogger(__name__)
-
-_BROKEN_IN_A_ROW = 20  # after so many unreadable images one after the other, the data are wrong as a whole
-_HINT = "(Training can go on without it: data.config.skip_broken=true takes the next image and logs it.)"
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.data.base import DataFiles, VLDataset, Wants
+from e2e_vl.data.formats.caption_sources import CaptionSource, CocoCaptions
+from e2e_vl.data.formats.coco import CocoInstances, read_instances
+from e2e_vl.data.formats.conceptual import VLBertCaptions
+from e2e_vl.data.formats.shards import ShardCaptions
+from e2e_vl.data.storage.corpus import TextCorpus, TextLines
+from e2e_vl.samples import Sample, SampleImage, SampleText
 
 
-class CaptionDataset(Dataset):
+@dataclasses.dataclass(frozen=True)
+class CaptionOptions:
+    """Fields of `data.config`.
+
+    Attributes:
+        source: where captions come from: "coco", "shards" (img2dataset) or "json_lines" (VL-BERT's official code).
+        use_corpus: False leaves `data.files.corpus` out.
+        cache: folder for the indices of large files; None = `index` in `data.root`.
+    """
+
+    source: Literal["coco", "shards", "json_lines"] = "coco"
+    use_corpus: bool = True
+    cache: str | None = None
+
+
+class CaptionDataset(VLDataset):
     """Captions of one split, grouped by image.
-
-    A text is `[CLS] caption [SEP]`, all of segment 0. Mirroring changes no word (official VL-BERT code). All texts of
-    one request share one image, so also its mirroring and size.
 
     Args:
         source: images and captions.
-        tokenizer: wordpiece tokenizer.
-        resize: size of the network input; of several rules one is drawn at random per request (multi-scale training).
-        config: see there.
-        boxes: reads candidate boxes of an image by its name; None = those of the source, or none: the detector
-            proposes them.
-        corpus: adds a text of the corpus, drawn at random, beside each caption.
-        instances: annotated objects, without crowds, as targets of the detection losses.
-        flip_probability: chance to mirror the image; for training.
-        seed: all randomness depends on (seed, epoch, text) only.
-        channel_order: "BGR" or "RGB".
-        blank_text: drop all words: the control that sees no text.
-        blank_image: every pixel is the mean colour, and precomputed features are zero: the control that sees no image.
-        max_text_length: longest sequence in wordpieces, [CLS] and [SEP] included; longer captions lose their last
-            pieces and the record tells how many in `cut_wordpieces`. None = no limit.
-        skip_broken: see `CaptionConfig`; the caller decides whether this is training.
-
-    Attributes:
-        groups: text indices of each image.
-        broken: images that were replaced by others in this process.
+        corpus: texts without images, for training.
+        instances: annotated objects of the images.
+        split: name of the split.
+        boxes_come_along: the captions' own file has the boxes, so that no other one is read.
 
     Raises:
-        ValueError: settings that contradict each other.
+        ValueError: an image that the instances file lacks.
     """
 
-    # keys of `data.files`
     known_files = ("images", "captions", "shards", "instances", "corpus", "detections", "features")
+    options = CaptionOptions
+    box_sources = BoxSource.for_evaluation()
 
     def __init__(
         self,
         source: CaptionSource,
-        tokenizer: PreTrainedTokenizerBase,
-        resize: ResizeRule | Sequence[ResizeRule],
-        config: CaptionConfig | None = None,
         *,
-        boxes: BoxReader | None = None,
         corpus: TextCorpus | None = None,
         instances: CocoInstances | None = None,
-        flip_probability: float = 0.0,
-        seed: int = 0,
-        channel_order: str = "BGR",
-        blank_text: bool = False,
-        blank_image: bool = False,
-        max_text_length: int | None = None,
-        skip_broken: bool = False,
+        split: str = "train",
+        boxes_come_along: bool = False,
     ) -> None:
-        self.config = config or CaptionConfig()
-        if not 0 <= flip_probability <= 1:
-            raise ValueError(f"flip_probability is {flip_probability}, expected a number from 0 to 1")
-        if max_text_length is not None and max_text_length < 2:
-            raise ValueError(f"max_text_length is {max_text_length}, but [CLS] and [SEP] alone need 2")
-        if self.config.relationship and len(source.groups) < 2:
-            raise ValueError(f"{source.path}: captions of other images need at least two images")
         self.source = source
         self.groups = source.groups
-        self.tokenizer = tokenizer
-        self.masking = make_masking(tokenizer, self.config)
-        self.resize_rules = [resize] if isinstance(resize, ResizeRule) else list(resize)
-        if not self.resize_rules:
-            raise ValueError("CaptionDataset needs at least one resize rule")
-        self.box_reader = boxes
         self.corpus = corpus
         self.instances = instances
-        self.flip_probability = flip_probability
-        self.seed = seed
-        self.channel_order = channel_order
-        self.blank_text = blank_text
-        self.blank_image = blank_image
-        self.max_text_length = max_text_length
-        self.skip_broken = skip_broken
-        self.broken: set[int] = set()
+        self.parts = [] if boxes_come_along else [{"split": split}]
+        if instances is not None:
+            self.class_names = instances.class_names
+            missing = [name for name in self.image_ids() if int(name) not in instances.images]
+            if missing:
+                raise ValueError(
+                    f"{instances.path}: image {missing[0]} and {len(missing) - 1} more are not listed; use the "
+                    "instances of these images"
+                )
 
     @classmethod
-    def from_settings(
-        cls,
-        settings: DataSettings,
-        tokenizer: PreTrainedTokenizerBase,
-        split: str,
-        *,
-        boxes: str,
-        training: bool,
-        seed: int,
-        channel_order: str,
-        with_objects: bool,
-    ) -> CaptionDataset:
-        """Build from a run's settings; `caption_settings.py` lists `data.files` and what `data.config` takes.
-
-        In evaluation the last of the short edges is used, nothing is mirrored, and there is no corpus.
-        """
-        config = read_options(CaptionConfig, settings.config, "data.config")
-        if boxes not in BOX_SOURCES:
-            raise ValueError(
-                f"{settings.name} cannot have boxes from '{boxes}'; choose one of {', '.join(BOX_SOURCES)}."
-            )
-        if boxes == "precomputed" and training and settings.flip > 0:
-            raise ValueError("precomputed features are those of images as they are, not mirrored; set data.flip to 0")
-        if with_objects and "instances" not in settings.files:
-            raise ValueError(
-                f"the detection losses need annotated objects, but {settings.name} has no data.files.instances; set it "
-                "or detector.loss_weight=0."
-            )
-        source = caption_source(settings, config, split, boxes)
+    def open(cls, files: DataFiles, options: CaptionOptions, split: str, wants: Wants) -> Self:
+        """The top of this file says which files there are; only training reads a corpus."""
         instances = None
-        if "instances" in settings.files and (with_objects or boxes == "gt"):
-            instances = read_instances(data_path(settings, "instances", split), drop_empty_boxes=True)
-        reader = box_reader(settings, config, split, boxes, instances)
-        if reader is not None and config.source == "coco":
-            require_names(reader, (source.name(group) for group in range(len(source.groups))))
+        if wants.annotations:
+            if options.source != "coco":
+                raise ValueError("annotated objects need data.config.source=coco and data.files.instances.")
+            instances = read_instances(files.path("instances", split=split), drop_empty_boxes=True)
         corpus = None
-        if "corpus" in settings.files and config.use_corpus and training:
-            files = corpus_files(settings, split)
-            masking, cache = make_masking(tokenizer, config), index_folder(settings, config)
-            options = {
-                "min_words": config.corpus_words,
-                "max_length": config.corpus_length,
-                "special_tokens": config.corpus_special_tokens,
-            }
-            corpus = TextCorpus(files, tokenizer, masking, cache, **options)
-        sizes = settings.resize.short_edge if training else settings.resize.short_edge[-1:]
+        if "corpus" in files and options.use_corpus and wants.training:
+            corpus = TextCorpus(_corpus_files(files, split), _index_folder(files, options))
         return cls(
-            source,
-            tokenizer,
-            [ResizeRule(size, settings.resize.long_edge, settings.resize.rounding) for size in sizes],
-            config,
-            boxes=reader,
+            _source(files, options, split, wants.boxes),
             corpus=corpus,
-            instances=instances if with_objects else None,
-            flip_probability=settings.flip if training else 0.0,
-            seed=seed,
-            channel_order=channel_order,
-            blank_text=settings.blank_text,
-            blank_image=settings.blank_image,
-            max_text_length=settings.max_text_length,
-            skip_broken=config.skip_broken and training,
+            instances=instances,
+            split=split,
+            boxes_come_along=options.source == "json_lines",
         )
 
     @classmethod
-    def texts_of(cls, settings: DataSettings, split: str) -> Iterator[str]:
-        """All captions of a split and all lines of the corpus, to build a vocabulary from."""
-        config = read_options(CaptionConfig, settings.config, "data.config")
-        source = caption_source(settings, config, split, "online")
+    def texts_of(cls, files: DataFiles, options: CaptionOptions, split: str) -> Iterable[str]:
+        """All captions of a split and all lines of the corpus."""
+        source = _source(files, options, split, BoxSource.ONLINE)
         yield from (source.caption(text) for text in range(source.groups.num_texts))
-        if "corpus" in settings.files and config.use_corpus:
-            for file in corpus_files(settings, split):
-                yield from TextLines(file, index_folder(settings, config), "corpus")
+        if "corpus" in files and options.use_corpus:
+            for file in _corpus_files(files, split):
+                yield from TextLines(file, _index_folder(files, options), "corpus")
 
-    example_of = staticmethod(asked_example)
-
-    def check_classes(self, num_classes: int) -> None:
-        """Raises ValueError if a detector with `num_classes` foreground classes cannot learn the annotated objects."""
-        if self.instances is not None and self.instances.num_classes > num_classes:
-            raise ValueError(
-                f"{self.instances.path} has {self.instances.num_classes} categories, but the detector has "
-                f"{num_classes} classes; set MODEL.ROI_HEADS.NUM_CLASSES in its config."
-            )
+    @classmethod
+    def class_names_of(cls, files: DataFiles, options: CaptionOptions, split: str) -> Sequence[str] | None:
+        if "instances" not in files:
+            return None
+        path = files.path("instances", split=split)
+        return read_instances(path, drop_empty_boxes=True).class_names if path.is_file() else None
 
     def __len__(self) -> int:
         """Number of captions."""
         return self.groups.num_texts
 
-    def __getitem__(self, request: Request) -> Example:
-        """Load the request's image once, with all its texts, each followed by its text of the corpus.
+    def __getitem__(self, text: int) -> str:
+        """One caption; a data set of captions is a pool of texts."""
+        return self.source.caption(text)
 
-        Raises:
-            FileNotFoundError: an image or a file of boxes is missing.
-            ValueError: an image that cannot be read or has another size than its boxes' file says, boxes that lie
-                outside it, or a damaged record.
-        """
-        generator = random_generator(self.seed, request.epoch, request.texts[0])
-        flip = bool(generator.random() < self.flip_probability)
-        resize = self.resize_rules[int(generator.integers(len(self.resize_rules)))]
-        group, texts = self.groups.of_text(request.texts[0]), request.texts
-        for _ in range(_BROKEN_IN_A_ROW):
-            try:
-                image, placement = self._image(group, flip, resize)
-                break
-            except _BrokenImageError as error:
-                if not self.skip_broken:
-                    raise error.with_hint() from error.__cause__
-                group, texts = self._next(group, len(texts), error)
-        else:
-            raise ValueError(
-                f"{self.source.path}: {_BROKEN_IN_A_ROW} images in a row cannot be read, the last is "
-                f"{self.source.name(group)}; check where the data are"
-            )
-        examples = []
-        for text in texts:
-            own, other = random_generator(self.seed, request.epoch, text).spawn(2)
-            examples.append(self._text(text, group, image.name, placement, own))
-            if self.corpus is not None:
-                examples.append(self._corpus_text(other))
-        return Example([image], examples)
+    def image_ids(self) -> Iterable[str]:
+        """Only of COCO's captions: millions of names would take long to read."""
+        if not isinstance(self.source, CocoCaptions):
+            return ()
+        return (self.source.name(group) for group in range(len(self.groups)))
 
-    def _next(self, group: int, num_texts: int, error: _BrokenImageError) -> tuple[int, tuple[int, ...]]:
-        """The next image with captions, and its first ones, in place of an image that cannot be read."""
-        self.broken.add(group)
-        broken = group
-        while True:
-            group = (group + 1) % len(self.groups)
-            if len(self.groups[group]):
-                break
-        logger.warning(
-            "%s Image %s takes its place (%d unreadable images so far in this process).",
-            *(error.__cause__, self.source.name(group), len(self.broken)),
+    def sample(self, texts: Sequence[int]) -> Sample:
+        """Some captions of one image."""
+        group = self.groups.of_text(texts[0])
+        name = self.source.name(group)
+        image = SampleImage(
+            name,
+            functools.partial(self.source.image, group),
+            self.source.image_size(group),
+            objects=None if self.instances is None else self.instances.objects(int(name)),
+            boxes=self.source.boxes(group),
         )
-        if group == broken:
-            raise error.__cause__
-        return group, tuple(self.groups[group][:num_texts])
-
-    def _image(self, group: int, flip: bool, resize: ResizeRule) -> tuple[ImageExample, Placement]:
-        found = self.source.boxes(group) if self.box_reader is None else self.box_reader(self.source.name(group))
-        if found is not None and found.features is not None:
-            return self._precomputed(group, found, resize)
-        size = (found.image_size if found is not None else None) or self.source.image_size(group)
-        name = f"image {self.source.name(group)}"  # outside of the try: an unreadable record is no unreadable image
-        try:
-            file = self.source.image(group)
-            pixels, placement = read_image(file, size, resize, flip=flip, channel_order=self.channel_order, name=name)
-        except ImageSizeError:
-            raise
-        except (ValueError, OSError) as error:
-            raise _BrokenImageError from error
-        if self.blank_image:
-            pixels = np.broadcast_to(np.array(MEAN_COLOUR[self.channel_order], dtype=np.uint8), pixels.shape)
-        example = ImageExample(
-            pixels=pixels,
-            original_size=placement.original_size,
-            name=file.name if isinstance(file, EncodedImage) else str(file),
-            boxes=None if found is None else placement.move_and_clamp_boxes(found.boxes, found.origin),
-            objects=None if self.instances is None else self._objects(group, placement),
-            region_targets={} if found is None else found.targets,
+        stated = tuple(
+            SampleText(text, caption, {"image_id": name, "sent": caption})
+            for text, caption in ((text, self.source.caption(text)) for text in texts)
         )
-        return example, placement
-
-    def _precomputed(self, group: int, found: CandidateBoxes, resize: ResizeRule) -> tuple[ImageExample, Placement]:
-        """Boxes and features from the file; of the image only the sizes."""
-        size, stated = found.image_size, self.source.image_size(group)
-        if stated is not None and stated != size:
-            raise ValueError(
-                f"{found.origin}: the image was {size[1]} x {size[0]} pixels, but {self.source.path} says {stated[1]} "
-                f"x {stated[0]}; use features of the same images"
-            )
-        placement = Placement(size, resize.target_size(*size))
-        features, whole = found.features, found.image_feature
-        if self.blank_image:
-            features, whole = np.zeros_like(features), None if whole is None else np.zeros_like(whole)
-        example = ImageExample(
-            pixels=np.broadcast_to(np.uint8(0), (*placement.size, 3)),  # a shape without memory
-            original_size=size,
-            name=found.origin,
-            boxes=placement.move_and_clamp_boxes(found.boxes, found.origin),
-            features=features,
-            image_feature=whole,
-            region_targets=found.targets,
-        )
-        return example, placement
-
-    def _objects(self, group: int, placement: Placement) -> Objects:
-        rows = self.instances.by_image.get(int(self.source.name(group)))
-        if rows is None:
-            raise ValueError(f"{self.instances.path}: image {self.source.name(group)} is not listed")
-        rows = [row for row in rows if not row.is_crowd]
-        boxes = np.array([row.box for row in rows], dtype=np.float64).reshape(-1, 4)
-        return Objects(placement.move_objects(boxes), *object_labels(rows, len(self.instances.attribute_names)))
-
-    def _text(
-        self, text: int, group: int, file_name: str, placement: Placement, generator: np.random.Generator
-    ) -> TextExample:
-        shown = text
-        if generator.random() < self.config.relationship:
-            while shown in self.groups[group]:
-                shown = int(generator.integers(self.groups.num_texts))
-        caption = "" if self.blank_text else self.source.caption(shown)
-        ids, labels = self.masking(word_pieces(caption, self.tokenizer), generator)
-        num_cut = 0 if self.max_text_length is None else max(len(ids) + 2 - self.max_text_length, 0)
-        ids, labels = ids[: len(ids) - num_cut], labels[: len(ids) - num_cut]
-        ids = np.array([self.tokenizer.cls_token_id, *ids, self.tokenizer.sep_token_id], dtype=np.int64)
-        record: dict[str, Any] = {
-            "text_index": text,
-            "image_id": self.source.name(group),
-            "sent": caption,
-            "file_name": file_name,
-            "image_size": list(placement.original_size),
-            "flipped": placement.flipped,
-            "is_match": shown == text,
-        }
-        if num_cut:
-            record["cut_wordpieces"] = num_cut
-        return TextExample(
-            input_ids=ids,
-            segment_ids=np.zeros_like(ids),
-            looks_at=(0,),
-            targets={
-                "mlm_labels": np.array([NO_LABEL, *labels, NO_LABEL], dtype=np.int64),
-                "is_match": np.array(int(shown == text)),
-                "region_seed": generator.integers(2**62),
-            },
-            record=record,
-        )
-
-    def _corpus_text(self, generator: np.random.Generator) -> TextExample:
-        example = self.corpus.example(int(generator.integers(len(self.corpus))), generator)
-        example.targets |= {"is_match": np.array(-1), "region_seed": np.array(0)}
-        return example
+        return Sample((image,), stated, pool=self, own=self.groups[group], corpus=self.corpus)
 
 
-class _BrokenImageError(Exception):
-    """An image that is missing or cannot be read; the cause says which."""
+def _source(files: DataFiles, options: CaptionOptions, split: str, boxes: BoxSource) -> CaptionSource:
+    """Captions of a split, with the boxes that lie beside them if `boxes` asks for those."""
+    if options.source == "coco":
+        return CocoCaptions(files.path("captions", split=split), files.path("images", split=split))
+    if options.source == "shards":
+        return ShardCaptions(files.path("shards", split=split), _index_folder(files, options))
+    name = {BoxSource.DETECTIONS: "detections", BoxSource.PRECOMPUTED: "features"}.get(boxes, "captions")
+    return VLBertCaptions(
+        files.path(name, split=split),
+        _index_folder(files, options),
+        with_boxes=boxes is BoxSource.DETECTIONS,
+        with_features=boxes is BoxSource.PRECOMPUTED,
+    )
 
-    def with_hint(self) -> Exception:
-        """What is raised where nothing may be skipped."""
-        kinds = [kind for kind in (FileNotFoundError, OSError) if isinstance(self.__cause__, kind)]
-        return (kinds or [ValueError])[0](f"{self.__cause__} {_HINT}")
+
+def _corpus_files(files: DataFiles, split: str) -> list[Path]:
+    """The text files, joined by "+" in the settings (as the official code does)."""
+    return [files.root / name for name in files.name("corpus", split=split).split("+")]
+
+
+def _index_folder(files: DataFiles, options: CaptionOptions) -> Path:
+    """Where indices of large files are kept."""
+    return files.root / "index" if options.cache is None else Path(options.cache).expanduser()

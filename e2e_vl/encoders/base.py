@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from e2e_vl.structures import EncoderOutput, TextBatch, TextRegions
+from e2e_vl.layout import TextLayout
+from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
 
 
 class Encoder(PreTrainedModel):
-    """texts + regions -> one vector per wordpiece and one per region.
+    """texts + regions -> one vector per wordpiece, one per region and one for all.
 
-    A subclass sets `config_class`; its config has the fields `hidden_size` and `uses_whole_image`. Saving and loading
-    (`save_pretrained`, `from_pretrained`) come from transformers.
+    A subclass sets `config_class`; its config has the fields `hidden_size` and `uses_whole_image`. It declares how
+    texts are laid out, and says with `abilities` or `lacks` what it can do. Saving and loading (`save_pretrained`,
+    `from_pretrained`) come from transformers.
     """
+
+    layout: ClassVar[TextLayout] = TextLayout()
+    abilities: ClassVar[frozenset[Ability]] = frozenset()  # what it can do with every config
 
     @property
     def hidden_size(self) -> int:
-        """H, the width of every output vector."""
+        """E, the width of every output vector."""
         return self.config.hidden_size
 
     @property
@@ -28,6 +38,15 @@ class Encoder(PreTrainedModel):
     def whole_image_is_region(self) -> bool:
         """True if region 0 is a region like the others for tasks too. False: it only feeds other elements."""
         return self.uses_whole_image
+
+    def lacks(self, ability: Ability) -> str | None:
+        """None if the encoder has the ability; else the remedy, such as "set encoder.config.with_pooler to true"."""
+        return None if ability in self.abilities else "choose another encoder.name"
+
+    def require(self, ability: Ability, who: str) -> None:
+        """Raises ValueError with the remedy if the encoder lacks the ability that `who` needs."""
+        if (remedy := self.lacks(ability)) is not None:
+            raise ValueError(f"{who} needs an encoder with {ability.value}; {remedy}.")
 
     def recompute_activations(self) -> None:
         """Keep fewer activations for the backward pass and compute them again, if the encoder is made for it."""
@@ -45,6 +64,22 @@ class Encoder(PreTrainedModel):
             output_attentions: also return the attention maps.
 
         Returns:
-            `EncoderOutput` with text [M, L, H] and regions [M, R, H], zero at padding.
+            `EncoderOutput` with vectors that are zero at padding.
         """
         raise NotImplementedError
+
+
+def read_summary(
+    text: Float[Tensor, "M L E"], pooled: Float[Tensor, "M E"] | None, place: Int64[Tensor, " M"] | None
+) -> Float[Tensor, "M E"] | None:
+    """The summary of each text: its state at the place of its answer, or the pooled vector where it has no such place.
+
+    Args:
+        text: output states of the wordpieces.
+        pooled: None: the encoder has no pooler.
+        place: `TextBatch.summary`.
+
+    Returns:
+        None without a place and without a pooler.
+    """
+    return pooled if place is None else text[torch.arange(len(place), device=place.device), place]

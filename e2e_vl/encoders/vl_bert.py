@@ -4,39 +4,50 @@ Shape legend
     M   texts in the batch
     L   wordpieces of the longest text
     R   regions of the text with the most regions
-    S   positions of the longest packed sequence
-    H   hidden size
+    Z   positions of the longest packed sequence
+    E   hidden size of the encoder
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import BertConfig
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.bert.modeling_bert import BertAttention, BertIntermediate, BertOutput, BertSelfAttention
 
-from e2e_vl.encoders.base import Encoder
+from e2e_vl.encoders.base import Encoder, read_summary
 from e2e_vl.encoders.geometry import PairwiseGeometryBias
 from e2e_vl.encoders.sequence import SequenceLayout
 from e2e_vl.encoders.vl_bert_embeddings import (
     HiddenRegionFeature,
+    ImageSlotEmbedding,
     RegionProjection,
     ScalarFactor,
     ScaledLayerNorm,
     VLBertEmbeddings,
 )
-from e2e_vl.structures import EncoderOutput, TextBatch, TextRegions
+from e2e_vl.layout import CLS, MASK, SEP, Template, TextLayout
+from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
 
 CHOICES = {
     "geometry": ("centre_size", "corners"),
     "region_word": ("learned", "img"),
     "new_layers": ("official", "normal"),
 }
+ANSWER_SLOT = Template((CLS, 0, SEP, MASK, SEP), (0, 0, 0, 1, 1), summary=3)
 # not initialised as in BERT
-OWN_START = (HiddenRegionFeature, RegionProjection, ScaledLayerNorm, ScalarFactor, PairwiseGeometryBias)
+OWN_START = (
+    HiddenRegionFeature,
+    ImageSlotEmbedding,
+    RegionProjection,
+    ScaledLayerNorm,
+    ScalarFactor,
+    PairwiseGeometryBias,
+)
 
 
 class VLBertConfig(BertConfig):
@@ -71,6 +82,8 @@ class VLBertConfig(BertConfig):
             `initializer_range`) and zero biases, as all other new layers (paper, section 4.1). The weight of the visual
             LayerNorms is `visual_scale_*_init` in both.
         with_pooler: tanh pooler on the first position.
+        image_slots: most images that one text looks at. Above 1, regions of each image carry a learned vector of their
+            slot, which starts at zero and which official checkpoints do not have.
         embedding_init_std: standard deviation of the embedding tables at the start (scratch); None =
             `initializer_range`.
         norm_first: LayerNorm before attention and feed-forward instead of after ("pre-LN", scratch).
@@ -99,6 +112,7 @@ class VLBertConfig(BertConfig):
     hidden_region_feature: bool = False
     new_layers: str = "official"
     with_pooler: bool = False
+    image_slots: int = 1
     embedding_init_std: float | None = None
     norm_first: bool = False
     pairwise_geometry: bool = False
@@ -118,6 +132,8 @@ class VLBertConfig(BertConfig):
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}."
             )
+        if self.image_slots < 1:
+            raise ValueError(f"image_slots is {self.image_slots}; every text needs room for one image.")
         if self.type_vocab_size < 3:
             raise ValueError(f"type_vocab_size is {self.type_vocab_size}; VL-BERT needs 3: two of text, regions.")
         if self.image_feature_on_words and not self.uses_whole_image:
@@ -143,8 +159,10 @@ class VLBertLayer(GradientCheckpointingLayer):
         self.intermediate = BertIntermediate(config)
         self.output = BertOutput(config)
 
-    def forward(self, hidden: Tensor, mask: Tensor, output_attentions: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Args: float [M, S, H]; additive mask, broadcast to [M, heads, S, S]. Returns: [M, S, H] and attention."""
+    def forward(
+        self, hidden: Float[Tensor, "M Z E"], mask: Float[Tensor, "M _ _ Z"], output_attentions: bool = False
+    ) -> tuple[Float[Tensor, "M Z E"], Float[Tensor, "M heads Z Z"] | None]:
+        """Args: hidden states; additive mask. Returns: hidden states, and attention if asked for."""
         attention, output = self.attention.output, self.output
         attended_to = attention.LayerNorm(hidden) if self.norm_first else hidden
         probabilities = attention_probabilities(self.attention.self, attended_to, mask) if output_attentions else None
@@ -157,8 +175,10 @@ class VLBertLayer(GradientCheckpointingLayer):
         return output(self.intermediate(hidden), hidden), probabilities
 
 
-def attention_probabilities(attention: BertSelfAttention, hidden: Tensor, mask: Tensor) -> Tensor:
-    """Attention maps [M, heads, S, S] before dropout, computed apart because fused attention does not return them."""
+def attention_probabilities(
+    attention: BertSelfAttention, hidden: Float[Tensor, "M Z E"], mask: Float[Tensor, "M _ _ Z"]
+) -> Float[Tensor, "M heads Z Z"]:
+    """Attention maps before dropout, computed apart because fused attention does not return them."""
     split = (*hidden.shape[:-1], -1, attention.attention_head_size)
     query = attention.query(hidden).view(split).transpose(1, 2)
     key = attention.key(hidden).view(split).transpose(1, 2)
@@ -166,13 +186,13 @@ def attention_probabilities(attention: BertSelfAttention, hidden: Tensor, mask: 
 
 
 class VLBertPooler(nn.Module):
-    """tanh(Linear(first position)): [M, S, H] -> [M, H]."""
+    """tanh(Linear(first position))."""
 
     def __init__(self, config: VLBertConfig):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Float[Tensor, "M Z E"]) -> Float[Tensor, "M E"]:
         return torch.tanh(self.dense(hidden[:, 0]))
 
 
@@ -188,6 +208,7 @@ class VLBertModel(Encoder):
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _no_split_modules = ("VLBertLayer",)
+    layout = TextLayout(question=ANSWER_SLOT)
 
     def __init__(self, config: VLBertConfig):
         super().__init__(config)
@@ -207,8 +228,31 @@ class VLBertModel(Encoder):
         """See `Encoder`; `config.whole_image_in_sequence`."""
         return self.uses_whole_image and self.config.whole_image_in_sequence
 
+    def lacks(self, ability: Ability) -> str | None:
+        """See `Encoder.lacks`."""
+        config = self.config
+        remedies = {
+            Ability.SUMMARY_OF_SINGLE: (config.with_pooler, "set encoder.config.with_pooler to true"),
+            Ability.SUMMARY_OF_PAIR: (config.with_pooler, "set encoder.config.with_pooler to true"),
+            Ability.HIDDEN_REGIONS: (
+                config.hidden_region_embedding or config.region_word == "img",
+                "set encoder.config.hidden_region_embedding to true, or region_word to img",
+            ),
+            Ability.HIDDEN_FEATURES: (
+                config.hidden_region_feature,
+                "set encoder.config.hidden_region_feature to true",
+            ),
+            Ability.NAMED_REGIONS: (
+                config.image_feature_on_words,
+                "set encoder.config.image_feature_on_words to true",
+            ),
+            Ability.IMAGE_PAIRS: (config.image_slots > 1, "set encoder.config.image_slots to 2"),
+        }
+        is_able, remedy = remedies.get(ability, (True, ""))
+        return None if is_able else remedy
+
     def get_input_embeddings(self) -> nn.Embedding:
-        """The word table [vocabulary, H]; a masked-language-modelling head shares it."""
+        """The word table [vocabulary, E]; a masked-language-modelling head shares it."""
         return self.embeddings.word_embeddings
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
@@ -220,10 +264,10 @@ class VLBertModel(Encoder):
         Args:
             texts: M wordpiece sequences.
             regions: their regions; with `config.uses_whole_image`, row 0 is the whole image.
-            output_attentions: also return each layer's attention, float [M, heads, L + R + 1, L + R + 1] (query, key).
+            output_attentions: also return each layer's attention (query, key).
 
         Returns:
-            text [M, L, H] and regions [M, R, H], zero at padding; pooled [M, H] with `config.with_pooler`.
+            Vectors that are zero at padding; a summary where an answer has its place or with `config.with_pooler`.
 
         Raises:
             ValueError: see `VLBertEmbeddings.forward`.
@@ -232,27 +276,32 @@ class VLBertModel(Encoder):
         hidden, attentions = self.encode(hidden, layout, regions, output_attentions)
         length, count = texts.attend.shape[1], regions.attend.shape[1]
         words, objects, _ = layout.unpack(hidden).split([length, count, 1], dim=1)
+        pooled = None if self.pooler is None else self.pooler(hidden)
         return EncoderOutput(
             text=words,
             regions=objects,
-            pooled=None if self.pooler is None else self.pooler(hidden),
+            summary=read_summary(words, pooled, texts.summary),
             attentions=tuple(layout.unpack_pairs(maps) for maps in attentions) if output_attentions else None,
             word_table=self.get_input_embeddings().weight,
         )
 
     def encode(
-        self, hidden: Tensor, layout: SequenceLayout, regions: TextRegions | None, output_attentions: bool = False
-    ) -> tuple[Tensor, list[Tensor]]:
+        self,
+        hidden: Float[Tensor, "M Z E"],
+        layout: SequenceLayout,
+        regions: TextRegions | None,
+        output_attentions: bool = False,
+    ) -> tuple[Float[Tensor, "M Z E"], list[Float[Tensor, "M heads Z Z"] | None]]:
         """Run the layers over the packed sequence.
 
         Args:
-            hidden: float [M, S, H].
+            hidden: the packed input.
             layout: which positions are real.
             regions: for the pairwise geometry; not used without it.
             output_attentions: collect attention maps.
 
         Returns:
-            float [M, S, H], and a map [M, heads, S, S] per layer if asked for.
+            The output, and an attention map per layer (None unless asked for).
         """
         mask = torch.zeros(layout.attend.shape, dtype=hidden.dtype, device=hidden.device)
         mask = mask.masked_fill(~layout.attend, torch.finfo(hidden.dtype).min)[:, None, None, :]

@@ -1,13 +1,15 @@
-"""From settings to objects: the only place that knows which detectors, encoders, tasks and data sets there are.
+"""From settings to objects: the only place that knows which detectors, encoders, tasks, objectives and data sets exist.
 
-A new encoder, task or data set is a file of its own and one entry in a dict below; CONTRIBUTING.md walks through it.
+A new encoder, task, objective or data set is a file of its own and one entry in a dict below; CONTRIBUTING.md walks
+through it.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,29 +22,31 @@ from detector.backends import BACKENDS, detector_class
 from detector.checkpoint import LoadReport, load_checkpoint
 from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
-from e2e_vl.config import DataSettings, DetectorSettings, ResizeSettings, RunConfig
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import ResizeSettings, RunConfig
+from e2e_vl.converter import check_keys, from_dict
+from e2e_vl.data.base import VLDataset
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco_detection import CocoDetectionDataset
-from e2e_vl.data.collate import collate
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.data.vqa import VQADataset
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
-from e2e_vl.engine.answers import are_given, possible_answers
+from e2e_vl.engine.answer_lists import are_given, possible_answers
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.structures import Batch
-from e2e_vl.synthetic.build import FORMATS, make_scenes
-from e2e_vl.synthetic.sampling import LanguageConfig
-from e2e_vl.synthetic.scenes import SceneConfig
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
+from e2e_vl.tasks.objectives.base import Objective, Sizes
+from e2e_vl.tasks.objectives.masked_regions import MaskedRegions, MaskedRegionsConfig
+from e2e_vl.tasks.objectives.masked_text import MaskedText, MaskedTextConfig
+from e2e_vl.tasks.objectives.masked_words import MaskedWords, MaskedWordsConfig
+from e2e_vl.tasks.objectives.relationship import Relationship, RelationshipConfig
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
-from e2e_vl.text import build_vocabulary, load_tokenizer
 from e2e_vl.weights.start import check_vocabulary, load_encoder, load_task
 
 logger = logging.getLogger(__name__)
@@ -60,7 +64,13 @@ TASKS = {
     "vqa": (VQAConfig, VQATask),
     "vcr": (VCRConfig, VCRTask),
 }
-DATASETS = {
+OBJECTIVES = {  # of pre-training; texts are changed in this order
+    "masked_words": (MaskedWordsConfig, MaskedWords),
+    "masked_text": (MaskedTextConfig, MaskedText),
+    "masked_regions": (MaskedRegionsConfig, MaskedRegions),
+    "relationship": (RelationshipConfig, Relationship),
+}
+DATASETS: dict[str, type[VLDataset]] = {
     "refcoco": RefCOCODataset,
     "coco_detection": CocoDetectionDataset,
     "captions": CaptionDataset,
@@ -69,52 +79,32 @@ DATASETS = {
 }
 
 
-class Parts(NamedTuple):
+class PartClasses(NamedTuple):
     """The classes that a run's settings name."""
 
     detector: type[Detector]
     encoder: tuple[type[PreTrainedConfig], type[Encoder]]
     task: tuple[type, type[Task]]
-    dataset: Any  # a class with `from_settings` and `texts_of`
+    dataset: type[VLDataset]
 
 
-@dataclasses.dataclass
-class Run:
-    """What a run is made of."""
-
-    model: VisionLanguageModel
-    tokenizer: PreTrainedTokenizerBase
-    train_dataset: Any  # has `groups` and answers `Request`s; None when only evaluating
-    collate: Callable[..., Batch]
-    eval_datasets: dict[tuple[str, str], Any] = dataclasses.field(default_factory=dict)  # (split, boxes) -> data set
-
-
-def build_run(config: RunConfig) -> Run:
-    """Data (drawn first if the settings ask for it), tokenizer and a model with its starting weights."""
-    named_parts(config)  # a wrong name is found before data are drawn
-    take_sizes_of_detector(config)
-    make_synthetic_data(config)
-    tokenizer = build_tokenizer(config)
-    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
-    dataset = build_dataset(config, tokenizer, config.data.train_split, boxes=config.data.boxes.train, training=True)
-    if config.detector.loss_weight > 0:
-        dataset.check_classes(model.detector.num_classes)
-    model.task.check_data(dataset, model.detector)
-    return Run(model=model, tokenizer=tokenizer, train_dataset=dataset, collate=build_collate(model, config.data))
-
-
-def named_parts(config: RunConfig) -> Parts:
+def named_parts(config: RunConfig) -> PartClasses:
     """Look up the names in the dicts above.
 
     Raises:
         ValueError: there is nothing of that name (the message lists what there is), or its package is not installed.
     """
-    return Parts(
+    return PartClasses(
         detector=_named(DETECTORS, config.detector.backend, "detector.backend")(),
         encoder=_named(ENCODERS, config.encoder.name, "encoder.name"),
         task=_named(TASKS, config.task.name, "task.name"),
         dataset=_named(DATASETS, config.data.name, "data.name"),
     )
+
+
+def task_class(name: str) -> type[Task]:
+    """The class of a task by its name in settings. Raises ValueError if there is none."""
+    return _named(TASKS, name, "task.name")[1]
 
 
 def _named(choices: dict[str, Any], name: str, setting: str) -> Any:
@@ -123,14 +113,24 @@ def _named(choices: dict[str, Any], name: str, setting: str) -> Any:
     return choices[name]
 
 
-def take_sizes_of_detector(config: RunConfig) -> None:
-    """Fill in `data.resize` from the detector's YAML file where it is null, so that the saved settings hold numbers.
+def resolve(config: RunConfig) -> RunConfig:
+    """The settings with everything that follows from files: nothing is changed after this.
+
+    `data.resize` comes from the detector's YAML file where it is null, so that the saved settings hold numbers.
 
     Raises:
-        ValueError: sizes of training and testing that `data.resize` cannot express together.
+        ValueError: a wrong name, own boxes of a detector that never learns to find any, or sizes of training and
+            testing that `data.resize` cannot express together.
     """
+    named_parts(config)
+    is_random = config.detector.loss_weight == 0 and config.detector.weights is None
+    if config.data.boxes.train == BoxSource.ONLINE and is_random:
+        raise ValueError(
+            "data.boxes.train is online, but the detector starts at random and detector.loss_weight is 0, so its boxes "
+            "would never become useful; set detector.loss_weight or detector.weights."
+        )
     if config.data.resize is not None:
-        return
+        return config
     sizes = build_detector_config(config).input
     short = list(sizes.min_size_train)
     if sizes.min_size_train_sampling == "range":
@@ -142,105 +142,9 @@ def take_sizes_of_detector(config: RunConfig) -> None:
             f"data.resize is null, but {config.detector.config} tests at other sizes than it trains at (INPUT."
             "MIN_SIZE_TEST must be one of MIN_SIZE_TRAIN, and the MAX_SIZEs equal); write data.resize yourself."
         )
-    short.append(short.pop(short.index(sizes.min_size_test)))  # the last one is that of testing
-    config.data.resize = ResizeSettings(short, sizes.max_size_train, "detectron2")
-
-
-def make_synthetic_data(config: RunConfig) -> None:
-    """Draw the data set that `data.synthetic` describes into `data.root`, unless it is there already."""
-    synthetic = config.data.synthetic
-    if not synthetic.scenes:
-        return
-    unknown = set(synthetic.config) - {"scene", "language"}
-    if unknown:
-        raise ValueError(f"data.synthetic.config has {', '.join(sorted(unknown))}; it takes scene and language.")
-    for name, file in config.data.files.items():
-        folder = file.partition("/")[0]
-        if synthetic.formats is not None and folder in set(FORMATS) - set(synthetic.formats):
-            raise ValueError(
-                f"data.files.{name} is {file}, but data.synthetic.formats does not have '{folder}', so it would not be "
-                "drawn; add it."
-            )
-    make_scenes(
-        Path(config.data.root).expanduser(),
-        scenes=synthetic.scenes,
-        seed=synthetic.seed,
-        config=_filled(SceneConfig, synthetic.config.get("scene", {}), "data.synthetic.config.scene"),
-        language=_filled(LanguageConfig, synthetic.config.get("language", {}), "data.synthetic.config.language"),
-        formats=synthetic.formats,
-        workers=config.data.workers,
-    )
-
-
-def build_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The named vocabulary, or one built from the training texts and kept with the run."""
-    if config.data.vocabulary is not None:
-        return load_tokenizer(config.data.vocabulary)
-    path = Path(config.output) / "tokenizer" / "vocab.txt"
-    build_vocabulary(training_texts(config), path)
-    return load_tokenizer(path)
-
-
-def training_texts(config: RunConfig) -> Iterable[str]:
-    """All texts of the training split, to build a vocabulary from."""
-    return named_parts(config).dataset.texts_of(config.data, config.data.train_split)
-
-
-def build_dataset(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, split: str, *, boxes: str, training: bool = False
-) -> Any:
-    """One split with candidate boxes from `boxes`; training adds random resizing, mirroring and detection targets.
-
-    Raises:
-        ValueError: precomputed features for a detector that needs pixels, or the other way round; a file that the data
-            set does not know; and see the data set.
-    """
-    if (boxes == "precomputed") != (config.detector.backend == "precomputed"):
-        raise ValueError(
-            f"The box source is {boxes} and detector.backend is {config.detector.backend}: precomputed features need "
-            "both to be precomputed (data.boxes.train, eval.boxes and detector.backend)."
-        )
-    dataset = named_parts(config).dataset
-    unknown = sorted(set(config.data.files) - set(dataset.known_files))
-    if unknown:
-        raise ValueError(
-            f"data.files has the unknown key '{unknown[0]}'; {config.data.name} takes {', '.join(dataset.known_files)}."
-        )
-    return dataset.from_settings(
-        config.data,
-        tokenizer,
-        split,
-        boxes=boxes,
-        training=training,
-        seed=config.seed,
-        channel_order=build_detector_config(config).input.format,
-        with_objects=training and config.detector.loss_weight > 0,
-    )
-
-
-def build_eval_datasets(config: RunConfig, run: Run) -> None:
-    """Read all splits with all box sources that the settings evaluate, once a run."""
-    if "online" in config.eval.boxes:
-        warn_of_random_boxes(config.detector)
-    for split in config.data.eval_splits:
-        for boxes in config.eval.boxes:
-            run.eval_datasets[split, boxes] = build_dataset(config, run.tokenizer, split, boxes=boxes)
-
-
-def warn_of_random_boxes(settings: DetectorSettings) -> None:
-    """To be called where a detector's own boxes are evaluated."""
-    if settings.proposes_at_random:
-        logger.warning(
-            "The detector's own boxes are random: it was neither trained (detector.loss_weight is 0, or it is frozen) "
-            "nor loaded with an RPN (detector.weights), so accuracies with boxes 'online' mean nothing."
-        )
-
-
-def build_collate(model: VisionLanguageModel, data: DataSettings | None = None) -> Callable[..., Batch]:
-    """Examples -> batch, with the colour statistics of the model's detector and the canvas of the data settings."""
-    settings = model.detector.config.input
-    canvas = None if data is None else data.canvas
-    return partial(collate, pixel_mean=settings.pixel_mean, pixel_std=settings.pixel_std, canvas=canvas)
+    short.append(short.pop(short.index(sizes.min_size_test)))  # the last one is the size of testing
+    resize = ResizeSettings(short, sizes.max_size_train, "detectron2")
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, resize=resize))
 
 
 def build_model(
@@ -249,19 +153,29 @@ def build_model(
     """Detector, encoder and task with random or (`weights` of each) given starting values.
 
     With the tokenizer, the task takes what it wants from the other parts (`Task.initialise`); `task.weights` beat that.
+
+    Raises:
+        ValueError: the encoder cannot do what the task needs, or weights do not fit.
     """
     if tokenizer is not None and config.encoder.weights is not None:
         check_vocabulary(config.encoder.weights, tokenizer)
+    task_class = named_parts(config).task[1]
     detector = build_detector(config)
-    encoder = build_encoder(config, vocab_size=vocab_size, feature_dim=detector.feature_dim)
-    task = build_task(config, encoder.hidden_size, vocab_size)
+    encoder = build_encoder(config, task_class, vocab_size=vocab_size, feature_dim=detector.feature_dim)
+    sizes = Sizes(encoder.hidden_size, vocab_size, detector.feature_dim, detector.num_classes)
+    task = build_task(config, sizes)
+    for ability in task.needs:
+        encoder.require(ability, f"The task {config.task.name}")
     if tokenizer is not None:
         task.initialise(tokenizer, encoder, detector)
     if config.task.weights is not None:
-        knows_order = are_given(config) or not hasattr(task, "answers")
+        knows_order = are_given(config) or not task.chooses_answers
         report = load_task(task, config.task.weights, task_name=config.task.name, knows_class_order=knows_order)
         _log_start(config.task.weights, report)
-    return VisionLanguageModel(detector, encoder, task, freeze_detector=config.detector.freeze)
+    rule = task.hiding
+    needs_copy = rule is not None and rule.hides and rule.teacher == "frozen"
+    teacher = copy.deepcopy(detector) if needs_copy else None
+    return VisionLanguageModel(detector, encoder, task, teacher=teacher, freeze_detector=config.detector.freeze)
 
 
 def build_detector_config(config: RunConfig) -> Any:
@@ -296,14 +210,9 @@ def _log_start(path: str, report: LoadReport) -> None:
     logger.log(level, "%s (%s names): %s.", path, report.layout, report.summary())
 
 
-def build_encoder(config: RunConfig, *, vocab_size: int, feature_dim: int) -> Encoder:
+def build_encoder(config: RunConfig, task_class: type[Task], *, vocab_size: int, feature_dim: int) -> Encoder:
     config_class, model_class = named_parts(config).encoder
-    known = {field.name for field in dataclasses.fields(config_class)}
-    unknown = sorted(set(config.encoder.config) - known)
-    if unknown:
-        raise ValueError(
-            f"encoder.config has the unknown key '{unknown[0]}'; see the fields of {config_class.__name__}."
-        )
+    check_keys([field.name for field in dataclasses.fields(config_class)], config.encoder.config, "encoder.config")
     fixed = [key for key in ("vocab_size", "feature_dim") if key in config.encoder.config]
     if fixed:
         raise ValueError(f"encoder.config.{fixed[0]} follows from the tokenizer and the detector; leave it out.")
@@ -314,34 +223,48 @@ def build_encoder(config: RunConfig, *, vocab_size: int, feature_dim: int) -> En
         raise ValueError(f"encoder.config cannot be used: {reason}.") from error
     for weights in (config.encoder.fallback_weights, config.encoder.weights):
         if weights is not None:
-            _log_start(weights, load_encoder(encoder, weights, task_name=config.task.name))
+            _log_start(weights, load_encoder(encoder, weights, task_class, task_name=config.task.name))
     return encoder
 
 
-def build_task(config: RunConfig, hidden_size: int, vocab_size: int) -> Task:
+def task_config(config: RunConfig, **more: Any) -> Any:
+    """`task.config` as the config class of the task."""
+    return from_dict(named_parts(config).task[0], {**config.task.config, **more}, "task.config")
+
+
+def build_task(config: RunConfig, sizes: Sizes) -> Task:
     config_class, task_class = named_parts(config).task
-    values = dict(config.task.config)
+    more: dict[str, Any] = {}
     if "vocab_size" in {field.name for field in dataclasses.fields(config_class)}:
-        if "vocab_size" in values:
+        if "vocab_size" in config.task.config:
             raise ValueError("task.config.vocab_size follows from the tokenizer; leave it out.")
-        values["vocab_size"] = vocab_size
-    task_config = _filled(config_class, values, "task.config")
-    if hasattr(task_config, "answers"):  # it chooses from a list
-        answers = possible_answers(config, named_parts(config).dataset, task_config.min_answer_count)
-        task_config = dataclasses.replace(task_config, answers=answers)
-    return task_class(hidden_size, task_config)
+        more["vocab_size"] = sizes.vocab_size
+    settings = task_config(config, **more)
+    if task_class.chooses_answers:
+        answers = possible_answers(config, named_parts(config).dataset, settings.min_answer_count)
+        settings = dataclasses.replace(settings, answers=answers)
+    if hasattr(settings, "objectives"):
+        return task_class(sizes.hidden_size, settings, build_objectives(settings.objectives, sizes))
+    return task_class(sizes.hidden_size, settings)
 
 
-def _filled(cls: type, values: dict[str, Any], name: str) -> Any:
-    """A dataclass from settings; an unknown key is an error that lists the known ones."""
-    known = [field.name for field in dataclasses.fields(cls)]
-    unknown = [key for key in values if key not in known]
-    if unknown:
-        raise ValueError(f"{name} has the unknown key '{unknown[0]}'; it takes {', '.join(known)}.")
-    try:
-        return cls(**values)
-    except (TypeError, AttributeError, KeyError) as error:  # a value of the wrong type
-        raise ValueError(f"{name} cannot be used, a value has the wrong type: {error}.") from error
+def build_objectives(settings: dict[str, Any], sizes: Sizes) -> dict[str, Objective]:
+    """All objectives whose weight is not 0, in the order of `OBJECTIVES`.
+
+    Args:
+        settings: name -> settings, or only the weight; what is not named has its default weight.
+    """
+    where = "task.config.objectives"
+    check_keys(OBJECTIVES, settings, where)
+    objectives = {}
+    for name, (config_class, objective_class) in OBJECTIVES.items():
+        values = settings.get(name, {})
+        if isinstance(values, int | float):
+            values = {"weight": values}
+        own = from_dict(config_class, values, f"{where}.{name}")
+        if own.weight:
+            objectives[name] = objective_class(sizes, own)
+    return objectives
 
 
 def detector_yaml(config: RunConfig) -> dict[str, Any]:

@@ -25,17 +25,20 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from detector.checkpoint import load_strictly
-from e2e_vl.config import RunConfig, differences, load_config, load_overrides, save_config
-from e2e_vl.data.vqa_files import ANSWERS_FILE, write_answers
-from e2e_vl.engine.build import build_model, detector_yaml
+from detector.checkpoint import load_strictly, load_weights
+from detector.weight_files import read_tensors
+from e2e_vl.config import VERSION, RunConfig, differences, load_config, load_overrides, save_config, saved_version
+from e2e_vl.data.formats.vqa_files import ANSWERS_FILE, write_answers
+from e2e_vl.engine.build import build_model, detector_yaml, task_class
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import write_json
+from e2e_vl.tasks.base import Task
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.start import check_answers, check_vocabulary
 
 logger = logging.getLogger(__name__)
 # Settings that a trained model has no use for.
+TEACHER = "teacher."  # in the task's file of models of an earlier version
 OWN_START = ("detector.config", "detector.weights", "encoder.weights", "encoder.fallback_weights", "task.weights")
 
 
@@ -44,12 +47,13 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
     folder.mkdir(parents=True, exist_ok=True)
     save_config(config, folder / "config.yaml")
     model.encoder.save_pretrained(folder / "encoder")
-    for name in ("detector", "task"):
-        part = getattr(model, name)
+    for name, part in (("detector", model.detector), ("task", model.task), ("teacher", model.teacher)):
+        if part is None:
+            continue
         (folder / name).mkdir(exist_ok=True)
         tensors = {key: value.detach().contiguous().cpu() for key, value in part.state_dict().items()}
         save_file(tensors, folder / name / "model.safetensors")
-    if hasattr(model.task, "answers"):
+    if model.task.chooses_answers:
         write_answers(folder / "task" / ANSWERS_FILE, model.task.answers)
     (folder / "detector" / "config.yaml").write_text(model.detector.config.to_yaml(), encoding="utf-8")
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -88,19 +92,67 @@ def load_model(
     for word in overrides or []:
         if word.partition("=")[0] in OWN_START:
             raise ValueError(f"{word}: a trained model brings its own detector and weights; leave this setting out.")
-    config = load_config(folder / "config.yaml", overrides)
-    config.detector.config = str(folder / "detector" / "config.yaml")
-    changes = [word for word in overrides or [] if word.startswith("detector.overrides.")]
-    config.detector.overrides = load_overrides(changes).get("overrides", {})
-    config.detector.weights = config.encoder.weights = config.encoder.fallback_weights = config.task.weights = None
-    if (folder / "task" / ANSWERS_FILE).is_file():
-        config.task.config["answers"] = str(folder / "task" / ANSWERS_FILE)
+    config = _without_start(saved_settings(folder, overrides), folder, overrides or [])
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
-    for name in ("detector", "task"):
-        load_strictly(getattr(model, name), folder / name / "model.safetensors")
+    load_strictly(model.detector, folder / "detector" / "model.safetensors")
     load_strictly(model.encoder, folder / "encoder" / "model.safetensors")
+    _load_task(model, folder)
     return config, model.eval(), tokenizer
+
+
+def saved_settings(run_dir: Path, overrides: list[str] | None = None) -> RunConfig:
+    """The settings that a model was saved with, those of an earlier version in today's form.
+
+    Raises:
+        FileNotFoundError: no model there.
+    """
+    path = model_folder(run_dir) / "config.yaml"
+    if saved_version(path) == VERSION:
+        return load_config(path, overrides)
+    return load_config(path, overrides, upgrade=_upgrade)
+
+
+def _upgrade(content: dict[str, Any]) -> None:
+    """The settings of an earlier version in today's form, in place."""
+    if "task" in content and "data" in content:
+        task_class(content["task"]["name"]).upgrade(content["task"].setdefault("config", {}), content["data"])
+
+
+def _without_start(config: RunConfig, folder: Path, overrides: list[str]) -> RunConfig:
+    """The settings of a saved model: detector and answers are its own, and nothing else is loaded."""
+    changes = [word for word in overrides if word.startswith("detector.overrides.")]
+    detector = dataclasses.replace(
+        config.detector,
+        config=str(folder / "detector" / "config.yaml"),
+        overrides=load_overrides(changes).get("overrides", {}),
+        weights=None,
+    )
+    answers = folder / "task" / ANSWERS_FILE
+    own = {"answers": str(answers)} if answers.is_file() else {}
+    return dataclasses.replace(
+        config,
+        detector=detector,
+        encoder=dataclasses.replace(config.encoder, weights=None, fallback_weights=None),
+        task=dataclasses.replace(config.task, weights=None, config={**config.task.config, **own}),
+    )
+
+
+def _load_task(model: VisionLanguageModel, folder: Path) -> None:
+    """Weights of the head and of the teacher; models of an earlier version hold both in one file, with other names."""
+    path = folder / "task" / "model.safetensors"
+    tensors = read_tensors(path)
+    teacher = {name.removeprefix(TEACHER): value for name, value in tensors.items() if name.startswith(TEACHER)}
+    own = {_renamed(name, model.task): value for name, value in tensors.items() if not name.startswith(TEACHER)}
+    own = {name: value for name, value in own.items() if name in model.task.state_dict() or name in tensors}
+    load_weights(model.task, own, path)
+    if model.teacher is not None:
+        path = path if teacher else folder / "teacher" / "model.safetensors"
+        load_weights(model.teacher, teacher or read_tensors(path), path)
+
+
+def _renamed(name: str, task: Task) -> str:
+    return next((new + name.removeprefix(old) for old, new in task.renamed.items() if name.startswith(old)), name)
 
 
 def save_state(
@@ -191,6 +243,11 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     if not complete:
         return None
     folder = complete[-1]
+    if saved_version(folder / "model" / "config.yaml") != VERSION:
+        raise ValueError(
+            f"Cannot resume from {folder}: it was saved by an earlier version of this project; evaluate it, start a "
+            f"new run from it with encoder.weights={output}, or choose another `output`."
+        )
     written = load_config(folder / "model" / "config.yaml")
     as_saved = dataclasses.replace(written.detector, config=str(folder / "model/detector/config.yaml"), overrides={})
     saved = dataclasses.replace(written, detector=as_saved)

@@ -11,23 +11,18 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 from tqdm.auto import tqdm
 
-from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.grouping import GroupedBatchSampler
-from e2e_vl.data.loading import BatchLoader
-from e2e_vl.engine.build import Run, build_collate, build_dataset, warn_of_random_boxes
-from e2e_vl.engine.checkpoint import load_model, model_folder
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import RunConfig
+from e2e_vl.data.loading.batches import BatchLoader
+from e2e_vl.data.loading.example_dataset import ExampleDataset
+from e2e_vl.data.loading.grouping import GroupedBatchSampler
+from e2e_vl.engine.build_data import build_collate, build_examples, warn_of_random_boxes
+from e2e_vl.engine.checkpoint import load_model, saved_settings
 from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.engine.run import Run
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import write_text
 from e2e_vl.tasks.base import Task
-
-# How a box source is called in metric names.
-METRIC_SUFFIX = {
-    "gt": "gt_boxes",
-    "detections": "detected_boxes",
-    "online": "own_boxes",
-    "precomputed": "precomputed_boxes",
-}
 
 
 def evaluate_splits(
@@ -38,10 +33,10 @@ def evaluate_splits(
     max_images: int | None = None,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """Evaluate all of `data.eval_splits` with all of `eval.boxes`, on `run.eval_datasets`.
+    """Evaluate all of `data.eval_splits` with all of `eval.boxes`, on `run.eval_data`.
 
     Args:
-        max_images: look at the first so many images of each split only; None = all.
+        max_images: look only at the first `max_images` images of each split; None = all.
         output: folder for `predictions_<split>_<boxes>.json`; None writes none.
 
     Returns:
@@ -50,10 +45,10 @@ def evaluate_splits(
     metrics: dict[str, Any] = {}
     model = accelerator.unwrap_model(run.model)
     for split in config.data.eval_splits:
-        for boxes in config.eval.boxes:
-            dataset = run.eval_datasets[split, boxes]
+        for boxes in map(BoxSource, config.eval.boxes):
+            examples = run.eval_data[split, boxes]
             records = evaluate(
-                config, run, model, dataset, accelerator, max_images=max_images, name=f"{split}, {boxes}"
+                config, run, model, examples, accelerator, max_images=max_images, name=f"{split}, {boxes}"
             )
             scores = model.task.metrics(records)
             metrics.update(named_metrics(scores, split, boxes))
@@ -66,13 +61,13 @@ def evaluate(
     config: RunConfig,
     run: Run,
     model: VisionLanguageModel,
-    dataset: Any,
+    examples: ExampleDataset,
     accelerator: Accelerator,
     *,
     max_images: int | None = None,
     name: str = "evaluation",
 ) -> list[dict[str, Any]]:
-    """Predictions for every text of the data set, as plain records, the same list on every process.
+    """Predictions for every text of a split, as plain records, the same list on every process.
 
     Whole batches are dealt to the processes: a box's features depend a little on how far its image is padded, so the
     make-up of a batch must not depend on how many processes there are.
@@ -80,7 +75,7 @@ def evaluate(
     Raises:
         RuntimeError: a text was predicted twice or not at all.
     """
-    groups = dataset.groups[:max_images] if max_images is not None else dataset.groups
+    groups = examples.groups[:max_images] if max_images is not None else examples.groups
     sampler = GroupedBatchSampler(
         groups,
         images_per_batch=config.eval.images_per_batch,
@@ -90,7 +85,7 @@ def evaluate(
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
     )
-    loader = BatchLoader(dataset, sampler, run.collate, workers=config.data.workers)
+    loader = BatchLoader(examples, sampler, run.collate, workers=config.data.workers)
     was_training = model.training
     model.eval()
     if accelerator.num_processes > 1:  # batch statistics of the main process count, as when the model is saved
@@ -101,7 +96,8 @@ def evaluate(
     with torch.no_grad(), accelerator.autocast(), bar:
         for batch in bar:
             batch = batch.to(accelerator.device)
-            records += model.task.predict(batch, model(batch))
+            output = model(batch)
+            records += model.task.predict(output.batch, output)
     model.train(was_training)
     records = gather_object(records)
     records.sort(key=lambda record: record["text_index"])
@@ -111,12 +107,12 @@ def evaluate(
     return records
 
 
-def named_metrics(scores: dict[str, Any], split: str, boxes: str) -> dict[str, Any]:
+def named_metrics(scores: dict[str, Any], split: str, boxes: BoxSource) -> dict[str, Any]:
     """`accuracy` -> `val/accuracy_own_boxes`; `accuracy/relation` -> `val/accuracy_own_boxes/relation`."""
     named = {}
     for key, value in scores.items():
         metric, separator, detail = key.partition("/")
-        named[f"{split}/{metric}_{METRIC_SUFFIX[boxes]}{separator}{detail}"] = value
+        named[f"{split}/{metric}_{boxes.metric_suffix}{separator}{detail}"] = value
     return named
 
 
@@ -130,7 +126,7 @@ def evaluate_run(
     run_dir: Path,
     *,
     split: str,
-    boxes: str,
+    boxes: BoxSource | str,
     iou: str | None = None,
     output: Path | None = None,
     overrides: list[str] | None = None,
@@ -145,13 +141,14 @@ def evaluate_run(
     """
     convention = [f"task.config.iou_convention={iou}"] if iou is not None else []
     config, model, tokenizer = load_model(run_dir, overrides=[*(overrides or []), *convention])
-    if boxes == "online":
-        warn_of_random_boxes(load_config(model_folder(run_dir) / "config.yaml").detector)
+    boxes = BoxSource(boxes)
+    if boxes is BoxSource.ONLINE:
+        warn_of_random_boxes(saved_settings(run_dir).detector)
     accelerator = make_accelerator(config.train.mixed_precision)
     model.to(accelerator.device)
-    dataset = build_dataset(config, tokenizer, split, boxes=boxes)
-    run = Run(model=model, tokenizer=tokenizer, train_dataset=None, collate=build_collate(model, config.data))
-    records = evaluate(config, run, model, dataset, accelerator, name=f"{split}, {boxes}")
+    examples = build_examples(config, model, tokenizer, split, boxes=boxes)
+    run = Run(model, tokenizer, train_data=None, collate=build_collate(config, model))
+    records = evaluate(config, run, model, examples, accelerator, name=f"{split}, {boxes}")
     metrics = named_metrics(model.task.metrics(records), split, boxes)
     path = None
     if accelerator.is_main_process:

@@ -1,4 +1,4 @@
-"""Predictions of a whole split as a file for others, and the answer to one text about one image."""
+"""Predictions of a whole split as a file for others, and the answer to one question about one image."""
 
 from __future__ import annotations
 
@@ -8,14 +8,27 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.asked import Asked
-from e2e_vl.engine.build import Run, build_collate, build_dataset, named_parts, warn_of_random_boxes
-from e2e_vl.engine.checkpoint import load_model, model_folder
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import RunConfig
+from e2e_vl.data.loading.requests import random_generator
+from e2e_vl.engine.build_data import (
+    build_collate,
+    build_examples,
+    build_loader,
+    build_writer,
+    class_names,
+    wants_given_answer,
+    warn_of_random_boxes,
+)
+from e2e_vl.engine.checkpoint import load_model, saved_settings
 from e2e_vl.engine.evaluate import evaluate, named_metrics
 from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.engine.run import Run
+from e2e_vl.examples import Example
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.samples import BrokenImageError, Question, Sample
 from e2e_vl.structures import Batch, ModelOutput
 from e2e_vl.tasks.base import Task
 
@@ -25,8 +38,8 @@ class Answer:
     """What a model says to one text about one image. Boxes are xyxy in pixels of the original image."""
 
     task: Task
-    record: dict[str, Any]  # what `Task.predict` returned
-    lines: list[str]  # the same for people, the answer first
+    record: dict[str, Any]  # what `Task.answer` returned
+    lines: list[str]  # the same in words, the answer first
     boxes: np.ndarray  # float32 [R, 4], the candidate boxes that the answer was made from
     attention: np.ndarray | None  # float32 [R]: how much the answer's position looks at each, mean of the last layer
 
@@ -40,7 +53,7 @@ def predict_split(
     run_dir: Path,
     *,
     split: str,
-    boxes: str,
+    boxes: BoxSource | str,
     output: Path,
     second_run_dir: Path | None = None,
     overrides: list[str] | None = None,
@@ -64,8 +77,33 @@ def predict_split(
     """
     if output.is_dir():  # known before everything is predicted
         raise ValueError(f"{output} is a folder; name the file that is to be written as --output.")
-    words = list(overrides or [])
-    config, model, tokenizer = load_model(run_dir, overrides=words)
+    boxes = BoxSource(boxes)
+    loaded = _load_runs(run_dir, second_run_dir, overrides or [])
+    examples = [build_examples(*one, split, boxes=boxes) for _, *one in loaded]  # errors early
+    accelerator = make_accelerator(loaded[0][1].train.mixed_precision)
+    predictions = []
+    for (path, config, model, tokenizer), own in zip(loaded, examples, strict=True):
+        if boxes is BoxSource.ONLINE:
+            warn_of_random_boxes(saved_settings(path).detector)
+        model.to(accelerator.device)
+        run = Run(model, tokenizer, train_data=None, collate=build_collate(config, model))
+        predictions.append(evaluate(config, run, model, own, accelerator, name=f"{path.name}: {split}, {boxes}"))
+        model.cpu()
+    task = loaded[0][2].task
+    metrics = named_metrics(task.metrics(predictions[0]), split, boxes)
+    if len(predictions) == 2:
+        metrics.update(named_metrics(task.joint_metrics(*predictions), split, boxes))
+    if accelerator.is_main_process:
+        task.write_submission(output, *predictions)
+    accelerator.wait_for_everyone()
+    return metrics, accelerator.is_main_process
+
+
+def _load_runs(
+    run_dir: Path, second_run_dir: Path | None, overrides: list[str]
+) -> list[tuple[Path, RunConfig, VisionLanguageModel, PreTrainedTokenizerBase]]:
+    """One run, or the two that a submission file needs."""
+    config, model, tokenizer = load_model(run_dir, overrides=overrides)
     task = model.task
     if not task.writes_submission:
         raise ValueError(
@@ -77,7 +115,7 @@ def predict_split(
         raise ValueError(f"The submission file of the task '{config.task.name}' {wanted} as --rationale-run.")
     loaded = [(run_dir, config, model, tokenizer)]
     if second_run_dir is not None:
-        second = load_model(second_run_dir, overrides=[*words, *task.second_run])
+        second = load_model(second_run_dir, overrides=[*overrides, *task.second_run])
         if second[0].task.name != config.task.name:
             raise ValueError(
                 f"{second_run_dir} was trained for the task '{second[0].task.name}' and {run_dir} for "
@@ -86,63 +124,62 @@ def predict_split(
         if second[0].train.mixed_precision != config.train.mixed_precision:
             raise ValueError("The two runs have different precisions; set train.mixed_precision for both.")
         loaded.append((second_run_dir, *second))
-    datasets = [build_dataset(own, tokenizer, split, boxes=boxes) for _, own, _, tokenizer in loaded]  # errors early
-
-    accelerator = make_accelerator(config.train.mixed_precision)
-    predictions = []
-    for (path, own, own_model, own_tokenizer), dataset in zip(loaded, datasets, strict=True):
-        if boxes == "online":
-            warn_of_random_boxes(load_config(model_folder(path) / "config.yaml").detector)
-        own_model.to(accelerator.device)
-        run = Run(own_model, own_tokenizer, train_dataset=None, collate=build_collate(own_model, own.data))
-        predictions.append(evaluate(own, run, own_model, dataset, accelerator, name=f"{path.name}: {split}, {boxes}"))
-        own_model.cpu()
-    metrics = named_metrics(task.metrics(predictions[0]), split, boxes)
-    if len(predictions) == 2:
-        metrics.update(named_metrics(task.joint_metrics(*predictions), split, boxes))
-    if accelerator.is_main_process:
-        task.write_submission(output, *predictions)
-    accelerator.wait_for_everyone()
-    return metrics, accelerator.is_main_process
+    return loaded
 
 
-def answer_text(run_dir: Path, asked: Asked) -> Answer:
-    """Ask a trained model about one image.
+def answer_question(run_dir: Path, question: Question, *, points_at_box: bool = False) -> Answer:
+    """Ask a trained model about one image: the question is a sample like those of a data set.
 
     Args:
         run_dir: run directory of tools/train.py, or a saved model folder.
-        asked: image, text and what else the task needs. The text is cut as in training.
+        question: image, text and what else the task needs. The text is cut as in training.
+        points_at_box: the answer must be a box.
 
     Raises:
         FileNotFoundError, ValueError: no model or image there, an empty text, a model that cannot answer one, or
             something that the task needs or does not take.
     """
-    if not asked.text.strip():
+    if not question.text.strip():
         raise ValueError("The text is empty; write what to ask or to look for.")
     config, model, tokenizer = load_model(Path(run_dir))
-    example_of = _reader(config, run_dir)
-    if asked.boxes is None:
-        warn_of_random_boxes(load_config(model_folder(run_dir) / "config.yaml").detector)
-    example = example_of(asked, config.data, tokenizer, model.detector.config.input.format)
-    batch = build_collate(model, config.data)([example])
+    _check_answers(config, model.task, run_dir, points_at_box)
+    if question.boxes is None:
+        warn_of_random_boxes(saved_settings(run_dir).detector)
+    question = dataclasses.replace(question, class_names=class_names(config), wants_answer=wants_given_answer(config))
+    return answer(config, model, tokenizer, model.task.question(question))
+
+
+def answer(config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Answer:
+    """What a model says to the text of a sample, on the road that the data of a run take."""
+    boxes = BoxSource.ONLINE if sample.images[0].objects is None else BoxSource.GT
+    loader = build_loader(config, model, None, boxes)
+    wording = model.task.wording(build_writer(config, model, tokenizer))
+
+    def draw(text: int) -> np.random.Generator:
+        return random_generator(config.seed, 0, text)
+
+    try:
+        images = [loader.load(image, loader.draw_augmentation(draw(0))) for image in sample.images]
+    except BrokenImageError as error:
+        raise error.__cause__ from None
+    batch = build_collate(config, model)([Example(images, list(wording(sample, images, draw)))])
     with torch.no_grad():
-        batch = model.task.prepare_asked(batch, model.detector)
         output = model(batch, output_attentions=True)
-        record = model.task.answer(batch, output, tokenizer)
-    return Answer(model.task, record, model.task.answer_lines(record), *_regions(model, batch, output, record))
+        record = model.task.answer(output, tokenizer)
+    return Answer(model.task, record, model.task.answer_lines(record), *_regions(model, output, record))
 
 
-def _reader(config: RunConfig, run_dir: Path) -> Any:
-    """`example_of` of the run's data set.
-
-    Raises:
-        ValueError: the run does not answer a text about an image.
-    """
-    example_of = getattr(named_parts(config).dataset, "example_of", None)
-    if example_of is None:
+def _check_answers(config: RunConfig, task: Task, run_dir: Path, points_at_box: bool) -> None:
+    """Raises ValueError if the run does not answer a text about an image, or not with a box where that is asked."""
+    if points_at_box and not task.points_at_box:
+        raise ValueError(
+            f"{run_dir} was trained for the task '{config.task.name}', which does not answer a phrase with a box; give "
+            "a run of a task that does."
+        )
+    if not task.answers_questions:
         raise ValueError(
             f"{run_dir} was trained for the task '{config.task.name}', which does not answer a text; give a run of a "
-            "task that does, such as refcoco, vqa, vcr or pretraining."
+            "task that does."
         )
     if config.detector.backend == "precomputed":
         raise ValueError(
@@ -151,15 +188,14 @@ def _reader(config: RunConfig, run_dir: Path) -> Any:
     if config.data.blank_text or config.data.blank_image:
         missing = "text" if config.data.blank_text else "image"
         raise ValueError(f"{run_dir} is a control that was trained without seeing any {missing}; give another run.")
-    return example_of
 
 
 def _regions(
-    model: VisionLanguageModel, batch: Batch, output: ModelOutput, record: dict[str, Any]
+    model: VisionLanguageModel, output: ModelOutput, record: dict[str, Any]
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Candidate boxes [R, 4] in original pixels, and the answer's attention [R] on them."""
     text = int(record.get("choice", 0))  # of several texts the chosen one
-    regions = output.text_regions
+    batch, regions = output.batch, output.text_regions
     kept = regions.row[text] >= 0
     scales = batch.images.scales[0]
     boxes = (regions.boxes[text, kept] / torch.cat([scales, scales])).numpy()
@@ -167,39 +203,16 @@ def _regions(
     if maps is None or model.task.points_at_box:
         return boxes, None
     length = batch.texts.input_ids.shape[1]
-    position = int(batch.texts.positions["mask"][text]) if "mask" in batch.texts.positions else 0
-    if position == 0 and regions.is_hidden[text].any():  # a hidden region is the question
-        position = length + int(regions.is_hidden[text].int().argmax())
+    position = _asking_position(batch, output, text)
     return boxes, maps[-1][text, :, position, length : length + len(kept)].mean(dim=0)[kept].float().numpy()
 
 
-def ground_phrase(run_dir: Path, image_path: Path, text: str) -> dict[str, Any]:
-    """Find what a phrase refers to, with the boxes of the model's own detector.
-
-    Args:
-        run_dir: run directory of tools/train.py, or a saved model folder.
-        image_path: any JPEG or PNG.
-        text: the referring expression; cut to the run's `data.max_text_length` as in training.
-
-    Returns:
-        `box` [4] (None if there is no region and the task allows that), `score` (probability), `boxes` [R, 4] and
-        `scores` [R] of all candidates; boxes are xyxy in pixels of the original image.
-
-    Raises:
-        FileNotFoundError, ValueError: no model or image there, an empty phrase, or a model of another task.
-    """
-    if not text.strip():
-        raise ValueError("The phrase is empty; say what to look for.")
-    config = load_config(model_folder(run_dir) / "config.yaml")
-    if not named_parts(config).task[1].points_at_box:
-        raise ValueError(
-            f"{run_dir} was trained for the task '{config.task.name}', which does not answer a phrase with a box; give "
-            "a run of a task that does, such as refcoco."
-        )
-    record = answer_text(run_dir, Asked(Path(image_path), text)).record
-    return {
-        "box": record["box"],
-        "score": record["score"],
-        "boxes": record["candidate_boxes"],
-        "scores": record["candidate_scores"],
-    }
+def _asking_position(batch: Batch, output: ModelOutput, text: int) -> int:
+    """Where the answer is read: at its own place, at the first labelled wordpiece, at a hidden region, or in front."""
+    if batch.texts.summary is not None:
+        return int(batch.texts.summary[text])
+    asked = [] if batch.targets is None else batch.targets.labelled_wordpieces(text)
+    if asked:
+        return asked[0]
+    is_hidden = output.text_regions.is_hidden[text]
+    return batch.texts.input_ids.shape[1] + int(is_hidden.int().argmax()) if is_hidden.any() else 0

@@ -21,13 +21,14 @@ from tqdm.auto import tqdm
 
 from detector.structures import Loss
 from e2e_vl.config import RunConfig, save_config
-from e2e_vl.data.grouping import GroupedBatchSampler
-from e2e_vl.data.loading import BatchLoader
+from e2e_vl.data.loading.batches import BatchLoader
+from e2e_vl.data.loading.grouping import GroupedBatchSampler
 from e2e_vl.engine import checkpoint
-from e2e_vl.engine.build import Run, build_eval_datasets, build_run, take_sizes_of_detector
+from e2e_vl.engine.build import resolve
 from e2e_vl.engine.evaluate import evaluate_splits
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.optim import build_optimizer, build_schedule
+from e2e_vl.engine.run import Run, build_eval_data, build_run
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.report.page import write_report
 from e2e_vl.run_files import RunLog, write_json
@@ -55,7 +56,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         project_dir=output,
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
-    take_sizes_of_detector(config)
+    config = resolve(config)
     resume_from = checkpoint.find_resumable(output, config, accelerator.num_processes) if resume else None
     if resume_from is None:
         checkpoint.refuse_to_overwrite(output)
@@ -67,7 +68,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         run = build_run(config)
         if resume_from is not None:
             checkpoint.check_lists(resume_from, run.model, run.tokenizer)
-        build_eval_datasets(config, run)  # settings that do not fit are found before training, not after it
+        build_eval_data(config, run)  # settings that do not fit are found before training, not after it
     if accelerator.is_main_process:
         save_config(config, output / "config.yaml")
         run.tokenizer.save_pretrained(output / "tokenizer")
@@ -104,7 +105,7 @@ class _Training:
                 f"({settings.accumulate}) x the number of processes ({accelerator.num_processes})."
             )
         self.sampler = GroupedBatchSampler(
-            run.train_dataset.groups,
+            run.train_data.groups,
             images_per_batch=settings.images_per_batch // settings.accumulate,
             accumulate=settings.accumulate,
             texts_per_image=config.data.texts_per_image,
@@ -178,7 +179,7 @@ class _Training:
         if self.step >= self.total_steps:
             return
         loader = BatchLoader(
-            self.built.train_dataset,
+            self.built.train_data,
             self.sampler,
             self.built.collate,
             workers=self.config.data.workers,

@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from detector.images import ResizeRule
-from e2e_vl.data.features.record import RegionFeatures, load_npz, save_npz
-from e2e_vl.data.features.stores import STAMP_NAME, open_features
-from e2e_vl.data.features.writers import check_format, write_features
-from e2e_vl.data.image_lists import GivenBoxes, ListedImage
+from e2e_vl.data.formats.image_lists import GivenBoxes, ListedImage
+from e2e_vl.data.storage.features.record import RegionFeatures, load_npz, save_npz
+from e2e_vl.data.storage.features.stores import STAMP_NAME, open_features
+from e2e_vl.data.storage.features.writers import check_format, write_features
 from e2e_vl.extraction.chain import ExtractionSettings, InputImage, RegionExtractor, load_input
 from e2e_vl.extraction.detectors import LoadedDetector
 from e2e_vl.run_files import write_json

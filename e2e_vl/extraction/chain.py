@@ -28,9 +28,9 @@ from detector.images import ResizeRule, load_resized, make_image_batch, resize_b
 from detector.roi_heads import to_rois
 from detector.selection import SelectionRule, best_class_boxes, select_max_conf, select_max_nms, select_regions
 from detector.structures import ImageBatch
-from e2e_vl.data.features.record import RegionFeatures
-from e2e_vl.data.image_lists import GivenBoxes, ListedImage
-from e2e_vl.data.images import Placement
+from e2e_vl.data.formats.image_lists import GivenBoxes, ListedImage
+from e2e_vl.data.storage.features.record import RegionFeatures
+from e2e_vl.examples import Placement
 
 Rule = Literal["score", "maxconf", "maxnms", "given"]
 SAME_PLACE = 0.7  # IoU above which the rule "score" counts two detections as one region

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from detector.selection import SelectionRule
-from e2e_vl.data.features.record import RegionFeatures
-from e2e_vl.data.image_lists import ListedImage
+from e2e_vl.data.formats.image_lists import ListedImage
+from e2e_vl.data.storage.features.record import RegionFeatures
 from e2e_vl.extraction.chain import ExtractionSettings, RegionExtractor, load_input
 from e2e_vl.extraction.detectors import LoadedDetector
 

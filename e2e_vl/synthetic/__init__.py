@@ -1,10 +1,10 @@
-"""Drawn scenes and expressions about them, written in the official file formats; imports no reader of them."""
+"""Drawn scenes and texts about them, written in the official file formats; imports no reader of these formats."""
 
 from __future__ import annotations
 
-from e2e_vl.synthetic.build import make_scenes
-from e2e_vl.synthetic.detections import DetectionConfig
-from e2e_vl.synthetic.sampling import LanguageConfig
+from e2e_vl.synthetic.generate import FORMATS, make_scenes
+from e2e_vl.synthetic.imitated_detector import ImitatedDetectorConfig as DetectionConfig
+from e2e_vl.synthetic.references import LanguageConfig
 from e2e_vl.synthetic.scenes import SceneConfig
 
-__all__ = ["DetectionConfig", "LanguageConfig", "SceneConfig", "make_scenes"]
+__all__ = ["FORMATS", "DetectionConfig", "LanguageConfig", "SceneConfig", "make_scenes"]

@@ -1,6 +1,6 @@
 """Referring expressions: their meaning, their words, and the way back from the words to the meaning.
 
-Like RefCOCO+ the language has no word for a place in the picture: objects are named by their attributes, by
+As in RefCOCO+, the language has no word for a place in the image: objects are named by their attributes, by
 comparing their sizes and by their relations to each other.
 """
 
@@ -54,7 +54,7 @@ class Description:
 
 
 @dataclass(frozen=True)
-class Expression:
+class ReferringExpression:
     """What a referring expression says.
 
     Attributes:
@@ -78,7 +78,7 @@ class Expression:
         return "comparison" if self.operator in _COMPARISONS else "relation"
 
 
-def referent(expression: Expression, facts: SceneFacts) -> int | None:
+def referent(expression: ReferringExpression, facts: SceneFacts) -> int | None:
     """The one object that the expression is clearly true of.
 
     Returns:
@@ -96,10 +96,8 @@ def referent(expression: Expression, facts: SceneFacts) -> int | None:
     if anchor is None:
         return None
     candidates &= ~(1 << anchor)
-    if operator == "nearest":
-        return facts.nearest(candidates, anchor)
-    if operator == "farthest":
-        return facts.farthest(candidates, anchor)
+    if operator in ("nearest", "farthest"):
+        return facts.extreme(candidates, anchor, far=operator == "farthest")
     holds, fails = facts.holds[operator][anchor], facts.fails[operator][anchor]
     if candidates & ~(holds | fails):
         return None
@@ -121,8 +119,8 @@ def _best(candidates: int, better: str, facts: SceneFacts) -> int | None:
     return None
 
 
-def to_words(expression: Expression, rng: np.random.Generator) -> str:
-    """One of the ways to say it: lower case, words separated by single spaces, no punctuation."""
+def to_words(expression: ReferringExpression, rng: np.random.Generator) -> str:
+    """One wording of the expression: lower case, words separated by single spaces, no punctuation."""
     description, operator, anchor = expression.description, expression.operator, expression.anchor
     article = "the " if rng.random() < 0.45 else ""
     if operator is None:
@@ -163,11 +161,16 @@ def _noun_phrase(description: Description, rng: np.random.Generator, suffix: boo
     return " ".join([*adjectives, *rest, noun]) + ending
 
 
+def pluralised(noun: str) -> str:
+    """The plural of a noun of this language."""
+    return noun + ("es" if noun.endswith("s") else "s")
+
+
 def _pick(words: tuple[str, ...], rng: np.random.Generator) -> str:
     return words[int(rng.random() * len(words))]
 
 
-def parse(sentence: str) -> Expression:
+def parse(sentence: str) -> ReferringExpression:
     """The meaning of a sentence, the inverse of ``to_words``.
 
     Raises:
@@ -177,7 +180,7 @@ def parse(sentence: str) -> Expression:
     for operator, spellings in _SUPERLATIVES.items():
         start = 1 if words[:1] == ["the"] else 0
         if words[start : start + 1] and words[start] in spellings:
-            return Expression(_parse_noun_phrase(words[start + 1 :], sentence), operator)
+            return ReferringExpression(_parse_noun_phrase(words[start + 1 :], sentence), operator)
     for operator, links in {**_COMPARISONS, **_RELATIONS}.items():
         for link in sorted(set(links), key=len, reverse=True):
             head, found, tail = f" {sentence} ".partition(f" {link} ")
@@ -185,9 +188,9 @@ def parse(sentence: str) -> Expression:
                 continue
             description = _parse_noun_phrase(head.removesuffix(" that is").split(), sentence)
             if operator in _COMPARISONS and f"than {tail.strip()}" in _OTHERS:
-                return Expression(description, operator)
-            return Expression(description, operator, _parse_noun_phrase(tail.split(), sentence))
-    return Expression(_parse_noun_phrase(words, sentence))
+                return ReferringExpression(description, operator)
+            return ReferringExpression(description, operator, _parse_noun_phrase(tail.split(), sentence))
+    return ReferringExpression(_parse_noun_phrase(words, sentence))
 
 
 def _parse_noun_phrase(words: list[str], sentence: str) -> Description:

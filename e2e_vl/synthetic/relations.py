@@ -12,12 +12,12 @@ import numpy as np
 from e2e_vl.synthetic.scenes import Scene
 
 # Thresholds, all on what can be seen.
-BIGGER_SIDE, BIGGER_AREA = 1.15, 1.2  # at least so many times as big in both: clearly bigger
-NOT_BIGGER = 0.95  # at most so many times as big in both: clearly not bigger
-NEAR, NOT_NEAR = 6.0, 13.0  # pixels of ground between two objects: at most, at least
-CLOSER = 1.3  # ratio of the distances of centres that makes one object clearly closer
-CLOSER_GAP = 4.0  # and the difference of their gaps, pixels
-CONTACT = 1.5  # distance in pixels between visible pixels of two objects that touch
+BIGGER_SIDE, BIGGER_AREA = 1.15, 1.2  # clearly bigger: the ratios of the longer sides and of the areas, at least
+NOT_BIGGER = 0.95  # clearly not bigger: both ratios, at most
+NEAR, NOT_NEAR = 6.0, 13.0  # clearly near: gap in pixels, at most; clearly not near: at least
+CLOSER = 1.3  # clearly closer: the ratio of the distances between centres, at least
+CLOSER_GAP = 4.0  # clearly closer: the difference of the gaps in pixels, at least
+CONTACT = 1.5  # objects that touch: gap in pixels, at most
 
 
 class SceneFacts:
@@ -77,15 +77,8 @@ class SceneFacts:
             "overlapping": (in_front | behind, apart),
         }
 
-    def nearest(self, candidates: int, anchor: int) -> int | None:
-        """The candidate clearly closest to the anchor, or None."""
-        return self._extreme(candidates, anchor, far=False)
-
-    def farthest(self, candidates: int, anchor: int) -> int | None:
-        """The candidate clearly farthest from the anchor, or None."""
-        return self._extreme(candidates, anchor, far=True)
-
-    def _extreme(self, candidates: int, anchor: int, far: bool) -> int | None:
+    def extreme(self, candidates: int, anchor: int, far: bool) -> int | None:
+        """The candidate clearly closest to the anchor, or clearly farthest from it; None when there is none."""
         items = members(candidates)
         if not items:
             return None
@@ -102,21 +95,12 @@ class SceneFacts:
 
 def members(mask: int) -> list[int]:
     """Indices of the set bits, ascending."""
-    items = []
-    while mask:
-        low = mask & -mask
-        items.append(low.bit_length() - 1)
-        mask ^= low
-    return items
+    return [i for i in range(mask.bit_length()) if mask >> i & 1]
 
 
 def _columns(table: np.ndarray) -> list[int]:
     """bool [n, n] -> n bit masks; bit i of mask j is table[i, j]. The diagonal is left out."""
-    masks = [0] * len(table)
-    for i, j in zip(*np.nonzero(table), strict=True):
-        if i != j:
-            masks[j] |= 1 << int(i)
-    return masks
+    return [sum(1 << int(i) for i in np.flatnonzero(column) if i != j) for j, column in enumerate(table.T)]
 
 
 def _gaps(scene: Scene) -> np.ndarray:

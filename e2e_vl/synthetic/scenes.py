@@ -1,21 +1,22 @@
 """Drawn scenes: objects that differ in shape, colour, size and texture, partly occluded, on a textured ground.
 
-Objects are painted in order, later ones over earlier ones. What is annotated is what can be seen: an object's mask
-and box are those of its visible part, as people outline objects in COCO.
+Objects are painted in order, later ones over earlier ones. An object's mask and box cover its visible part only, as in
+COCO.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import cv2
 import numpy as np
 
-from e2e_vl.synthetic import drawing
+from e2e_vl.synthetic import painting
 
-SHAPES = tuple(drawing.SHAPES)
-COLOURS = tuple(drawing.COLOURS)
-TEXTURES = drawing.TEXTURES
+SHAPES = tuple(painting.SHAPES)
+COLOURS = tuple(painting.COLOURS)
+TEXTURES = painting.TEXTURES
 SIZES = ("small", "big")
 
 _ATTEMPTS_PER_OBJECT = 40
@@ -35,7 +36,7 @@ class SceneConfig:
         min_objects, max_objects: number of objects.
         small, big: ranges of the longer side of unoccluded small and big objects, pixels.
         shapes, colours, textures: what objects are drawn from.
-        min_visible: least visible share of every object's pixels.
+        min_visible: smallest visible share of an object's pixels.
         max_box_iou: largest IoU between the boxes of two objects; below 0.5, so that IoU 0.5 identifies one object.
         share: probability that an object repeats attributes of an earlier one, so that few words are not enough.
         twin: probability that such an object repeats all of them.
@@ -69,7 +70,7 @@ class SceneConfig:
                 raise ValueError(f"scene.{name} must be some of {', '.join(known)}; found {unknown or 'none'}")
         if not 1 <= self.min_objects <= self.max_objects:
             raise ValueError(
-                f"scene.min_objects {self.min_objects} and max_objects {self.max_objects} are not a range from 1 up"
+                f"scene.min_objects {self.min_objects} and max_objects {self.max_objects} must be a range from 1 up"
             )
         if not 4 <= self.small[0] <= self.small[1] < self.big[0] <= self.big[1]:
             raise ValueError(
@@ -85,6 +86,11 @@ class SceneConfig:
                 raise ValueError(f"scene.{name} must lie in [0, 1]; found {getattr(self, name)}")
         if not 0 <= self.max_box_iou < 0.5:
             raise ValueError(f"scene.max_box_iou must lie in [0, 0.5); found {self.max_box_iou}")
+
+    @property
+    def values(self) -> dict[str, tuple[str, ...]]:
+        """The values of each attribute."""
+        return {"shape": self.shapes, "colour": self.colours, "texture": self.textures, "size": SIZES}
 
 
 @dataclass(frozen=True)
@@ -128,11 +134,11 @@ class SceneObject:
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """A picture and its objects, in the order of painting: later objects lie in front of earlier ones.
+    """An image and its objects.
 
     Attributes:
         image: uint8 [H, W, 3], RGB.
-        objects: the objects, back to front.
+        objects: in the order of painting: later objects lie in front of earlier ones.
     """
 
     image: np.ndarray
@@ -156,32 +162,29 @@ def draw_scene(config: SceneConfig, rng: np.random.Generator) -> Scene:
             f"{count} objects do not fit into a scene of {w} x {h} pixels: use fewer or smaller objects, a larger "
             "scene, or a lower scene.min_visible"
         )
-    image = drawing.paint_background(h, w, rng)
+    image = painting.paint_background(h, w, rng)
     for item, patch in placed:
-        drawing.paint(image, patch, item.look.colour, item.look.texture, rng)
+        painting.paint(image, patch, item.look.colour, item.look.texture, rng)
     image += rng.standard_normal((h, w), np.float32)[..., None] * 2.5
     image = np.clip(np.rint(image), 0, 255).astype(np.uint8)
     return Scene(image=image, objects=[item for item, _ in placed])
 
 
-_Patch = tuple[np.ndarray, np.ndarray, tuple[int, int]]
-
-
 def _place_objects(
     config: SceneConfig, h: int, w: int, count: int, rng: np.random.Generator
-) -> list[tuple[SceneObject, _Patch]] | None:
+) -> list[tuple[SceneObject, painting.Patch]] | None:
     """Looks and places of all objects, or None when one of them found no place."""
     objects: list[SceneObject] = []
-    patches: list[_Patch] = []
+    patches: list[painting.Patch] = []
     for _ in range(count):
         look = _draw_look(config, [item.look for item in objects], rng)
         extent = float(rng.uniform(*(config.small if look.size == "small" else config.big)))
-        points = drawing.outline(look.shape, extent, rng.uniform(-_MAX_ROTATION, _MAX_ROTATION))
+        points = painting.outline(look.shape, extent, rng.uniform(-_MAX_ROTATION, _MAX_ROTATION))
         for _ in range(_ATTEMPTS_PER_OBJECT):
             centre = _draw_centre(config, h, w, points, objects, rng)
             if centre is None or _boxes_overlap_too_much(points, centre, objects, config.max_box_iou):
                 continue
-            patch = drawing.cover(points, centre)
+            patch = painting.cover(points, centre)
             full = np.zeros((h, w), bool)
             (x0, y0), (ph, pw) = patch[2], patch[0].shape
             full[y0 : y0 + ph, x0 : x0 + pw] = patch[0] >= 0.5
@@ -196,27 +199,22 @@ def _place_objects(
 
 
 def _draw_look(config: SceneConfig, earlier: list[Look], rng: np.random.Generator) -> Look:
-    choices = {"shape": config.shapes, "colour": config.colours, "texture": config.textures, "size": SIZES}
     if not earlier or rng.random() >= config.share:
-        return Look(**{name: values[rng.integers(len(values))] for name, values in choices.items()})
+        return Look(**{name: values[rng.integers(len(values))] for name, values in config.values.items()})
     look = earlier[rng.integers(len(earlier))]
     if rng.random() < config.twin:
         return look
-    names = list(choices)
-    for i in rng.permutation(len(names))[: rng.integers(1, 3)]:
-        others = [value for value in choices[names[i]] if value != getattr(look, names[i])]
+    choices = list(config.values.items())
+    for i in rng.permutation(len(choices))[: rng.integers(1, 3)]:
+        name, values = choices[i]
+        others = [value for value in values if value != getattr(look, name)]
         if others:
-            look = replace(look, **{names[i]: others[rng.integers(len(others))]})
+            look = replace(look, **{name: others[rng.integers(len(others))]})
     return look
 
 
 def _draw_centre(
-    config: SceneConfig,
-    h: int,
-    w: int,
-    points: np.ndarray,
-    objects: list[SceneObject],
-    rng: np.random.Generator,
+    config: SceneConfig, h: int, w: int, points: np.ndarray, objects: list[SceneObject], rng: np.random.Generator
 ) -> tuple[float, float] | None:
     """A centre (x, y) that keeps the whole outline inside the scene, or None."""
     margin_x, margin_y = points.max(axis=0) + 2
@@ -235,13 +233,13 @@ def _draw_centre(
 def _boxes_overlap_too_much(
     points: np.ndarray, centre: tuple[float, float], objects: list[SceneObject], limit: float
 ) -> bool:
-    """A quick look at the boxes before anything is rasterised."""
+    """A cheap check before anything is rasterised."""
     (x1, y1), (x2, y2) = points.min(axis=0) + centre, points.max(axis=0) + centre
-    return any(_box_iou((x1, y1, x2, y2), item.box) > limit for item in objects)
+    return any(box_iou((x1, y1, x2, y2), item.box) > limit for item in objects)
 
 
 def _put_in_front(objects: list[SceneObject], new: SceneObject, config: SceneConfig) -> list[SceneObject] | None:
-    """The objects with ``new`` in front of them all, or None when that hides too much or leaves a doubtful contact."""
+    """The objects with ``new`` in front of them all, or None when that hides too much or leaves an unclear contact."""
     updated = []
     reach = _MIN_GAP
     nx1, ny1, nx2, ny2 = new.box
@@ -270,7 +268,7 @@ def _put_in_front(objects: list[SceneObject], new: SceneObject, config: SceneCon
     updated.append(new)
     boxes = [item.box for item in updated]
     for i, box in enumerate(boxes):
-        if any(_box_iou(box, other) > config.max_box_iou for other in boxes[:i]):
+        if any(box_iou(box, other) > config.max_box_iou for other in boxes[:i]):
             return None
     return updated
 
@@ -280,7 +278,8 @@ def _tight_box(mask: np.ndarray) -> tuple[int, int, int, int]:
     return x, y, x + w, y + h
 
 
-def _box_iou(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> float:
+def box_iou(a: Sequence[float], b: Sequence[float]) -> float:
+    """IoU of two boxes (x1, y1, x2, y2)."""
     w, h = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     if w <= 0 or h <= 0:
         return 0.0

@@ -1,26 +1,35 @@
-"""What every task is: a head on the encoder's output with its loss, its predictions and the metric that scores them."""
+"""What every task is: wording, a head on the encoder's output with its loss, its predictions, metric and picture."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+import dataclasses
+import typing
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from detector.interface import Detector
-from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
+from e2e_vl.hiding import HidingRule
+from e2e_vl.layout import TextWriter
+from e2e_vl.samples import DataFacts, Question, Sample
+from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
+from e2e_vl.wording import Wording
 
 NewLayers = Literal["official", "normal"]
 STD_OF_NEW_LAYERS = 0.02  # VL-BERT, section 4.1, as in BERT
 
 
-def check_new_layers(kind: str) -> None:
-    """Raises ValueError for a kind that `start_head` does not know."""
-    if kind not in ("official", "normal"):
-        raise ValueError(f'task.config.new_layers is "{kind}"; it must be "official" or "normal".')
+def check_choices(config: Any) -> None:
+    """Raises ValueError for a field of `task.config` whose type lists its values (`Literal`) and that has another."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        if typing.get_origin(hint) is Literal and getattr(config, name) not in typing.get_args(hint):
+            allowed = ", ".join(typing.get_args(hint))
+            raise ValueError(f'task.config.{name} is "{getattr(config, name)}"; it must be one of {allowed}.')
 
 
 def check_dropout(name: str, value: float) -> None:
@@ -45,41 +54,95 @@ def start_head(linears: Iterable[nn.Linear], kind: NewLayers) -> None:
         nn.init.zeros_(linear.bias)
 
 
+@dataclasses.dataclass(frozen=True)
+class HeadStart:
+    """How a head starts from the weights of other heads. All names are prefixes of parameter names.
+
+    Attributes:
+        copies: in the other head -> in this one.
+        difference: (in the other head, in this one): row 1 minus row 0 of a classifier of two classes becomes a score.
+        random: of this head, may keep its random start.
+    """
+
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    difference: tuple[str, str] | None = None
+    random: tuple[str, ...] = ()
+
+
 class Task(nn.Module, abc.ABC):
     """batch + encoder output -> losses, predictions and their metric. Works with any encoder that gives what it reads.
 
-    Each task is built as `Task(hidden_size, config)` with a config dataclass of its own, and documents which keys of
-    `batch.targets` and `batch.records` it reads.
+    Each task is built as `Task(hidden_size, config)` with a config dataclass of its own; its targets are a class of its
+    own too.
     """
 
-    points_at_box: ClassVar[bool] = False  # `predict` answers a phrase with `box`, `score` and their candidates
+    points_at_box: ClassVar[bool] = False  # answers a phrase with `box`, `score` and their candidates
     writes_submission: ClassVar[bool] = False  # there is a file that a server or the literature expects
     # `key=value` settings under which a second run predicts the other half of that file; None: one run is enough
     second_run: ClassVar[tuple[str, ...] | None] = None
+    answers_questions: ClassVar[bool] = True  # a user may ask about an image
+    chooses_answers: ClassVar[bool] = False  # its config has `answers`, a list that may be built from the data
+    blind_without_boxes: ClassVar[bool] = False  # the control without image sees no candidate boxes either
+    starts_from: ClassVar[HeadStart | None] = None  # how its head starts from another task's; None: not at all
+    # a second text segment starts as a copy of the first, which alone was trained before (official VL-BERT code)
+    copies_first_segment: ClassVar[bool] = False
+    renamed: ClassVar[Mapping[str, str]] = {}  # prefixes of parameter names in models that were saved before -> now
 
-    def prepare(self, batch: Batch, detector: Detector) -> Batch:
-        """Change a batch before the detector sees it; nothing by default. Pre-training hides regions here."""
-        return batch
+    @property
+    def needs(self) -> tuple[Ability, ...]:
+        """What the encoder must be able to do."""
+        return ()
 
-    def prepare_asked(self, batch: Batch, detector: Detector) -> Batch:
-        """As `prepare`, for one text of a user (`e2e_vl/data/asked.py`): nothing is drawn at random."""
-        return batch
+    @property
+    def hiding(self) -> HidingRule | None:
+        """How regions are hidden from the model; None: nothing is hidden."""
+        return None
+
+    @property
+    def mask_size(self) -> int | None:
+        """Side of the instance masks on the RoI maps; None: the task uses none."""
+        return None
+
+    @classmethod
+    def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:
+        """Bring the settings of a model that was saved before into today's form, in place.
+
+        Args:
+            task: `task.config`.
+            data: all of `data`.
+        """
+
+    @classmethod
+    def own_words(cls, config: Any) -> Iterable[str]:
+        """Words that the wording adds to those of the data, for a vocabulary."""
+        return ()
+
+    @abc.abstractmethod
+    def wording(self, writer: TextWriter) -> Wording:
+        """What puts the data's texts into wordpieces."""
+
+    def question(self, question: Question) -> Sample:
+        """The sample of a user's question.
+
+        Raises:
+            ValueError: something that the task needs or does not take.
+        """
+        raise ValueError(f"{type(self).__name__} does not answer a text about an image.")
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
         """Take starting values from the other parts; nothing by default.
 
         Called once when a model is built, after the starting weights of detector and encoder were loaded.
-        """
-
-    def check_data(self, dataset: Any, detector: Detector) -> None:
-        """Check once, before training, that the data have what the task learns from; nothing by default.
-
-        Args:
-            dataset: the training data. A task may look at what data sets of its kind offer, if they have it.
-            detector: that of the run.
 
         Raises:
-            ValueError: an objective has nothing to learn from, or the two do not fit.
+            ValueError: the parts do not fit.
+        """
+
+    def check_data(self, facts: DataFacts, detector: Detector) -> None:
+        """Check once, before training, that the data have what the task learns from; nothing by default.
+
+        Raises:
+            ValueError: the task has nothing to learn from, or data and detector do not fit.
         """
 
     @abc.abstractmethod
@@ -96,13 +159,13 @@ class Task(nn.Module, abc.ABC):
     def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
         """One plain, JSON-able record per text: the batch's record plus the prediction; boxes in original pixels."""
 
-    def answer(self, batch: Batch, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """The prediction for one text of a user, by default as in `predict`."""
-        return self.predict(batch, output)[0]
+    def answer(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """The prediction for a user's question, by default as in `predict`."""
+        return self.predict(output.batch, output)[0]
 
     @abc.abstractmethod
     def correct(self, record: dict[str, Any]) -> float | None:
-        """How right one prediction is, 0 to 1; what `metrics` averages and reports show. None: nobody knows."""
+        """How right one prediction is, 0 to 1; what `metrics` averages and reports show. None: the truth is unknown."""
 
     @abc.abstractmethod
     def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
@@ -125,5 +188,13 @@ class Task(nn.Module, abc.ABC):
         return {}
 
     def answer_lines(self, record: dict[str, Any]) -> list[str]:
-        """One prediction for people, the answer first; nothing where the task answers no text."""
+        """One prediction in words, the answer first."""
         return []
+
+    def draw(self, record: dict[str, Any]) -> np.ndarray | None:
+        """uint8 RGB picture [H, W, 3] of one prediction with the truth; None for a task that has no picture."""
+        return None
+
+    def caption(self, record: dict[str, Any]) -> str:
+        """What stands below that picture."""
+        return ""

@@ -1,7 +1,7 @@
 """Object detection: the boxes and classes that the detector itself finds.
 
-Reads `batch.targets["category_ids"]`, int64 [M, K], the data set's category id of each class, and from the records what
-`detector.evaluation` reads of an image. Each image has one text, which nobody reads; `encoder.name: none` goes with it.
+The records hold the annotated objects of an image, as `detector.average_precision` reads them. Each image has one empty
+text, which is not read; an encoder that reads no words goes with it.
 
 Shape legend
     N   images in the batch
@@ -12,17 +12,29 @@ Shape legend
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int64
+from torch import Tensor
 
+from detector.average_precision import coco_metrics
 from detector.boxes import pairwise_iou, rescale_detections
-from detector.evaluation import coco_metrics
+from detector.images import load_image
+from e2e_vl.drawing import draw_boxes
+from e2e_vl.examples import ImageExample, TextExample
+from e2e_vl.layout import TextWriter
+from e2e_vl.samples import Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
+from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.base import Task
+from e2e_vl.wording import Draw, Wording
+
+TRUTH, FOUND = (0, 160, 60), (0, 80, 200)  # RGB colours of boxes in pictures
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class DetectionConfig:
     """What `correct` counts in one image; the metrics need no setting.
 
@@ -40,12 +52,34 @@ class DetectionConfig:
                 raise ValueError(f"task.config.{name} is {getattr(self, name)}; it must be above 0 and at most 1.")
 
 
+@dataclasses.dataclass
+class CategoryTargets(Targets):
+    """What the classes of the detector are called in the data set."""
+
+    category_ids: Int64[np.ndarray, " K"] | Int64[Tensor, "M K"] | None = stacked()
+
+
+class DetectionWording(Wording):
+    """An empty text per image."""
+
+    def word(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    ) -> Iterable[TextExample]:
+        targets = CategoryTargets(np.array(text.truth.ids, dtype=np.int64))
+        yield TextExample(self.writer.single(()), text.looks_at, self.record(text, images), targets)
+
+
 class DetectionTask(Task):
     """No head and no loss of its own: both are the detector's, and so the losses are `Regions.losses`."""
+
+    answers_questions = False
 
     def __init__(self, hidden_size: int, config: DetectionConfig | None = None):
         super().__init__()
         self.config = config or DetectionConfig()
+
+    def wording(self, writer: TextWriter) -> DetectionWording:
+        return DetectionWording(writer)
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Nothing to add: no losses, and empty `logits` [M, 0].
@@ -68,7 +102,7 @@ class DetectionTask(Task):
         regions = output.regions
         if regions.scores is None:
             raise ValueError("Detection needs the detector's own boxes; evaluate with boxes 'online'.")
-        category_ids = batch.targets["category_ids"]
+        category_ids = batch.targets.category_ids
         if regions.class_logits[0].shape[1] != category_ids.shape[1] + 1:
             raise ValueError(
                 f"The detector has {regions.class_logits[0].shape[1] - 1} classes, but the data set has "
@@ -111,5 +145,19 @@ class DetectionTask(Task):
         return 2 * hits / (len(shown) + len(objects))
 
     def metrics(self, records: list[dict[str, Any]]) -> dict[str, float | None]:
-        """COCO average precision, see `detector.evaluation.coco_metrics`."""
+        """COCO average precision, see `detector.average_precision.coco_metrics`."""
         return coco_metrics(records)
+
+    def draw(self, record: dict[str, Any]) -> np.ndarray:
+        """The annotated objects in green, detections with a sufficient score in blue."""
+        names = {entry["category_id"]: entry["category"] for entry in record["objects"]}
+        drawn = [(entry["box"], entry["category"], TRUTH) for entry in record["objects"]]
+        for box, score, category_id in zip(record["boxes"], record["scores"], record["category_ids"], strict=True):
+            if score >= self.config.shown_score:
+                drawn.append((box, f"{names.get(category_id, category_id)} {score:.2f}", FOUND))
+        boxes, labels, colours = [list(column) for column in zip(*drawn, strict=True)] or [[], [], []]
+        return draw_boxes(load_image(record["file_name"], "RGB"), boxes, labels=labels, colours=colours)
+
+    def caption(self, record: dict[str, Any]) -> str:
+        """How well boxes and objects fit."""
+        return f"F1 {record['correct']:.2f}"

@@ -1,76 +1,50 @@
-"""VL-BERT's pre-training (paper, section 3.3): masked words and masked regions, each with the other as a clue.
-
-Reads from a batch
-    targets["mlm_labels"]    int64 [M, L], the masked wordpieces; -1 = nothing to predict
-    targets["is_match"]      int64 [M], 1 if the text belongs to its image; only for the relationship objective
-    targets["region_seed"]   int64 [M], optional: makes the choice of regions depend on the text alone
-    region_targets["class_probs"]  N x float [R, C], optional: class distributions from a file
-
-Texts that look at no image are the text-only corpus: their words are an objective of their own.
+"""Pre-training: a sum of objectives, each in a file of its own (`tasks/objectives/`), on captions and their images.
 
 Shape legend
-    N   images in the batch
     M   texts in the batch
-    L   wordpieces of the longest text
-    R   regions of the text with the most regions
-    H   hidden size
     V   wordpieces of the vocabulary
-    C   region classes, background included
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from detector.interface import Detector
-from detector.pixel_masking import mask_rectangles
-from detector.structures import Loss
-from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.base import Task
-from e2e_vl.tasks.pretraining_asked import answer_lines, describe_answer, hide_asked
-from e2e_vl.tasks.pretraining_inputs import (
-    cut_to_length,
-    describe_classes,
-    draw_regions,
-    image_seeds,
-    with_black_pixels,
-    without_hidden_features,
-)
+from e2e_vl.examples import ImageExample, TextExample
+from e2e_vl.hiding import HidingRule
+from e2e_vl.layout import LaidText, TextWriter
+from e2e_vl.samples import DataFacts, Question, Sample, SampleText
+from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
+from e2e_vl.targets import Targets, named_parts
+from e2e_vl.tasks.base import HeadStart, Task, check_choices
+from e2e_vl.tasks.objectives.base import Draft, Objective, ObjectiveWording, WordHead
+from e2e_vl.text import word_pieces
+from e2e_vl.wording import Draw, Wording
 
-CHOICES = {
-    "region_labels": ("distribution", "class"),
-    "teacher": ("frozen", "current", "file"),
-    "hidden_pixels": ("mean", "black"),
-    "background": ("last", "first"),
-}
+MASK = "[MASK]"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class PretrainingConfig:
-    """Weights of the objectives (0 = off) and their rules; the defaults are those of the official code.
+    """What is predicted and hidden; the defaults are those of the official code.
 
     Attributes:
-        masked_words: weight of masked language modelling with visual clues.
-        masked_text: weight of masked language modelling of the text-only corpus.
-        masked_regions: weight of masked RoI classification with linguistic clues.
-        relationship: weight of sentence-image relationship prediction; needs the encoder's pooler (`with_pooler`).
+        objectives: name of an objective -> its settings, or only its weight; a weight of 0 leaves it out. An objective
+            that is not named has its default weight. See `OBJECTIVES` in `e2e_vl/engine/build.py`.
         vocab_size: V, the encoder's; filled in when the model is built.
-        region_classes: C, classes of the detector and the background; 1601 for Visual Genome's.
         region_probability: chance of a region to be predicted.
         hide_probability: chance of a region that is to be predicted to be hidden; the paper always hides it (1.0).
-        region_labels: "distribution": the detector's whole class distribution (official code). "class": its best
-            class (paper).
-        teacher: whose distribution: "frozen" = a copy of the detector as it was when training began; "current" = the
-            detector in training; "file" = `region_targets["class_probs"]`.
+        teacher: who says what the regions are: "frozen" = a copy of the detector as it was when training began;
+            "current" = the detector in training; "file" = class distributions of the data.
         hide_pixels: hide a region in the image, before the detector. False: only its feature, which a learned vector
-            replaces (the encoder's `hidden_region_feature`), although neighbours and the whole image still show it.
+            replaces, although neighbours and the whole image still show it.
         hidden_pixels: what hidden pixels become. "mean": zero in the network's input, which is the mean colour
             (official code). "black": zero in the image, before the mean is subtracted (paper, section 3.3).
         background: place of the background among the region classes, with a detector as teacher. "last": behind the
@@ -80,15 +54,10 @@ class PretrainingConfig:
         max_length: wordpieces and regions of a text together; None = no cut.
     """
 
-    masked_words: float = 1.0
-    masked_text: float = 1.0
-    masked_regions: float = 1.0
-    relationship: float = 0.0
+    objectives: dict[str, Any] = dataclasses.field(default_factory=dict)
     vocab_size: int | None = None
-    region_classes: int = 1601
     region_probability: float = 0.15
     hide_probability: float = 0.9
-    region_labels: Literal["distribution", "class"] = "distribution"
     teacher: Literal["frozen", "current", "file"] = "frozen"
     hide_pixels: bool = True
     hidden_pixels: Literal["mean", "black"] = "mean"
@@ -97,15 +66,10 @@ class PretrainingConfig:
     max_length: int | None = 64
 
     def __post_init__(self) -> None:
-        for name in ("masked_words", "masked_text", "masked_regions", "relationship"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"task.config.{name} is {getattr(self, name)}; a weight must not be negative.")
+        check_choices(self)
         for name in ("region_probability", "hide_probability"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"task.config.{name} is {getattr(self, name)}; it must be from 0 to 1.")
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f'task.config.{name} is "{getattr(self, name)}"; choose one of {", ".join(choices)}.')
         if self.max_length is not None and self.max_length < 3:
             raise ValueError(f"task.config.max_length is {self.max_length}; two wordpieces and a region need 3.")
 
@@ -115,250 +79,171 @@ class PretrainingConfig:
         return self.teacher != "file" and self.background == "last"
 
 
-class WordHead(nn.Module):
-    """BERT's masked-language-modelling head: Linear, GELU, LayerNorm, then the encoder's own word table and a bias."""
+@dataclasses.dataclass
+class PretrainingTargets(Targets):
+    """What each objective learns from."""
 
-    def __init__(self, hidden_size: int, vocab_size: int):
-        super().__init__()
-        self.transform = nn.ModuleDict({"dense": nn.Linear(hidden_size, hidden_size)})
-        self.transform["norm"] = nn.LayerNorm(hidden_size, eps=1e-12)
-        self.bias = nn.Parameter(torch.zeros(vocab_size))
-        nn.init.normal_(self.transform["dense"].weight, std=0.02)
-        nn.init.zeros_(self.transform["dense"].bias)
-
-    def forward(self, states: Tensor, word_table: Tensor) -> Tensor:
-        """States [..., H] and the word table [V, H] -> logits [..., V]."""
-        states = self.transform["norm"](F.gelu(self.transform["dense"](states)))
-        return F.linear(states, word_table, self.bias)
+    parts: dict[str, Targets] = named_parts()
 
 
-class RegionClassifier(nn.Module):
-    """Linear, GELU, Linear to the region classes: [..., H] -> [..., C]."""
+@dataclasses.dataclass(frozen=True)
+class PretrainingWording(Wording):
+    """A caption as one text, which the objectives change one after the other. Mirroring changes no word (official)."""
 
-    def __init__(self, hidden_size: int, classes: int):
-        super().__init__()
-        self.transform = nn.ModuleDict({"dense": nn.Linear(hidden_size, hidden_size)})
-        self.output = nn.Linear(hidden_size, classes)
-        for linear in (self.transform["dense"], self.output):
-            nn.init.normal_(linear.weight, std=0.02)
-            nn.init.zeros_(linear.bias)
+    parts: Mapping[str, ObjectiveWording] = dataclasses.field(default_factory=dict)
 
-    def forward(self, states: Tensor) -> Tensor:
-        return self.output(F.gelu(self.transform["dense"](states)))
+    def word(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    ) -> Iterable[TextExample]:
+        own, other = draw(text.index).spawn(2)
+        draft = Draft("" if self.writer.is_blank else text.words, sample)
+        for part in self.parts.values():
+            part.exchange(draft, text.index, own)
+        draft.pieces = word_pieces("" if self.writer.is_blank else draft.words, self.writer.tokenizer)
+        draft.ids = np.array([piece for word in draft.pieces for piece in word], dtype=np.int64)
+        for part in self.parts.values():
+            part.mask(draft, own)
+        laid = self.writer.single(draft.ids)
+        targets = self._targets(draft, laid)
+        seed = int(own.integers(2**62))
+        record = self.record(text, images, laid) | {"sent": draft.words} | draft.record
+        yield TextExample(laid, text.looks_at, record, targets, seed=seed)
+        for part in self.parts.values():
+            for extra, extra_laid in part.beside(sample, other):
+                yield TextExample(extra_laid, (), {}, self._targets(extra, extra_laid), seed=0)
+
+    def _targets(self, draft: Draft, laid: LaidText) -> PretrainingTargets:
+        return PretrainingTargets({name: part.targets(draft, laid) for name, part in self.parts.items()})
 
 
 class PretrainingTask(Task):
-    """The four objectives. Each loss is a mean over all labelled items of the batch, 0 if there is none."""
+    """The objectives of a run. Each loss is a mean over all labelled items of the batch, 0 if there is none."""
 
-    def __init__(self, hidden_size: int, config: PretrainingConfig | None = None):
+    starts_from = HeadStart(copies={"word_head.": "word_head."}, random=("",))
+    renamed: ClassVar[Mapping[str, str]] = {
+        "mlm.": "word_head.",
+        "region_classifier.": "masked_regions.",
+        "relationship.weight": "relationship.head.weight",
+        "relationship.bias": "relationship.head.bias",
+    }
+
+    def __init__(self, hidden_size: int, config: PretrainingConfig, objectives: Mapping[str, Objective]):
         super().__init__()
-        self.config = config or PretrainingConfig()
-        if self.config.vocab_size is None:
+        self.config = config
+        if config.vocab_size is None:
             raise ValueError("task.config.vocab_size is missing; it is the size of the encoder's vocabulary.")
-        self.mlm = WordHead(hidden_size, self.config.vocab_size)
-        self.region_classifier = RegionClassifier(hidden_size, self.config.region_classes)
-        self.relationship = nn.Linear(hidden_size, 2) if self.config.relationship else None
-        if self.relationship is not None:
-            nn.init.normal_(self.relationship.weight, std=0.02)
-            nn.init.zeros_(self.relationship.bias)
-        self.teacher: Detector | None = None
-        self.whole_image = True
+        if not objectives:
+            raise ValueError("There is nothing to learn: every objective of task.config.objectives has the weight 0.")
+        self.names = tuple(objectives)
+        self.word_head = None
+        if any(objective.reads_words for objective in objectives.values()):
+            self.word_head = WordHead(hidden_size, config.vocab_size)
+        for name, objective in objectives.items():
+            self.add_module(name, objective)
+
+    @property
+    def objectives(self) -> dict[str, Objective]:
+        """The objectives by name."""
+        return {name: getattr(self, name) for name in self.names}
+
+    @property
+    def hiding(self) -> HidingRule:
+        config = self.config
+        return HidingRule(
+            hides=any(objective.predicts_regions for objective in self.objectives.values()),
+            probability=config.region_probability,
+            hide_probability=config.hide_probability,
+            pixels=config.hide_pixels,
+            colour=config.hidden_pixels,
+            teacher=config.teacher,
+            background_first=not config.has_background_last,
+            max_own_regions=config.max_own_regions,
+            max_length=config.max_length,
+        )
+
+    @property
+    def needs(self) -> tuple[Ability, ...]:
+        needs = [ability for objective in self.objectives.values() for ability in objective.needs]
+        if self.hiding.hides and not self.config.hide_pixels:
+            needs.append(Ability.HIDDEN_FEATURES)
+        return tuple(dict.fromkeys(needs))
+
+    @classmethod
+    def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:
+        """Objectives were keys of `task.config`; masking and exchanging of texts were options of the reader."""
+        options = data.setdefault("config", {})
+        if options.get("source") == "vl_bert":
+            options["source"] = "json_lines"
+        masking = {
+            "probability": options.pop("word_probability", 0.15),
+            "always_mask": options.pop("always_mask", False),
+        }
+        corpus = {"min_words": "corpus_words", "max_length": "corpus_length", "special_tokens": "corpus_special_tokens"}
+        exchange = options.pop("relationship", 0.0)
+        task["objectives"] = {
+            "masked_words": {"weight": task.pop("masked_words", 1.0), **masking},
+            "masked_text": {
+                "weight": task.pop("masked_text", 1.0),
+                **masking,
+                **{key: options.pop(old) for key, old in corpus.items() if old in options},
+            },
+            "masked_regions": {
+                "weight": task.pop("masked_regions", 1.0),
+                "classes": task.pop("region_classes", 1601),
+                "labels": task.pop("region_labels", "distribution"),
+            },
+            "relationship": {"weight": task.pop("relationship", 0.0), "probability": exchange or 0.5},
+        }
+        data["skip_broken"] = options.pop("skip_broken", False)
+
+    def wording(self, writer: TextWriter) -> PretrainingWording:
+        writer.require_room(writer.layout.single)
+        parts = {name: objective.wording(writer) for name, objective in self.objectives.items()}
+        return PretrainingWording(writer, parts)
+
+    def question(self, question: Question) -> Sample:
+        """A user's text: words at [MASK] and hidden regions are to be named.
+
+        Raises:
+            ValueError: nothing is to be predicted, or boxes are to be hidden although no objective predicts regions.
+        """
+        question.refuse_choices("A pre-training run")
+        if question.hidden is not None and not self.hiding.hides:
+            raise ValueError("The run was pre-trained without masked regions; leave --hide out.")
+        if MASK not in question.text and not question.hidden:  # a file may hold no box
+            raise ValueError(
+                "A pre-training run fills in what is missing: write [MASK] in the text, or hide a region with --hide."
+            )
+        facts = {"sent": question.text, "class_names": question.class_names}
+        return question.sample(SampleText(0, question.text, facts), hides=True)
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
-        """Keep a frozen copy of the detector, if it is the teacher.
+        """Raises ValueError if an objective does not fit the detector."""
+        for objective in self.objectives.values():
+            objective.check(None, detector, self.hiding)
 
-        Raises:
-            ValueError: the encoder or the detector does not fit the objectives.
-        """
-        config = self.config
-        self.whole_image = encoder.whole_image_is_region
-        if config.relationship and not encoder.config.with_pooler:
-            raise ValueError("task.config.relationship needs encoder.config.with_pooler: true.")
-        if not config.masked_regions:
-            return
-        if not encoder.config.hidden_region_embedding and encoder.config.region_word != "img":
-            raise ValueError(
-                "task.config.masked_regions needs encoder.config.hidden_region_embedding: true, or region_word: img."
-            )
-        if not config.hide_pixels and not encoder.config.hidden_region_feature:
-            raise ValueError("task.config.hide_pixels: false needs encoder.config.hidden_region_feature: true.")
-        if config.teacher != "file" and detector.num_classes + 1 != config.region_classes:
-            raise ValueError(
-                f"task.config.region_classes is {config.region_classes}, but the detector has {detector.num_classes} "
-                "classes and the background; make them agree."
-            )
-        if config.teacher == "frozen":
-            self.teacher = copy.deepcopy(detector).requires_grad_(False).eval()
-
-    def check_data(self, dataset: Any, detector: Detector) -> None:
-        """Objectives need their data: a corpus (`dataset.corpus`), captions of other images (`dataset.config`)."""
-        if self.config.masked_text and getattr(dataset, "corpus", True) is None:
-            raise ValueError(
-                f"task.config.masked_text is {self.config.masked_text}, but the data have no text-only corpus; set "
-                "data.files.corpus and data.config.use_corpus=true, or task.config.masked_text=0."
-            )
-        if self.config.relationship and getattr(getattr(dataset, "config", None), "relationship", None) == 0:
-            raise ValueError(
-                f"task.config.relationship is {self.config.relationship}, but every text belongs to its image: "
-                "data.config.relationship is 0; set it to 0.5, or task.config.relationship=0."
-            )
-
-    def train(self, mode: bool = True) -> PretrainingTask:
-        """As in `nn.Module`; the frozen teacher stays in evaluation mode."""
-        super().train(mode)
-        if self.teacher is not None:
-            self.teacher.eval()
-        return self
-
-    def prepare(self, batch: Batch, detector: Detector) -> Batch:
-        """Choose the regions to predict, hide them, and cut what is too long.
-
-        A batch that comes with `hidden_regions` was prepared before and stays as it is.
-
-        Raises:
-            ValueError: the class distributions are to come from a file, and the batch has none; or pixels are to be
-                hidden, and the batch has precomputed features.
-        """
-        config = self.config
-        if batch.hidden_regions is not None:
-            return batch
-        if config.masked_regions and config.hide_pixels and batch.images.precomputed is not None:
-            raise ValueError(
-                "Precomputed features have no pixels to hide, so hidden regions would stay visible; set "
-                "task.config.hide_pixels to false and encoder.config.hidden_region_feature to true."
-            )
-        boxes = batch.boxes
-        if config.masked_regions or boxes is None:
-            boxes, batch = self._label_regions(batch, detector)
-        if config.masked_regions:
-            device = batch.looks_at.device
-            counts = [len(rows) for rows in boxes]
-            labelled, hidden = draw_regions(
-                counts, image_seeds(batch), config.region_probability, config.hide_probability, device
-            )
-            batch.region_targets["is_labelled"] = labelled
-            batch.hidden_regions = hidden
-            if config.hide_pixels:
-                self._hide_pixels(batch, boxes, detector)
-            batch.images = without_hidden_features(batch.images, hidden)
-        if config.max_length is not None:
-            batch = cut_to_length(batch, boxes, config.max_length, whole_image=self.whole_image)
-        return batch
-
-    def prepare_asked(self, batch: Batch, detector: Detector) -> Batch:
-        """Hide the boxes of `batch.pixel_masks`, which become the first candidates, and no others; then cut.
-
-        Raises:
-            ValueError: boxes are to be hidden, but the model never learned to recognise hidden ones.
-        """
-        teacher = None
-        if self.config.teacher != "file":
-            teacher = detector if self.teacher is None else self.teacher
-        if batch.pixel_masks is not None and not self.config.masked_regions:
-            raise ValueError("The run was pre-trained without masked regions; leave --hide out.")
-        most, classes = self.config.max_own_regions, self.config.region_classes
-        background_first = not self.config.has_background_last
-        batch = hide_asked(batch, detector, teacher, most, classes, background_first=background_first)
-        if self.config.hide_pixels:
-            self._hide_pixels(batch, batch.boxes, detector)
-        if self.config.max_length is not None:
-            batch = cut_to_length(batch, batch.boxes, self.config.max_length, whole_image=self.whole_image)
-        return batch
-
-    def _hide_pixels(self, batch: Batch, boxes: list[Tensor], detector: Detector) -> None:
-        """Take the pixels of `hidden_regions`, of the boxes N x [R, 4], out of the batch's images."""
-        masks = [
-            mask_rectangles(rows[is_hidden], size, "vl_bert").to(rows.dtype)
-            for rows, is_hidden, size in zip(boxes, batch.hidden_regions, batch.images.sizes.tolist(), strict=True)
-        ]
-        if self.config.hidden_pixels == "mean":
-            batch.pixel_masks = masks
-        else:
-            batch.images = with_black_pixels(batch.images, masks, detector)
-
-    def _label_regions(self, batch: Batch, detector: Detector) -> tuple[list[Tensor], Batch]:
-        """Boxes, and a copy of the batch that has them with their class distributions."""
-        boxes, config = batch.boxes, self.config
-        targets = dict(batch.region_targets)
-        if config.teacher == "file" and config.masked_regions and "class_probs" not in targets:
-            raise ValueError(
-                "task.config.teacher is file, but the data come without class distributions of their boxes; set it to "
-                "frozen or current."
-            )
-        if boxes is None or config.teacher != "file":
-            teacher = detector if self.teacher is None else self.teacher
-            boxes, targets["class_probs"] = describe_classes(
-                teacher,
-                batch.images,
-                boxes,
-                config.max_own_regions,
-                background_first=not config.has_background_last,
-            )
-        return boxes, dataclasses.replace(batch, boxes=boxes, region_targets=targets)
+    def check_data(self, facts: DataFacts, detector: Detector) -> None:
+        """Raises ValueError if an objective lacks its data."""
+        for objective in self.objectives.values():
+            objective.check(facts, detector, self.hiding)
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
-        """The weighted losses `masked_words`, `masked_text`, `masked_regions`, `relationship`.
+        """The weighted losses of all objectives.
 
         Returns:
-            `logits` float32 [labelled words, V], and in `details` what `predict` counts: for each objective how many
-            items a text has and how many were right, float [M].
+            Empty `logits` [M, 0]; `parts` with the logits of each objective; and in `details` what `predict` counts:
+            for each objective how many items a text has and how many were right, float [M].
         """
-        config = self.config
-        losses: dict[str, Loss] = {}
-        details: dict[str, Tensor] = {}
-        has_image = (batch.looks_at >= 0).any(dim=1)
-
-        labels = batch.targets["mlm_labels"]
-        is_labelled = labels >= 0
-        truth = labels[is_labelled]
-        text = is_labelled.nonzero()[:, 0]  # which text a labelled word belongs to
-        logits = _float(self.mlm(encoded.text[is_labelled], encoded.word_table))
-        each = F.cross_entropy(logits, truth, reduction="none")
-        for name, weight, chosen in (
-            ("masked_words", config.masked_words, has_image[text]),
-            ("masked_text", config.masked_text, ~has_image[text]),
-        ):
-            if weight:
-                losses[name] = Loss(weight * (each * chosen).sum(), chosen.sum().float())
-        details |= _count(text, logits.argmax(dim=1) == truth, len(batch), "words")
-
-        if config.masked_regions:
-            loss, text, is_right = self._region_loss(batch, regions, encoded)
-            losses["masked_regions"] = loss
-            details |= _count(text, is_right, len(batch), "regions")
-        if self.relationship is not None:
-            scores = _float(self.relationship(encoded.pooled[has_image]))
-            truth = batch.targets["is_match"][has_image]
-            each = F.cross_entropy(scores, truth, reduction="none")
-            losses["relationship"] = Loss(config.relationship * each.sum(), has_image.sum().float())
-            details |= _count(has_image.nonzero()[:, 0], scores.argmax(dim=1) == truth, len(batch), "relationship")
-        return TaskOutput(losses=losses, logits=logits, details=details)
-
-    def _region_loss(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> tuple[Loss, Tensor, Tensor]:
-        """Soft cross entropy of the labelled regions; of each, its text and whether its best class was found.
-
-        Rows of class distributions that do not add up to 1 (by 0.1 or more) are ignored, as in the official code.
-        """
-        chosen = regions.gather(batch.region_targets["is_labelled"], fill=False)
-        probabilities = regions.gather(batch.region_targets["class_probs"], fill=0.0)[chosen]
-        if probabilities.shape[1] != self.config.region_classes:
-            raise ValueError(
-                f"The class distributions have {probabilities.shape[1]} columns, but task.config.region_classes is "
-                f"{self.config.region_classes}; make them agree."
-            )
-        usable = (probabilities.sum(dim=1) - 1).abs() < 0.1
-        probabilities, text = probabilities[usable], chosen.nonzero()[:, 0][usable]
-        logits = _float(self.region_classifier(encoded.regions[chosen][usable]))
-        best = probabilities.argmax(dim=1)
-        if self.config.region_labels == "class":
-            each = F.cross_entropy(logits, best, reduction="none")
-        else:
-            each = -(probabilities.to(logits.dtype) * logits.log_softmax(dim=1)).sum(dim=1)
-        count = each.new_tensor(float(len(each)))
-        return Loss(self.config.masked_regions * each.sum(), count), text, logits.argmax(dim=1) == best
+        losses, details, parts = {}, {}, {}
+        for name, objective in self.objectives.items():
+            found = objective(batch.targets.parts[name], batch, regions, encoded, self.word_head)
+            losses[name], parts[name] = found.loss, found.logits
+            details[name] = torch.bincount(found.text, minlength=len(batch)).float()
+            details[f"{name}_right"] = torch.bincount(found.text, weights=found.is_right.float(), minlength=len(batch))
+        return TaskOutput(losses=losses, logits=encoded.text.new_zeros(len(batch), 0), details=details, parts=parts)
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
-        """How many masked items of each text were found: keys `words`, `words_right`, `regions`, ... of captions."""
+        """How many items of each caption and objective there were, and how many of them were found (`..._right`)."""
         details = {name: values.tolist() for name, values in output.task.details.items()}
         return [
             {**record, **{name: values[row] for name, values in details.items()}}
@@ -366,45 +251,43 @@ class PretrainingTask(Task):
             if int(batch.looks_at[row].max()) >= 0
         ]
 
-    def answer(self, batch: Batch, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """The best words at every [MASK] and the best classes of every hidden region, see `describe_answer`."""
-        is_hidden = output.text_regions.is_hidden[0]
-        region_logits = _float(self.region_classifier(output.encoded.regions[0, is_hidden]))
-        return describe_answer(
-            batch,
-            output.task.logits,
-            region_logits,
-            tokenizer,
-            background_first=not self.config.has_background_last,
-            are_detectors=self.config.teacher != "file",
-        )
+    def answer(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """What every objective says: the best words at every [MASK], the best classes of every hidden region."""
+        record = dict(output.batch.records[0])
+        class_names = record.pop("class_names")
+        for name, objective in self.objectives.items():
+            record |= objective.answer(output, output.task.parts[name], tokenizer)
+        for region in record.get("hidden", ()):
+            for pair in [*region["classes"], *filter(None, [region["seen"]])]:
+                pair[0] = self._class_name(pair[0], class_names, output.regions.class_logits[0].shape[1])
+        return record
+
+    def _class_name(self, number: int, names: Sequence[str] | None, count: int) -> str:
+        """Of a region class; a class without a name is numbered from 0.
+
+        Args:
+            names: of the detector's classes; None: unknown.
+            count: region classes of the detector, background included.
+        """
+        if names is None or len(names) != count - 1 or self.config.teacher == "file":
+            names = [f"class {row}" for row in range(max(count - 1, number + 1))]
+        background, first = (len(names), 0) if self.config.has_background_last else (0, 1)
+        return "background" if number == background else names[number - first]
 
     def answer_lines(self, record: dict[str, Any]) -> list[str]:
         """The text with the best words in it, then the alternatives."""
-        return answer_lines(record)
+        return [line for objective in self.objectives.values() for line in objective.lines(record)]
 
     def correct(self, record: dict[str, Any]) -> float:
-        """Share of the masked words that were found; 1 if none was masked."""
-        return record["words_right"] / record["words"] if record["words"] else 1.0
+        """Share of all hidden items of the text that were found; 1 if none was hidden."""
+        total = sum(record[name] for name in self.names)
+        return sum(record[f"{name}_right"] for name in self.names) / total if total else 1.0
 
     def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
-        """`masked_words`, `masked_regions`, `relationship`: share of all masked items that were found."""
+        """Of each objective the share of its items that were found."""
         scores = {}
-        for name, metric in (("words", "masked_words"), ("regions", "masked_regions"), ("relationship",) * 2):
-            total = sum(record.get(name, 0) for record in records)
+        for name in self.names:
+            total = sum(record[name] for record in records)
             if total:
-                scores[metric] = sum(record[f"{name}_right"] for record in records) / total
+                scores[name] = sum(record[f"{name}_right"] for record in records) / total
         return scores
-
-
-def _float(values: Tensor) -> Tensor:
-    """At least float32: losses are never computed in half precision."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def _count(text: Tensor, is_right: Tensor, texts: int, name: str) -> dict[str, Tensor]:
-    """Items and right items of each text, float [M]."""
-    return {
-        name: torch.bincount(text, minlength=texts).float(),
-        f"{name}_right": torch.bincount(text, weights=is_right.float(), minlength=texts),
-    }

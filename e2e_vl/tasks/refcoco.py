@@ -1,34 +1,43 @@
 """Referring expressions (RefCOCO, RefCOCO+, RefCOCOg): which region does the expression mean?
 
-Reads `batch.targets["box"]`, float32 [M, 4]: the box that each expression refers to, in pixels of the resized image.
-
 Shape legend
     M   texts in the batch
     R   regions of the text with the most regions
-    H   hidden size of the encoder
+    E   hidden size of the encoder
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from detector.boxes import pairwise_iou
+from detector.images import load_image
 from detector.structures import Loss
+from e2e_vl.drawing import draw_boxes
 from e2e_vl.evaluation.refexp import CONVENTIONS, hits, referring_metrics
 from e2e_vl.evaluation.refexp_files import write_submission
-from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.base import NewLayers, Task, check_dropout, check_new_layers, start_head
+from e2e_vl.examples import ImageExample, TextExample
+from e2e_vl.layout import TextWriter
+from e2e_vl.samples import Question, Sample, SampleText
+from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Targets, stacked
+from e2e_vl.tasks.base import HeadStart, NewLayers, Task, check_choices, check_dropout, start_head
+from e2e_vl.wording import Draw, Wording
+
+TRUTH, RIGHT, WRONG = (0, 160, 60), (0, 80, 200), (220, 30, 30)  # RGB colours of boxes in pictures
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class ReferringConfig:
     """The defaults are those of the official VL-BERT code.
 
@@ -58,11 +67,9 @@ class ReferringConfig:
     iou_convention: str = "mattnet"
 
     def __post_init__(self) -> None:
-        if self.loss not in ("binary", "softmax"):
-            raise ValueError(f'The referring loss is "{self.loss}"; it must be "binary" or "softmax".')
+        check_choices(self)
         if not 0 <= self.positive_iou < 1:
             raise ValueError(f"positive_iou is {self.positive_iou}; it must be at least 0 and below 1.")
-        check_new_layers(self.new_layers)
         check_dropout("dropout", self.dropout)
         if self.iou_convention not in CONVENTIONS:
             raise ValueError(
@@ -70,8 +77,33 @@ class ReferringConfig:
             )
 
 
+@dataclasses.dataclass
+class ReferringTargets(Targets):
+    """The box that each expression refers to."""
+
+    # in pixels of the resized image (scaled and flipped, not clamped)
+    box: Float[np.ndarray, " 4"] | Float[Tensor, "M 4"] | None = stacked()
+
+
+class ReferringWording(Wording):
+    """An expression as one text. In a mirrored image "left" and "right" change places (official VL-BERT code)."""
+
+    def word(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    ) -> Iterable[TextExample]:
+        [image] = images
+        laid = self.writer.single(self.writer.pieces(text.words, mirrored=image.placement.flipped))
+        record = self.record(text, images, laid)
+        if image.box_ids is not None:
+            record["candidate_ann_ids"] = list(image.box_ids)
+        targets = ReferringTargets()
+        if text.truth is not None:
+            targets.box = image.placement.move_boxes(np.array(text.truth.box))[0].astype(np.float32)
+        yield TextExample(laid, text.looks_at, record, targets)
+
+
 class ReferringHead(nn.Module):
-    """Linear + GELU, dropout, Linear to one score: [M, R, H] -> [M, R]."""
+    """Linear + GELU, dropout, Linear to one score."""
 
     def __init__(self, hidden_size: int, dropout: float, new_layers: NewLayers = "official"):
         super().__init__()
@@ -80,7 +112,7 @@ class ReferringHead(nn.Module):
         self.output = nn.Linear(hidden_size, 1)
         start_head((self.transform["dense"], self.output), new_layers)
 
-    def forward(self, regions: Tensor) -> Tensor:
+    def forward(self, regions: Float[Tensor, "M R E"]) -> Float[Tensor, "M R"]:
         return self.output(self.dropout(F.gelu(self.transform["dense"](regions)))).squeeze(-1)
 
 
@@ -92,11 +124,22 @@ class ReferringTask(Task):
 
     points_at_box = True
     writes_submission = True
+    starts_from = HeadStart(copies={"masked_regions.transform.": "head.transform."}, random=("head.output.",))
 
     def __init__(self, hidden_size: int, config: ReferringConfig | None = None):
         super().__init__()
         self.config = config or ReferringConfig()
         self.head = ReferringHead(hidden_size, self.config.dropout, self.config.new_layers)
+
+    def wording(self, writer: TextWriter) -> ReferringWording:
+        writer.require_room(writer.layout.single)
+        return ReferringWording(writer)
+
+    def question(self, question: Question) -> Sample:
+        """A user's expression about an image; without boxes the detector proposes them."""
+        question.refuse_choices("A referring expression")
+        question.refuse_hidden()
+        return question.sample(SampleText(0, question.text, {"sent": question.text}))
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Score the regions of M texts.
@@ -106,35 +149,38 @@ class ReferringTask(Task):
             the loss `referring` if the batch has the target `box`. Its count is the number of candidate regions
             ("binary") or of texts with a positive region ("softmax").
         """
-        scores = self.head(encoded.regions)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))  # losses never in half precision
+        scores = at_least_float32(self.head(encoded.regions))
         candidates = self.candidates(regions)
         losses = {}
-        if "box" in batch.targets:
-            positive = self.positive_regions(regions, batch.targets["box"]) & candidates
+        if batch.targets is not None and batch.targets.box is not None:
+            positive = self.positive_regions(regions, batch.targets.box) & candidates
             loss = self._binary_loss if self.config.loss == "binary" else self._softmax_loss
             losses["referring"] = loss(scores, positive, candidates)
         return TaskOutput(losses=losses, logits=scores.masked_fill(~candidates, -torch.inf))
 
-    def candidates(self, regions: TextRegions) -> Tensor:
-        """bool [M, R]: regions that may be the answer."""
+    def candidates(self, regions: TextRegions) -> Bool[Tensor, "M R"]:
+        """Regions that may be the answer."""
         if self.config.whole_image_can_win:
             return regions.attend
         others = regions.attend & ~regions.is_whole_image
         return torch.where(others.any(dim=1, keepdim=True), others, regions.attend)
 
-    def positive_regions(self, regions: TextRegions, referred: Tensor) -> Tensor:
-        """bool [M, R]: regions whose IoU with the referred boxes [M, 4] is above `positive_iou`."""
+    def positive_regions(self, regions: TextRegions, referred: Float[Tensor, "M 4"]) -> Bool[Tensor, "M R"]:
+        """Regions whose IoU with the referred boxes is above `positive_iou`."""
         iou_of_each = torch.vmap(functools.partial(pairwise_iou, plus_one=self.config.plus_one))
         return iou_of_each(regions.boxes, referred[:, None])[..., 0] > self.config.positive_iou
 
-    def _binary_loss(self, scores: Tensor, positive: Tensor, candidates: Tensor) -> Loss:
+    def _binary_loss(
+        self, scores: Float[Tensor, "M R"], positive: Bool[Tensor, "M R"], candidates: Bool[Tensor, "M R"]
+    ) -> Loss:
         weight = scores.new_tensor(self.config.positive_weight)
         truth = positive.to(scores.dtype)
         each = F.binary_cross_entropy_with_logits(scores, truth, pos_weight=weight, reduction="none")
         return Loss(total=(each * candidates).sum(), count=candidates.sum().float())
 
-    def _softmax_loss(self, scores: Tensor, positive: Tensor, candidates: Tensor) -> Loss:
+    def _softmax_loss(
+        self, scores: Float[Tensor, "M R"], positive: Bool[Tensor, "M R"], candidates: Bool[Tensor, "M R"]
+    ) -> Loss:
         labelled = positive.any(dim=1)
         # the lowest number instead of -inf: rows that are left out must not turn gradients into NaN
         lowest = torch.finfo(scores.dtype).min
@@ -157,13 +203,13 @@ class ReferringTask(Task):
         candidates = logits > -torch.inf
         if not self.config.no_region_is_miss:
             self._check_candidates(batch, candidates)
-        image = batch.looks_at.clamp(min=0).gather(1, regions.image_slot)  # [M, R]
+        image = regions.image.clamp(min=0)
         scales = batch.images.scales[image]  # [M, R, 2]
         boxes = (regions.boxes / torch.cat([scales, scales], dim=-1)).cpu()
         shares = logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)
         best = logits.argmax(dim=1)
         best_shares = shares.gather(1, best[:, None])[:, 0].tolist()
-        sizes = batch.images.original_sizes[image[:, 0]].tolist()
+        sizes = batch.images.original_sizes[batch.looks_at[:, 0].clamp(min=0)].tolist()
         predictions = []
         for row, (winner, kept) in enumerate(zip(best.tolist(), candidates.cpu(), strict=True)):
             answer = {"box": boxes[row, winner].tolist(), "score": best_shares[row]}
@@ -177,7 +223,7 @@ class ReferringTask(Task):
             predictions.append({**(batch.records[row] if batch.records else {}), **answer})
         return predictions
 
-    def _check_candidates(self, batch: Batch, candidates: Tensor) -> None:
+    def _check_candidates(self, batch: Batch, candidates: Bool[Tensor, "M R"]) -> None:
         for row in (~candidates.any(dim=1)).nonzero().flatten().tolist():
             images = [batch.images.names[index] for index in batch.looks_at[row].tolist() if index >= 0]
             raise ValueError(
@@ -210,3 +256,13 @@ class ReferringTask(Task):
             return ["nothing: there is no region to choose from"]
         x1, y1, x2, y2 = (round(value, 1) for value in record["box"])
         return [f"{record['score']:.3f}  x {x1} to {x2}, y {y1} to {y2}"]
+
+    def draw(self, record: dict[str, Any]) -> np.ndarray:
+        """The true box in green, the predicted one, if any, in blue (wrong: red)."""
+        drawn = [(record["gt_box"], TRUTH), (record["box"], RIGHT if record["correct"] else WRONG)]
+        boxes, colours = zip(*(entry for entry in drawn if entry[0] is not None), strict=True)
+        return draw_boxes(load_image(record["file_name"], "RGB"), boxes, colours=colours)
+
+    def caption(self, record: dict[str, Any]) -> str:
+        """The expression and the score of the answer."""
+        return f"{record['sent']} ({record['score']:.2f})"

@@ -1,57 +1,88 @@
 """VCR: which of four answers, or of four rationales, is right?
 
-The texts of a batch come in fours: the choices of one question. Reads `batch.targets["is_right"]`, float [M], 1 for the
-right choice of each four, and `batch.region_targets["object_class"]`, N x int64 [R], classes of the candidate boxes
-from 1 on. The encoder must have a pooler (`with_pooler`).
+The texts of a batch come in fours: the choices of one question.
 
 Shape legend
-    M   texts in the batch, four per question
-    Q   questions, M / 4
+    M   texts in the batch, here four per question
+    U   questions, M / 4
     R   regions of the text with the most regions
-    H   hidden size of the encoder
+    E   hidden size of the encoder
+    C   region classes, background included, here the whole image in its place
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
+import numpy as np
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from detector.interface import Detector
 from detector.structures import Loss
 from e2e_vl.evaluation.vcr import join_predictions, joint_metrics, write_submission
-from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.base import NewLayers, Task, check_dropout, check_new_layers, start_head
+from e2e_vl.examples import ImageExample, TextExample
+from e2e_vl.layout import TextWriter
+from e2e_vl.samples import AnnotatedObjects, ChoiceText, DataFacts, Question, Sample
+from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Targets, stacked
+from e2e_vl.tasks.base import HeadStart, NewLayers, Task, check_choices, check_dropout, start_head
+from e2e_vl.tasks.vcr_sentences import (
+    NEUTRAL_NAMES,
+    PERSON,
+    Piece,
+    cut_answers,
+    cut_rationales,
+    encode_sentence,
+    names_of,
+    plain_text,
+    read_sentence,
+)
+from e2e_vl.wording import Draw, Wording
 
 CHOICES = 4
-NO_POOLER = "VCR reads the pooled state; set encoder.config.with_pooler to true."
-LOSSES = ("sigmoid", "softmax")
+MOVED = ("people_names", "turn_names", "join_word", "ground_words", "max_pieces", "mask_size", "blank_question")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class VCRConfig:
     """The defaults are those of the official VL-BERT code.
 
     Attributes:
-        dropout: on the pooled state, before the Linear that scores a choice.
+        people_names: what people are called, in turn.
+        turn_names: in training the turn begins with a random name (the official code goes on from question to
+            question); otherwise always with the first.
+        join_word: between several objects; None leaves it out (R2C).
+        ground_words: words that name an object carry its region's vector; False: every word carries the vector of the
+            whole image.
+        max_pieces: question and choice are cut to this number of wordpieces together, [CLS] and [SEP] not counted.
+        mask_size: side of the instance masks, that of the detector's RoI maps; None = no masks.
+        blank_question: control that reads the choices only.
+        dropout: on the summary, before the Linear that scores a choice.
         loss: "sigmoid": a binary cross entropy per choice, mean over all choices (official). "softmax": a cross entropy
             over the four choices (paper, section 4.2.1).
         region_loss_weight: weight of the classification of regions; 0 leaves it out.
-        num_classes: classes of regions, the whole image (class 0) included.
+        num_classes: C, classes of regions, the whole image (class 0) included.
         region_dropout: dropout between the two Linears of that classification.
         initializer_range: standard deviation of their start values.
         new_layers: start of the Linear that scores a choice, "official" (Xavier) or "normal" (paper), see
             `e2e_vl.tasks.base.start_head`.
     """
 
+    people_names: tuple[str, ...] = NEUTRAL_NAMES
+    turn_names: bool = True
+    join_word: str | None = "and"
+    ground_words: bool = True
+    max_pieces: int = 64
+    mask_size: int | None = 14
+    blank_question: bool = False
     dropout: float = 0.1
-    loss: str = "sigmoid"
+    loss: Literal["sigmoid", "softmax"] = "sigmoid"
     region_loss_weight: float = 1.0
     num_classes: int = 81
     region_dropout: float = 0.0
@@ -59,17 +90,93 @@ class VCRConfig:
     new_layers: NewLayers = "official"
 
     def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
-            raise ValueError(f"task.config.loss is {self.loss!r}; it must be one of {', '.join(LOSSES)}.")
-        check_new_layers(self.new_layers)
+        check_choices(self)
         check_dropout("dropout", self.dropout)
         check_dropout("region_dropout", self.region_dropout)
         if self.region_loss_weight < 0:
             raise ValueError(f"task.config.region_loss_weight is {self.region_loss_weight}; it must not be negative.")
+        if self.max_pieces < 2:
+            raise ValueError(f"task.config.max_pieces is {self.max_pieces}; question and choice need at least 2.")
+        if self.mask_size is not None and self.mask_size < 1:
+            raise ValueError(f"task.config.mask_size is {self.mask_size}; give the side of the detector's RoI maps.")
+        if not self.people_names:
+            raise ValueError("task.config.people_names needs at least one name.")
+
+
+@dataclasses.dataclass
+class VCRTargets(Targets):
+    """Which choices are right."""
+
+    # 1 for the right choice of each four
+    is_right: np.float32 | Float[Tensor, " M"] | None = stacked()
+
+
+@dataclasses.dataclass(frozen=True)
+class VCRWording(Wording):
+    """Four texts per question, one per choice; words that name objects know the row of the object's box."""
+
+    config: VCRConfig = dataclasses.field(default_factory=VCRConfig)
+
+    def word(
+        self, text: ChoiceText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    ) -> Iterable[TextExample]:
+        [stated] = sample.images
+        names, rows = self._names(text, stated.objects, stated.candidates, draw)
+        query, choices = self._pieces(text, names, rows)
+        join_word = self.config.join_word
+        record = self.record(text, images) | {
+            "sent": " ".join(plain_text(sentence, names, join_word) for sentence in text.query),
+            "choices": [plain_text(choice, names, join_word) for choice in text.choices],
+        }
+        if sample.is_asked:
+            record["question"] = record["sent"]
+            record["objects"] = [name for name, row in zip(names, rows, strict=True) if row >= 0]
+        for number, choice in enumerate(choices):
+            pieces = [*query, *choice]
+            laid = self.writer.pair([piece.id for piece in query], [piece.id for piece in choice])
+            grounded = self.config.ground_words
+            yield TextExample(
+                laid,
+                text.looks_at,
+                record,
+                VCRTargets(None if text.truth is None else np.float32(number == text.truth.number)),
+                region_of_token=laid.place([piece.row if grounded else -1 for piece in pieces]) if grounded else None,
+            )
+
+    def _names(
+        self, text: ChoiceText, objects: AnnotatedObjects, candidates: Sequence[int] | None, draw: Draw
+    ) -> tuple[list[str], list[int]]:
+        """What each object of the question is called, and the row of its box (-1 = it has none)."""
+        people, start = self.config.people_names, 0
+        if self.writer.training and self.config.turn_names:
+            # the third draw: the first two decide about the image
+            start = int(draw(text.index).random(3)[2] * len(people))
+        kept = range(len(objects)) if candidates is None else candidates
+        names, rows = list(objects.names), [-1] * len(objects)
+        called = names_of([objects.names[number] for number in kept], people, start)
+        for row, (number, name) in enumerate(zip(kept, called, strict=True)):
+            names[number], rows[number] = name, row
+        return names, rows
+
+    def _pieces(self, text: ChoiceText, names: list[str], rows: list[int]) -> tuple[list[Piece], list[list[Piece]]]:
+        """Wordpieces of what stands in front, and of the four choices, cut to their limit."""
+
+        def encode(sentence: Any, *, is_blank: bool = False) -> list[Piece]:
+            if self.writer.is_blank or is_blank:
+                return []
+            return encode_sentence(sentence, names, rows, self.writer.tokenizer, self.config.join_word)
+
+        front = [encode(sentence, is_blank=self.config.blank_question) for sentence in text.query]
+        choices = [encode(choice) for choice in text.choices]
+        if len(front) == 1:
+            cut_answers(front[0], choices, self.config.max_pieces)
+        else:
+            cut_rationales(front[0], front[1], choices, self.config.max_pieces)
+        return [piece for sentence in front for piece in sentence], choices
 
 
 class ChoiceHead(nn.Module):
-    """Dropout and a Linear: [M, H] -> [M]."""
+    """Dropout and a Linear."""
 
     def __init__(self, hidden_size: int, dropout: float, new_layers: NewLayers = "official"):
         super().__init__()
@@ -77,12 +184,12 @@ class ChoiceHead(nn.Module):
         self.output = nn.Linear(hidden_size, 1)
         start_head((self.output,), new_layers)
 
-    def forward(self, pooled: Tensor) -> Tensor:
-        return self.output(self.dropout(pooled)).squeeze(-1)
+    def forward(self, summary: Float[Tensor, "M E"]) -> Float[Tensor, " M"]:
+        return self.output(self.dropout(summary)).squeeze(-1)
 
 
-class RegionClassifier(nn.Module):
-    """Linear + GELU, dropout, Linear: [..., H] -> [..., classes]."""
+class ObjectClassifier(nn.Module):
+    """Linear + GELU, dropout, Linear."""
 
     def __init__(self, hidden_size: int, num_classes: int, dropout: float, std: float):
         super().__init__()
@@ -93,15 +200,21 @@ class RegionClassifier(nn.Module):
             nn.init.normal_(linear.weight, std=std)
             nn.init.zeros_(linear.bias)
 
-    def forward(self, regions: Tensor) -> Tensor:
+    def forward(self, regions: Float[Tensor, "*shape E"]) -> Float[Tensor, "*shape C"]:
         return self.output(self.dropout(F.gelu(self.transform["dense"](regions))))
 
 
 class VCRTask(Task):
-    """A score per choice from the pooled state; beside it, every region is classified from its output state."""
+    """A score per choice from its summary; beside it, every region is classified from its output state."""
 
     writes_submission = True
     second_run = ("data.config.condition_on=each",)  # rationales, given each of the four answers
+    copies_first_segment = True
+    starts_from = HeadStart(
+        copies={"masked_regions.transform.": "region_classifier.transform."},
+        difference=("relationship.head.", "head.output."),
+        random=("region_classifier.output.", "head.output."),
+    )
 
     def __init__(self, hidden_size: int, config: VCRConfig | None = None):
         super().__init__()
@@ -109,72 +222,135 @@ class VCRTask(Task):
         self.head = ChoiceHead(hidden_size, self.config.dropout, self.config.new_layers)
         self.region_classifier = None
         if self.config.region_loss_weight > 0:
-            self.region_classifier = RegionClassifier(
+            self.region_classifier = ObjectClassifier(
                 hidden_size, self.config.num_classes, self.config.region_dropout, self.config.initializer_range
             )
 
-    def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
-        """Raises ValueError if the encoder says that it has no pooler."""
-        if not getattr(encoder.config, "with_pooler", True):
-            raise ValueError(NO_POOLER)
+    @property
+    def needs(self) -> tuple[Ability, ...]:
+        words = (Ability.NAMED_REGIONS,) if self.config.ground_words else ()
+        return (Ability.SUMMARY_OF_PAIR, *words)
 
-    def check_data(self, dataset: Any, detector: Detector) -> None:
-        """The data's options `class_names` and `mask_size` must fit the region classifier and the detector's maps."""
-        options = getattr(dataset, "options", None)
-        names, side = (getattr(options, name, None) for name in ("class_names", "mask_size"))
+    @property
+    def mask_size(self) -> int | None:
+        return self.config.mask_size
+
+    @classmethod
+    def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:
+        """How sentences are put into words was an option of the reader."""
+        options = data.setdefault("config", {})
+        task.update({key: options.pop(key) for key in MOVED if key in options})
+
+    @classmethod
+    def own_words(cls, config: VCRConfig) -> Iterable[str]:
+        """What people are called."""
+        return (*config.people_names, config.join_word or "")
+
+    def wording(self, writer: TextWriter) -> VCRWording:
+        """Raises ValueError for a length limit that is not this task's own."""
+        if writer.max_length is not None:
+            raise ValueError("VCR cuts question and choice by a rule of its own; set task.config.max_pieces instead.")
+        return VCRWording(writer, self.config)
+
+    def question(self, question: Question) -> Sample:
+        """A user's question with four choices; texts name the given boxes as [0] or [1,2].
+
+        Boxes without a class name are people; without outlines the whole rectangle counts as the object.
+
+        Raises:
+            ValueError: no boxes, a class that the data do not have, or other than four choices.
+        """
+        question.refuse_hidden()
+        given = question.boxes
+        if given is None:
+            raise ValueError("VCR's boxes are given, not found: give them with --boxes, such as person:10,20,80,200.")
+        if len(question.choices) != CHOICES:
+            raise ValueError(
+                f"VCR chooses one of four texts, here are {len(question.choices)}; give four with --choices."
+            )
+        if not question.wants_answer and question.answer is not None:
+            raise ValueError("This run chooses answers, so it takes none; leave --answer out.")
+        if question.wants_answer and question.answer is None:
+            raise ValueError(
+                "This run chooses rationales, so it needs the answer that they are for; give it as --answer."
+            )
+        names = given.names or [PERSON] * len(given)
+        known = question.class_names or names
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(
+                f"{given.source}: the class '{unknown[0]}' is none of the run's {len(known)} classes "
+                f"({', '.join(known[:4])}, ...)."
+            )
+        corners = [np.array([[x1, y1], [x2 + 1, y1], [x2 + 1, y2 + 1], [x1, y2 + 1]]) for x1, y1, x2, y2 in given.boxes]
+        objects = AnnotatedObjects(
+            given.boxes,
+            given.source,
+            np.array([list(known).index(name) for name in names], dtype=np.int64),
+            names=tuple(names),
+            outlines=given.outlines or [[rectangle] for rectangle in corners],
+        )
+        texts = [question.text] if question.answer is None else [question.text, question.answer]
+        text = ChoiceText(
+            0,
+            question.text,
+            {"annot_id": "asked", "kind": "rationale" if question.answer else "answer", "label": None},
+            query=tuple(read_sentence(one, len(given)) for one in texts),
+            choices=tuple(read_sentence(one, len(given)) for one in question.choices),
+        )
+        return question.sample(text, objects=objects)
+
+    def check_data(self, facts: DataFacts, detector: Detector) -> None:
+        """The data's classes and the size of the masks must fit the region classifier and the detector's maps."""
+        names, side, map_size = facts.class_names, self.config.mask_size, detector.map_size
         if self.region_classifier is not None and names is not None and len(names) >= self.config.num_classes:
             raise ValueError(
                 f"task.config.num_classes is {self.config.num_classes}, but the data have {len(names)} classes and the "
                 f"whole image is one more; set it to {len(names) + 1}."
             )
-        map_size = getattr(detector, "map_size", None)
         if side is not None and map_size is not None and side != map_size:
             raise ValueError(
-                f"data.config.mask_size is {side}, but the detector's last RoI maps are {map_size} x {map_size}; set "
-                f"data.config.mask_size={map_size}."
+                f"task.config.mask_size is {side}, but the detector's last RoI maps are {map_size} x {map_size}; set "
+                f"task.config.mask_size={map_size}."
             )
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
-        """Score the four choices of Q questions.
+        """Score the four choices of U questions.
 
         Returns:
-            `logits` float32 [Q, 4]; the loss `choice` if the batch has labels (count: choices with "sigmoid", questions
+            `logits` float32 [U, 4]; the loss `choice` if the batch has labels (count: choices with "sigmoid", questions
             with "softmax"), and with it `region_class`, already weighted (count: regions of all texts).
 
         Raises:
-            ValueError: an encoder without a pooler, texts that do not come in fours, or a class beyond `num_classes`.
+            ValueError: texts that do not come in fours, or a class beyond `num_classes`.
         """
-        if encoded.pooled is None:
-            raise ValueError(NO_POOLER)
         if len(batch) % CHOICES:
             raise ValueError(f"VCR's texts come in fours, one per choice; this batch has {len(batch)} texts.")
-        scores = self.head(encoded.pooled)
-        logits = scores.to(torch.promote_types(scores.dtype, torch.float32)).view(-1, CHOICES)
+        logits = at_least_float32(self.head(encoded.summary)).view(-1, CHOICES)
         losses = {}
-        if "is_right" in batch.targets:
-            losses["choice"] = self._choice_loss(logits, batch.targets["is_right"].view(-1, CHOICES))
+        if batch.targets is not None and batch.targets.is_right is not None:
+            losses["choice"] = self._choice_loss(logits, batch.targets.is_right.view(-1, CHOICES))
             if self.region_classifier is not None:
                 losses["region_class"] = self._region_loss(batch, regions, encoded.regions)
         return TaskOutput(losses=losses, logits=logits)
 
-    def _choice_loss(self, logits: Tensor, is_right: Tensor) -> Loss:
+    def _choice_loss(self, logits: Float[Tensor, "U 4"], is_right: Float[Tensor, "U 4"]) -> Loss:
         if self.config.loss == "sigmoid":
             total = F.binary_cross_entropy_with_logits(logits, is_right.to(logits.dtype), reduction="sum")
             return Loss(total=total, count=total.new_tensor(float(logits.numel())).detach())
         total = F.cross_entropy(logits, is_right.argmax(dim=1), reduction="sum")
         return Loss(total=total, count=total.new_tensor(float(len(logits))).detach())
 
-    def _region_loss(self, batch: Batch, regions: TextRegions, states: Tensor) -> Loss:
+    def _region_loss(self, batch: Batch, regions: TextRegions, states: Float[Tensor, "M R E"]) -> Loss:
         """Every region of every text counts, the whole image as class 0."""
         kept = regions.attend
-        classes = regions.gather(batch.region_targets["object_class"], fill=0)[kept]
+        classes = regions.gather(batch.region_labels.classes, fill=-1)[kept] + 1
         if len(classes) and int(classes.max()) >= self.config.num_classes:
             raise ValueError(
                 f"A region has the class {int(classes.max())}, but task.config.num_classes is "
                 f"{self.config.num_classes}, the whole image included; set it to the number of classes plus one."
             )
-        scores = self.region_classifier(states[kept])
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        scores = at_least_float32(self.region_classifier(states[kept]))
         total = F.cross_entropy(scores, classes, reduction="sum") * self.config.region_loss_weight
         return Loss(total=total, count=kept.sum().to(total.dtype))
 

@@ -1,14 +1,11 @@
-"""Visual question answering (VQA v2): a class per possible answer, predicted at the [MASK] of the answer.
+"""Visual question answering (VQA v2): a class per possible answer, read from the encoder's summary of the question.
 
-Reads `batch.texts.positions["mask"]`, and of `batch.records` "answers", the strings that people answered (none in
-splits without annotations: then there is no loss). A data set that knows the scores of the task's answers itself may
-give them as `batch.targets["answer_scores"]`, float32 [M, A], instead. The list of possible answers belongs to the task
-and is saved with it.
+The list of possible answers belongs to the task and is saved with it; what people answered is the truth of a text.
 
 Shape legend
     M   texts in the batch
-    A   possible answers
-    H   hidden size of the encoder
+    Y   possible answers
+    E   hidden size of the encoder
 """
 
 from __future__ import annotations
@@ -16,12 +13,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -35,24 +34,30 @@ from e2e_vl.evaluation.vqa import (
     vqa_metrics,
     write_submission,
 )
-from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.tasks.base import NewLayers, Task, check_dropout, check_new_layers, start_head
+from e2e_vl.examples import ImageExample, TextExample
+from e2e_vl.layout import TextWriter
+from e2e_vl.samples import DataFacts, HumanAnswers, Question, Sample, SampleText
+from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Targets, stacked
+from e2e_vl.tasks.base import HeadStart, NewLayers, Task, check_choices, check_dropout, start_head
+from e2e_vl.text import mirror_words
+from e2e_vl.wording import Draw, Wording
 
 MANY_UNKNOWN = 0.5  # share of questions that is worth a warning
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class VQAConfig:
     """The defaults are those of the official VL-BERT code.
 
     Attributes:
         answers: the possible answers, the position in the list is the class. In settings also a file, see
-            `e2e_vl.data.vqa_files.read_answers`; None = `data.files.answers`, or else built from the annotations of
-            the training split. Of an answer that is listed twice the first counts; `<unk>` is never a target and never
-            predicted.
-        min_answer_count: a list built from annotations holds what is the most frequent answer to at least so many
-            questions; 9 gives the usual 3,129 answers of VQA v2's train and val.
+            `e2e_vl.data.formats.vqa_files.read_answers`; None: `data.files.answers`, or built from the annotations
+            of the training split. Of an answer that is listed twice the first counts; `<unk>` is never a target and
+            never predicted.
+        min_answer_count: a list built from annotations holds what is the most frequent answer to at least this number
+            of questions; 9 gives the usual 3,129 answers of VQA v2's train and val.
         dropout: dropout before the last Linear.
         loss: "binary": a binary cross entropy per answer with soft targets, summed over the answers (official).
             "softmax": a cross entropy with the most frequent answer as truth (paper, section 4.2.2); texts without a
@@ -65,7 +70,7 @@ class VQAConfig:
         top_answers: how many of the best answers a prediction lists.
     """
 
-    answers: list[str] | str | None = None
+    answers: list[str] | tuple[str, ...] | str | None = None
     min_answer_count: int = 9
     dropout: float = 0.1
     loss: Literal["binary", "softmax"] = "binary"
@@ -75,16 +80,88 @@ class VQAConfig:
     top_answers: int = 5
 
     def __post_init__(self) -> None:
-        if self.loss not in ("binary", "softmax"):
-            raise ValueError(f'The VQA loss is "{self.loss}"; it must be "binary" or "softmax".')
-        check_new_layers(self.new_layers)
+        check_choices(self)
         check_dropout("dropout", self.dropout)
         if self.min_answer_count < 1 or self.top_answers < 1:
             raise ValueError("min_answer_count and top_answers must be at least 1.")
 
 
+@dataclasses.dataclass
+class VQATargets(Targets):
+    """How good each answer is, and the best one."""
+
+    scores: Float[np.ndarray, " Y"] | Float[Tensor, "M Y"] | None = stacked()  # soft targets
+    best: np.int64 | Int64[Tensor, " M"] | None = stacked()  # class of the most frequent answer; -1: none is known
+
+
+@dataclasses.dataclass(frozen=True)
+class VQAWording(Wording):
+    """A question with a place for its answer; in a mirrored image "left" and "right" change places (official code)."""
+
+    answers: AnswerList
+
+    def word(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    ) -> Iterable[TextExample]:
+        [image] = images
+        mirrored = image.placement.flipped
+        laid = self.writer.question(self.writer.pieces(text.words, mirrored=mirrored))
+        record = self.record(text, images, laid)
+        targets = VQATargets()
+        if isinstance(text.truth, HumanAnswers):
+            given = text.truth.answers
+            if mirrored:
+                given = [" ".join(mirror_words(answer.split(" "))) for answer in given]
+            record["answers"] = list(given)
+            targets = VQATargets(self.answers.soft_targets(given), np.int64(self.answers.most_frequent(given)))
+        yield TextExample(laid, text.looks_at, record, targets)
+
+
+class AnswerList:
+    """The possible answers; the position in the list is the class.
+
+    Args:
+        answers: of an answer that is listed twice the first counts; `<unk>` is never a target.
+        normalised: count normalised human answers for the targets; False counts raw strings.
+
+    Raises:
+        ValueError: there is no answer but `<unk>`.
+    """
+
+    def __init__(self, answers: Sequence[str], *, normalised: bool = False) -> None:
+        self.answers = [str(answer) for answer in answers]
+        self.normalised = normalised
+        self.class_of: dict[str, int] = {}
+        for number, answer in enumerate(self.answers):
+            if answer != UNKNOWN:
+                self.class_of.setdefault(answer, number)
+        if not self.class_of:
+            raise ValueError("The list of possible answers is empty.")
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def soft_targets(self, given: Sequence[str]) -> np.ndarray:
+        """float32 [Y]: target of every possible answer from the human answers to one question.
+
+        See `e2e_vl.evaluation.vqa.soft_scores`; answers that are not in the list are left out, so all may be zero.
+        """
+        targets = np.zeros(len(self), dtype=np.float32)
+        for answer, score in soft_scores(given, normalised=self.normalised).items():
+            if answer in self.class_of:
+                targets[self.class_of[answer]] = score
+        return targets
+
+    def most_frequent(self, given: Sequence[str]) -> int:
+        """Class of the most frequent known answer (of several the one given first); -1 if none is known."""
+        if self.normalised:
+            given = [normalise_answer(answer) for answer in given]
+        known = Counter(self.class_of[answer] for answer in given if answer in self.class_of)
+        return known.most_common(1)[0][0] if known else -1
+
+
 class AnswerHead(nn.Module):
-    """Linear + GELU + LayerNorm (BERT's masked-word transform), dropout, Linear: [M, H] -> [M, A]."""
+    """Linear + GELU + LayerNorm (BERT's masked-word transform), dropout, Linear."""
 
     def __init__(self, hidden_size: int, num_answers: int, dropout: float, new_layers: NewLayers = "official"):
         super().__init__()
@@ -95,33 +172,57 @@ class AnswerHead(nn.Module):
         self.output = nn.Linear(hidden_size, num_answers)
         start_head((self.transform["dense"], self.output), new_layers)
 
-    def forward(self, states: Tensor) -> Tensor:
+    def forward(self, states: Float[Tensor, "M E"]) -> Float[Tensor, "M Y"]:
         states = self.transform["norm"](F.gelu(self.transform["dense"](states)))
         return self.output(self.dropout(states))
 
 
 class VQATask(Task):
-    """A score per possible answer, from the output state of [MASK]; the highest is the answer.
+    """A score per possible answer, from the summary of question and image; the highest is the answer.
 
     Raises:
         ValueError: `config.answers` is not a list (the engine reads files) or lists nothing but `<unk>`.
     """
 
     writes_submission = True
+    chooses_answers = True
+    blind_without_boxes = True  # the number of boxes answers "how many"
+    starts_from = HeadStart(copies={"word_head.transform.": "head.transform."}, random=("head.output.",))
 
     def __init__(self, hidden_size: int, config: VQAConfig):
         super().__init__()
         if not isinstance(config.answers, Sequence) or isinstance(config.answers, str):
             raise ValueError("VQATask needs the list of possible answers in its config.")
         self.config = config
-        self.answers = [str(answer) for answer in config.answers]
-        self.class_of: dict[str, int] = {}
-        for number, answer in enumerate(self.answers):
-            if answer != UNKNOWN:
-                self.class_of.setdefault(answer, number)
-        if not self.class_of:
-            raise ValueError("The list of possible answers is empty.")
-        self.head = AnswerHead(hidden_size, len(self.answers), config.dropout, config.new_layers)
+        self.answer_list = AnswerList(config.answers, normalised=config.normalised_targets)
+        self.head = AnswerHead(hidden_size, len(self.answer_list), config.dropout, config.new_layers)
+
+    @property
+    def answers(self) -> list[str]:
+        """The possible answers, in the order of their classes."""
+        return self.answer_list.answers
+
+    @property
+    def needs(self) -> tuple[Ability, ...]:
+        words = (Ability.WORD_TABLE,) if self.config.initialise_from_words else ()
+        return (Ability.SUMMARY_OF_QUESTION, *words)
+
+    @classmethod
+    def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:
+        """How saved features are read was an option of the reader."""
+        options = data.setdefault("config", {})
+        data["mirror_precomputed"] = options.pop("mirror_precomputed", False)
+        data["mean_image_feature"] = options.pop("mean_image_feature", True)
+
+    def wording(self, writer: TextWriter) -> VQAWording:
+        writer.require_room(writer.layout.question)
+        return VQAWording(writer, self.answer_list)
+
+    def question(self, question: Question) -> Sample:
+        """A user's question about an image; without boxes the detector proposes them."""
+        question.refuse_choices("A question of VQA")
+        question.refuse_hidden()
+        return question.sample(SampleText(0, question.text, {"sent": question.text}))
 
     @torch.no_grad()
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
@@ -134,17 +235,16 @@ class VQATask(Task):
             if pieces:
                 self.head.output.weight[row] = table[pieces].mean(dim=0)
 
-    def check_data(self, dataset: Any, detector: Detector) -> None:
-        """Log how many of `dataset.questions` have no answer (`answers`) that is in the list.
+    def check_data(self, facts: DataFacts, detector: Detector) -> None:
+        """Log how many questions have no answer that is in the list.
 
-        They teach nothing with the softmax loss and "none of these" with the binary one.
+        They do not contribute to the softmax loss, and mean "none of these" to the binary one.
 
         Raises:
-            ValueError: none has.
+            ValueError: no question has one.
         """
-        given = [getattr(question, "answers", None) for question in getattr(dataset, "questions", [])]
-        given = [answers for answers in given if answers is not None]
-        without = sum(self._most_frequent(answers) < 0 for answers in given)
+        given = [truth.answers for truth in facts.truths() if isinstance(truth, HumanAnswers)]
+        without = sum(self.answer_list.most_frequent(answers) < 0 for answers in given)
         if not without:
             return
         if without == len(given):
@@ -163,60 +263,21 @@ class VQATask(Task):
         """Score the answers of M texts.
 
         Returns:
-            `logits` float32 [M, A], and the loss `vqa` if the records have answers. Its count is the number of texts
+            `logits` float32 [M, Y], and the loss `vqa` if the answers are known. Its count is the number of texts
             ("binary") or of texts with a known answer ("softmax").
-
-        Raises:
-            ValueError: some records of the batch have answers and others have not.
         """
-        mask = batch.texts.positions["mask"]
-        states = encoded.text[torch.arange(len(mask), device=mask.device), mask]
-        logits = self.head(states)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # losses never in half precision
+        logits = at_least_float32(self.head(encoded.summary))
         losses = {}
-        if "answer_scores" in batch.targets:
-            scores = batch.targets["answer_scores"].to(logits)
-            losses["vqa"] = self._loss(logits, scores, scores.argmax(dim=1).masked_fill(scores.amax(dim=1) <= 0, -1))
-        elif (answers := self._human_answers(batch)) is not None:
-            truth = torch.tensor([self._most_frequent(given) for given in answers], device=logits.device)
-            losses["vqa"] = self._loss(logits, self.soft_targets(answers).to(logits), truth)
+        if batch.targets is not None and batch.targets.scores is not None:
+            losses["vqa"] = self._loss(logits, batch.targets)
         return TaskOutput(losses=losses, logits=logits)
 
-    def _loss(self, logits: Tensor, scores: Tensor, truth: Tensor) -> Loss:
-        """Of soft targets [M, A] or of one right class each, int64 [M] (-1 = none), as configured."""
+    def _loss(self, logits: Float[Tensor, "M Y"], targets: VQATargets) -> Loss:
         if self.config.loss == "binary":
-            total = F.binary_cross_entropy_with_logits(logits, scores, reduction="sum")
+            total = F.binary_cross_entropy_with_logits(logits, targets.scores.to(logits), reduction="sum")
             return Loss(total=total, count=logits.new_tensor(float(len(logits))))
-        total = F.cross_entropy(logits, truth, ignore_index=-1, reduction="sum")
-        return Loss(total=total, count=(truth >= 0).sum().to(logits.dtype))
-
-    @staticmethod
-    def _human_answers(batch: Batch) -> list[Sequence[str]] | None:
-        answers = [record.get("answers") for record in batch.records]
-        if all(given is None for given in answers):
-            return None
-        if any(given is None for given in answers):
-            raise ValueError("A batch cannot mix questions with and without answers; use splits of one kind.")
-        return answers
-
-    def soft_targets(self, answers: Sequence[Sequence[str]]) -> Tensor:
-        """Target of every possible answer from the human answers to M questions, float32 [M, A] on the CPU.
-
-        See `e2e_vl.evaluation.vqa.soft_scores`; answers that are not in the list are left out, so a row may be zero.
-        """
-        targets = torch.zeros(len(answers), len(self.answers))
-        for row, given in enumerate(answers):
-            for answer, score in soft_scores(given, normalised=self.config.normalised_targets).items():
-                if answer in self.class_of:
-                    targets[row, self.class_of[answer]] = score
-        return targets
-
-    def _most_frequent(self, answers: Sequence[str]) -> int:
-        """Class of the most frequent known answer (of several the one given first); -1 if none is known."""
-        if self.config.normalised_targets:
-            answers = [normalise_answer(answer) for answer in answers]
-        known = Counter(self.class_of[answer] for answer in answers if answer in self.class_of)
-        return known.most_common(1)[0][0] if known else -1
+        total = F.cross_entropy(logits, targets.best, ignore_index=-1, reduction="sum")
+        return Loss(total=total, count=(targets.best >= 0).sum().to(logits.dtype))
 
     def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
         """Add to each record `answer`, its `score` and `top_answers` [[answer, score], ...], best first.

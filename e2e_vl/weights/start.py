@@ -24,8 +24,9 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.checkpoint import LoadReport, load_weights
 from detector.weight_files import read_tensors
-from e2e_vl.data.vqa_files import ANSWERS_FILE, read_answers
+from e2e_vl.data.formats.vqa_files import ANSWERS_FILE, read_answers
 from e2e_vl.encoders.vl_bert import VLBertModel
+from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.text import load_tokenizer, looks_like_hub_name
 from e2e_vl.weights import bert
@@ -113,7 +114,7 @@ def read_source(path: str | Path, part: Literal["encoder", "task"]) -> Source:
     return Source(file, OWN, settings.get("name"), own, background_last)
 
 
-def load_encoder(encoder: nn.Module, path: str | Path, *, task_name: str) -> LoadReport:
+def load_encoder(encoder: nn.Module, path: str | Path, task_class: type[Task], *, task_name: str) -> LoadReport:
     """Start an encoder.
 
     As in the official code, VCR's segment row 1 (answers) becomes a copy of row 0 when it starts from pre-training,

@@ -20,7 +20,7 @@ from e2e_vl.data.features.record import RegionFeatures, save_npz
 from e2e_vl.data.grouping import GroupedBatchSampler
 from e2e_vl.data.loading import BatchLoader
 from e2e_vl.engine.build import DATASETS
-from e2e_vl.synthetic.build import make_scenes
+from e2e_vl.synthetic import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
 SPLITS = {"train": 6, "val": 3}

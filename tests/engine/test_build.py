@@ -13,7 +13,8 @@ import torch
 from detector.checkpoint import save_pretrained, save_weights
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.examples import Request
-from e2e_vl.engine.build import build_dataset, build_detector, build_tokenizer, make_synthetic_data
+from e2e_vl.engine.build import build_dataset, build_detector
+from e2e_vl.engine.build_data import build_tokenizer, make_synthetic_data
 
 ROOT = Path(__file__).parents[2]
 

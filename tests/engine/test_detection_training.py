@@ -14,17 +14,11 @@ from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.examples import Request
-from e2e_vl.engine.build import (
-    build_collate,
-    build_dataset,
-    build_detector_config,
-    build_model,
-    build_run,
-    build_tokenizer,
-    named_parts,
-)
+from e2e_vl.engine.build import build_dataset, build_detector_config, build_model, named_parts
+from e2e_vl.engine.build_data import build_collate, build_tokenizer
 from e2e_vl.engine.evaluate import evaluate_run
 from e2e_vl.engine.predict import ground_phrase
+from e2e_vl.engine.run import build_run
 from e2e_vl.engine.train import train
 from e2e_vl.run_files import read_log
 

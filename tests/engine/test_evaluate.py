@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from e2e_vl.engine.build import Run, build_dataset
+from e2e_vl.engine.build import build_dataset
 from e2e_vl.engine.checkpoint import load_model
 from e2e_vl.engine.evaluate import METRIC_SUFFIX, evaluate, evaluate_run
 from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.engine.run import Run
 from e2e_vl.engine.train import train
 from e2e_vl.evaluation.refexp import hits
 from e2e_vl.extraction.detectors import detector_of_run

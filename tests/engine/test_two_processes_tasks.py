@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from e2e_vl.config import load_config
-from e2e_vl.engine.build import make_synthetic_data
+from e2e_vl.engine.build_data import make_synthetic_data
 from e2e_vl.engine.train import train
 from e2e_vl.run_files import read_log
 from tests.engine.two_processes import start, wait

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from e2e_vl.data.image_lists import ListedImage
+from e2e_vl.data.formats.image_lists import ListedImage
 from e2e_vl.extraction.chain import InputImage, load_input
 from e2e_vl.extraction.detectors import LoadedDetector, load_detector
 

@@ -10,8 +10,8 @@ import torch
 
 from detector.images import make_image_batch, resize_boxes
 from detector.selection import SelectionRule
-from e2e_vl.data.features.stores import open_features
-from e2e_vl.data.image_lists import GivenBoxes, list_images
+from e2e_vl.data.formats.image_lists import GivenBoxes, list_images
+from e2e_vl.data.storage.features.stores import open_features
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.extraction import bulk
 from e2e_vl.extraction.bulk import ExtractionJob, ExtractionSummary, extract_images

@@ -14,8 +14,8 @@ from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule, load_image, make_image_batch, resize_boxes, resize_image
 from detector.selection import SelectionRule
-from e2e_vl.data.features.stores import open_features
-from e2e_vl.data.image_lists import list_images
+from e2e_vl.data.formats.image_lists import list_images
+from e2e_vl.data.storage.features.stores import open_features
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.extraction.bulk import ExtractionJob, extract_images
 from e2e_vl.extraction.chain import SAME_PLACE, ExtractionSettings

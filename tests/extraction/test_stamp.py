@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from detector.faster_rcnn import FasterRCNN
 from detector.selection import SelectionRule
-from e2e_vl.data.features.record import load_npz
-from e2e_vl.data.image_lists import list_images
+from e2e_vl.data.formats.image_lists import list_images
+from e2e_vl.data.storage.features.record import load_npz
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.extraction.bulk import ExtractionJob, extract_images
 from e2e_vl.extraction.chain import ExtractionSettings

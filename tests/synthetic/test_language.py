@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from e2e_vl.synthetic.language import Description, Expression, as_typed, parse, referent, to_words
+from e2e_vl.synthetic.language import Description, ReferringExpression, as_typed, parse, referent, to_words
+from e2e_vl.synthetic.references import LanguageConfig, draw_references
 from e2e_vl.synthetic.relations import SceneFacts, members
-from e2e_vl.synthetic.sampling import LanguageConfig, draw_references
 from e2e_vl.synthetic.scenes import Look, Scene, SceneConfig, SceneObject, draw_scene
 
 
@@ -96,7 +96,7 @@ def test_facts_about_overlap():
     assert facts.distance[2, 4] == pytest.approx(np.hypot(42, 72))
 
 
-def _random_expression(rng: np.random.Generator) -> Expression:
+def _random_expression(rng: np.random.Generator) -> ReferringExpression:
     def describe() -> Description:
         values = {
             "size": rng.choice(["small", "big"]),
@@ -110,9 +110,9 @@ def _random_expression(rng: np.random.Generator) -> Expression:
     operators += ["near", "nearest", "farthest", "overlapping", "in front", "behind"]
     operator = operators[rng.integers(len(operators))]
     if operator in (None, "biggest", "smallest"):
-        return Expression(describe(), operator)
+        return ReferringExpression(describe(), operator)
     alone = operator in ("bigger", "smaller") and rng.random() < 0.5
-    return Expression(describe(), operator, None if alone else describe())
+    return ReferringExpression(describe(), operator, None if alone else describe())
 
 
 def test_parse_inverts_to_words():

@@ -4,7 +4,7 @@ import cv2
 import numpy as np
 import pytest
 
-from e2e_vl.synthetic import drawing
+from e2e_vl.synthetic import painting
 from e2e_vl.synthetic.scenes import COLOURS, SHAPES, Scene, SceneConfig, draw_scene
 
 CONFIG = SceneConfig()
@@ -71,7 +71,7 @@ def test_iou_of_one_half_identifies_an_object(scenes):
 def test_pixels_show_the_annotated_colour(scenes):
     """The median of a plain object's inner pixels is nearer to its own colour than to any other, after JPEG too."""
     names = list(COLOURS)
-    palette = np.array([drawing.COLOURS[name] for name in names], float)
+    palette = np.array([painting.COLOURS[name] for name in names], float)
     seen = 0
     for scene in scenes:
         encoded = cv2.imencode(".jpg", scene.image[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 95])[1]
@@ -90,10 +90,10 @@ def test_pixels_show_the_annotated_colour(scenes):
 
 def test_stripes_and_dots_are_visible():
     spreads = {}
-    for texture in drawing.TEXTURES:
+    for texture in painting.TEXTURES:
         image = np.full((40, 40, 3), 120, np.float32)
-        patch = drawing.cover(drawing.outline("square", 30, 0.0), (20, 20))
-        drawing.paint(image, patch, "blue", texture, np.random.default_rng(0))
+        patch = painting.cover(painting.outline("square", 30, 0.0), (20, 20))
+        painting.paint(image, patch, "blue", texture, np.random.default_rng(0))
         spreads[texture] = image[10:30, 10:30].std(axis=(0, 1)).mean()
     assert spreads["striped"] > 5 * spreads["plain"]
     assert spreads["dotted"] > 5 * spreads["plain"]
@@ -102,13 +102,13 @@ def test_stripes_and_dots_are_visible():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_outline_has_the_extent_asked_for(shape):
     for angle in (0.0, 0.15):
-        points = drawing.outline(shape, 20.0, angle)
+        points = painting.outline(shape, 20.0, angle)
         assert np.ptp(points, axis=0).max() == pytest.approx(20)
         assert points.max(axis=0) == pytest.approx(-points.min(axis=0))
 
 
 def test_cover_is_the_area_of_the_outline():
-    fill, edge, (x, y) = drawing.cover(drawing.outline("square", 10.0, 0.0), (20.25, 30.5))
+    fill, edge, (x, y) = painting.cover(painting.outline("square", 10.0, 0.0), (20.25, 30.5))
     assert fill.sum() == pytest.approx(100, rel=0.06)
     middle = fill[fill.shape[0] // 2]
     columns = np.flatnonzero(middle)

@@ -12,8 +12,8 @@ import cv2
 import numpy as np
 import pytest
 
-from e2e_vl.synthetic.conceptual import CaptionedImage, write_shards
-from e2e_vl.synthetic.corpus import write_corpus
+from e2e_vl.synthetic.conceptual_writer import CaptionedImage, write_shards
+from e2e_vl.synthetic.corpus_writer import write_corpus
 from e2e_vl.synthetic.language import parse
 from e2e_vl.synthetic.scenes import SceneConfig
 

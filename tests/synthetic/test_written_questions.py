@@ -11,7 +11,7 @@ import pytest
 
 from e2e_vl.synthetic.relations import SceneFacts
 from e2e_vl.synthetic.scenes import COLOURS, SHAPES, SceneConfig, draw_scene
-from e2e_vl.synthetic.vqa import draw_questions, vqa_statistics, write_vqa
+from e2e_vl.synthetic.vqa_writer import draw_vqa_questions, vqa_statistics, write_vqa
 
 SPLITS = {"train": 110, "val": 20, "testA": 10, "testB": 10}
 ATTRIBUTES = {"big", "small", "plain", "striped", *COLOURS}
@@ -121,8 +121,8 @@ def test_blind_accuracy_by_hand():
 def test_scenes_with_few_attributes_still_have_questions(tmp_path):
     config = SceneConfig(min_objects=1, max_objects=1, shapes=("circle",), colours=("red",), textures=("plain",))
     facts = SceneFacts(draw_scene(config, np.random.default_rng(0)))
-    questions = draw_questions(facts, config, np.random.default_rng(0))
+    questions = draw_vqa_questions(facts, config, np.random.default_rng(0))
     assert questions and any(question["kind"] == "count" for question in questions)
-    write_vqa(tmp_path / "vqa", "val", [(3, questions), (4, [])])
-    written = json.loads((tmp_path / "vqa" / "v2_OpenEnded_mscoco_val_questions.json").read_text())["questions"]
+    write_vqa(tmp_path, "val", [(3, questions), (4, [])])
+    written = json.loads((tmp_path / "v2_OpenEnded_mscoco_val_questions.json").read_text())["questions"]
     assert [row["question_id"] for row in written] == [3000 + number for number in range(len(questions))]

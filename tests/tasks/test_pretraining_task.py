@@ -60,7 +60,7 @@ def test_hidden_pixels_are_those_of_a_black_image():
     images, expected = (make_image_batch([one], [(12, 16)], ["a"], mean, std) for one in (photo, painted))
     colours = types.SimpleNamespace(config=types.SimpleNamespace(input=InputConfig(pixel_mean=mean, pixel_std=std)))
     before = images.pixels.clone()
-    assert torch.equal(with_black_pixels(images, [torch.tensor([[5, 3, 12, 9]])], colours).pixels, expected.pixels)
+    assert torch.equal(with_black_pixels(images, [torch.tensor([[5.0, 3, 12, 9]])], colours).pixels, expected.pixels)
     assert torch.equal(images.pixels, before)
 
 
@@ -211,8 +211,8 @@ def test_whole_image_feature_leaves_out_hidden_regions():
     features = torch.tensor([[1.0, 2.0], [3.0, 4.0], [100.0, 100.0]])
     images = ImageBatch(
         torch.zeros(1, 3, 0, 0),
-        torch.ones(1, 2),
-        torch.ones(1, 2),
+        torch.ones(1, 2, dtype=torch.int64),
+        torch.ones(1, 2, dtype=torch.int64),
         ["image"],
         PrecomputedFeatures([features], torch.zeros(1, 2)),
     )

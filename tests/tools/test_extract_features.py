@@ -23,7 +23,7 @@ from detector.checkpoint import save_weights
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.config import load_config
-from e2e_vl.data.features.stores import open_features
+from e2e_vl.data.storage.features.stores import open_features
 from e2e_vl.engine.train import train
 
 ROOT = Path(__file__).parents[2]

@@ -23,8 +23,9 @@ from torch import Tensor
 from e2e_vl.config import RunConfig
 from e2e_vl.data.examples import Request
 from e2e_vl.data.grouping import GroupedBatchSampler
-from e2e_vl.engine.build import Run, build_run, take_sizes_of_detector
+from e2e_vl.engine.build import take_sizes_of_detector
 from e2e_vl.engine.optim import build_optimizer
+from e2e_vl.engine.run import Run, build_run
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, ModelOutput
 from measuring import machine_facts, print_machine, spread, take_turns

@@ -20,8 +20,8 @@ from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.collate import collate
 from e2e_vl.data.grouping import GroupedBatchSampler
 from e2e_vl.data.loading import BatchLoader
-from e2e_vl.synthetic.conceptual import RECORDS_PER_SHARD, CaptionedImage, write_shards
-from e2e_vl.synthetic.corpus import draw_lines
+from e2e_vl.synthetic.conceptual_writer import RECORDS_PER_SHARD, CaptionedImage, write_shards
+from e2e_vl.synthetic.corpus_writer import draw_lines
 from e2e_vl.synthetic.scenes import SceneConfig
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from measuring import machine_facts

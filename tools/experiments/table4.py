@@ -27,7 +27,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from e2e_vl.config import load_config
-from e2e_vl.engine.build import make_synthetic_data, training_texts
+from e2e_vl.engine.build_data import make_synthetic_data, training_texts
 from e2e_vl.text import build_vocabulary
 from jobs import Job, run_jobs
 

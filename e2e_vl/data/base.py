@@ -1,0 +1,186 @@
+"""What every data set is: facts about images and texts, read from official files.
+
+A reader opens its files and answers with a `Sample`. It knows no tokenizer, no pixels of the network, no encoder and no
+settings of a task; those are the business of `images/loader.py` and of the task's wording.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import DataSettings
+from e2e_vl.converter import check_keys, from_dict
+from e2e_vl.samples import Sample
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """`data.config` of a data set that takes nothing there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wants:
+    """What a run reads of a data set, so that nothing else has to be opened.
+
+    Attributes:
+        boxes: source of the candidate boxes.
+        objects: annotated objects are needed as targets of the detection losses.
+        training: the truth is needed, and parts that only training reads.
+    """
+
+    boxes: BoxSource = BoxSource.GT
+    objects: bool = False
+    training: bool = False
+
+    @property
+    def annotations(self) -> bool:
+        """Annotated objects are needed, as candidates or as targets."""
+        return self.objects or self.boxes.reads_annotations
+
+
+class VLDataset(abc.ABC):
+    """Facts about the images and texts of one split.
+
+    Attributes:
+        known_files: keys of `data.files`.
+        options: dataclass of `data.config`.
+        box_sources: the sources of candidate boxes that make sense.
+        groups: text indices of each image (or pair of images).
+        parts: placeholders of `data.files` that name the files of boxes of this split, such as {"split": "val"};
+            several where splits are joined.
+        class_names: of the annotated objects, in the order of the detector's classes; None where there are no classes.
+        corpus: texts without images, where there are any.
+    """
+
+    known_files: ClassVar[tuple[str, ...]]
+    options: ClassVar[type] = NoOptions
+    box_sources: ClassVar[tuple[BoxSource, ...]] = tuple(BoxSource)
+    groups: Sequence[Sequence[int]]
+    parts: Sequence[Mapping[str, str]]
+    class_names: Sequence[str] | None = None
+    corpus: Sequence[str] | None = None
+
+    @classmethod
+    @abc.abstractmethod
+    def open(cls, files: DataFiles, options: Any, split: str, wants: Wants) -> Self:
+        """Read the files of a split.
+
+        Raises:
+            FileNotFoundError, ValueError: a file that is missing, damaged or contradicts another.
+        """
+
+    @classmethod
+    @abc.abstractmethod
+    def texts_of(cls, files: DataFiles, options: Any, split: str) -> Iterable[str]:
+        """All texts of a split, to build a vocabulary from."""
+
+    @classmethod
+    def answers_of(cls, files: DataFiles, options: Any, split: str) -> dict[Any, str]:
+        """The most frequent answer to each question of a split, to build a list of answers from."""
+        raise ValueError("The data have no answers that a list could be built from; set task.config.answers.")
+
+    @classmethod
+    def class_names_of(cls, files: DataFiles, options: Any, split: str) -> Sequence[str] | None:
+        """Names of the annotated classes in the detector's order, where they are known without opening a split."""
+        return None
+
+    @classmethod
+    def wants_given_answer(cls, options: Any) -> bool:
+        """Texts are about a question and an answer that is given, as reasons for an answer are."""
+        return False
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Number of texts."""
+
+    @abc.abstractmethod
+    def sample(self, texts: Sequence[int]) -> Sample:
+        """The facts about some texts of one group.
+
+        Raises:
+            FileNotFoundError, ValueError: a file about the image is missing or damaged.
+        """
+
+    def truths(self) -> Iterable[Any]:
+        """The truth about every text that is known without opening an image; None where it is unknown."""
+        return ()
+
+    def image_ids(self) -> Iterable[str]:
+        """Ids of all images that files of boxes must hold; nothing where that is only found out on the way."""
+        return ()
+
+    def check_classes(self, num_classes: int) -> None:
+        """Raises ValueError if a detector with `num_classes` foreground classes cannot learn the annotated objects."""
+        if self.class_names is not None and len(self.class_names) > num_classes:
+            raise ValueError(
+                f"The data have {len(self.class_names)} categories, but the detector has {num_classes} classes; set "
+                "MODEL.ROI_HEADS.NUM_CLASSES in its config."
+            )
+
+
+class DataFiles:
+    """The files that the settings name, relative to `data.root`.
+
+    Args:
+        settings: `data.root` and `data.files`; {split} and other placeholders stand in the names.
+        known: the keys that the data set knows.
+
+    Raises:
+        ValueError: an unknown key.
+    """
+
+    def __init__(self, settings: DataSettings, known: Sequence[str]) -> None:
+        check_keys(known, settings.files, "data.files", who=settings.name)
+        self.root = Path(settings.root).expanduser()
+        self.settings = settings
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.settings.files
+
+    def path(self, key: str, **values: str) -> Path:
+        """The path of `data.files.<key>`, with values for its placeholders.
+
+        Raises:
+            ValueError: the key is not set.
+        """
+        return self.root / self.name(key, **values)
+
+    def name(self, key: str, **values: str) -> str:
+        """The name as it stands in the settings, with values for its placeholders."""
+        if key not in self:
+            raise ValueError(f"data.files.{key} is not set; it names the {key} of {self.settings.name}.")
+        name = self.settings.files[key]
+        for placeholder, value in values.items():
+            name = name.replace(f"{{{placeholder}}}", value)
+        return name
+
+
+def open_options(dataset: type[VLDataset], settings: DataSettings) -> tuple[DataFiles, Any]:
+    """The files and the options of a data set.
+
+    Raises:
+        ValueError: an unknown key, or a value of a wrong type.
+    """
+    return DataFiles(settings, dataset.known_files), from_dict(dataset.options, settings.config, "data.config")
+
+
+def group_texts(images: Iterable[Any]) -> list[list[int]]:
+    """Text indices of each image, images in the order of first mention; `images` names the image of every text."""
+    groups: dict[Any, list[int]] = {}
+    for index, image in enumerate(images):
+        groups.setdefault(image, []).append(index)
+    return list(groups.values())
+
+
+def check_boxes_source(dataset: type[VLDataset], name: str, boxes: BoxSource) -> None:
+    """Raises ValueError unless the data set can have candidate boxes from this source."""
+    if boxes not in dataset.box_sources:
+        raise ValueError(
+            f"{name} cannot have boxes from '{boxes}'; set data.boxes.train and eval.boxes to one of "
+            f"{', '.join(dataset.box_sources)}."
+        )

@@ -1,0 +1,113 @@
+"""Where captions, their images and candidate boxes come from: one small interface, and COCO's captions.
+
+Conceptual Captions are in `shards.py` (webdataset) and `conceptual.py` (the official VL-BERT layout).
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+from pathlib import Path
+from typing import Any
+
+from e2e_vl.data.loading.grouping import ConsecutiveGroups
+from e2e_vl.data.storage.files import read_json, require_keys
+from e2e_vl.samples import CandidateBoxes, EncodedImage
+
+logger = logging.getLogger(__name__)
+
+
+class CaptionSource(abc.ABC):
+    """Images with captions. Texts are numbered image by image.
+
+    Attributes:
+        path: the file or folder, for error messages.
+        groups: the captions of each image.
+    """
+
+    path: Path
+    groups: ConsecutiveGroups
+
+    @abc.abstractmethod
+    def caption(self, text: int) -> str:
+        """One caption."""
+
+    @abc.abstractmethod
+    def name(self, group: int) -> str:
+        """Id of an image, under which a file of boxes has it."""
+
+    @abc.abstractmethod
+    def image(self, group: int) -> Path | EncodedImage:
+        """The image file, or its content.
+
+        Raises:
+            FileNotFoundError: it is missing.
+        """
+
+    def image_size(self, group: int) -> tuple[int, int] | None:
+        """(height, width) that the annotations state, or None."""
+        return None
+
+    def boxes(self, group: int) -> CandidateBoxes | None:
+        """Boxes that come with the captions themselves, or None."""
+        return None
+
+
+class CocoCaptions(CaptionSource):
+    """COCO's `captions_*.json`: about five captions per image.
+
+    Args:
+        captions_file: the JSON file.
+        images_root: folder of the image files that it names.
+
+    Attributes:
+        image_ids: ids of the images with captions, in file order. Images without a caption are left out and counted in
+            the log.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: invalid JSON, a missing key, a duplicate image, a caption of an unknown image, an empty caption, or
+            no caption at all; file and record are named.
+    """
+
+    def __init__(self, captions_file: str | Path, images_root: str | Path) -> None:
+        self.path = Path(captions_file).expanduser()
+        self.images_root = Path(images_root).expanduser()
+        content = read_json(self.path, "captions")
+        require_keys(content, ("images", "annotations"), str(self.path))
+        rows: dict[int, dict[str, Any]] = {}
+        for number, row in enumerate(content["images"]):
+            require_keys(row, ("id", "file_name"), f"{self.path}: image number {number}")
+            if row["id"] in rows:
+                raise ValueError(f"{self.path}: image {row['id']} is listed twice; image ids must be unique")
+            rows[row["id"]] = row
+        captions: dict[int, list[str]] = {image_id: [] for image_id in rows}
+        for number, row in enumerate(content["annotations"]):
+            where = f"{self.path}: caption number {number}"
+            require_keys(row, ("image_id", "caption"), where)
+            if row["image_id"] not in rows:
+                raise ValueError(f"{where} is about image {row['image_id']}, which is not among the file's images")
+            if not isinstance(row["caption"], str) or not row["caption"].strip():
+                raise ValueError(f"{where} (of image {row['image_id']}) is empty; remove it")
+            captions[row["image_id"]].append(row["caption"])
+        self.image_ids = [image_id for image_id in rows if captions[image_id]]
+        if not self.image_ids:
+            raise ValueError(f"{self.path}: there are no captions in the file")
+        if len(self.image_ids) < len(rows):
+            logger.warning("%s: %d images have no caption.", self.path, len(rows) - len(self.image_ids))
+        self._rows = [rows[image_id] for image_id in self.image_ids]
+        self._captions = [caption for image_id in self.image_ids for caption in captions[image_id]]
+        self.groups = ConsecutiveGroups([len(captions[image_id]) for image_id in self.image_ids])
+
+    def caption(self, text: int) -> str:
+        return self._captions[text]
+
+    def name(self, group: int) -> str:
+        return str(self.image_ids[group])
+
+    def image(self, group: int) -> Path:
+        return self.images_root / self._rows[group]["file_name"]
+
+    def image_size(self, group: int) -> tuple[int, int] | None:
+        row = self._rows[group]
+        return (row["height"], row["width"]) if "height" in row and "width" in row else None

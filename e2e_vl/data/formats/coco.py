@@ -1,0 +1,184 @@
+"""Reader of COCO `instances.json` files (also the ones that come with RefCOCO, RefCOCO+ and RefCOCOg)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from e2e_vl.data.storage.files import corners_of, read_json, require_keys
+from e2e_vl.samples import AnnotatedObjects
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CocoImage:
+    """One row of `images`."""
+
+    id: int
+    file_name: str
+    width: int  # pixels of the stored image
+    height: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CocoAnnotation:
+    """One row of `annotations`."""
+
+    id: int
+    image_id: int
+    category_id: int  # as in the file
+    class_index: int  # 0 .. K-1, by sorted category id
+    box: tuple[float, float, float, float]  # xyxy, continuous, pixels of the stored image
+    is_crowd: bool
+    attributes: tuple[int, ...] = ()  # 0 .. number of attributes - 1, by sorted attribute id
+    area: float | None = None  # of its mask, pixels of the stored image; None where the file does not say
+
+
+@dataclasses.dataclass(frozen=True)
+class CocoInstances:
+    """Images, annotations and classes of one file."""
+
+    path: Path
+    images: dict[int, CocoImage]  # by image id, in file order
+    annotations: dict[int, CocoAnnotation]  # by annotation id, in file order
+    by_image: dict[int, list[CocoAnnotation]]  # every image id has a (maybe empty) list, in file order
+    category_ids: list[int]  # sorted; the position is the class index
+    class_names: list[str]  # K names
+    attribute_names: list[str]  # empty unless the file has a top-level list `attributes`
+
+    @property
+    def num_classes(self) -> int:
+        """K, foreground classes."""
+        return len(self.class_names)
+
+    def objects(self, image_id: int) -> AnnotatedObjects:
+        """All annotated objects of an image, crowds too."""
+        rows = self.by_image[image_id]
+        classes, attributes = object_labels(rows, len(self.attribute_names))
+        return AnnotatedObjects(
+            boxes=self.boxes(image_id),
+            origin=f"{self.path}: image {image_id}",
+            classes=classes,
+            is_crowd=np.array([row.is_crowd for row in rows], dtype=bool),
+            attributes=attributes,
+            ids=tuple(row.id for row in rows),
+            names=tuple(self.class_names[row.class_index] for row in rows),
+        )
+
+    def boxes(self, image_id: int) -> np.ndarray:
+        """float64 [R, 4]: all annotated boxes of an image (crowds too), xyxy in pixels of the stored image."""
+        return np.array([annotation.box for annotation in self.by_image[image_id]], dtype=np.float64).reshape(-1, 4)
+
+
+def read_instances(path: str | Path, *, drop_empty_boxes: bool = False) -> CocoInstances:
+    """Read an instances file; boxes become continuous corners (x2 = x + w), class indices follow sorted category ids.
+
+    Besides COCO's own keys, annotations may carry `attribute_ids` that point into a top-level list `attributes`
+    [{id, name}].
+
+    Args:
+        path: the JSON file.
+        drop_empty_boxes: leave out annotations without width or height and log how many. Off by default: an empty box
+            is an error. (COCO's own files are known to hold a few.)
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: invalid JSON, a missing key, a duplicate id, an unknown image, category or attribute, a box that is
+            empty, inverted, not finite or outside its image; the file and the record are named.
+    """
+    path = Path(path).expanduser()
+    content = read_json(path, "instances")
+    require_keys(content, ("images", "annotations", "categories"), str(path))
+
+    category_ids, class_names = _names(content["categories"], f"{path}: category")
+    attribute_ids, attribute_names = _names(content.get("attributes", []), f"{path}: attribute")
+    class_of = {category: index for index, category in enumerate(category_ids)}
+    attribute_of = {attribute: index for index, attribute in enumerate(attribute_ids)}
+
+    images: dict[int, CocoImage] = {}
+    for index, row in enumerate(content["images"]):
+        where = f"{path}: image {row['id'] if isinstance(row, dict) and 'id' in row else f'number {index}'}"
+        require_keys(row, ("id", "file_name", "width", "height"), where)
+        if row["id"] in images:
+            raise ValueError(f"{where} is listed twice; image ids must be unique")
+        if not all(isinstance(side, int | float) and side > 0 for side in (row["width"], row["height"])):
+            raise ValueError(f"{where} has the size {row['width']} x {row['height']}; both must be positive numbers")
+        images[row["id"]] = CocoImage(row["id"], row["file_name"], int(row["width"]), int(row["height"]))
+
+    annotations: dict[int, CocoAnnotation] = {}
+    by_image: dict[int, list[CocoAnnotation]] = {image_id: [] for image_id in images}
+    dropped = []
+    for index, row in enumerate(content["annotations"]):
+        where = f"{path}: annotation {row['id'] if isinstance(row, dict) and 'id' in row else f'number {index}'}"
+        require_keys(row, ("id", "image_id", "category_id", "bbox"), where)
+        if row["id"] in annotations:
+            raise ValueError(f"{where} is listed twice; annotation ids must be unique")
+        if row["image_id"] not in images:
+            raise ValueError(f"{where} belongs to image {row['image_id']}, which is not in the file's images")
+        if row["category_id"] not in class_of:
+            raise ValueError(f"{where} has category {row['category_id']}, which is not in the file's categories")
+        if drop_empty_boxes and _is_empty(row["bbox"]):
+            dropped.append(row["id"])
+            continue
+        box = corners_of(row["bbox"], where)
+        image = images[row["image_id"]]
+        if box[0] >= image.width or box[1] >= image.height or box[2] <= 0 or box[3] <= 0:
+            raise ValueError(f"{where}: the box {row['bbox']} lies outside its {image.width} x {image.height} image")
+        attributes = row.get("attribute_ids", ())
+        unknown = [attribute for attribute in attributes if attribute not in attribute_of]
+        if unknown:
+            raise ValueError(f"{where} has attribute {unknown[0]}, which is not in the file's attributes")
+        annotation = CocoAnnotation(
+            id=row["id"],
+            image_id=row["image_id"],
+            category_id=row["category_id"],
+            class_index=class_of[row["category_id"]],
+            box=box,
+            is_crowd=bool(row.get("iscrowd", 0)),
+            attributes=tuple(attribute_of[attribute] for attribute in attributes),
+            area=row.get("area"),
+        )
+        annotations[annotation.id] = annotation
+        by_image[annotation.image_id].append(annotation)
+    if dropped:
+        logger.warning("%s: left out %d annotations with empty boxes: %s", path, len(dropped), dropped)
+    return CocoInstances(path, images, annotations, by_image, category_ids, class_names, attribute_names)
+
+
+def object_labels(annotations: Sequence[CocoAnnotation], num_attributes: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Class and attribute targets of some annotations.
+
+    Returns:
+        classes int64 [G], and attributes int64 [G, A] padded with -1 (A = the most attributes of any of them, at least
+        1), or None when the file has no attributes.
+    """
+    classes = np.array([annotation.class_index for annotation in annotations], dtype=np.int64)
+    if not num_attributes:
+        return classes, None
+    slots = max((len(annotation.attributes) for annotation in annotations), default=0) or 1
+    attributes = np.full((len(annotations), slots), -1, dtype=np.int64)
+    for row, annotation in enumerate(annotations):
+        attributes[row, : len(annotation.attributes)] = annotation.attributes
+    return classes, attributes
+
+
+def _is_empty(box: Any) -> bool:
+    numbers = isinstance(box, list) and len(box) == 4 and all(isinstance(value, int | float) for value in box)
+    return numbers and (box[2] <= 0 or box[3] <= 0)
+
+
+def _names(rows: list[dict[str, Any]], what: str) -> tuple[list[int], list[str]]:
+    names: dict[int, str] = {}
+    for index, row in enumerate(rows):
+        require_keys(row, ("id", "name"), f"{what} number {index}")
+        if row["id"] in names:
+            raise ValueError(f"{what} {row['id']} is listed twice; ids must be unique")
+        names[row["id"]] = row["name"]
+    ids = sorted(names)
+    return ids, [names[key] for key in ids]

@@ -1,0 +1,74 @@
+"""Reader of detection files in MAttNet's format: one flat list of boxes for all images."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from e2e_vl.data.storage.files import corners_of, read_json, require_keys
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageDetections:
+    """Detected boxes of one image, in file order."""
+
+    boxes: np.ndarray  # float64 [R, 4], xyxy (x2 = x + w), pixels of the stored image
+    scores: np.ndarray  # float32 [R]
+    category_ids: np.ndarray  # int64 [R], as in the file (COCO ids)
+
+
+class DetectionsFile:
+    """`*_dets.json`: a list of {`image_id`, `box` [x, y, w, h], `category_id`, `score`, ...}, in no particular order.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the older layout with a key `dets`, a missing key, a box that is empty, inverted or not finite, or a
+            score that is not finite; the file and the detection are named.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        rows = read_json(self.path, "detections")
+        if isinstance(rows, dict) and "dets" in rows:
+            raise ValueError(
+                f"{self.path}: has the older layout with a key 'dets'; expected MAttNet's flat list of "
+                "{image_id, box [x, y, width, height], category_id, score}"
+            )
+        if not isinstance(rows, list):
+            raise ValueError(f"{self.path}: holds a {type(rows).__name__}, expected a flat list of detections")
+        boxes, scores, categories = defaultdict(list), defaultdict(list), defaultdict(list)
+        for index, row in enumerate(rows):
+            where = f"{self.path}: detection {row['det_id'] if isinstance(row, dict) and 'det_id' in row else index}"
+            require_keys(row, ("image_id", "box", "category_id", "score"), where)
+            if not isinstance(row["score"], int | float) or not math.isfinite(row["score"]):
+                raise ValueError(f"{where}: the score {row['score']} is not a finite number")
+            boxes[row["image_id"]].append(corners_of(row["box"], where))
+            scores[row["image_id"]].append(row["score"])
+            categories[row["image_id"]].append(row["category_id"])
+        self.by_image = {
+            image_id: ImageDetections(
+                boxes=np.array(boxes[image_id], dtype=np.float64),
+                scores=np.array(scores[image_id], dtype=np.float32),
+                category_ids=np.array(categories[image_id], dtype=np.int64),
+            )
+            for image_id in boxes
+        }
+
+    def require_images(self, image_ids: Iterable[int]) -> None:
+        """Check that all images have detections.
+
+        Raises:
+            ValueError: some image has none; the first is named and all are counted.
+        """
+        missing = [image_id for image_id in image_ids if image_id not in self.by_image]
+        if missing:
+            more = f" (and {len(missing) - 1} more images)" if len(missing) > 1 else ""
+            raise ValueError(
+                f"{self.path}: no detections for image {missing[0]}{more}; use the detections of this dataset, or "
+                "another box source (gt or online)"
+            )

@@ -1,0 +1,121 @@
+"""Which images are to be described, and boxes that are given for them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from e2e_vl.data.formats.coco import read_instances
+from e2e_vl.data.storage.files import corners_of, read_json, require_file, require_keys
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedImage:
+    """One image file; `id` is unique in its list and names the image's features."""
+
+    id: str
+    path: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenBoxes:
+    """Boxes of one image, in file order."""
+
+    boxes: np.ndarray  # float64 [R, 4], continuous xyxy in pixels of the original image
+    ids: np.ndarray  # int64 [R], annotation ids; the row in the file for detections without `det_id`
+
+
+def list_images(source: str | Path, root: str | Path | None = None) -> list[ListedImage]:
+    """Images of a folder, of a text file with one path a line, or of a COCO JSON file (`images` with id and file_name).
+
+    Ids are the COCO ids, or the paths as listed (in a folder: relative to it) without suffix; of a path that leads out
+    of the root, the file's name without suffix.
+
+    Args:
+        source: the folder or file.
+        root: folder that listed paths start from; default: the folder of the list.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        ValueError: no image at all, two images with one id, or an id that a TSV file cannot hold.
+    """
+    source = Path(source).expanduser()
+    if source.is_dir():
+        paths = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
+        images = [ListedImage(_id(path.relative_to(source)), path) for path in paths]
+    else:
+        require_file(source, "list of images")
+        root = Path(root).expanduser() if root is not None else source.parent
+        images = _of_coco(source, root) if source.suffix == ".json" else _of_lines(source, root)
+    if not images:
+        raise ValueError(f"{source}: there are no images; known suffixes are {', '.join(IMAGE_SUFFIXES)}")
+    seen: dict[str, Path] = {}
+    for image in images:
+        if image.id in seen:
+            raise ValueError(
+                f"{source}: {seen[image.id]} and {image.path} have the same id {image.id}; rename one of them or list "
+                "them apart"
+            )
+        if not image.id.isprintable() or not image.id or '"' in image.id:
+            raise ValueError(f"{source}: the id {image.id!r} has characters that feature files cannot hold; rename it")
+        seen[image.id] = image.path
+    return images
+
+
+def _of_coco(source: Path, root: Path) -> list[ListedImage]:
+    content = read_json(source, "list of images")
+    require_keys(content, ("images",), str(source))
+    images = []
+    for number, row in enumerate(content["images"]):
+        require_keys(row, ("id", "file_name"), f"{source}: image number {number}")
+        images.append(ListedImage(str(row["id"]), root / row["file_name"]))
+    return images
+
+
+def _of_lines(source: Path, root: Path) -> list[ListedImage]:
+    try:
+        lines = source.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source}: the list of images is not a text file with one path a line") from error
+    return [ListedImage(_id(Path(line.strip())), root / line.strip()) for line in lines if line.strip()]
+
+
+def _id(path: Path) -> str:
+    return path.stem if path.is_absolute() or ".." in path.parts else path.with_suffix("").as_posix()
+
+
+def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
+    """Boxes by image id from a COCO instances file or from a list of detections.
+
+    Detections are objects with `image_id` and `bbox` (COCO's results) or `box` (MAttNet), both [x, y, width, height].
+    Every box counts, whatever its score; crowds too. Empty boxes of an instances file are left out and logged.
+
+    Raises:
+        FileNotFoundError, ValueError: see `read_instances`; or a detection without a key, or with a bad box.
+    """
+    path = Path(path).expanduser()
+    content = read_json(path, "boxes")
+    if not isinstance(content, list):
+        instances = read_instances(path, drop_empty_boxes=True)
+        return {
+            str(image_id): GivenBoxes(instances.boxes(image_id), np.array([row.id for row in rows], dtype=np.int64))
+            for image_id, rows in instances.by_image.items()
+        }
+    boxes: dict[str, list[Any]] = {}
+    for number, row in enumerate(content):
+        where = f"{path}: detection {number}"
+        require_keys(row, ("image_id",), where)
+        key = "bbox" if "bbox" in row else "box"
+        require_keys(row, (key,), where)
+        boxes.setdefault(str(row["image_id"]), []).append((corners_of(row[key], where), row.get("det_id", number)))
+    return {
+        image_id: GivenBoxes(
+            np.array([box for box, _ in rows], dtype=np.float64), np.array([i for _, i in rows], dtype=np.int64)
+        )
+        for image_id, rows in boxes.items()
+    }

@@ -1,0 +1,181 @@
+"""Reader of REFER files: `refs(unc).p` and its like, of RefCOCO, RefCOCO+ and RefCOCOg.
+
+A ref is one object that people described; each of its sentences is one referring expression. The pickles were written
+by Python 2 and hold nothing but lists, dicts, strings and numbers, so they are opened by an unpickler that refuses
+everything else. The same content as JSON is read too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+from e2e_vl.data.formats.coco import CocoAnnotation, CocoImage, CocoInstances, read_instances
+from e2e_vl.data.storage.files import read_json, require_file, require_keys
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Expression:
+    """One sentence about one annotated object."""
+
+    ref_id: int
+    sent_id: int
+    ann_id: int
+    image_id: int
+    split: str
+    sentence: str
+    family: str | None = None  # kind of expression, in our synthetic files only
+
+
+class ReferFiles:
+    """A refs file joined with its instances file, every reference between the two checked.
+
+    Args:
+        refs_file: `refs(...).p` or the same content as `.json`.
+        instances: instances file (or its content, already read) that holds all annotations of the images.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a pickle that tries to run code, a missing key, a duplicate ref or sentence id, a ref without
+            sentences, or a ref whose annotation or image is not in the instances file.
+    """
+
+    def __init__(self, refs_file: str | Path, instances: CocoInstances | str | Path) -> None:
+        self.path = Path(refs_file).expanduser()
+        self.instances = instances if isinstance(instances, CocoInstances) else read_instances(instances)
+        self.expressions: list[Expression] = []  # in file order
+        ref_ids: set[int] = set()
+        sent_ids: set[int] = set()
+        for index, ref in enumerate(read_refs(self.path)):
+            where = (
+                f"{self.path}: ref {ref['ref_id'] if isinstance(ref, dict) and 'ref_id' in ref else f'number {index}'}"
+            )
+            require_keys(ref, ("ref_id", "ann_id", "image_id", "split", "sentences"), where)
+            if ref["ref_id"] in ref_ids:
+                raise ValueError(f"{where} is listed twice; ref ids must be unique")
+            ref_ids.add(ref["ref_id"])
+            self._check_target(ref, where)
+            if not ref["sentences"]:
+                raise ValueError(f"{where} has no sentences; every ref needs at least one")
+            for sentence in ref["sentences"]:
+                require_keys(sentence, ("sent_id", "sent"), f"{where}: a sentence")
+                if sentence["sent_id"] in sent_ids:
+                    raise ValueError(
+                        f"{where}: sentence {sentence['sent_id']} occurs twice; sentence ids must be unique"
+                    )
+                sent_ids.add(sentence["sent_id"])
+                self.expressions.append(
+                    Expression(
+                        ref_id=ref["ref_id"],
+                        sent_id=sentence["sent_id"],
+                        ann_id=ref["ann_id"],
+                        image_id=ref["image_id"],
+                        split=ref["split"],
+                        sentence=sentence["sent"],
+                        family=sentence.get("family", ref.get("family")),
+                    )
+                )
+
+    def _check_target(self, ref: dict[str, Any], where: str) -> None:
+        annotation = self.instances.annotations.get(ref["ann_id"])
+        if ref["image_id"] not in self.instances.images:
+            raise ValueError(f"{where} is about image {ref['image_id']}, which is not in {self.instances.path}")
+        if annotation is None:
+            raise ValueError(
+                f"{where} refers to annotation {ref['ann_id']}, which is not in {self.instances.path}; "
+                "use the instances.json that belongs to this refs file"
+            )
+        if annotation.image_id != ref["image_id"]:
+            raise ValueError(
+                f"{where} is about image {ref['image_id']}, but its annotation {ref['ann_id']} belongs to image "
+                f"{annotation.image_id} in {self.instances.path}"
+            )
+
+    @property
+    def splits(self) -> list[str]:
+        """Names of all splits in the file, sorted."""
+        return sorted({expression.split for expression in self.expressions})
+
+    def in_split(self, split: str) -> list[Expression]:
+        """Expressions of a split, in file order; `split_contains` gives the rule for names.
+
+        Raises:
+            ValueError: no expression is in the split; the splits of the file are listed.
+        """
+        found = [expression for expression in self.expressions if split_contains(split, expression.split)]
+        if not found:
+            raise ValueError(f"{self.path}: no split {split!r}; the file has {', '.join(self.splits) or 'no refs'}")
+        return found
+
+    def image(self, expression: Expression) -> CocoImage:
+        """The image an expression is about. (The `file_name` of a ref is not a file.)"""
+        return self.instances.images[expression.image_id]
+
+    def annotation(self, expression: Expression) -> CocoAnnotation:
+        """The object an expression refers to."""
+        return self.instances.annotations[expression.ann_id]
+
+
+def split_contains(asked: str, name: str) -> bool:
+    """Whether a ref of split `name` belongs to the split that was asked for, by the rules of the REFER API.
+
+    testA, testB and testC mean every split with that letter ("testAB" is in both), "test" every split whose name
+    contains "test"; other names mean themselves.
+    """
+    if asked in ("testA", "testB", "testC"):
+        return asked[-1] in name
+    if asked == "test":
+        return "test" in name
+    return asked == name
+
+
+def read_refs(path: str | Path) -> list[Any]:
+    """Read the list in a refs file (`.p`, `.pkl`, `.pickle` or `.json`) without running anything that is in it.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the pickle tries to run code, the file is broken or does not hold a list.
+    """
+    path = Path(path).expanduser()
+    content = read_json(path, "refs") if path.suffix == ".json" else _read_plain_pickle(path)
+    if not isinstance(content, list):
+        raise ValueError(f"{path}: holds a {type(content).__name__}, expected a list of refs")
+    return content
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds lists, dicts, tuples, strings and numbers. Everything else needs a global, and those are refused."""
+
+    path: Path
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise _ForbiddenGlobalError(
+            f"{self.path}: tries to run code ({module}.{name}): a refs file holds only lists, dicts, strings and "
+            "numbers; do not trust this file, download it again from its original source"
+        )
+
+
+class _ForbiddenGlobalError(ValueError):
+    """Tells the refusal apart from the ValueErrors of a broken pickle."""
+
+
+def _read_plain_pickle(path: Path) -> Any:
+    data = require_file(path, "refs").read_bytes()
+    try:
+        try:
+            return _load(data, path, "utf-8")
+        except UnicodeDecodeError:  # Python 2 byte strings in an older encoding
+            return _load(data, path, "latin1")
+    except _ForbiddenGlobalError:
+        raise
+    except Exception as error:  # a broken pickle can raise nearly anything
+        raise ValueError(f"{path}: not a readable pickle ({error}); copy or download the file again") from error
+
+
+def _load(data: bytes, path: Path, encoding: str) -> Any:
+    unpickler = _PlainUnpickler(io.BytesIO(data), encoding=encoding)
+    unpickler.path = path
+    return unpickler.load()

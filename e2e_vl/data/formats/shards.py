@@ -1,0 +1,201 @@
+"""Captions in webdataset shards, in the layout that img2dataset writes.
+
+    00000.tar          000000000.jpg  000000000.txt  000000000.json  000000001.jpg ...
+    00000_stats.json   {"count", "successes", "failed_to_download", "failed_to_resize", ...}
+    00000.parquet      not read
+
+Images whose download failed are not in the tar file; the statistics tell how many they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from e2e_vl.data.formats.caption_sources import CaptionSource
+from e2e_vl.data.loading.grouping import ConsecutiveGroups
+from e2e_vl.data.storage.files import read_json, require_keys
+from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
+from e2e_vl.samples import EncodedImage
+
+logger = logging.getLogger(__name__)
+
+_VERSION = "shard 2"
+_IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
+_COLUMNS = 4  # offset and size of the image, offset and size of the caption
+_BLOCK = 512  # bytes of a tar header
+_CHUNK = 1 << 20
+
+
+class ShardCaptions(CaptionSource):
+    """One caption per image, from tar files, in any order: an index knows where in its file each record lies.
+
+    webdataset itself only streams shards, in an order of its own with a buffer to shuffle, so it knows neither epochs
+    that every text is seen once in, nor how to resume in the middle, nor how to give several processes equal shares.
+    (Its random-access part `wids` is gone since version 1.0.) The standard library's `tarfile` tells the offsets.
+
+    Args:
+        shards: a folder (all its `*.tar`) or a pattern such as `cc3m/0000*.tar`.
+        cache: folder that keeps the indices.
+
+    Attributes:
+        left_out: how many records were left out, by reason: "no image", "no caption" (none or an empty one), and
+            "failed" (downloads and resizes, by the statistics files; -1 unless every shard has one).
+
+    Raises:
+        FileNotFoundError: no shard there.
+        ValueError: a file that is no tar file, is cut off or damaged; two records, images or captions with one key in
+            a shard; or not one complete record in all of them.
+    """
+
+    def __init__(self, shards: str | Path, cache: str | Path) -> None:
+        self.path = Path(shards).expanduser()
+        self.shards = _list_shards(self.path)
+        self._files = OpenFiles(limit=64)
+        self._indices = [
+            ArrayFile(cached_index([shard], Path(cache), _VERSION, lambda s=shard: _rows(s), _COLUMNS), self._files)
+            for shard in self.shards
+        ]
+        # the first row of an index counts what is left out
+        counts = [len(index) - 1 for index in self._indices]
+        self._ends = np.cumsum(counts)
+        bad = np.sum([index[0] for index in self._indices], axis=0)
+        self.left_out = {"no image": int(bad[0]), "no caption": int(bad[1]), "failed": _failed(self.shards)}
+        if not self._ends[-1]:
+            raise ValueError(f"{self.path}: the {len(self.shards)} shards hold no image with a caption")
+        self.groups = ConsecutiveGroups(np.ones(self._ends[-1], dtype=np.int64))
+        failed = self.left_out["failed"]
+        logger.log(
+            logging.WARNING if bad[:2].any() else logging.INFO,
+            "%s: %d images with captions in %d shards; left out: %d captions without image, %d images without caption; "
+            "failed downloads: %s.",
+            *(self.path, self._ends[-1], len(self.shards), bad[0], bad[1]),
+            "not known" if failed < 0 else failed,
+        )
+
+    def caption(self, text: int) -> str:
+        shard, row = self._find(text)
+        data = self._files.read(shard, int(row[2]), int(row[3]))
+        try:
+            return data.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{shard}: the caption of record {self.name(text)} is not UTF-8 text") from error
+
+    def name(self, group: int) -> str:
+        """The record's key."""
+        folder, slash, file = self._member(group).rpartition("/")
+        return folder + slash + file.partition(".")[0]
+
+    def image(self, group: int) -> EncodedImage:
+        shard, row = self._find(group)
+        return EncodedImage(self._files.read(shard, int(row[0]), int(row[1])), f"{shard}: {self._member(group)}")
+
+    def _find(self, record: int) -> tuple[Path, np.ndarray]:
+        shard = int(np.searchsorted(self._ends, record, side="right"))
+        first = int(self._ends[shard - 1]) if shard else 0
+        return self.shards[shard], self._indices[shard][record - first + 1]
+
+    def _member(self, record: int) -> str:
+        """Name of the record's image in its shard, from the header before it."""
+        shard, row = self._find(record)
+        header = self._files.read(shard, int(row[0]) - _BLOCK, _BLOCK)
+        try:
+            return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
+        except tarfile.HeaderError as error:
+            raise ValueError(f"{shard}: has changed while it was in use") from error
+
+
+def _list_shards(path: Path) -> list[Path]:
+    if path.is_dir():
+        shards = sorted(path.glob("*.tar"))
+    else:
+        shards = sorted(path.parent.glob(path.name)) if path.parent.is_dir() else []
+    if not shards:
+        raise FileNotFoundError(f"{path}: no shards (*.tar) there; check data.files.shards")
+    return shards
+
+
+def _rows(shard: Path) -> Iterator[np.ndarray]:
+    """int64 [1 + n, 4]: the counts of records without image and without caption, then the complete records."""
+    rows: list[tuple[int, int, int, int]] = []
+    without_image = without_caption = 0
+    try:
+        with tarfile.open(shard, "r:") as tar:
+            for image, caption in _records(tar, shard):
+                if image is None or image.size == 0:
+                    without_image += 1
+                elif caption is None or not tar.extractfile(caption).read().strip():
+                    without_caption += 1
+                else:
+                    rows.append((image.offset_data, image.size, caption.offset_data, caption.size))
+            tar.fileobj.seek(tar.offset)
+            # tarfile also stops, without a word, at a header in the middle that it cannot read
+            end = tar.fileobj.read(_BLOCK)
+            is_joined = any(rest.strip(b"\0") for rest in iter(lambda: tar.fileobj.read(_CHUNK), b""))
+    except (tarfile.TarError, EOFError) as error:
+        raise ValueError(f"{shard}: no readable tar file ({error}); {_REMEDY}") from error
+    if end != bytes(_BLOCK):
+        what = "is cut off" if len(end) < _BLOCK else f"has a damaged header at byte {tar.offset}"
+        raise ValueError(f"{shard}: the tar file {what}; {_REMEDY}")
+    if is_joined:
+        raise ValueError(
+            f"{shard}: the file goes on after the end of the tar file, so records would be lost; split it."
+        )
+    yield np.array([(without_image, without_caption, 0, 0), *rows], dtype=np.int64)
+
+
+_REMEDY = "run img2dataset again, it writes unfinished shards anew, or remove the file"
+
+
+def _records(tar: tarfile.TarFile, shard: Path) -> Iterator[tuple[tarfile.TarInfo | None, tarfile.TarInfo | None]]:
+    """Image and caption of records; their members stand side by side and share the name up to its first dot."""
+    key, image, caption = None, None, None
+    seen: set[tuple[str, str]] = set()
+    while (member := tar.next()) is not None:
+        tar.members.clear()  # tarfile keeps a list of all it has seen
+        if not member.isreg():
+            continue
+        folder, _, file = member.name.rpartition("/")
+        stem, _, suffix = file.partition(".")
+        if key is not None and (folder, stem) != key:
+            yield image, caption
+            image = caption = None
+        if (folder, stem) != key:
+            key = (folder, stem)
+            if key in seen:
+                raise ValueError(
+                    f"{shard}: the record of {member.name} is there twice, or its members do not stand side by side; "
+                    "give every record a key of its own"
+                )
+            seen.add(key)
+        is_image, is_caption = suffix.lower() in _IMAGE_SUFFIXES, suffix.lower() == "txt"
+        other = image if is_image else caption if is_caption else None
+        if other is not None:
+            what = "images" if is_image else "captions"
+            raise ValueError(
+                f"{shard}: {other.name} and {member.name} are two {what} of one record; give every record a key of its "
+                "own (a key ends at the first dot of the name)"
+            )
+        if is_image:
+            image = member
+        elif is_caption:
+            caption = member
+    if key is not None:
+        yield image, caption
+
+
+def _failed(shards: list[Path]) -> int:
+    """Records that img2dataset could not fetch; -1 if it does not say so for every shard."""
+    failed = 0
+    for shard in shards:
+        path = shard.with_name(f"{shard.stem}_stats.json")
+        if not path.is_file():
+            return -1
+        stats = read_json(path, "statistics of a shard")
+        require_keys(stats, ("count", "successes"), str(path))
+        failed += stats["count"] - stats["successes"]
+    return failed

@@ -1,0 +1,87 @@
+"""Boxes that a user gives on a command line or in a small file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from e2e_vl.data.formats.vcr_files import read_polygons
+from e2e_vl.data.storage.files import read_json
+from e2e_vl.samples import UserBoxes
+
+
+def read_boxes(words: Sequence[str], source: str = "--boxes") -> UserBoxes:
+    """Boxes from a command line: a file, or `x1,y1,x2,y2` words, each maybe with a class in front (`person:1,2,30,40`).
+
+    A file is JSON: a list of [x1, y1, x2, y2], or an object with such a list as `boxes` and maybe class names `names`
+    and outlines as `segms` (VCR's metadata files are of this kind; a score behind each box is left out); or `.npz` with
+    `boxes`, as tools/extract_demo.py writes it.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, another content, or a box without area; names the box.
+    """
+    if len(words) == 1 and "," not in words[0]:
+        path = Path(words[0]).expanduser()
+        if not path.is_file():
+            raise FileNotFoundError(f"{source}: {path} is no file; name one with boxes, or write x1,y1,x2,y2.")
+        return _read_file(path)
+    boxes, names = [], []
+    for number, word in enumerate(words):
+        name, _, numbers = word.rpartition(":")
+        try:
+            values = [float(value) for value in numbers.split(",")]
+        except ValueError:
+            values = []
+        boxes.append(_checked(values, f"box {number} ('{word}')"))
+        names.append(name)
+    if any(names) and not all(names):
+        raise ValueError("Some boxes have a class and others have none; write all of them as class:x1,y1,x2,y2.")
+    return UserBoxes(_stack(boxes), names if any(names) else None, source=source)
+
+
+def _read_file(path: Path) -> UserBoxes:
+    names = outlines = None
+    if path.suffix == ".npz":
+        try:
+            with np.load(path, allow_pickle=False) as content:
+                rows: Any = content["boxes"].tolist()
+        except (KeyError, ValueError, OSError) as error:
+            raise ValueError(f"{path}: there is no array 'boxes' that can be read ({error}).") from error
+    else:
+        content = read_json(path, "boxes")
+        rows = content
+        if isinstance(content, dict):
+            rows, names, outlines = (content.get(key) for key in ("boxes", "names", "segms"))
+    if not isinstance(rows, list):
+        raise ValueError(f"{path}: expected a list of [x1, y1, x2, y2], or an object with such a list as 'boxes'.")
+    boxes = []
+    for number, row in enumerate(rows):
+        row = row[:4] if isinstance(row, list) and len(row) == 5 else row
+        boxes.append(_checked(row, f"{path}: box {number}"))
+    if names is not None and (
+        not isinstance(names, list) or len(names) != len(boxes) or not all(isinstance(n, str) and n for n in names)
+    ):
+        raise ValueError(f"{path}: 'names' must hold one class name for each of the {len(boxes)} boxes.")
+    if outlines is not None:
+        if not isinstance(outlines, list) or len(outlines) != len(boxes):
+            raise ValueError(f"{path}: 'segms' must hold the outlines of each of the {len(boxes)} boxes.")
+        outlines = [read_polygons(rows, f"{path}: segms {number}") for number, rows in enumerate(outlines)]
+    return UserBoxes(_stack(boxes), names, outlines, str(path))
+
+
+def _stack(boxes: list[list[float]]) -> np.ndarray:
+    return np.array(boxes, dtype=np.float64).reshape(-1, 4)
+
+
+def _checked(box: Any, where: str) -> list[float]:
+    is_box = isinstance(box, list) and len(box) == 4
+    is_box = is_box and all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in box)
+    if not is_box or box[2] <= box[0] or box[3] <= box[1]:
+        raise ValueError(
+            f"{where} is no box; write the corners x1,y1,x2,y2 in pixels of the original image, x1 < x2 and y1 < y2."
+        )
+    return [float(value) for value in box]

@@ -1,0 +1,241 @@
+"""Reader of VCR's files: `train.jsonl`, `val.jsonl` and `test.jsonl`, a question a line, and a metadata file per image.
+
+A token of a question, an answer or a rationale is a word, or a list of objects: [0, 1] stands for the objects 0 and 1
+of `objects`. The test split has no labels.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from e2e_vl.data.storage.files import read_json, require_file, require_keys
+
+CHOICES = 4
+Token = str | list[int]
+Sentence = list[Token]
+_SENTENCES = ("answer_choices", "rationale_choices")
+_KEPT = ("annot_id", "img_fn", "metadata_fn", "objects", "question", *_SENTENCES)
+_LABELS = ("answer_label", "rationale_label")
+
+
+@dataclasses.dataclass(frozen=True)
+class VCRQuestion:
+    """One line of a jsonl file."""
+
+    annot_id: str
+    img_fn: str  # image file, relative to vcr1images
+    metadata_fn: str  # metadata file, relative to vcr1images
+    objects: list[str]  # class names; the index is what tokens name
+    question: Sentence
+    answer_choices: list[Sentence]  # four
+    rationale_choices: list[Sentence]  # four
+    answer_label: int | None = None  # None in the test split
+    rationale_label: int | None = None
+    family: str | None = None  # kind of question, where the file says it (drawn scenes do)
+
+
+@dataclasses.dataclass(frozen=True)
+class VCRMetadata:
+    """What is known about one image."""
+
+    size: tuple[int, int]  # (height, width) of the stored image
+    boxes: np.ndarray  # float64 [R, 4], xyxy in pixels of the stored image, as in the file
+    polygons: list[list[np.ndarray]]  # R lists of float64 [P, 2] outlines (x, y), pixels of the stored image
+    attributes: np.ndarray | None = None  # int64 [R, A], from 0, where the file says them (drawn scenes do)
+
+
+class VCRFile:
+    """The questions of one jsonl file, checked when it is read.
+
+    They are held as one block of bytes and parsed when they are asked for, so that forked workers share the memory of
+    200,000 questions instead of copying it.
+
+    Args:
+        path: the jsonl file.
+
+    Attributes:
+        annot_ids: of all questions, in file order.
+        image_names: `img_fn` of all questions.
+        has_labels: the questions have both labels.
+        class_names: every class of `objects`, with the annot_id that has it first.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a line that is no JSON, a missing key, a token that is neither a word nor a list of existing
+            objects, other than four choices, a wrong label, labels in some lines only, a double annot_id, or no line.
+            The message names file, line and annot_id.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = require_file(path, "VCR questions")
+        self.annot_ids: list[str] = []
+        self.image_names: list[str] = []
+        self.has_labels = False
+        self.class_names: dict[str, str] = {}
+        lines: list[bytes] = []
+        names: dict[str, str] = {}
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                record = self._parse(line, number)
+                if lines and (record["answer_label"] is not None) != self.has_labels:
+                    raise ValueError(
+                        f"{self._where(number, record)} {'has no' if self.has_labels else 'has'} labels, unlike the "
+                        "lines before; do not mix the test split with the others"
+                    )
+                self.has_labels = record["answer_label"] is not None
+                self.annot_ids.append(record["annot_id"])
+                self.image_names.append(names.setdefault(record["img_fn"], record["img_fn"]))
+                for name in record["objects"]:
+                    self.class_names.setdefault(name, record["annot_id"])
+                lines.append(json.dumps(record, separators=(",", ":")).encode())
+        if not lines:
+            raise ValueError(f"{self.path}: there is no question in the file; copy or download it again")
+        double = [name for name, count in collections.Counter(self.annot_ids).items() if count > 1]
+        if double:
+            raise ValueError(f"{self.path}: the annot_id {double[0]} is there twice; remove one of the lines")
+        self._ends = np.cumsum([len(line) for line in lines])
+        self._bytes = b"".join(lines)
+
+    def __len__(self) -> int:
+        return len(self.annot_ids)
+
+    def __getitem__(self, index: int) -> VCRQuestion:
+        """The question at a row of the file (0 .. len - 1)."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start = int(self._ends[index - 1]) if index else 0
+        return VCRQuestion(**json.loads(self._bytes[start : int(self._ends[index])]))
+
+    def _where(self, number: int, record: Any) -> str:
+        annot_id = record.get("annot_id") if isinstance(record, dict) else None
+        return f"{self.path}, line {number}" + (f" ({annot_id})" if annot_id else "")
+
+    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
+        """The checked fields that are used."""
+        try:
+            record = json.loads(line)
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{self.path}, line {number} is not valid JSON ({error}); copy or download the file again"
+            ) from error
+        where = self._where(number, record)
+        require_keys(record, _KEPT, where)
+        kept = {key: record[key] for key in _KEPT}
+        for key in ("annot_id", "img_fn", "metadata_fn"):
+            if not isinstance(kept[key], str) or not kept[key]:
+                raise ValueError(f"{where}: {key} is {kept[key]!r}, expected a text")
+        for key in ("img_fn", "metadata_fn"):
+            path = PurePosixPath(kept[key])
+            if path.is_absolute() or ".." in path.parts:
+                raise ValueError(f"{where}: {key} is {kept[key]}, expected a path inside the image folder")
+        objects = kept["objects"]
+        if not isinstance(objects, list) or not all(isinstance(name, str) and name for name in objects):
+            raise ValueError(f"{where}: objects is {objects!r}, expected a list of class names")
+        _check_sentence(kept["question"], len(objects), f"{where}: the question")
+        for key in _SENTENCES:
+            choices = kept[key]
+            if not isinstance(choices, list) or len(choices) != CHOICES:
+                raise ValueError(f"{where}: {key} must hold four choices; repair the line")
+            for index, choice in enumerate(choices):
+                _check_sentence(choice, len(objects), f"{where}: choice {index} of {key}")
+        labels = [record.get(key) for key in _LABELS]
+        wrong = [label for label in labels if isinstance(label, bool) or label not in (None, *range(CHOICES))]
+        if wrong or (labels[0] is None) != (labels[1] is None):
+            raise ValueError(f"{where}: the labels are {labels}, expected two of 0 to 3, or none in the test split")
+        return kept | dict(zip(_LABELS, labels, strict=True)) | {"family": record.get("family")}
+
+
+def _check_sentence(sentence: Any, num_objects: int, where: str) -> None:
+    if not isinstance(sentence, list) or not sentence:
+        raise ValueError(f"{where} is {sentence!r}, expected a list of tokens; repair the line")
+    for token in sentence:
+        if isinstance(token, str):
+            continue
+        if not isinstance(token, list) or not token or any(type(entry) is not int for entry in token):
+            raise ValueError(f"{where} has the token {token!r}, expected a word or a list of object numbers")
+        outside = [entry for entry in token if not 0 <= entry < num_objects]
+        if outside:
+            raise ValueError(
+                f"{where} names the object {outside[0]}, but the line has {num_objects} objects (from 0); repair it"
+            )
+
+
+def read_metadata(path: str | Path, question: VCRQuestion) -> VCRMetadata:
+    """Read the metadata file of a question's image.
+
+    Besides VCR's own keys it may have `attribute_ids`: a list of equally many numbers from 0 for each object.
+
+    Args:
+        path: the JSON file.
+        question: whose `objects` the file must describe.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no JSON, a missing key, other objects than the question's, a box or an outline that is not made of
+            finite numbers, or a box without area; the message names the file, the object and the question.
+    """
+    what = f"metadata of {question.annot_id}"
+    content = read_json(path, what)
+    where = f"{path} ({what})"
+    require_keys(content, ("boxes", "segms", "names", "width", "height"), where)
+    if content["names"] != question.objects:
+        raise ValueError(
+            f"{where}: its names {content['names']} differ from the question's objects {question.objects}; use the "
+            "annotations and the images of the same release"
+        )
+    number = len(question.objects)
+    for key in ("boxes", "segms"):
+        if not isinstance(content[key], list) or len(content[key]) != number:
+            raise ValueError(f"{where}: {key} must hold one entry for each of the {number} objects")
+    size = (content["height"], content["width"])
+    if any(type(side) is not int or side < 1 for side in size):
+        raise ValueError(f"{where}: width and height are {size[1]!r} and {size[0]!r}, expected positive whole numbers")
+    boxes = [_box(box, f"{where}: box {row}") for row, box in enumerate(content["boxes"])]
+    polygons = [read_polygons(item, f"{where}: segms {row}") for row, item in enumerate(content["segms"])]
+    attributes = None
+    if "attribute_ids" in content:
+        attributes = _attributes(content["attribute_ids"], number, f"{where}: attribute_ids")
+    return VCRMetadata(size, np.array(boxes, dtype=np.float64).reshape(-1, 4), polygons, attributes)
+
+
+def _attributes(rows: Any, number: int, where: str) -> np.ndarray:
+    try:
+        attributes = np.array(rows, dtype=np.int64).reshape(number, -1)
+    except (TypeError, ValueError, OverflowError):
+        attributes = np.array([[-1]])
+    if attributes.size and attributes.min() < 0:
+        raise ValueError(f"{where} must be a list of equally many numbers from 0 for each of the {number} objects")
+    return attributes
+
+
+def _box(box: Any, where: str) -> list[float]:
+    """[x1, y1, x2, y2, score] -> its corners; the score is not used."""
+    if not isinstance(box, list) or len(box) not in (4, 5) or not all(_is_number(value) for value in box[:4]):
+        raise ValueError(f"{where} is {box!r}, expected [x1, y1, x2, y2, score] of finite numbers")
+    if box[2] <= box[0] or box[3] <= box[1]:
+        raise ValueError(f"{where} [x1, y1, x2, y2] = {box[:4]} is empty or inverted; correct the file")
+    return [float(value) for value in box[:4]]
+
+
+def read_polygons(outlines: Any, where: str) -> list[np.ndarray]:
+    """The outlines of one object; raises ValueError unless they are lists of points."""
+    try:
+        arrays = [np.array(outline, dtype=np.float64) for outline in outlines]
+    except (TypeError, ValueError):
+        arrays = None
+    if arrays is None or any(a.ndim != 2 or a.shape[1:] != (2,) or not np.isfinite(a).all() for a in arrays):
+        raise ValueError(f"{where} must be a list of outlines, each a list of points [x, y]; correct the file")
+    return arrays
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,178 @@
+"""Readers of the official VQA v2 files (questions, annotations) and of answer vocabularies."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from e2e_vl.data.storage.files import read_json, require_file, require_keys
+
+ANSWERS_FILE = "answers.json"  # a model's own list of answers, beside its weights
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class VQAQuestion:
+    """One question, and what people answered if the split is annotated."""
+
+    question_id: int
+    image_id: int
+    text: str
+    data_subtype: str | None = None  # the question file's, such as "train2014"
+    answers: tuple[str, ...] | None = None  # ten human answers, as written; None without annotations
+    most_frequent: str | None = None  # `multiple_choice_answer`
+    answer_type: str | None = None  # yes/no, number or other
+    question_type: str | None = None  # one of 65 prefixes, such as "how many"
+
+    def record(self) -> dict[str, Any]:
+        """Plain values under the names of the files, for predictions and metrics."""
+        record: dict[str, Any] = {"question_id": self.question_id, "image_id": self.image_id, "question": self.text}
+        if self.answers is not None:
+            record |= {
+                "answers": list(self.answers),
+                "multiple_choice_answer": self.most_frequent,
+                "answer_type": self.answer_type,
+                "question_type": self.question_type,
+            }
+        return record
+
+
+def read_questions(questions_file: str | Path, annotations_file: str | Path | None = None) -> list[VQAQuestion]:
+    """Read a question file, joined with its annotation file on `question_id`.
+
+    Args:
+        questions_file: `v2_OpenEnded_mscoco_<split>_questions.json`.
+        annotations_file: `v2_mscoco_<split>_annotations.json`; None for a split without answers (test).
+
+    Returns:
+        The questions in file order.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: invalid JSON, a missing key, a question listed twice, files of other questions, or answers that are
+            no strings; file and question are named.
+    """
+    path = Path(questions_file).expanduser()
+    content = read_json(path, "questions")
+    require_keys(content, ("questions",), str(path))
+    annotations = None if annotations_file is None else _read_annotations(Path(annotations_file).expanduser())
+    questions: dict[int, VQAQuestion] = {}
+    for index, row in enumerate(_list(content["questions"], f"{path}: questions")):
+        where = _where(path, "question", row, index)
+        require_keys(row, ("question_id", "image_id", "question"), where)
+        number = row["question_id"]
+        if number in questions:
+            raise ValueError(f"{where} is listed twice; question ids must be unique")
+        if not isinstance(row["question"], str) or not row["question"].strip():
+            raise ValueError(f"{where} has the text {row['question']!r}; a question must be a text")
+        annotated = {}
+        if annotations is not None:
+            annotated = annotations.get(number)
+            if annotated is None:
+                raise ValueError(
+                    f"{where} has no annotation in {annotations_file}; use the two files of the same split"
+                )
+            if annotated.pop("image_id") != row["image_id"]:
+                raise ValueError(f"{where} is about image {row['image_id']}, but in {annotations_file} about another")
+        questions[number] = VQAQuestion(
+            number, row["image_id"], row["question"], content.get("data_subtype"), **annotated
+        )
+    if not questions:
+        raise ValueError(f"{path} has no questions")
+    if annotations is not None and len(annotations) > len(questions):
+        extra = next(number for number in annotations if number not in questions)
+        raise ValueError(
+            f"{annotations_file}: annotation of question {extra} (and {len(annotations) - len(questions) - 1} more), "
+            f"which {path} does not have; use the two files of the same split"
+        )
+    return list(questions.values())
+
+
+def _read_annotations(path: Path) -> dict[int, dict[str, Any]]:
+    """Fields of `VQAQuestion` by question id, and `image_id`."""
+    content = read_json(path, "annotations")
+    require_keys(content, ("annotations",), str(path))
+    found: dict[int, dict[str, Any]] = {}
+    keys = ("question_id", "image_id", "answers", "multiple_choice_answer", "answer_type", "question_type")
+    for index, row in enumerate(_list(content["annotations"], f"{path}: annotations")):
+        where = _where(path, "annotation of question", row, index)
+        require_keys(row, keys, where)
+        if row["question_id"] in found:
+            raise ValueError(f"{where} is listed twice; question ids must be unique")
+        for key in keys[3:]:
+            if not isinstance(row[key], str):
+                raise ValueError(f"{where}: {key} is {row[key]!r}; it must be a text")
+        answers = _list(row["answers"], f"{where}: answers")
+        for number, answer in enumerate(answers, start=1):
+            require_keys(answer, ("answer",), f"{where}: answer {number}")
+            if not isinstance(answer["answer"], str):
+                raise ValueError(f"{where}: answer {number} is {answer['answer']!r}; an answer must be a text")
+        if not answers:
+            raise ValueError(f"{where} has no answers; leave the annotation file out for a split without answers")
+        found[row["question_id"]] = {
+            "image_id": row["image_id"],
+            "answers": tuple(sys.intern(answer["answer"]) for answer in answers),  # 4.4 million, but few different
+            "most_frequent": sys.intern(row["multiple_choice_answer"]),
+            "answer_type": sys.intern(row["answer_type"]),
+            "question_type": sys.intern(row["question_type"]),
+        }
+    return found
+
+
+def _where(path: Path, what: str, row: Any, index: int) -> str:
+    known = isinstance(row, dict) and "question_id" in row
+    return f"{path}: {what} {row['question_id'] if known else f'number {index}'}"
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{where} is a {type(value).__name__}, expected a list")
+    return value
+
+
+def read_answers(path: str | Path) -> list[str]:
+    """Read an answer vocabulary; the row in the list is the class.
+
+    Args:
+        path: `.txt`, one answer a line, lower-cased here and blank lines dropped (Pythia, VL-BERT; usually with an
+            entry `<unk>`); or `.json`: a list of answers (LXMERT's `trainval_label2ans.json`), or an object from answer
+            to class (`trainval_ans2label.json`). JSON may hold the empty answer.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: another suffix or content, no answers, or classes that are not 0, 1, 2, ...
+    """
+    path = Path(path).expanduser()
+    if path.suffix == ".json":
+        answers = _answers_of_json(read_json(path, "answers"), path)
+    elif path.suffix == ".txt":
+        try:
+            lines = require_file(path, "answers").read_text(encoding="utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not a UTF-8 text file; one answer a line is expected") from error
+        answers = [line.strip().lower() for line in lines if line.strip()]
+    else:
+        raise ValueError(f"{path}: an answer vocabulary is a .txt file, one answer a line, or a .json file")
+    if not answers:
+        raise ValueError(f"{path} holds no answers")
+    return answers
+
+
+def _answers_of_json(content: Any, path: Path) -> list[str]:
+    if isinstance(content, dict):
+        classes = list(content.values())
+        if not all(isinstance(number, int) for number in classes) or sorted(classes) != list(range(len(content))):
+            raise ValueError(f"{path}: the classes of the {len(content)} answers are not 0 to {len(content) - 1}")
+        content = sorted(content, key=content.get)
+    if not isinstance(content, list) or not all(isinstance(answer, str) for answer in content):
+        raise ValueError(f"{path}: expected a list of answers, or an object from answer to class")
+    return content
+
+
+def write_answers(path: str | Path, answers: list[str]) -> None:
+    """Write a vocabulary as a JSON list; `read_answers` gives it back."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(answers, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")

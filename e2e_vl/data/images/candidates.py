@@ -1,0 +1,111 @@
+"""Files of candidate boxes: detections in MAttNet's format, and region features.
+
+Shape legend
+    R   regions (candidate boxes) of one image
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from detector.selection import SelectionRule, select_regions
+from e2e_vl.data.formats.detections import DetectionsFile
+from e2e_vl.data.storage.features.stores import FeatureStore, open_features
+from e2e_vl.samples import CandidateBoxes
+
+
+class BoxReader(abc.ABC):
+    """Candidate boxes of images by their id, from one file or from several that each know other images."""
+
+    @abc.abstractmethod
+    def read(self, image_id: str) -> CandidateBoxes:
+        """The boxes of one image."""
+
+    @abc.abstractmethod
+    def require_images(self, image_ids: Iterable[str], split: str) -> None:
+        """Raises ValueError, naming the first image and counting all, unless the files have all images."""
+
+
+class DetectedBoxes(BoxReader):
+    """Boxes of MAttNet's detection files; with a rule those that it keeps, by falling score, else all in file order."""
+
+    def __init__(self, files: Sequence[DetectionsFile], selection: SelectionRule | None) -> None:
+        self.files = files
+        self.selection = selection
+        self._found = {str(image_id): (file, image_id) for file in reversed(files) for image_id in file.by_image}
+
+    def read(self, image_id: str) -> CandidateBoxes:
+        file, key = self._found[image_id]
+        found = file.by_image[key]
+        kept = slice(None) if self.selection is None else select_regions(found.scores, self.selection).numpy()
+        return CandidateBoxes(found.boxes[kept], f"{file.path}: image {image_id}")
+
+    def require_images(self, image_ids: Iterable[str], split: str) -> None:
+        missing = [image_id for image_id in image_ids if image_id not in self._found]
+        if missing:
+            more = f" (and {len(missing) - 1} more images)" if len(missing) > 1 else ""
+            raise ValueError(
+                f"{_names(self.files)}: no detections for image {missing[0]}{more} of the split {split}; use the "
+                "detections of this data set, or another box source (gt or online)"
+            )
+
+
+class StoredBoxes(BoxReader):
+    """Boxes of files of region features: detected ones by falling score where there are scores, given ones as stored.
+
+    Args:
+        stores: the files.
+        selection: which boxes are kept where there are scores.
+        with_features: give the features too, so that no detector has to run; then every box is kept.
+    """
+
+    def __init__(self, stores: Sequence[FeatureStore], selection: SelectionRule, *, with_features: bool) -> None:
+        self.stores = stores
+        self.selection = selection
+        self.with_features = with_features
+
+    def read(self, image_id: str) -> CandidateBoxes:
+        store = next(store for store in self.stores if image_id in store)
+        found = store[image_id]
+        origin = f"{store.path}: image {image_id}"
+        is_scored = found.scores is not None and found.box_ids is None
+        if self.with_features:
+            order = np.argsort(-found.scores, kind="stable") if is_scored else slice(None)
+            return CandidateBoxes(
+                found.boxes[order],
+                origin,
+                image_size=found.image_size,
+                features=found.features[order],
+                image_feature=found.image_feature,
+            )
+        kept = select_regions(found.scores, self.selection).numpy() if is_scored else slice(None)
+        return CandidateBoxes(found.boxes[kept], origin, image_size=found.image_size)
+
+    def require_images(self, image_ids: Iterable[str], split: str) -> None:
+        missing = [image_id for image_id in image_ids if not any(image_id in store for store in self.stores)]
+        if missing:
+            raise ValueError(
+                f"{_names(self.stores)}: has no features of image {missing[0]} and {len(missing) - 1} more of the "
+                f"split {split}; extract them, with the annotation file as the list of images"
+            )
+
+
+def open_boxes(paths: Sequence[Path], selection: SelectionRule, *, with_features: bool) -> BoxReader:
+    """Open files of one kind: `.json` is MAttNet's format, everything else region features.
+
+    Raises:
+        FileNotFoundError, ValueError: see the readers; or features are wanted from a file that has none.
+    """
+    if paths[0].suffix != ".json":
+        return StoredBoxes([open_features(path) for path in paths], selection, with_features=with_features)
+    if with_features:
+        raise ValueError(f"{paths[0]}: boxes in MAttNet's format have no features; give a file of region features")
+    return DetectedBoxes([DetectionsFile(path) for path in paths], selection)
+
+
+def _names(files: Sequence[DetectionsFile | FeatureStore]) -> str:
+    return ", ".join(str(file.path) for file in files)

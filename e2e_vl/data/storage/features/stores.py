@@ -1,0 +1,283 @@
+"""Readers of region features: a folder of `.npz` files, TSV files, an HDF5 file, an LMDB file.
+
+A store is opened once and may be copied to worker processes; files are opened again there.
+
+Formats
+    npz      one file per image, named by its id (see `record.py`)
+    tsv      bottom-up attention: image_id, image_w, image_h, num_boxes, boxes, features
+    lxmert   img_id, img_h, img_w, objects_id, objects_conf, attrs_id, attrs_conf, num_boxes, boxes, features
+    hdf5     the regions of all images one after the other, `starts` [N + 1] says where each image begins
+    lmdb     image id -> content of an `.npz` file
+In both TSV files, arrays are base64 of float32 (ids: int64), and boxes are xyxy in pixels of the original image.
+"""
+
+from __future__ import annotations
+
+import abc
+import base64
+import binascii
+import io
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from e2e_vl.data.storage.features.record import OPTIONAL, RegionFeatures, load_npz
+
+STAMP_NAME = "stamp.json"
+STAMP_KEY = b"__stamp__"  # in an LMDB file
+TSV_COLUMNS = {
+    "tsv": ("image_id", "image_w", "image_h", "num_boxes", "boxes", "features"),
+    "lxmert": (
+        *("img_id", "img_h", "img_w", "objects_id", "objects_conf", "attrs_id", "attrs_conf"),
+        *("num_boxes", "boxes", "features"),
+    ),
+}
+# Column of LXMERT's file -> field of `RegionFeatures`
+LXMERT_FIELDS = {
+    "objects_id": "classes",
+    "objects_conf": "scores",
+    "attrs_id": "attributes",
+    "attrs_conf": "attribute_scores",
+}
+
+
+class FeatureStore(abc.ABC):
+    """Region features by image id.
+
+    Attributes:
+        path: the file or folder.
+        ids: image ids, in the order of the file.
+        stamp: how the features were made; None where the file does not say.
+    """
+
+    path: Path
+    ids: list[str]
+    stamp: dict[str, Any] | None
+
+    @abc.abstractmethod
+    def read(self, image_id: str) -> RegionFeatures:
+        """Regions of an image that is in `ids`."""
+
+    def __getitem__(self, image_id: str) -> RegionFeatures:
+        """Regions of one image.
+
+        Raises:
+            ValueError: the file does not have it, or is damaged there.
+        """
+        if image_id not in self:
+            raise ValueError(f"{self.path}: has no features of image {image_id}; extract them with the others")
+        return self.read(image_id)
+
+    def __contains__(self, image_id: str) -> bool:
+        if not hasattr(self, "_known"):
+            self._known = set(self.ids)
+        return image_id in self._known
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[RegionFeatures]:
+        return (self.read(image_id) for image_id in self.ids)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_file", "_opened_by")}
+
+    def _handle(self) -> Any:
+        """The open file of this process: neither file positions nor LMDB's maps may be shared with a forked worker."""
+        if self.__dict__.get("_opened_by") != os.getpid():
+            self._file = self._open()
+            self._opened_by = os.getpid()
+        return self._file
+
+    def _open(self) -> Any:
+        raise NotImplementedError
+
+
+def open_features(path: str | Path) -> FeatureStore:
+    """Open region features of any format that tools/extract_features.py writes.
+
+    Raises:
+        FileNotFoundError: nothing there.
+        ValueError: not such a file, or the package that reads it is not installed.
+    """
+    path = Path(path).expanduser()
+    if path.is_dir():
+        return NpzStore(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there are no region features; make them with tools/extract_features.py")
+    kinds = {".tsv": TsvStore, ".h5": Hdf5Store, ".hdf5": Hdf5Store, ".lmdb": LmdbStore}
+    if path.suffix not in kinds:
+        raise ValueError(f"{path}: region features are a folder of .npz files or end in {', '.join(kinds)}")
+    return kinds[path.suffix](path)
+
+
+def sidecar(path: Path) -> Path:
+    """The file beside a TSV file that holds its stamp and its index."""
+    return path.with_name(path.name + ".json")
+
+
+class NpzStore(FeatureStore):
+    """A folder of `.npz` files; ids are their paths in it without the suffix."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.ids = sorted(file.relative_to(path).with_suffix("").as_posix() for file in path.rglob("*.npz"))
+        if not self.ids:
+            raise ValueError(f"{path}: the folder has no .npz file of region features")
+        stamp = path / STAMP_NAME
+        self.stamp = json.loads(stamp.read_text(encoding="utf-8")) if stamp.is_file() else None
+
+    def read(self, image_id: str) -> RegionFeatures:
+        return load_npz(self.path / f"{image_id}.npz")[0]
+
+
+class TsvStore(FeatureStore):
+    """A TSV file of bottom-up attention or of LXMERT, told apart by their numbers of columns.
+
+    Rows are found by their offsets: from the file beside it if that fits, else by reading it once.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        index = None
+        self.stamp = None
+        if sidecar(path).is_file():
+            content = json.loads(sidecar(path).read_text(encoding="utf-8"))
+            self.stamp = content.get("stamp")
+            index = content.get("index")
+        if index is not None and index["bytes"] == path.stat().st_size:
+            self.offsets: dict[str, int] = index["offsets"]
+        else:
+            self.offsets = self._scan()
+        self.ids = list(self.offsets)
+
+    def _scan(self) -> dict[str, int]:
+        offsets: dict[str, int] = {}
+        position = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                image_id = line.split(b"\t", 1)[0].decode("utf-8", errors="replace")
+                if image_id in offsets:
+                    raise ValueError(f"{self.path}: line {number} repeats image {image_id}; ids must be unique")
+                offsets[image_id] = position
+                position += len(line)
+        return offsets
+
+    def _open(self) -> Any:
+        return self.path.open("rb")
+
+    def read(self, image_id: str) -> RegionFeatures:
+        file = self._handle()
+        file.seek(self.offsets[image_id])
+        line = file.readline()
+        try:
+            return parse_row(line.decode("utf-8").rstrip("\r\n"))
+        except (ValueError, binascii.Error) as error:
+            raise ValueError(
+                f"{self.path}: the row of image {image_id} is damaged ({error}); copy or extract the file again"
+            ) from error
+
+
+def parse_row(line: str) -> RegionFeatures:
+    """One row of either TSV file; raises ValueError for a damaged one."""
+    cells = line.split("\t")
+    names = next((names for names in TSV_COLUMNS.values() if len(names) == len(cells)), None)
+    if names is None:
+        raise ValueError(f"it has {len(cells)} columns, expected 6 (bottom-up attention) or 10 (LXMERT)")
+    row = dict(zip(names, cells, strict=True))
+    number = int(row["num_boxes"])
+    features = _array(row["features"], np.float32)
+    if number and len(features) % number:
+        raise ValueError(f"{len(features)} feature values for {number} boxes")
+    boxes = _array(row["boxes"], np.float32)
+    if len(boxes) != 4 * number:
+        raise ValueError(f"{len(boxes)} coordinates for {number} boxes")
+    is_lxmert = "img_id" in row
+    return RegionFeatures(
+        image_id=row[names[0]],
+        image_size=(int(row["img_h" if is_lxmert else "image_h"]), int(row["img_w" if is_lxmert else "image_w"])),
+        boxes=boxes.reshape(-1, 4),
+        features=features.reshape(number, -1 if number else 0),
+        **{field: _array(row[name], OPTIONAL[field]) for name, field in LXMERT_FIELDS.items() if is_lxmert},
+    )
+
+
+def _array(cell: str, kind: type) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(cell, validate=True), dtype=kind).copy()
+
+
+class Hdf5Store(FeatureStore):
+    """One HDF5 file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with self._open() as file:
+                self.ids = [name.decode("utf-8") for name in file["ids"][:]]
+                self.starts = file["starts"][:]
+                self.sizes = file["image_sizes"][:]
+                self.stamp = json.loads(file.attrs["stamp"]) if "stamp" in file.attrs else None
+        except (OSError, KeyError) as error:
+            raise ValueError(f"{path}: no readable HDF5 file of region features ({error})") from error
+        self.rows = {image_id: row for row, image_id in enumerate(self.ids)}
+
+    def _open(self) -> Any:
+        return import_hdf5().File(self.path, "r")
+
+    def read(self, image_id: str) -> RegionFeatures:
+        file, row = self._handle(), self.rows[image_id]
+        rows = slice(int(self.starts[row]), int(self.starts[row + 1]))
+        return RegionFeatures(
+            image_id=image_id,
+            image_size=tuple(self.sizes[row].tolist()),
+            boxes=file["boxes"][rows],
+            features=file["features"][rows],
+            image_feature=file["image_feature"][row] if "image_feature" in file else None,
+            **{name: file[name][rows] for name in OPTIONAL if name in file},
+        )
+
+
+class LmdbStore(FeatureStore):
+    """One LMDB file, open only while it is read: LMDB refuses to open a file twice in one process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lmdb = import_lmdb()
+        try:
+            with self._open() as environment, environment.begin() as transaction:
+                keys = list(transaction.cursor().iternext(values=False))
+                stamp = transaction.get(STAMP_KEY)
+        except lmdb.Error as error:
+            raise ValueError(f"{path}: no readable LMDB file ({error})") from error
+        self.ids = [key.decode("utf-8") for key in keys if key != STAMP_KEY]
+        self.stamp = None if stamp is None else json.loads(stamp)
+
+    def _open(self) -> Any:
+        return import_lmdb().open(str(self.path), subdir=False, readonly=True, lock=False)
+
+    def read(self, image_id: str) -> RegionFeatures:
+        with self._open() as environment, environment.begin() as transaction:
+            content = transaction.get(image_id.encode("utf-8"))
+        return load_npz(io.BytesIO(content), f"{self.path}: image {image_id}")[0]
+
+
+def import_hdf5() -> Any:
+    """The module h5py; raises ValueError with the command that installs it."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise ValueError("HDF5 files need the package h5py; install it with: pip install 'e2e-vl[features]'") from error
+    return h5py
+
+
+def import_lmdb() -> Any:
+    """The module lmdb; raises ValueError with the command that installs it."""
+    try:
+        import lmdb
+    except ImportError as error:
+        raise ValueError("LMDB files need the package lmdb; install it with: pip install 'e2e-vl[features]'") from error
+    return lmdb

@@ -1,0 +1,53 @@
+"""Reading files so that a bad one gives one clear sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+
+def require_file(path: str | Path, what: str) -> Path:
+    """Return the path if it is a file; `what` names its content in the error."""
+    path = Path(path).expanduser()
+    if not path.is_file():
+        found = "it is a folder" if path.is_dir() else "there is no such file"
+        raise FileNotFoundError(f"{path}: cannot read the {what}, {found}; check the path in the data config")
+    return path
+
+
+def read_json(path: str | Path, what: str) -> Any:
+    """Read a JSON file; a missing or broken one is named in the error."""
+    path = require_file(path, what)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: the {what} are not valid JSON ({error}); copy or download the file again") from error
+
+
+def require_keys(record: Any, keys: tuple[str, ...], where: str) -> None:
+    """Raise a ValueError unless `record` is a dict with all keys; `where` names file and record."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} is a {type(record).__name__}, expected an object with {', '.join(keys)}")
+    missing = [key for key in keys if key not in record]
+    if missing:
+        raise ValueError(f"{where} has no {', '.join(repr(key) for key in missing)}")
+
+
+def corners_of(box: Any, where: str) -> tuple[float, float, float, float]:
+    """Turn [x, y, width, height] into continuous corners (x, y, x + width, y + height), in the same pixels.
+
+    Raises:
+        ValueError: not four finite numbers, or no area; `where` names file and record.
+    """
+    numbers = isinstance(box, list | tuple) and len(box) == 4
+    numbers = numbers and all(isinstance(value, int | float) and math.isfinite(value) for value in box)
+    if not numbers:
+        raise ValueError(f"{where}: the box {box} is not four finite numbers [x, y, width, height]")
+    x, y, width, height = (float(value) for value in box)
+    if width <= 0 or height <= 0:
+        raise ValueError(
+            f"{where}: the box [x, y, width, height] = {box} is empty or inverted; correct or remove the record"
+        )
+    return x, y, x + width, y + height

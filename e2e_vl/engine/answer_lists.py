@@ -1,0 +1,67 @@
+"""The list of possible answers of a task: read, or built from the training annotations, and kept with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from e2e_vl.config import RunConfig
+from e2e_vl.data.base import VLDataset, open_options
+from e2e_vl.data.formats.vqa_files import ANSWERS_FILE, read_answers, write_answers
+from e2e_vl.evaluation.vqa import UNKNOWN, frequent_answers, strip_punctuation
+
+OFFICIAL_SUFFIX = ".answers.txt"
+
+
+def are_given(config: RunConfig) -> bool:
+    """Whether the settings name the answers, so that the order of the classes is theirs."""
+    return config.task.config.get("answers") is not None or "answers" in config.data.files
+
+
+def possible_answers(config: RunConfig, dataset: type[VLDataset], min_count: int) -> list[str]:
+    """Answers in the order of their classes.
+
+    They are those of `task.config.answers` (a list or a file) or of the file `data.files.answers`, under data.root;
+    without either they are built from the annotations of the training split and written beside the run's settings. To
+    the lines of a text file the punctuation step of the official evaluation is applied (official VL-BERT code).
+
+    Args:
+        dataset: class of the data set.
+        min_count: least number of questions that a built answer belongs to.
+
+    Raises:
+        FileNotFoundError, ValueError: see `read_answers`, the data set's reader and `frequent_answers`.
+    """
+    given = config.task.config.get("answers")
+    if given is not None and not isinstance(given, str):
+        return list(given)
+    if given is None and "answers" in config.data.files:
+        given = Path(config.data.root).expanduser() / config.data.files["answers"]
+    if given is not None:
+        answers = read_answers(given)
+        return [_official_form(answer) for answer in answers] if Path(given).suffix == ".txt" else answers
+    given = dataset.answers_of(*open_options(dataset, config.data), config.data.train_split)
+    answers = frequent_answers(given, min_count)
+    write_answers(Path(config.output) / ANSWERS_FILE, answers)
+    return answers
+
+
+def official_lines(answers: Sequence[str]) -> str:
+    """Answers as the text file of the official VL-BERT code, one a line in the order of their classes.
+
+    Raises:
+        ValueError: an answer that such a file cannot hold: an empty one, or one that is read back as another (lines are
+            stripped and lower-cased, and go through the punctuation step of the official evaluation).
+    """
+    for number, answer in enumerate(answers):
+        line = answer.strip().lower()
+        if len(line.splitlines()) != 1 or _official_form(line) != answer:
+            raise ValueError(
+                f"Answer {number} is {answer!r}, which an official answer vocabulary (one answer a line) cannot hold; "
+                "train with a list without it, task.config.answers."
+            )
+    return "".join(f"{answer}\n" for answer in answers)
+
+
+def _official_form(line: str) -> str:
+    return line if line == UNKNOWN else strip_punctuation(line)

@@ -1,0 +1,308 @@
+"""Regions that a model must predict without seeing them: labelled first, then hidden from the detector.
+
+Masked RoI classification (VL-BERT, section 3.3) hides regions in the pixels; on saved features only the feature is
+replaced. `e2e_vl/model.py` calls the three steps in the order in which they stand here.
+
+Shape legend
+    N   images in the batch
+    M   texts in the batch
+    I   images that one text looks at, at most
+    L   wordpieces of the longest text
+    R   regions (candidate boxes) of one image
+    Q   boxes hidden in one image
+    C   region classes, background included
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from detector.boxes import pairwise_iou
+from detector.interface import Detector
+from detector.pixel_masking import mask_pixels, mask_rectangles
+from detector.structures import ImageBatch
+from e2e_vl.structures import Batch, HiddenRegions, RegionLabels, TextBatch
+
+SAME_IOU = 0.5  # a candidate that overlaps a hidden box this much is the same object
+
+
+@dataclasses.dataclass(frozen=True)
+class HidingRule:
+    """What is hidden, how, and who says what it was.
+
+    Attributes:
+        hides: regions are predicted and hidden at all; False leaves the own boxes and the cut.
+        probability: chance of a region to be predicted; every region is chosen on its own, none is forced.
+        hide_probability: chance of a region that is to be predicted to be hidden.
+        pixels: hide a region in the image, before the detector. False: only its feature, which the encoder replaces.
+        colour: what hidden pixels become. "mean": zero in the network's input, which is the mean colour. "black": zero
+            in the image, before the mean is subtracted.
+        teacher: who labels the regions: "frozen", a copy of the detector as it was when training began; "current", the
+            detector in training; "file", the data.
+        background_first: class distributions of a detector get the background's column in front.
+        max_own_regions: most boxes when a detector finds them; None = all its detections.
+        max_length: wordpieces and regions of a text together; None = no cut.
+    """
+
+    hides: bool = True
+    probability: float = 0.15
+    hide_probability: float = 0.9
+    pixels: bool = True
+    colour: Literal["mean", "black"] = "mean"
+    teacher: Literal["frozen", "current", "file"] = "frozen"
+    background_first: bool = False
+    max_own_regions: int | None = 100
+    max_length: int | None = 64
+
+
+def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: HidingRule) -> Batch:
+    """A copy of the batch with candidate boxes, and with what the teacher says of them when nothing is hidden.
+
+    A user's own boxes to hide (`Batch.hide`) become the first candidates; candidates that overlap one of them with an
+    IoU of 0.5 or more are left out.
+
+    Args:
+        detector: the model's own, which proposes boxes where there are none.
+        teacher: labels the regions, and then proposes the boxes too; the detector itself unless it is a frozen copy.
+
+    Raises:
+        ValueError: the labels are to come from a file, and the batch has none.
+    """
+    boxes, labels = batch.boxes, batch.region_labels
+    uses_detector = rule.teacher != "file"
+    if not uses_detector and rule.hides and batch.hide is None and labels.class_probs is None:
+        raise ValueError(
+            "task.config.teacher is file, but the data come without class distributions of their boxes; set it to "
+            "frozen or current."
+        )
+    if boxes is None and (batch.hide is not None or not uses_detector):
+        boxes, labels = describe_regions(teacher if uses_detector else detector, batch.images, None, rule)
+    if batch.hide is not None:
+        boxes = [_with_hidden(rows, hide) for rows, hide in zip(boxes, batch.hide, strict=True)]
+        labels = RegionLabels()
+    if uses_detector:
+        boxes, labels = describe_regions(teacher, batch.images, boxes, rule)
+    return dataclasses.replace(batch, boxes=boxes, region_labels=labels)
+
+
+@torch.no_grad()
+def describe_regions(
+    teacher: Detector, images: ImageBatch, boxes: list[Float[Tensor, "_R 4"]] | None, rule: HidingRule
+) -> tuple[list[Float[Tensor, "_R 4"]], RegionLabels]:
+    """Boxes, their class distributions and features from a detector that sees the whole images.
+
+    Args:
+        teacher: in evaluation mode for this pass, whatever mode it is in.
+        images: without anything hidden.
+        boxes: None: the teacher's own detections, best score first, at most `rule.max_own_regions`.
+    """
+    was_training = [(module, module.training) for module in teacher.modules()]
+    teacher.eval()
+    try:
+        regions = teacher(images, boxes)
+    finally:
+        for module, training in was_training:
+            module.training = training
+    kept = slice(rule.max_own_regions if boxes is None else None)
+    probabilities = [logits[kept].float().softmax(dim=1) for logits in regions.class_logits]
+    if rule.background_first:
+        probabilities = [rows.roll(1, dims=1) for rows in probabilities]
+    features = [rows[kept] for rows in regions.features]
+    return [rows[kept] for rows in regions.boxes], RegionLabels(class_probs=probabilities, features=features)
+
+
+def _with_hidden(candidates: Float[Tensor, "R 4"], hide: Float[Tensor, "Q 4"]) -> Float[Tensor, "all 4"]:
+    if len(hide) and len(candidates):
+        candidates = candidates[(pairwise_iou(candidates, hide) < SAME_IOU).all(dim=1)]
+    return torch.cat([hide, candidates])
+
+
+def hide_regions(batch: Batch, detector: Detector, rule: HidingRule) -> Batch:
+    """A copy of the batch in which some regions are to be predicted, and most of these are not seen.
+
+    Args:
+        batch: with candidate boxes. The choice depends on the seed of the first text about each image alone, or on
+            torch's global generator where the texts have no seeds.
+        detector: of the model, for the colours of its input.
+
+    Raises:
+        ValueError: pixels are to be hidden, and the batch has saved features.
+    """
+    if rule.pixels and batch.images.precomputed is not None:
+        raise ValueError(
+            "Precomputed features have no pixels to hide, so hidden regions would stay visible; set "
+            "task.config.hide_pixels to false and encoder.config.hidden_region_feature to true."
+        )
+    device = batch.looks_at.device
+    if batch.hide is None:
+        drawn = [
+            choose_regions(len(rows), _generator(seed), rule.probability, rule.hide_probability)
+            for rows, seed in zip(batch.boxes, _image_seeds(batch), strict=True)
+        ]
+        labelled, hidden = (
+            [torch.from_numpy(rows).to(device) for rows in column] for column in zip(*drawn, strict=True)
+        )
+        chosen = HiddenRegions(labelled, hidden)
+    else:
+        pairs = zip(batch.boxes, batch.hide, strict=True)
+        first = [torch.arange(len(rows), device=device) < len(hide) for rows, hide in pairs]
+        chosen = HiddenRegions(first, first)
+    images, masks = batch.images, batch.pixel_masks
+    if rule.pixels:
+        rectangles = [
+            mask_rectangles(rows[is_hidden], size, "vl_bert").to(rows.dtype)
+            for rows, is_hidden, size in zip(batch.boxes, chosen.is_hidden, images.sizes.tolist(), strict=True)
+        ]
+        if rule.colour == "mean":
+            masks = rectangles
+        else:
+            images = _with_black_pixels(images, rectangles, detector)
+    images = _without_hidden_features(images, chosen.is_hidden)
+    return dataclasses.replace(batch, images=images, hidden=chosen, pixel_masks=masks)
+
+
+def choose_regions(
+    count: int, generator: np.random.Generator, probability: float = 0.15, hide: float = 0.9
+) -> tuple[Bool[np.ndarray, " R"], Bool[np.ndarray, " R"]]:
+    """Choose the regions whose class is to be predicted, and among them the ones that the model may not see.
+
+    Every region is chosen on its own; none is ever forced. The whole image is never chosen, so it is not counted here.
+    The paper hides every chosen region (`hide=1`); the official code leaves one in ten visible.
+
+    Args:
+        count: R, candidate boxes without the whole image.
+        generator: source of randomness; one number is drawn for each region.
+        probability: chance of a region to be chosen.
+        hide: chance of a chosen region to be hidden.
+
+    Returns:
+        Chosen (labelled), and chosen and hidden.
+    """
+    drawn = generator.random(count)
+    return drawn < probability, drawn < probability * hide
+
+
+def _generator(seed: int | None) -> np.random.Generator:
+    return np.random.default_rng(int(torch.randint(2**62, ())) if seed is None else seed)
+
+
+def _image_seeds(batch: Batch) -> list[int | None]:
+    """The seed of the first text that looks at each image; None without seeds."""
+    found: list[int | None] = [None] * len(batch.images.names)
+    if batch.seeds is not None:
+        values = batch.seeds.tolist()
+        for text, images in reversed(list(enumerate(batch.looks_at.tolist()))):
+            for image in images:
+                if image >= 0:
+                    found[image] = values[text]
+    return found
+
+
+def _with_black_pixels(images: ImageBatch, masks: list[Float[Tensor, "_Q 4"]], detector: Detector) -> ImageBatch:
+    """A copy of the images whose pixels in whole-pixel boxes are black before the mean is subtracted."""
+    settings = detector.config.input
+    black = -torch.tensor(settings.pixel_mean) / torch.tensor(settings.pixel_std)
+    return dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, masks, fill=black))
+
+
+def _without_hidden_features(images: ImageBatch, hidden: list[Bool[Tensor, " _R"]]) -> ImageBatch:
+    """With saved features, the whole image's feature is the mean of the regions that are not hidden.
+
+    (Otherwise it would give away what is hidden. The divisor is the official code's count + 1e-5.)
+    """
+    if images.precomputed is None or images.precomputed.image_features is None:
+        return images
+    means = []
+    for rows, is_hidden in zip(images.precomputed.features, hidden, strict=True):
+        shown = (~is_hidden).to(rows.dtype)
+        means.append((rows * shown[:, None]).sum(dim=0) / (shown.sum() + 1e-5))
+    precomputed = dataclasses.replace(images.precomputed, image_features=torch.stack(means))
+    return dataclasses.replace(images, precomputed=precomputed)
+
+
+def cut_to_length(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
+    """Cut each text and its regions to `limit` positions together, as the official code does after masking.
+
+    Texts keep their last wordpiece ([SEP]); regions are lost from the end of each image, evenly over the images of a
+    text. A whole image that stands in the sequence counts as a region. Texts without an image stay as they are.
+
+    Args:
+        batch: with candidate boxes.
+        limit: positions.
+        whole_image: whole images stand in the sequence.
+    """
+    lengths = batch.texts.attend.sum(dim=1).tolist()
+    counts = [len(rows) + whole_image for rows in batch.boxes]
+    kept, limits = [], []
+    for length, images in zip(lengths, batch.looks_at.tolist(), strict=True):
+        own = [counts[image] if image >= 0 else 0 for image in images]
+        text, regions = cut_lengths(length, sum(own), limit) if sum(own) else (length, 0)
+        kept.append(text)
+        limits.append([max(number - whole_image, 0) for number in _shares(own, regions)])
+    device = batch.looks_at.device
+    texts, index = cut_texts(batch.texts, torch.tensor(kept, device=device))
+    targets = None if batch.targets is None else batch.targets.cut(index, texts.attend)
+    return dataclasses.replace(batch, texts=texts, targets=targets, region_limit=torch.tensor(limits, device=device))
+
+
+def cut_lengths(text_length: int, region_count: int, limit: int) -> tuple[int, int]:
+    """How many wordpieces and regions of one text are kept, so that both together are no more than `limit`.
+
+    One is dropped from the longer of the two again and again; of equally long ones the text is cut. At least two
+    wordpieces ([CLS] and [SEP]) and one region stay, even where they pass the limit. Regions are dropped from the end,
+    wordpieces from before the final [SEP], which stays. Words and regions are masked before they are cut, so a region
+    that is cut off may still have hidden pixels.
+
+    Args:
+        text_length: wordpieces with [CLS] and [SEP].
+        region_count: regions as they stand in the sequence, so with the whole image if the encoder takes it as one. 0
+            is a text without image: only the text is cut.
+        limit: 64 in all official settings; the [END] element does not count.
+
+    Returns:
+        (wordpieces kept, regions kept).
+    """
+    if text_length + region_count <= limit:
+        return text_length, region_count
+    if region_count == 0:
+        return max(limit, 2), 0
+    text = min(text_length, max(limit // 2, limit - region_count))
+    return max(text, 2), max(limit - text, 1)
+
+
+def _shares(counts: list[int], total: int) -> list[int]:
+    """How many of each image's regions stay if `total` do: the most crowded image loses one again and again."""
+    if len(counts) == 1:
+        return [total]
+    kept = list(counts)
+    while sum(kept) > total:
+        fullest = max(range(len(kept)), key=lambda image: (kept[image], image))
+        kept[fullest] -= 1
+    return kept
+
+
+def cut_texts(texts: TextBatch, kept: Int64[Tensor, " M"]) -> tuple[TextBatch, Int64[Tensor, "M L"]]:
+    """Shorten texts to `kept` wordpieces: the first ones and the very last.
+
+    Returns:
+        The texts, and which old position each new one came from.
+    """
+    last = texts.attend.sum(dim=1) - 1
+    position = torch.arange(int(kept.max()), device=kept.device).expand(len(kept), -1)
+    index = torch.where(position == kept[:, None] - 1, last[:, None], position)
+    attend = position < kept[:, None]
+    names, summary = texts.region_of_token, texts.summary
+    shortened = TextBatch(
+        input_ids=texts.input_ids.gather(1, index) * attend,
+        segment_ids=texts.segment_ids.gather(1, index) * attend,
+        attend=attend,
+        summary=None if summary is None else (index == summary[:, None]).int().argmax(dim=1),
+        region_of_token=None if names is None else names.gather(1, index).masked_fill(~attend, -1),
+    )
+    return shortened, index

@@ -1,0 +1,267 @@
+"""Facts about images and texts, as a reader states them or as a user's question is made: the first station of the data.
+
+A `Sample` knows nothing of tokenizers, pixels of the network, encoders or settings of a task. Boxes are float64 xyxy,
+continuous, in pixels of the image as it is stored (after its EXIF rotation).
+
+Shape legend
+    G   annotated objects of one image
+    R   regions (candidate boxes) of one image
+    T   attribute slots of an object
+    Q   boxes hidden in one image
+    J   points of an outline
+    D   width of a region feature
+    C   region classes, background included
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedImage:
+    """The content of an image file that lies in an archive."""
+
+    content: bytes
+    name: str  # archive and member, for error messages
+
+
+class BrokenImageError(Exception):
+    """An image that is missing or cannot be read; `__cause__` says which and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AnnotatedObjects:
+    """The annotated objects of one image, in the order of the file."""
+
+    boxes: np.ndarray  # float64 [G, 4]
+    origin: str  # file and image, for error messages
+    classes: np.ndarray | None = None  # int64 [G], 0 .. K-1
+    is_crowd: np.ndarray | None = None  # bool [G]; None: no object is a crowd
+    attributes: np.ndarray | None = None  # int64 [G, T], -1 = none in this slot; None: the file has no attributes
+    ids: tuple[int, ...] | None = None  # G annotation ids
+    names: tuple[str, ...] | None = None  # G class names
+    outlines: Sequence[list[np.ndarray]] | None = None  # G lists of float64 [J, 2] outlines (x, y)
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+
+@dataclasses.dataclass(frozen=True)
+class CandidateBoxes:
+    """Candidate boxes of one image that come from a file or from a user, and what is known about them."""
+
+    boxes: np.ndarray  # float [R, 4]
+    origin: str  # file and record, for error messages
+    class_probs: np.ndarray | None = None  # float32 [R, C], distributions over the classes of a detector
+    image_size: tuple[int, int] | None = None  # (height, width) of the stored image, where the file says it
+    features: np.ndarray | None = None  # float32 [R, D]
+    image_feature: np.ndarray | None = None  # float32 [D], feature of the whole image
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleImage:
+    """One image: what it is called, where its bytes are, and what is annotated in it."""
+
+    id: str  # names it in files of boxes and features
+    file: Path | Callable[[], Path | EncodedImage]  # or a function that finds it when it is needed
+    size: tuple[int, int] | None = None  # (height, width) that the annotations state
+    objects: AnnotatedObjects | None = None
+    candidates: tuple[int, ...] | None = None  # rows of `objects` that are candidate boxes; None: all of them
+    boxes: CandidateBoxes | None = None  # candidates that come with the sample; they go before every other source
+    hide: np.ndarray | None = None  # float64 [Q, 4], exactly these boxes are to be hidden; None: as the task draws
+
+    def locate(self) -> Path | EncodedImage:
+        """The image file or its content."""
+        return self.file if isinstance(self.file, Path) else self.file()
+
+
+Sentence = list[str | list[int]]  # words, and lists of objects of the image that the sentence names
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleText:
+    """One text of a data set, in words, and the truth about it.
+
+    Attributes:
+        index: its number in the data set.
+        words: as written.
+        facts: plain JSON-able values that go into the predictions: ids, truth in pixels of the stored image.
+        truth: one of the records below, or one of a task's own; None where it is unknown.
+        looks_at: rows of `Sample.images`; empty for a text without an image.
+    """
+
+    index: int
+    words: str
+    facts: dict[str, Any]
+    truth: Any = None
+    looks_at: tuple[int, ...] = (0,)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChoiceText(SampleText):
+    """A question with several possible answers; `words` is the question as plain text.
+
+    Attributes:
+        query: sentences that stand before every choice, such as a question and the answer it was given.
+        choices: the possible answers.
+    """
+
+    query: tuple[Sentence, ...] = ()
+    choices: tuple[Sentence, ...] = ()
+
+
+class TextPool(Protocol):
+    """Texts to draw from, such as a corpus."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One image (or pair of images) with some of its texts.
+
+    Attributes:
+        images: the images.
+        texts: the texts that look at them.
+        pool: all texts of the data set, those of other images among them, by their index; None: there are no others.
+        own: indices in `pool` of all texts about this image.
+        corpus: texts without images.
+        is_asked: a user made this sample: nothing is drawn at random.
+    """
+
+    images: tuple[SampleImage, ...]
+    texts: tuple[SampleText, ...]
+    pool: TextPool | None = None
+    own: Sequence[int] = ()
+    corpus: TextPool | None = None
+    is_asked: bool = False
+
+
+class DataFacts(Protocol):
+    """What a task may ask about the training data as a whole; every data set offers it."""
+
+    groups: Sequence[Sequence[int]]  # text indices of each image
+    class_names: Sequence[str] | None  # of the annotated objects
+    corpus: TextPool | None  # texts without images
+
+    def truths(self) -> Iterable[Any]:
+        """The truth about every text that is known without opening an image; None where it is unknown."""
+
+
+# Kinds of truth
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferredBox:
+    """The box that an expression refers to."""
+
+    box: tuple[float, float, float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class HumanAnswers:
+    """What people answered to a question, as written."""
+
+    answers: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RightChoice:
+    """Which of the choices, or of the labels of a task, is right, from 0."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PhraseBoxes:
+    """The phrases of a text and the boxes that each of them names.
+
+    Attributes:
+        spans: of each phrase the first and the last character plus one in the text's words.
+        boxes: of each phrase float64 [R, 4]; none where the phrase names nothing in the image.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    boxes: tuple[np.ndarray, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Categories:
+    """The data set's own number of each class of the detector, K of them."""
+
+    ids: tuple[int, ...]
+
+
+# A user's question
+
+
+@dataclasses.dataclass(frozen=True)
+class UserBoxes:
+    """Boxes from a user.
+
+    Attributes:
+        boxes: float64 [R, 4].
+        names: R class names; None where they are unknown.
+        outlines: R lists of float64 [J, 2] outlines (x, y); None where they are unknown.
+        source: where they come from, for error messages.
+    """
+
+    boxes: np.ndarray
+    names: list[str] | None = None
+    outlines: list[list[np.ndarray]] | None = None
+    source: str = "--boxes"
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One image and one text from a user; `choices` and `answer` are for tasks that choose among texts.
+
+    `hidden` are boxes that a pre-trained model is to recognise without seeing their pixels.
+    """
+
+    image: Path
+    text: str
+    boxes: UserBoxes | None = None  # None: the model's own
+    choices: Sequence[str] = ()
+    answer: str | None = None  # the answer that a rationale is asked for
+    hidden: UserBoxes | None = None
+    class_names: Sequence[str] | None = None  # of the run's data set, where it has classes
+    wants_answer: bool = False  # the run reads an answer that is given
+
+    def sample(self, text: SampleText, *, objects: AnnotatedObjects | None = None, hides: bool = False) -> Sample:
+        """The sample of one text about the image, with the given boxes as candidates.
+
+        Args:
+            text: the question in the form that the task words.
+            objects: the given boxes as annotated objects, for tasks whose texts name them; they are the candidates.
+            hides: the task answers for hidden boxes; then none but the given ones is hidden.
+        """
+        boxes = None
+        if objects is None and self.boxes is not None:
+            boxes = CandidateBoxes(self.boxes.boxes, self.boxes.source)
+        hide = None
+        if hides:
+            hide = np.zeros((0, 4)) if self.hidden is None else self.hidden.boxes
+        image = SampleImage(str(self.image), self.image, objects=objects, boxes=boxes, hide=hide)
+        return Sample((image,), (text,), is_asked=True)
+
+    def refuse_choices(self, what: str) -> None:
+        """Raises ValueError if there are choices or an answer although the task takes none."""
+        if self.choices or self.answer is not None:
+            raise ValueError(f"{what} takes neither choices nor an answer; leave --choices and --answer out.")
+
+    def refuse_hidden(self) -> None:
+        """Raises ValueError if boxes are to be hidden although the task cannot answer for them."""
+        if self.hidden is not None:
+            raise ValueError("Only a pre-training run says what a hidden region is; leave --hide out.")

@@ -1,0 +1,257 @@
+"""Draws scenes and writes them as a data set in official file formats.
+
+Layout under the output folder:
+
+    images/train2014/COCO_train2014_000000000001.jpg    all splits, as in the release
+    <format>/                                           one folder per format asked for; its class in ``WRITERS`` says
+                                                        which files it holds
+    synthetic.json                                      written last: settings, formats and statistics
+
+A scene depends only on the seed, the name of its split and its number in it: more training scenes leave the
+validation scenes as they are, and neither the number of processes nor the formats asked for change any file.
+
+A new format is a new file with its ``FormatWriter`` and an entry in ``WRITERS``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+from tqdm import tqdm
+
+from e2e_vl.synthetic.captioning import draw_captions
+from e2e_vl.synthetic.coco_writer import COCOAnnotationsWriter, COCOCaptionsWriter, COCODetectionWriter
+from e2e_vl.synthetic.conceptual_writer import ConceptualWriter, ShardsWriter
+from e2e_vl.synthetic.corpus_writer import CorpusWriter
+from e2e_vl.synthetic.detections_writer import MAttNetDetectionsWriter
+from e2e_vl.synthetic.format_writer import IMAGE_FORMATS, FormatWriter, Recipe
+from e2e_vl.synthetic.imitated_detector import ImitatedDetectorConfig, draw_detections
+from e2e_vl.synthetic.refcoco_writer import RefCOCOPlusWriter
+from e2e_vl.synthetic.references import LanguageConfig, draw_references
+from e2e_vl.synthetic.relations import SceneFacts
+from e2e_vl.synthetic.scene_records import ObjectRecord, ScenePlace, SceneRecord, with_ids
+from e2e_vl.synthetic.scenes import SceneConfig, draw_scene
+from e2e_vl.synthetic.vcr_writer import VCRWriter
+from e2e_vl.synthetic.vqa_writer import VQAWriter
+
+logger = logging.getLogger(__name__)
+
+WRITERS: dict[str, type[FormatWriter[Any]]] = {
+    "refcoco+": RefCOCOPlusWriter,
+    "detections": MAttNetDetectionsWriter,
+    "annotations": COCOAnnotationsWriter,
+    "detection": COCODetectionWriter,
+    "captions": COCOCaptionsWriter,
+    "shards": ShardsWriter,
+    "conceptual": ConceptualWriter,
+    "corpus": CorpusWriter,
+    "vqa": VQAWriter,
+    "vcr": VCRWriter,
+}
+FORMATS = tuple(WRITERS)
+VERSION = 5  # raise it when the same settings give other files
+STAMP = "synthetic.json"
+_UNFINISHED = "synthetic.json.unfinished"
+_MAX_CHUNK = 16  # scenes handed to a process at once
+
+_DrawnScene = SceneRecord[dict[str, Any]]  # what is drawn for each format
+
+
+def make_scenes(
+    output: Path,
+    *,
+    scenes: Mapping[str, int],
+    seed: int = 0,
+    config: SceneConfig | None = None,
+    language: LanguageConfig | None = None,
+    detections: ImitatedDetectorConfig | None = None,
+    image_format: str = "jpg",
+    formats: Collection[str] | None = None,
+    workers: int = 0,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Write the data set, or do nothing when the folder already holds it.
+
+    Formats that a finished folder lacks are added; its images and other files stay as they are.
+
+    Args:
+        output: folder to write to; new, empty, or one of a finished or interrupted run with the same settings.
+        scenes: number of scenes per split, for example {"train": 3500, "val": 200}.
+        seed: of everything drawn.
+        config, language, detections: what is drawn, said and detected; None for the defaults.
+        image_format: "jpg" (quality 95) or "png".
+        formats: which of ``FORMATS`` are wanted; None for all.
+        workers: number of processes that draw; 0 draws in this process.
+        progress: whether a progress bar is shown.
+
+    Returns:
+        the content of ``synthetic.json``: "version", "settings", "formats" and "statistics" (see ``_statistics``; a
+        format's own statistics stand under its name).
+
+    Raises:
+        ValueError: a setting is impossible, or the folder holds other data.
+    """
+    recipe = Recipe(
+        dict(scenes),
+        seed,
+        image_format,
+        config or SceneConfig(),
+        language or LanguageConfig(),
+        detections or ImitatedDetectorConfig(),
+    )
+    wanted = set(WRITERS if formats is None else formats)
+    if unknown := sorted(wanted - set(WRITERS)):
+        raise ValueError(f"formats must be some of {', '.join(WRITERS)}; found {unknown[0]!r}")
+    if workers < 0:
+        raise ValueError(f"workers must not be negative; found {workers}")
+    output = Path(output)
+    start = {"version": VERSION, "settings": json.loads(json.dumps(asdict(recipe)))}  # tuples as lists, as in a file
+    finished = _finished_stamp(output, start)
+    present = set() if finished is None else set(finished.get("formats", WRITERS))  # older stamps name none
+    if finished is not None and wanted <= present:
+        return finished
+    return _add_formats(output, recipe, wanted - present, start, finished, workers, progress)
+
+
+def _add_formats(
+    output: Path,
+    recipe: Recipe,
+    added: set[str],
+    start: dict[str, Any],
+    finished: dict[str, Any] | None,
+    workers: int,
+    progress: bool,
+) -> dict[str, Any]:
+    """Write these formats, and the images where no stamp says that they are finished; return the new stamp."""
+    unfinished, images = output / _UNFINISHED, output / "images" / "train2014"
+    images.mkdir(parents=True, exist_ok=True)
+    if finished is None:
+        unfinished.write_text(json.dumps(start), encoding="utf-8")
+    else:
+        logger.info("%s lacks %s; they are added.", output, ", ".join(sorted(added)))
+    writers = {name: writer(recipe) for name, writer in WRITERS.items() if name in added}
+    make = partial(_make_scene, recipe=recipe, writers=writers, with_image=finished is None)
+    scenes = list(with_ids(_mapped(make, recipe.places(images), workers, progress)))
+
+    old = finished or {"formats": [], "statistics": {}}
+    own = {name: _write_format(output / name, writer, scenes) for name, writer in writers.items()}
+    own = {name: found for name, found in (old["statistics"] | own).items() if found is not None}
+    held = [name for name in WRITERS if name in added or name in old["formats"]]
+    statistics = _statistics(scenes) | {name: own[name] for name in held if name in own}
+    stamp = {**start, "formats": held, "statistics": statistics}
+    unfinished.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(output / STAMP)
+    return stamp
+
+
+def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | None:
+    """The stamp of a folder that already holds this data; None when the scenes are still to be drawn."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is a file, not a folder: choose another output folder")
+    if not output.exists() or not any(output.iterdir()):
+        return None
+    path = next((output / name for name in (STAMP, _UNFINISHED) if (output / name).exists()), None)
+    if path is None:
+        raise ValueError(f"{output} is not empty and was not written by this tool: choose another output folder")
+    try:
+        stamp = json.loads(path.read_text(encoding="utf-8"))
+        found = {"version": stamp["version"], **stamp["settings"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): remove the folder {output} and start again") from error
+    wanted = {"version": start["version"], **start["settings"]}
+    differing = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
+    if differing:
+        raise ValueError(
+            f"{output} holds synthetic data made with other settings ({', '.join(differing)}): remove the folder or "
+            "choose another one"
+        )
+    return stamp if path.name == STAMP else None
+
+
+def _mapped(
+    function: Callable[[ScenePlace], _DrawnScene], places: list[ScenePlace], workers: int, progress: bool
+) -> list[_DrawnScene]:
+    """``map`` in this process or over several, in order."""
+    bar = partial(tqdm, total=len(places), desc="scenes", unit="scene", disable=not progress)
+    if workers == 0:
+        return list(bar(map(function, places)))
+    # Spawned, not forked: the caller may have threads running (torch).
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=cv2.setNumThreads, initargs=(1,)) as pool:
+        chunk = max(1, min(_MAX_CHUNK, len(places) // (2 * workers)))
+        return list(bar(pool.map(function, places, chunksize=chunk)))
+
+
+def _make_scene(
+    place: ScenePlace, *, recipe: Recipe, writers: Mapping[str, FormatWriter[Any]], with_image: bool
+) -> _DrawnScene:
+    """Draw a scene, write its image if asked to, and return what is said and annotated about it, without ids."""
+    rng = recipe.generator(place.split, place.number)
+    scene = draw_scene(recipe.scene, rng)
+    facts = SceneFacts(scene)
+    # The three share a generator, so their order decides what they draw.
+    references = draw_references(facts, recipe.language, rng)
+    captions = draw_captions(facts, rng)
+    detections = draw_detections(scene, recipe.detections, rng)
+    options = IMAGE_FORMATS[recipe.image_format]
+    if with_image and not cv2.imwrite(str(place.image_file), scene.image[..., ::-1], options):
+        raise OSError(f"{place.image_file} cannot be written")
+    record = SceneRecord(
+        **vars(place),
+        size=scene.image.shape[:2],
+        objects=[ObjectRecord.of(item) for item in scene.objects],
+        references=references,
+        captions=captions,
+        detections=detections,
+        drawn={},
+    )
+    return replace(record, drawn={name: writer.draw(record, facts) for name, writer in writers.items()})
+
+
+def _write_format(folder: Path, writer: FormatWriter[Any], scenes: Sequence[_DrawnScene]) -> dict[str, Any] | None:
+    """Write one format and return its statistics."""
+    folder.mkdir(exist_ok=True)
+    return writer.write(folder, [replace(scene, drawn=scene.drawn[folder.name]) for scene in scenes])
+
+
+def _statistics(scenes: Sequence[_DrawnScene]) -> dict[str, Any]:
+    """Sizes, shares of the families of expressions, and the accuracy of choices that ignore the expression."""
+    said = [(scene, reference) for scene in scenes for reference in scene.references]
+    families = Counter(reference.expression.family for _, reference in said)
+    refs = sum(len({reference.target for reference in scene.references}) for scene in scenes)
+    blind = {
+        name: round(float(np.mean([choose(scene) == reference.target for scene, reference in said])), 4)
+        for name, choose in (("biggest", _biggest), ("most_central", _most_central))
+    }
+    return {
+        "images": dict(Counter(scene.split for scene in scenes)),
+        "objects_per_image": round(float(np.mean([len(scene.objects) for scene in scenes])), 3),
+        "refs_per_image": round(refs / len(scenes), 3),
+        "expressions_per_image": round(len(said) / len(scenes), 3),
+        "words_per_expression": round(float(np.mean([len(item.sentence.split()) for _, item in said])), 3),
+        "families": {name: round(count / len(said), 4) for name, count in sorted(families.items())},
+        "blind_accuracy": blind | {"chance": round(float(np.mean([1 / len(scene.objects) for scene, _ in said])), 4)},
+    }
+
+
+def _biggest(scene: _DrawnScene) -> int:
+    """Index of the object with the largest visible area."""
+    return int(np.argmax([item.area for item in scene.objects]))
+
+
+def _most_central(scene: _DrawnScene) -> int:
+    """Index of the object whose box lies closest to the middle of the image."""
+    boxes = np.array([item.box for item in scene.objects])
+    h, w = scene.size
+    return int(np.argmin(np.linalg.norm(boxes[:, :2] + boxes[:, 2:] / 2 - (w / 2, h / 2), axis=1)))

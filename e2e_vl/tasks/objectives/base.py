@@ -1,0 +1,171 @@
+"""One part of pre-training: how it words a text, what it hides and labels, its loss, its metric and its answer.
+
+Shape legend
+    M   texts in the batch
+    E   hidden size of the encoder
+    V   wordpieces of the vocabulary
+    D   width of a region feature
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from detector.interface import Detector
+from detector.structures import Loss
+from e2e_vl.hiding import HidingRule
+from e2e_vl.layout import LaidText, TextWriter
+from e2e_vl.samples import DataFacts, Sample
+from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions
+from e2e_vl.targets import Targets
+
+NO_LABEL = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectiveConfig:
+    """Every objective has a weight; 0 leaves it out.
+
+    Raises:
+        ValueError: a negative weight.
+    """
+
+    weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.weight >= 0:
+            raise ValueError(f"The weight of an objective is {self.weight}; it must not be negative.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What an objective's head must fit."""
+
+    hidden_size: int  # E
+    vocab_size: int  # V
+    feature_dim: int = 0  # D
+    num_classes: int = 0  # foreground classes of the detector
+
+
+@dataclasses.dataclass
+class Draft:
+    """A text on its way to wordpieces, as the objectives change it one after the other."""
+
+    words: str
+    sample: Sample
+    has_image: bool = True
+    pieces: list[list[int]] = dataclasses.field(default_factory=list)  # wordpieces of each word, before masking
+    ids: Int64[np.ndarray, " pieces"] | None = None  # after masking
+    labels: Int64[np.ndarray, " pieces"] | None = None  # the masked wordpieces; `NO_LABEL` elsewhere
+    is_match: bool = True  # the text belongs to its image
+    record: dict[str, Any] = dataclasses.field(default_factory=dict)  # what the objectives add to the record
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectiveWording:
+    """What an objective does to a text in a data worker; nothing by default. Texts are changed in three steps."""
+
+    writer: TextWriter
+
+    def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
+        """First: perhaps put other words in the place of the text of this index."""
+
+    def mask(self, draft: Draft, generator: np.random.Generator) -> None:
+        """Then: perhaps hide wordpieces."""
+
+    def targets(self, draft: Draft, laid: LaidText) -> Targets:
+        """Last: what is to be learned from the text; the same kind for every text."""
+        return Targets()
+
+    def beside(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, LaidText]]:
+        """Further texts beside each text of the data."""
+        return ()
+
+
+@dataclasses.dataclass
+class ObjectiveOutput:
+    """Loss and count of one objective."""
+
+    loss: Loss  # weighted
+    text: Int64[Tensor, " items"]  # which text an item belongs to
+    is_right: Bool[Tensor, " items"]  # whether its truth was found
+    logits: Float[Tensor, "items ..."]
+
+
+class WordHead(nn.Module):
+    """BERT's masked-language-modelling head: Linear, GELU, LayerNorm, then the encoder's own word table and a bias."""
+
+    def __init__(self, hidden_size: int, vocab_size: int):
+        super().__init__()
+        self.transform = nn.ModuleDict({"dense": nn.Linear(hidden_size, hidden_size)})
+        self.transform["norm"] = nn.LayerNorm(hidden_size, eps=1e-12)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+        start_layers(self.transform["dense"])
+
+    def forward(self, states: Float[Tensor, "*shape E"], word_table: Float[Tensor, "V E"]) -> Float[Tensor, "*shape V"]:
+        """States and the encoder's word table -> logits."""
+        states = self.transform["norm"](F.gelu(self.transform["dense"](states)))
+        return F.linear(states, word_table, self.bias)
+
+
+def start_layers(*linears: nn.Linear) -> None:
+    """BERT's start values: N(0, 0.02) and zero biases."""
+    for linear in linears:
+        nn.init.normal_(linear.weight, std=0.02)
+        nn.init.zeros_(linear.bias)
+
+
+class Objective(nn.Module, abc.ABC):
+    """Built as `Objective(sizes, config)`; the config dataclass is a subclass of `ObjectiveConfig`."""
+
+    needs: ClassVar[tuple[Ability, ...]] = ()  # what the encoder must be able to do
+    predicts_regions: ClassVar[bool] = False  # regions are hidden for it
+    reads_words: ClassVar[bool] = False  # it uses the word head, which all objectives share
+
+    def __init__(self, sizes: Sizes, config: ObjectiveConfig):
+        super().__init__()
+        self.config = config
+
+    def wording(self, writer: TextWriter) -> ObjectiveWording:
+        """What it does to texts in data workers."""
+        return ObjectiveWording(writer)
+
+    def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
+        """Raises ValueError if data (where they are known), detector or rule do not fit; nothing by default."""
+
+    @abc.abstractmethod
+    def forward(
+        self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
+    ) -> ObjectiveOutput:
+        """The weighted loss over all labelled items of the batch, and which of them were found."""
+
+    def answer(self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """What it says to a user's question, from its own logits; entries of the prediction."""
+        return {}
+
+    def lines(self, record: dict[str, Any]) -> list[str]:
+        """These entries in words."""
+        return []
+
+
+def best_columns(
+    probabilities: Float[Tensor, "rows columns"], number: int = 5
+) -> tuple[list[list[float]], list[list[int]]]:
+    """Values and indices of the best columns of each row, best first."""
+    values, indices = probabilities.topk(min(number, probabilities.shape[1]), dim=1)
+    return values.tolist(), indices.tolist()
+
+
+def listed(pairs: list[list[Any]]) -> str:
+    """[[name, value], ...] as one line."""
+    return ", ".join(f"{name} {value:.3f}" for name, value in pairs)

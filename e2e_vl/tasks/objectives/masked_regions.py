@@ -1,0 +1,151 @@
+"""Masked RoI classification with linguistic clues (VL-BERT, section 3.3): what is in the hidden regions?
+
+Shape legend
+    M   texts in the batch
+    R   regions of the text with the most regions
+    E   hidden size of the encoder
+    C   region classes, background included
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from detector.interface import Detector
+from detector.structures import Loss
+from e2e_vl.hiding import HidingRule
+from e2e_vl.samples import DataFacts
+from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Targets
+from e2e_vl.tasks.objectives.base import (
+    Objective,
+    ObjectiveConfig,
+    ObjectiveOutput,
+    Sizes,
+    WordHead,
+    best_columns,
+    listed,
+    start_layers,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedRegionsConfig(ObjectiveConfig):
+    """The defaults are those of the official code.
+
+    Attributes:
+        classes: C; 1601 for Visual Genome's.
+        labels: "distribution": the whole class distribution (official code). "class": its best class (paper).
+    """
+
+    weight: float = 1.0
+    classes: int = 1601
+    labels: Literal["distribution", "class"] = "distribution"
+
+
+class MaskedRegions(Objective):
+    """Linear, GELU, Linear to the region classes; cross entropy with the teacher's classes, mean over labelled regions.
+
+    Rows of class distributions that do not add up to 1 (by 0.1 or more) are ignored, as in the official code.
+    """
+
+    needs = (Ability.HIDDEN_REGIONS,)
+    predicts_regions = True
+    config: MaskedRegionsConfig
+
+    def __init__(self, sizes: Sizes, config: MaskedRegionsConfig):
+        super().__init__(sizes, config)
+        self.transform = nn.ModuleDict({"dense": nn.Linear(sizes.hidden_size, sizes.hidden_size)})
+        self.output = nn.Linear(sizes.hidden_size, config.classes)
+        start_layers(self.transform["dense"], self.output)
+
+    def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
+        """Raises ValueError unless a detector that labels regions has the objective's classes."""
+        if rule.teacher != "file" and detector.num_classes + 1 != self.config.classes:
+            raise ValueError(
+                f"task.config.objectives.masked_regions.classes is {self.config.classes}, but the detector has "
+                f"{detector.num_classes} classes and the background; make them agree."
+            )
+
+    def classify(self, states: Float[Tensor, "*shape E"]) -> Float[Tensor, "*shape C"]:
+        """States -> logits."""
+        return at_least_float32(self.output(F.gelu(self.transform["dense"](states))))
+
+    def forward(
+        self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
+    ) -> ObjectiveOutput:
+        """Its logits are float32 [labelled regions, C].
+
+        Raises:
+            ValueError: class distributions of another width.
+        """
+        chosen = regions.gather(batch.hidden.is_labelled, fill=False)
+        probabilities = self._probabilities(batch, regions)[chosen]
+        if probabilities.shape[1] != self.config.classes:
+            raise ValueError(
+                f"The class distributions have {probabilities.shape[1]} columns, but "
+                f"task.config.objectives.masked_regions.classes is {self.config.classes}; make them agree."
+            )
+        usable = (probabilities.sum(dim=1) - 1).abs() < 0.1
+        probabilities, text = probabilities[usable], chosen.nonzero()[:, 0][usable]
+        logits = self.classify(encoded.regions[chosen][usable])
+        best = probabilities.argmax(dim=1)
+        if self.config.labels == "class":
+            each = F.cross_entropy(logits, best, reduction="none")
+        else:
+            each = -(probabilities.to(logits.dtype) * logits.log_softmax(dim=1)).sum(dim=1)
+        loss = Loss(self.config.weight * each.sum(), each.new_tensor(float(len(each))))
+        return ObjectiveOutput(loss, text, logits.argmax(dim=1) == best, logits)
+
+    def _probabilities(self, batch: Batch, regions: TextRegions) -> Float[Tensor, "M R C"]:
+        """Zero where nothing is known."""
+        known = batch.region_labels.class_probs
+        if known is None:
+            return regions.boxes.new_zeros(*regions.attend.shape, self.config.classes)
+        return regions.gather(known, fill=0.0)
+
+    def answer(self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """`hidden`: a dict per hidden region with its `box` (xyxy, pixels of the original image), `classes`
+        [[number, probability], ...], best first, and `seen`, the same pair from the detector that sees it (None: no
+        detector does).
+
+        Raises:
+            ValueError: the sequence was cut before a hidden region.
+        """
+        batch, regions = output.batch, output.text_regions
+        is_hidden = batch.hidden.is_hidden[0]
+        if int(regions.is_hidden[0].sum()) < int(is_hidden.sum()):
+            raise ValueError(
+                "Text and regions together are longer than task.config.max_length, and a hidden region is cut off; "
+                "shorten the text, or hide fewer regions."
+            )
+        shares = self.classify(output.encoded.regions[0, regions.is_hidden[0]]).softmax(dim=1)
+        scales = batch.images.scales[0]
+        boxes = (batch.boxes[0] / torch.cat([scales, scales]))[is_hidden].tolist()
+        known = batch.region_labels.class_probs
+        seen = [None] * len(boxes) if known is None else [_best(row) for row in known[0][is_hidden]]
+        best = zip(*best_columns(shares), strict=True)
+        return {
+            "hidden": [
+                {"box": box, "classes": [list(pair) for pair in zip(numbers, values, strict=True)], "seen": whole}
+                for box, (values, numbers), whole in zip(boxes, best, seen, strict=True)
+            ]
+        }
+
+    def lines(self, record: dict[str, Any]) -> list[str]:
+        lines = []
+        for number, region in enumerate(record["hidden"], start=1):
+            seen = "" if region["seen"] is None else f" (not hidden: {listed([region['seen']])})"
+            lines.append(f"hidden region {number}: {listed(region['classes'])}{seen}")
+        return lines
+
+
+def _best(row: Tensor) -> list[Any]:
+    return [int(row.argmax()), float(row.max())]

@@ -1,0 +1,187 @@
+"""Masked language modelling with visual clues (VL-BERT, section 3.3): which words are hidden in a caption?
+
+Shape legend
+    M   texts in the batch
+    L   wordpieces of the longest text
+    V   wordpieces of the vocabulary
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+from jaxtyping import Int64
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from detector.structures import Loss
+from e2e_vl.layout import LaidText, TextWriter
+from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Targets, per_wordpiece
+from e2e_vl.tasks.objectives.base import (
+    NO_LABEL,
+    Draft,
+    Objective,
+    ObjectiveConfig,
+    ObjectiveOutput,
+    ObjectiveWording,
+    WordHead,
+    best_columns,
+    listed,
+)
+
+MASK = "[MASK]"
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedWordsConfig(ObjectiveConfig):
+    """The defaults are those of the official code.
+
+    Attributes:
+        probability: chance of a word to be masked.
+        always_mask: every chosen word becomes [MASK] (paper), not 80 % of them (official code).
+    """
+
+    weight: float = 1.0
+    probability: float = 0.15
+    always_mask: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.probability <= 1:
+            raise ValueError(f"The probability of masked words is {self.probability}; it must be from 0 to 1.")
+
+
+@dataclasses.dataclass
+class WordLabels(Targets):
+    """The masked wordpieces."""
+
+    # of one text, or of a batch; -1 = nothing to predict
+    labels: Int64[np.ndarray, " L"] | Int64[Tensor, "M L"] | None = per_wordpiece(fill=NO_LABEL)
+
+
+@dataclasses.dataclass(frozen=True)
+class WordMasking(ObjectiveWording):
+    """Masks words of captions; of a user's text every [MASK] is to be predicted, and nothing is drawn."""
+
+    config: MaskedWordsConfig = dataclasses.field(default_factory=MaskedWordsConfig)
+
+    def mask(self, draft: Draft, generator: np.random.Generator) -> None:
+        mask_id = self.writer.tokenizer.mask_token_id
+        if draft.sample.is_asked:
+            draft.labels = np.where(draft.ids == mask_id, draft.ids, NO_LABEL)
+        elif draft.has_image:
+            draft.ids, draft.labels = self.hide(draft.pieces, generator)
+
+    def hide(self, words: Sequence[Sequence[int]], generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and labels after the rule of this objective, see `mask_words`."""
+        tokenizer = self.writer.tokenizer
+        return mask_words(
+            words,
+            generator,
+            mask_id=tokenizer.mask_token_id,
+            vocab_size=len(tokenizer),
+            probability=self.config.probability,
+            always_mask=self.config.always_mask,
+        )
+
+    def targets(self, draft: Draft, laid: LaidText) -> WordLabels:
+        """Raises ValueError if a user's [MASK] is cut off."""
+        if not draft.has_image or draft.labels is None:
+            return WordLabels(np.full_like(laid.source, NO_LABEL))
+        labels = laid.place(draft.labels, fill=NO_LABEL)
+        if draft.sample.is_asked and (labels >= 0).sum() < (draft.labels >= 0).sum():
+            raise ValueError(
+                f"The text has {len(draft.ids)} wordpieces, and the run reads {len(draft.ids) - laid.num_cut}, so a "
+                "[MASK] is lost; shorten the text."
+            )
+        return WordLabels(labels)
+
+
+def mask_words(
+    words: Sequence[Sequence[int]],
+    generator: np.random.Generator,
+    *,
+    mask_id: int,
+    vocab_size: int,
+    probability: float = 0.15,
+    always_mask: bool = False,
+) -> tuple[Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"]]:
+    """Hide some words of a text (official VL-BERT code).
+
+    Whole words are chosen, before they are split into wordpieces. Of the chosen ones, 80 % become [MASK] at all of
+    their pieces, 10 % random entries of the vocabulary (each piece its own, special tokens included) and 10 % stay.
+    No word is ever forced, so a short text often has no label at all.
+
+    Args:
+        words: wordpiece ids of each word, without special tokens.
+        generator: source of randomness.
+        mask_id: wordpiece id of [MASK].
+        vocab_size: V; random entries are drawn from 0 .. V - 1.
+        probability: chance of a word to be chosen.
+        always_mask: every chosen word becomes [MASK], as the paper (section 3.3) has it.
+
+    Returns:
+        One entry per wordpiece: the ids after masking; the original id at every piece of a chosen
+        word and `NO_LABEL` elsewhere.
+    """
+    lengths = np.array([len(word) for word in words], dtype=np.int64)
+    ids = np.array([piece for word in words for piece in word], dtype=np.int64)
+    drawn = np.repeat(generator.random(len(words)), lengths)
+    labels = np.where(drawn < probability, ids, NO_LABEL)
+    masked = drawn < probability * (1.0 if always_mask else 0.8)
+    replaced = (drawn < probability * 0.9) & ~masked & (labels != NO_LABEL)
+    ids[masked] = mask_id
+    ids[replaced] = generator.integers(vocab_size, size=int(replaced.sum()))
+    return ids, labels
+
+
+class MaskedWords(Objective):
+    """A cross entropy over the vocabulary at every masked wordpiece, mean over all of the batch."""
+
+    needs = (Ability.WORD_TABLE,)
+    reads_words = True
+    config: MaskedWordsConfig
+
+    def wording(self, writer: TextWriter) -> WordMasking:
+        return WordMasking(writer, self.config)
+
+    def forward(
+        self, targets: WordLabels, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
+    ) -> ObjectiveOutput:
+        """Its logits are float32 [masked wordpieces, V]."""
+        is_labelled = targets.labels >= 0
+        truth = targets.labels[is_labelled]
+        logits = at_least_float32(word_head(encoded.text[is_labelled], encoded.word_table))
+        total = F.cross_entropy(logits, truth, reduction="sum")
+        loss = Loss(self.config.weight * total, is_labelled.sum().to(logits.dtype))
+        return ObjectiveOutput(loss, is_labelled.nonzero()[:, 0], logits.argmax(dim=1) == truth, logits)
+
+    def answer(self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """`filled`, the text with the best word at each [MASK]; `masks`, a list per [MASK] of [word, probability].
+
+        Raises:
+            ValueError: the sequence was cut before a [MASK].
+        """
+        text = output.batch.records[0]["sent"]
+        if len(logits) < text.count(MASK):
+            raise ValueError(
+                "Text and regions together are longer than task.config.max_length, and a [MASK] is cut off; shorten "
+                "the text."
+            )
+        masks = [
+            [[word, value] for word, value in zip(tokenizer.convert_ids_to_tokens(ids), values, strict=True)]
+            for values, ids in zip(*best_columns(logits.softmax(dim=1)), strict=True)
+        ]
+        first, *rest = text.split(MASK)
+        best = (words[0][0].removeprefix("##") for words in masks)
+        filled = first + "".join(word + part for word, part in zip(best, rest, strict=True))
+        return {"filled": filled, "masks": masks}
+
+    def lines(self, record: dict[str, Any]) -> list[str]:
+        masks = [f"{MASK} {number}: {listed(words)}" for number, words in enumerate(record["masks"], start=1)]
+        return [record["filled"], *masks] if masks else []

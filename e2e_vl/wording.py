@@ -1,0 +1,54 @@
+"""From facts to wordpieces: what a task does with a sample before the model sees it."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from e2e_vl.examples import ImageExample, TextExample
+from e2e_vl.layout import LaidText, TextWriter
+from e2e_vl.samples import Sample, SampleText
+
+Draw = Callable[[int], np.random.Generator]  # text index -> its random generator in this epoch
+
+
+@dataclasses.dataclass(frozen=True)
+class Wording(abc.ABC):
+    """Puts the texts of a sample into wordpieces, with their targets and records. It is sent to data workers."""
+
+    writer: TextWriter
+
+    def __call__(self, sample: Sample, images: Sequence[ImageExample], draw: Draw) -> Iterable[TextExample]:
+        """All texts of the sample, in order.
+
+        Args:
+            sample: the facts.
+            images: its images as they were loaded: where boxes have moved, and which candidates there are.
+            draw: gives the random generator of a text.
+        """
+        for text in sample.texts:
+            yield from self.word(text, sample, images, draw)
+
+    @abc.abstractmethod
+    def word(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    ) -> Iterable[TextExample]:
+        """One text of the sample: usually one example, several where it has several choices."""
+
+    def record(self, text: SampleText, images: Sequence[ImageExample], laid: LaidText | None = None) -> dict[str, Any]:
+        """What goes into the prediction beside the answer; sizes are (height, width) of the stored image."""
+        image = images[text.looks_at[0]]
+        record = {
+            "text_index": text.index,
+            **text.facts,
+            "file_name": image.name,
+            "image_size": list(image.placement.original_size),
+            "flipped": image.placement.flipped,
+        }
+        if laid is not None and laid.num_cut:
+            record["cut_wordpieces"] = laid.num_cut
+        return record

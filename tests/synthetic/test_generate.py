@@ -1,0 +1,223 @@
+"""The folder of a data set: same settings, same files; nothing half-written or foreign is taken for one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from e2e_vl.synthetic import FORMATS, DetectionConfig, LanguageConfig, SceneConfig, generate, make_scenes
+from e2e_vl.synthetic.format_writer import FormatWriter
+from e2e_vl.synthetic.relations import SceneFacts
+from e2e_vl.synthetic.scene_records import SceneRecord, by_split
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+SMALL = {"scenes": {"train": 4, "val": 2}, "seed": 5, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("synthetic") / "small"
+    make_scenes(path, **SMALL)
+    return path
+
+
+def test_number_of_processes_changes_nothing(small, tmp_path):
+    make_scenes(tmp_path / "data", **SMALL, workers=2)  # in chunks of one scene
+    assert _contents(tmp_path / "data") == _contents(small)
+
+
+def test_other_seed_gives_other_scenes_and_more_training_scenes_keep_the_others(small, tmp_path):
+    make_scenes(tmp_path / "seed", **{**SMALL, "seed": 6})
+    make_scenes(tmp_path / "more", **{**SMALL, "scenes": {"train": 5, "val": 2}})
+    images = {
+        name: [path.read_bytes() for path in sorted((folder / "images/train2014").iterdir())]
+        for name, folder in (("small", small), ("seed", tmp_path / "seed"), ("more", tmp_path / "more"))
+    }
+    assert not set(images["small"]) & set(images["seed"])
+    assert images["more"][:4] == images["small"][:4]
+    assert images["more"][5:] == images["small"][4:]
+
+
+def test_second_call_does_nothing(small):
+    before = {path: path.stat().st_mtime_ns for path in small.rglob("*")}
+    stamp = make_scenes(small, **SMALL)
+    assert {path: path.stat().st_mtime_ns for path in small.rglob("*")} == before
+    assert stamp == json.loads((small / "synthetic.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"seed": 6}, "seed"),
+        ({"scenes": {"train": 4}}, "scenes"),
+        ({"config": SceneConfig(max_objects=8)}, "scene"),
+        ({"language": LanguageConfig(redundant=0)}, "language"),
+        ({"detections": DetectionConfig(missed=0)}, "detections"),
+        ({"image_format": "png"}, "image_format"),
+    ],
+)
+def test_other_settings_in_the_same_folder_are_an_error(small, change, name):
+    with pytest.raises(ValueError, match=rf"other settings \({name}\): remove the folder"):
+        make_scenes(small, **{**SMALL, **change})
+
+
+def test_interrupted_run_is_finished_and_foreign_folders_are_left_alone(small, tmp_path, monkeypatch):
+    folder = tmp_path / "data"
+    with monkeypatch.context() as patch:
+        patch.setattr("e2e_vl.synthetic.generate._statistics", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make_scenes(folder, **SMALL)
+    assert not (folder / "synthetic.json").exists()
+    with pytest.raises(ValueError, match="other settings"):
+        make_scenes(folder, **{**SMALL, "seed": 6})
+    make_scenes(folder, **SMALL)
+    assert _contents(folder) == _contents(small)
+
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "photo.jpg").write_bytes(b"")
+    with pytest.raises(ValueError, match="not empty and was not written by this tool"):
+        make_scenes(foreign, **SMALL)
+    with pytest.raises(ValueError, match="is a file, not a folder"):
+        make_scenes(foreign / "photo.jpg", **SMALL)
+    (folder / "synthetic.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot be read"):
+        make_scenes(folder, **SMALL)
+
+
+def test_png_and_unequal_sides(tmp_path):
+    make_scenes(
+        tmp_path / "data",
+        scenes={"train": 3},
+        seed=0,
+        config=SceneConfig(min_side=112, max_side=144, textures=["plain", "striped", "dotted"]),
+        image_format="png",
+        progress=False,
+    )
+    images = json.loads((tmp_path / "data/refcoco+/instances.json").read_text())["images"]
+    assert len({(image["height"], image["width"]) for image in images}) == 3
+    for image in images:
+        assert image["file_name"].endswith(".png")
+        with Image.open(tmp_path / "data/images/train2014" / image["file_name"]) as picture:
+            assert (picture.format, picture.size) == ("PNG", (image["width"], image["height"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"scenes": {}}, "scenes must name splits"),
+        ({"scenes": {"train": -1, "val": 2}}, "scenes must name splits"),
+        ({"seed": -1}, "seed must not be negative"),
+        ({"image_format": "gif"}, "image_format must be one of jpg, png"),
+        ({"workers": -1}, "workers must not be negative"),
+        ({"formats": ["vqa", "tfrecord"]}, "formats must be some of .*; found 'tfrecord'"),
+    ],
+)
+def test_impossible_settings_are_named(tmp_path, change, words):
+    with pytest.raises(ValueError, match=words):
+        make_scenes(tmp_path / "data", **{**SMALL, **change})
+    assert not (tmp_path / "data").exists()
+    with pytest.raises(ValueError, match=r"detections\.missed"):
+        DetectionConfig(missed=2)
+
+
+@pytest.mark.parametrize("formats", [{"refcoco+", "detections"}, {"vqa"}, {"shards", "vcr"}, {"captions", "corpus"}])
+def test_chosen_formats_are_written_as_among_all(small, tmp_path, formats):
+    stamp = make_scenes(tmp_path / "data", **SMALL, formats=formats)
+    written, everything = _contents(tmp_path / "data"), _contents(small)
+    assert set(stamp["formats"]) == formats
+    written.pop("synthetic.json")
+    assert written == {name: data for name, data in everything.items() if name.split("/")[0] in {"images", *formats}}
+    statistics = json.loads(everything["synthetic.json"])["statistics"]
+    assert stamp["statistics"] == {name: statistics[name] for name in stamp["statistics"]}
+    assert ("vqa" in stamp["statistics"]) == ("vqa" in formats)
+
+
+def test_a_format_that_is_missing_is_added_and_nothing_else_changes(small, tmp_path):
+    folder = tmp_path / "data"
+    make_scenes(folder, **SMALL, formats={"vqa", "conceptual"})
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    assert make_scenes(folder, **SMALL, formats={"vqa"})["formats"] == ["conceptual", "vqa"]  # more is no harm
+    stamp = make_scenes(folder, **SMALL, formats={"vqa", "captions"})
+    assert stamp["formats"] == ["captions", "conceptual", "vqa"]
+    after = {path: path.stat().st_mtime_ns for path in before}
+    assert {path.name for path in before if after[path] != before[path]} == {"synthetic.json"}
+    make_scenes(folder, **SMALL)  # all
+    assert _contents(folder) == _contents(small)
+
+
+def test_a_stamp_from_before_there_were_formats_stands_for_all(small, tmp_path):
+    stamp = json.loads((small / "synthetic.json").read_text())
+    assert stamp.pop("formats")
+    (tmp_path / "synthetic.json").write_text(json.dumps(stamp))
+    assert make_scenes(tmp_path, **SMALL, formats={"vqa"}) == stamp
+    assert {path.name for path in tmp_path.iterdir()} == {"synthetic.json"}
+
+
+def test_adding_that_is_interrupted_is_done_again(small, tmp_path, monkeypatch):
+    folder = tmp_path / "data"
+    make_scenes(folder, **SMALL, formats={"corpus"})
+    with monkeypatch.context() as patch:
+        patch.setattr("e2e_vl.synthetic.generate._statistics", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make_scenes(folder, **SMALL)
+    assert json.loads((folder / "synthetic.json").read_text())["formats"] == ["corpus"]
+    make_scenes(folder, **SMALL)
+    assert _contents(folder) == _contents(small)
+
+
+class GraphWriter(FormatWriter[list[float]]):
+    """A format as a newcomer would write it: numbers drawn per scene, a file per split, and statistics."""
+
+    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> list[float]:
+        return list(self.recipe.generator(scene.split, scene.number, "graphs").random(facts.count))
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[list[float]]]) -> dict[str, Any]:
+        for split, part in by_split(scenes).items():
+            rows = [
+                {
+                    "image_id": scene.image_id,
+                    "id": scene.first_annotation_id + i,
+                    "name": item.look.shape,
+                    "weight": weight,
+                }
+                for scene in part
+                for i, (item, weight) in enumerate(zip(scene.objects, scene.drawn, strict=True))
+            ]
+            (folder / f"{split}.json").write_text(json.dumps(rows))
+        return {"objects": sum(len(scene.drawn) for scene in scenes)}
+
+
+def test_a_new_format_is_one_class_and_one_entry(small, tmp_path, monkeypatch):
+    monkeypatch.setitem(generate.WRITERS, "graphs", GraphWriter)
+    folder = tmp_path / "data"
+    stamp = make_scenes(folder, **SMALL)
+    assert stamp["formats"] == [*FORMATS, "graphs"]
+    written, others = _contents(folder), _contents(small)
+    graphs = {name: json.loads(written.pop(name)) for name in ("graphs/train.json", "graphs/val.json")}
+    assert stamp["statistics"].pop("graphs") == {"objects": sum(map(len, graphs.values()))}
+    assert stamp["statistics"] == json.loads(others.pop("synthetic.json"))["statistics"]
+    del written["synthetic.json"]
+    assert written == others, "the files of the other formats stay as they are"
+
+    rows = [row for name in graphs for row in graphs[name]]
+    instances = json.loads((folder / "annotations" / "instances_train2014.json").read_text())
+    names = {entry["id"]: entry["name"] for entry in instances["categories"]}
+    assert [(row["id"], row["image_id"], row["name"]) for row in rows] == [
+        (entry["id"], entry["image_id"], names[entry["category_id"]]) for entry in instances["annotations"]
+    ]
+    assert len({row["weight"] for row in rows}) == len(rows)
+
+    make_scenes(tmp_path / "alone", **SMALL, formats={"graphs"})
+    assert (tmp_path / "alone/graphs/val.json").read_bytes() == (folder / "graphs/val.json").read_bytes()
+    added = make_scenes(tmp_path / "alone", **SMALL, formats={"graphs", "corpus"})
+    assert added["statistics"]["graphs"] == {"objects": len(rows)}
