@@ -25,7 +25,6 @@ from tqdm.auto import tqdm
 
 from e2e_vl.config import RunConfig
 from e2e_vl.engine.optim import build_optimizer
-from e2e_vl.engine.run import build_run
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
 from grouped_steps import build_batches, common_settings, with_rois
