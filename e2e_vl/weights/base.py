@@ -35,34 +35,18 @@ class ModelWeights:
     background_last: bool | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class EncoderStart:
-    """The weights that an encoder starts from, and how they fit.
-
-    Attributes:
-        tensors: by the encoder's names.
-        may_miss: prefixes of parameters that keep their random start.
-        copied: lines "from -> to" about values that stand in another place than in the file.
-    """
-
-    tensors: dict[str, Tensor]
-    may_miss: tuple[str, ...] = ()
-    copied: tuple[str, ...] = ()
-
-
 class WeightAdapter(abc.ABC):
-    """One format of files that an encoder starts from.
-
-    All tuples speak of the encoder, whoever trained it, and hold for runs of this project too. They are prefixes of
-    parameter names, unless something else is said.
-    """
+    """One format of files that an encoder starts from. The tuples hold prefixes of its parameter names."""
 
     layout: ClassVar[str]  # whose names the files have, for reports
     suffix: ClassVar[str | None] = None  # of the files that `export` writes; None: it writes none
-    same_config: ClassVar[tuple[str, ...]] = ()  # fields of the encoder's config that no shape of a weight shows
-    optional: ClassVar[tuple[str, ...]] = ()  # only some tasks have it: in another task's file it may be missing
-    of_pretraining: ClassVar[tuple[str, ...]] = ()  # only pre-training has it: so may it be in a fine-tuned model's
-    segment_tables: ClassVar[tuple[str, ...]] = ()  # names of parameters with a row per text segment
+    brings: ClassVar[tuple[str, ...]] = ("",)  # what a file must hold; the rest of the encoder stays random
+
+    # What holds for the encoder whoever trained it, runs of this project too:
+    same_config: ClassVar[tuple[str, ...]] = ()  # fields of its config, not prefixes, that no shape of a weight shows
+    optional: ClassVar[tuple[str, ...]] = ()  # only some tasks train them: the weights of another task may lack them
+    of_pretraining: ClassVar[tuple[str, ...]] = ()  # only pre-training trains them: fine-tuned weights may lack them
+    segment_tables: ClassVar[tuple[str, ...]] = ()  # whole names: a row per text segment
 
     @abc.abstractmethod
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
@@ -80,13 +64,15 @@ class WeightAdapter(abc.ABC):
             ValueError: a name that the format does not have, or a damaged file.
         """
 
-    def fit(self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path) -> EncoderStart:
-        """Converted weights of an encoder as this encoder can take them; by default as they are.
+    def fit(
+        self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """Converted weights as this encoder can take them, by default as they are, and what was moved, "from -> to".
 
         Raises:
             ValueError: another architecture; the message says which setting to change.
         """
-        return EncoderStart(tensors)
+        return tensors, []
 
     def export(self, model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
         """Write a model in this format, for an adapter with a `suffix`.

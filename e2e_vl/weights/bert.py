@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from e2e_vl.weights.base import EncoderStart, ModelWeights, WeightAdapter, replace_module
+from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
 from e2e_vl.weights.vl_bert import SEGMENTS, WORD_TABLE
 
 ENCODER = {
@@ -41,6 +41,7 @@ class BertStart(WeightAdapter):
     """BERT fills the parts of VL-BERT that it has; the rest stays random."""
 
     layout = "BERT"
+    brings = tuple(f"{module}." for module in ENCODER.values() if module != "pooler")
 
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
         return any(name.removeprefix("bert.") == "embeddings.token_type_embeddings.weight" for name in tensors)
@@ -66,7 +67,9 @@ class BertStart(WeightAdapter):
             raise ValueError(f"{source}: {DECODER} is not the word table; only BERTs that share the two can be loaded.")
         return ModelWeights({}, encoder, head, lends=("word_head.",))
 
-    def fit(self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path) -> EncoderStart:
+    def fit(
+        self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
+    ) -> tuple[dict[str, Tensor], list[str]]:
         """The encoder's own rows are added to the segment table.
 
         Raises:
@@ -89,6 +92,4 @@ class BertStart(WeightAdapter):
         # otherwise the loader's report says what is wrong
         if segments is not None and segments.shape[1] == own[SEGMENTS].shape[1] and len(segments) <= len(own[SEGMENTS]):
             tensors = {**tensors, SEGMENTS: torch.cat([segments, own[SEGMENTS][len(segments) :].float()])}
-        needed = tuple(f"{module}." for module in ENCODER.values() if module != "pooler")
-        lacking = tuple(name for name in own if not name.startswith(needed))
-        return EncoderStart(tensors, lacking, (f"segment rows of BERT -> the first rows of {SEGMENTS}",))
+        return tensors, [f"segment rows of BERT -> the first rows of {SEGMENTS}"]

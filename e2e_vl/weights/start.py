@@ -29,7 +29,7 @@ from e2e_vl.converter import from_dict
 from e2e_vl.data.formats.vqa_files import ANSWERS_FILE, read_answers
 from e2e_vl.tasks.base import HeadStart, Task
 from e2e_vl.text import load_tokenizer, looks_like_hub_name
-from e2e_vl.weights.base import EncoderStart, WeightAdapter
+from e2e_vl.weights.base import WeightAdapter
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 TEACHER = "teacher."  # a frozen detector, which heads of an earlier version of this project carried along
@@ -85,12 +85,14 @@ def read_source(path: str | Path, part: Literal["encoder", "task"], rules: Start
             return Source(file, getattr(found, part), adapter, found.task_name, found.lends, found.background_last)
     settings = _task_of_run(file.parent, part, rules)
     name = settings.get("name")
-    config_class, task_class = rules.tasks.get(name, (object, Task))
+    config_class, task_class = rules.tasks.get(name or rules.task_name, (object, Task))
     background_last = None
-    if hasattr(config_class, "has_background_last"):
-        where = f"{file.parent.parent / 'config.yaml'}: task.config"
-        background_last = from_dict(config_class, settings.get("config") or {}, where).has_background_last
-    return Source(file, _todays_names(tensors, task_class), None, name, task_class.lends, background_last)
+    if part == "task":
+        tensors = _todays_names(tensors, task_class)
+        if settings and hasattr(config_class, "has_background_last"):
+            where = f"{file.parent.parent / 'config.yaml'}: task.config"
+            background_last = from_dict(config_class, settings.get("config") or {}, where).has_background_last
+    return Source(file, tensors, None, name, task_class.lends, background_last)
 
 
 def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> LoadReport:
@@ -108,17 +110,16 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> Loa
     """
     source = read_source(path, "encoder", rules)
     _check_config(source.path, encoder, rules.stated("same_config"))
-    start = EncoderStart(source.tensors)
+    tensors, may_miss, copied = source.tensors, [], []
     if source.adapter is not None:
-        start = source.adapter.fit(source.tensors, encoder, source.path)
-    tensors, may_miss, copied = dict(start.tensors), list(start.may_miss), list(start.copied)
+        tensors, copied = source.adapter.fit(tensors, encoder, source.path)
+        may_miss = [name for name in encoder.state_dict() if not name.startswith(source.adapter.brings)]
     optional, of_pretraining = rules.stated("optional"), rules.stated("of_pretraining")
     if source.task_name not in (None, rules.task_name):
         may_miss += optional if source.lends else (*optional, *of_pretraining)
         if source.lends and rules.tasks[rules.task_name][1].copies_first_segment:
-            for name in filter(tensors.__contains__, rules.stated("segment_tables")):
-                tensors[name] = tensors[name].clone()
-                tensors[name][1] = tensors[name][0]
+            for name in tensors.keys() & rules.stated("segment_tables"):
+                tensors = {**tensors, name: tensors[name][[0, 0, *range(2, len(tensors[name]))]]}
                 copied.append(f"{name} row 0 -> row 1")
     is_known = source.adapter is not None or source.task_name is not None
     may_exceed = (*optional, *of_pretraining) if is_known else ()
@@ -163,11 +164,11 @@ def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_or
 def _go_on(task: Task, source: Source) -> LoadReport:
     """Start from a head of the same task."""
     rule = task.starts_from or HeadStart()
-    tensors, copied = _todays_names(source.tensors, type(task)), []
+    tensors, copied = source.tensors, []
     moved = {name: value for name, value in tensors.items() if name.startswith(rule.region_classes)}
     if moved and source.background_last not in (None, task.config.has_background_last):
         step, place = (1, "first") if source.background_last else (-1, "last")
-        tensors |= {name: value.roll(step, dims=0) for name, value in moved.items()}
+        tensors = tensors | {name: value.roll(step, dims=0) for name, value in moved.items()}
         copied = [f"{prefix[:-1]}, background becomes the {place} class" for prefix in rule.region_classes]
     own = _modules(task.state_dict())
     off = [name for name in tensors if name.startswith(rule.parts) and name.split(".")[0] not in own]

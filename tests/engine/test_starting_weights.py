@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
 from e2e_vl.config import RunConfig
 from e2e_vl.engine.build import build_detector_config, build_model, build_tokenizer
 from e2e_vl.engine.checkpoint import load_model, save_model
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.tasks.pretraining import PretrainingTask
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.start import check_vocabulary
 from e2e_vl.weights.vl_bert import OfficialVLBert
@@ -120,6 +123,47 @@ def test_region_classes_of_a_run_with_the_background_first(config_of, tmp_path, 
         started = build(with_options(config, **more), seed=2).task.masked_regions.output
         for name, value in model.task.masked_regions.output.state_dict().items():
             assert torch.equal(started.state_dict()[name], value.roll(moved, dims=0)), (more, name)
+
+
+def as_saved_before(run: Path) -> None:
+    """Make it a run of settings version 1: other keys and names, and the teacher among the head's weights."""
+    settings = yaml.safe_load((run / "model" / "config.yaml").read_text())
+    del settings["version"]
+    settings["task"]["config"] = {
+        "region_classes": settings["task"]["config"]["objectives"]["masked_regions"]["classes"]
+    }
+    settings["data"]["config"] = {"word_probability": 0.2, "relationship": 0.0}
+    (run / "model" / "config.yaml").write_text(yaml.safe_dump(settings))
+    path = run / "model" / "task" / "model.safetensors"
+    old = {new: old for old, new in PretrainingTask.renamed.items()}
+    tensors = {"teacher.backbone.weight": torch.zeros(2)}
+    for name, value in load_file(path).items():
+        start = next(start for start in old if name.startswith(start))
+        tensors[old[start] + name.removeprefix(start)] = value
+    assert {name.split(".")[0] for name in tensors} == {"mlm", "region_classifier", "teacher"}
+    save_file(tensors, path)
+
+
+def test_a_run_that_an_earlier_version_saved_is_a_start(config_of, pretrained):
+    source, paths = pretrained
+    as_saved_before(paths["run"])
+    words = [f"encoder.weights={paths['run']}", f"task.weights={paths['run']}"]
+    started = build(config_of("refcoco", *words), seed=2).task.head.transform["dense"]
+    assert torch.equal(started.weight, source.task.masked_regions.transform["dense"].weight)
+    for background, moved in (("last", 0), ("first", 1)):
+        started = build(with_options(config_of("pretraining", *words), background=background), seed=2).task
+        for name, value in source.task.state_dict().items():
+            step = moved if name.startswith("masked_regions.output.") else 0
+            assert torch.equal(started.state_dict()[name], value.roll(step, dims=0)), name
+
+
+def test_unknown_names_in_a_head_of_ours_are_errors(config_of, tmp_path):
+    config = config_of("refcoco")
+    save_model(tmp_path / "run" / "model", config, build(config), build_tokenizer(config))
+    path = tmp_path / "run" / "model" / "task" / "model.safetensors"
+    save_file({**load_file(path), "adapter.weight": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match=r"safetensors does not fit .* 1 unexpected \(adapter.weight\)"):
+        build(replaced(config, task={"weights": str(tmp_path / "run")}))
 
 
 @pytest.mark.parametrize("name", ["visual_part_on_end", "whole_image_in_sequence"])

@@ -12,7 +12,11 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.tasks.detection import DetectionTask
 from e2e_vl.tasks.pretraining import PretrainingTask
+from e2e_vl.tasks.refcoco import ReferringTask
+from e2e_vl.tasks.vcr import VCRTask
+from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.weights import start
 from e2e_vl.weights.start import load_encoder, load_task
 from tests.weights.starts import pretraining_task, rules
@@ -105,6 +109,26 @@ def test_the_pooler_comes_along_where_there_is_one(tmp_path, bert):
     state = torch.load(folder / "pytorch_model.bin", weights_only=True)
     assert torch.equal(encoder.pooler.dense.weight, state["bert.pooler.dense.weight"])
     assert "pooler.dense.weight" in load_encoder(vl_bert(), folder, rules("vcr")).unexpected
+
+
+def test_bert_keeps_its_two_segments_where_a_task_copies_the_first(tmp_path, bert):
+    """Both were trained, other than in VL-BERT's pre-training."""
+    encoder = vl_bert(with_pooler=True)
+    load_encoder(encoder, save_old(bert, tmp_path / "bert"), rules("vcr"))
+    segments = encoder.embeddings.segment_embeddings.weight[:2]
+    assert torch.equal(segments, bert.bert.embeddings.token_type_embeddings.weight)
+    assert not torch.equal(segments[0], segments[1])
+
+
+def test_heads_that_start_from_bert_and_heads_that_do_not(tmp_path, bert):
+    folder = save_new(bert, tmp_path / "bert")
+    task = VQATask(16, VQAConfig(answers=["yes", "no"]))
+    report = load_task(task, folder, rules("vqa"))
+    assert torch.equal(task.head.transform["dense"].weight, bert.cls.predictions.transform.dense.weight)
+    assert report.missing == ["head.output.weight", "head.output.bias"] and report.unexpected == ["word_head.bias"]
+    for name, task in (("refcoco", ReferringTask(16)), ("vcr", VCRTask(16)), ("detection", DetectionTask(16))):
+        with pytest.raises(ValueError, match=rf"holds a BERT, and no rule says how the head of {name} starts from it"):
+            load_task(task, folder, rules(name))
 
 
 def test_a_bert_without_a_head_has_names_without_a_prefix(tmp_path, bert):

@@ -300,6 +300,36 @@ def test_pre_training_starts_vcr(tmp_path, kind):
         assert "head.output.weight" in report.missing
 
 
+def test_what_only_pre_training_trains_may_be_missing_from_a_fine_tuned_model(tmp_path):
+    fine_tuned, pretrained = tiny_model("refcoco", 1), tiny_model("pretraining", 2)
+    save_official(fine_tuned, "refcoco", tmp_path / "x.model")
+    report = load_encoder(pretrained.encoder, tmp_path / "x.model", rules("pretraining"))
+    names = ["hidden_region_word_embedding", "text_only_embedding"]
+    assert report.missing == [f"embeddings.{name}.weight" for name in names]
+    save_official(tiny_model("pretraining_prec", 1), "pretraining", tmp_path / "y.model")
+    fields = {**TINY_ENCODER, "feature_dim": pretrained.encoder.config.feature_dim, "with_pooler": True}
+    vcr = VLBertModel(VLBertConfig(**fields, image_slots=2))
+    assert all(
+        name.startswith(("pooler", "embeddings.image_slot"))
+        for name in load_encoder(vcr, tmp_path / "y.model", rules("vcr")).missing
+    )
+    state = torch.load(tmp_path / "y.model", weights_only=True)["state_dict"]
+    del state["module.aux_text_visual_embedding.weight"]
+    torch.save({"state_dict": state}, tmp_path / "y.model")
+    with pytest.raises(ValueError, match=r"1 missing \(embeddings.text_only_embedding.weight\)"):
+        load_encoder(VLBertModel(VLBertConfig(**fields, text_only_embedding=True)), tmp_path / "y.model", rules("vcr"))
+
+
+def test_a_fine_tuned_model_keeps_its_segments(tmp_path):
+    """Only pre-training has one text segment alone, see `Task.copies_first_segment`."""
+    for kind in ("refcoco", "vcr"):
+        source, target = tiny_model(kind, 1), tiny_model("vcr", 2)
+        save_official(source, kind, tmp_path / "x.model")
+        assert load_encoder(target.encoder, tmp_path / "x.model", rules("vcr")).copied == []
+        theirs, ours = (model.encoder.embeddings.segment_embeddings.weight for model in (source, target))
+        assert torch.equal(theirs, ours)
+
+
 def test_a_head_that_is_switched_off_is_left_over(tmp_path):
     for kind in ("pretraining", "vcr"):
         save_official(tiny_model(kind, 1), kind, tmp_path / f"{kind}.model")
