@@ -16,7 +16,13 @@ import torchvision.ops  # noqa: F401  (before the hook below: a library first im
 # must be in place before a module is imported, so it comes before all imports of this project's code; processes that a
 # test spawns do not have it. In a call every axis name stands for one size, except names that begin with an underscore;
 # of a list, one random entry is checked. The fixture `unchecked_shapes` switches the checks off.
-CHECKED = ("detector", "e2e_vl")
+CHECKED = (
+    "detector",
+    *(
+        f"e2e_vl.{name}"
+        for name in ("encoders", "examples", "hiding", "layout", "model", "structures", "targets", "tasks")
+    ),
+)
 jaxtyping.install_import_hook(CHECKED, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
 

@@ -119,7 +119,10 @@ class PretrainingWording(Wording):
 class PretrainingTask(Task):
     """The objectives of a run. Each loss is a mean over all labelled items of the batch, 0 if there is none."""
 
-    starts_from = HeadStart(copies={"word_head.": "word_head."}, random=("",))
+    lends = ("",)
+    starts_from = HeadStart(
+        copies={"word_head.": "word_head."}, random=("",), region_classes=("masked_regions.output.",)
+    )
     renamed: ClassVar[Mapping[str, str]] = {
         "mlm.": "word_head.",
         "region_classifier.": "masked_regions.",
