@@ -51,8 +51,8 @@ class VLDataset(abc.ABC):
         options: dataclass of `data.config`.
         box_sources: the sources of candidate boxes that make sense.
         groups: text indices of each image (or pair of images).
-        parts: placeholders of `data.files` that name the files of boxes of this split, such as {"split": "val"}; several
-            where splits are joined.
+        parts: placeholders of `data.files` that name the files of boxes of this split, such as {"split": "val"};
+            several where splits are joined.
         class_names: of the annotated objects, in the order of the detector's classes; None where there are no classes.
         corpus: texts without images, where there are any.
     """
