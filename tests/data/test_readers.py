@@ -73,7 +73,7 @@ def test_names_of_annotated_classes(dataset):
         objects = dataset.sample(group).images[0].objects
         assert list(objects.names) == [dataset.class_names[number] for number in objects.classes]
     dataset.check_classes(2)
-    with pytest.raises(ValueError, match="2 categories, but the detector has 1 classes; set MODEL.ROI_HEADS"):
+    with pytest.raises(ValueError, match=r"2 categories, but the detector has 1 classes; set MODEL\.ROI_HEADS"):
         dataset.check_classes(1)
 
 

@@ -15,7 +15,7 @@ GT_7 = [
     [10, 20, 30, 40],
     [60, 10, 90, 40],
     [0, 0, 99, 59],
-]  # annotated boxes of photo 7, clamped to its 100 x 60 pixels
+]  # annotated in photo 7 (100 x 60), clamped
 DETECTIONS_7 = [[61, 11, 89, 39], [11, 21, 29, 39]]  # in file order, scores 0.4 and 0.8
 SENTENCES = ["red square on the left", "the red one", "blue square", "blue thing right", "a green box", "tall green"]
 
