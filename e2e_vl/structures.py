@@ -58,7 +58,7 @@ class TextBatch(Movable):
 
 @dataclasses.dataclass
 class RegionLabels(Movable):
-    """What is known about the candidate boxes of N images, row by row: annotated, read from a file, or from a detector."""
+    """What is known about the candidate boxes of N images, row by row: annotated, read, or from a detector."""
 
     classes: list[Tensor] | None = None  # N x int64 [R], annotated class, 0 .. K-1
     class_probs: list[Tensor] | None = None  # N x float32 [R, C], distributions over region classes
@@ -258,7 +258,7 @@ def gather_regions(
 
 
 def _without_gaps(columns: list[Tensor]) -> list[Tensor]:
-    """Move padding to the end of each row and cut what is padding in all rows; the first column is True where it is real."""
+    """Move padding to the end of each row and cut what is padding in all rows; the first column says what is real."""
     attend = columns[0]
     order = (~attend).to(torch.uint8).argsort(dim=1, stable=True)
     longest = max(int(attend.sum(1).max()) if len(attend) else 0, 1)

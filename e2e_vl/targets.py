@@ -116,7 +116,7 @@ def ragged() -> Any:
 
 
 def nested() -> Any:
-    """A field that is a list of arrays [n, ...] per text; of a batch `Ragged` with a list per array, text after text."""
+    """A field that is a list of arrays [n, ...] per text; of a batch, `Ragged` with a list per array, text by text."""
     return _field(lambda values, name: _ragged([array for arrays in values for array in arrays]))
 
 

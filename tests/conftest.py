@@ -33,7 +33,7 @@ def golden_root(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="session")
 def tiny_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """`key=value` words that run configs/tiny/refcoco.yaml on a data set that is drawn once for all tests."""
-    from e2e_vl.engine.build import make_synthetic_data
+    from e2e_vl.engine.build_data import make_synthetic_data
 
     words = [
         f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",

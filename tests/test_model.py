@@ -12,7 +12,8 @@ from torch import Tensor
 
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.examples import Request
-from e2e_vl.engine.build import build_collate, build_dataset, build_model, build_tokenizer
+from e2e_vl.engine.build import build_dataset, build_model
+from e2e_vl.engine.build_data import build_collate, build_tokenizer
 from e2e_vl.structures import Batch
 
 ROOT = Path(__file__).parents[1]

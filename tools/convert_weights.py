@@ -43,7 +43,8 @@ from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.config import load_config
 from e2e_vl.engine.answer_lists import OFFICIAL_SUFFIX, official_lines
-from e2e_vl.engine.build import build_model, build_tokenizer
+from e2e_vl.engine.build import build_model
+from e2e_vl.engine.build_data import build_tokenizer
 from e2e_vl.engine.checkpoint import load_model, save_model
 from e2e_vl.weights.vl_bert import save_official
 

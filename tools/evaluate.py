@@ -20,12 +20,9 @@ from pathlib import Path
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.launch import start_all_processes
 
 
 def main(argv: list[str] | None = None) -> int:
-    if argv is None:
-        start_all_processes()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
     parser.add_argument("--split", default="val", help="split of the data set (default: val)")

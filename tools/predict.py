@@ -38,7 +38,6 @@ from detector.images import ResizeRule, load_resized, resize_boxes
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.formats.user_boxes import read_boxes
 from e2e_vl.drawing import draw_boxes
-from e2e_vl.engine.launch import start_all_processes
 from e2e_vl.engine.predict import Answer, answer_question, predict_split
 from e2e_vl.samples import Question
 
@@ -47,8 +46,6 @@ GREY = 127  # in place of hidden pixels
 
 
 def main(argv: list[str] | None = None) -> int:
-    if argv is None:
-        start_all_processes()
     shape: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(**shape)
     commands = parser.add_subparsers(dest="command", required=True)

@@ -13,13 +13,10 @@ import sys
 from accelerate import PartialState
 
 from e2e_vl.config import load_config
-from e2e_vl.engine.launch import start_all_processes
 from e2e_vl.engine.train import train
 
 
 def main(argv: list[str] | None = None) -> int:
-    if argv is None:
-        start_all_processes()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("--resume", action="store_true", help="continue from the run directory's newest checkpoint")

@@ -3,11 +3,11 @@
 Files (`data.files`, relative to `data.root`; {split} is the split)
     source coco      captions (JSON), images (folder)
     source shards    shards (folder, or a pattern such as cc3m/*.tar)
-    source vl_bert   captions (JSON lines); these name images and detected boxes
+    source json_lines captions (JSON lines); these name images and detected boxes
     any              corpus: text files joined by "+", read in training
     boxes gt         instances (COCO)
-    boxes detections detections: MAttNet's JSON, or a file of region features; vl_bert: lines with `frcnn`
-    boxes precomputed features: a file of region features; vl_bert: lines with `frcnn`
+    boxes detections detections: MAttNet's JSON, or a file of region features; json_lines: lines with `frcnn`
+    boxes precomputed features: a file of region features; json_lines: lines with `frcnn`
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class CaptionOptions:
     """Fields of `data.config`.
 
     Attributes:
-        source: where captions come from: "coco", "shards" (img2dataset) or "vl_bert" (the official layout).
+        source: where captions come from: "coco", "shards" (img2dataset) or "json_lines" (VL-BERT's official code).
         use_corpus: False leaves `data.files.corpus` out.
         cache: folder for the indices of large files; None = `index` in `data.root`.
     """
 
-    source: Literal["coco", "shards", "vl_bert"] = "coco"
+    source: Literal["coco", "shards", "json_lines"] = "coco"
     use_corpus: bool = True
     cache: str | None = None
 
@@ -101,7 +101,7 @@ class CaptionDataset(VLDataset):
             corpus=corpus,
             instances=instances,
             split=split,
-            boxes_come_along=options.source == "vl_bert",
+            boxes_come_along=options.source == "json_lines",
         )
 
     @classmethod

@@ -15,9 +15,9 @@ from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
 class Encoder(PreTrainedModel):
     """texts + regions -> one vector per wordpiece, one per region and one for all.
 
-    A subclass sets `config_class`; its config has the fields `hidden_size` and `uses_whole_image`. It declares how texts
-    are laid out, and says with `abilities` or `lacks` what it can do. Saving and loading (`save_pretrained`, `from_pretrained`) come
-    from transformers.
+    A subclass sets `config_class`; its config has the fields `hidden_size` and `uses_whole_image`. It declares how
+    texts are laid out, and says with `abilities` or `lacks` what it can do. Saving and loading (`save_pretrained`,
+    `from_pretrained`) come from transformers.
     """
 
     layout: ClassVar[TextLayout] = TextLayout()

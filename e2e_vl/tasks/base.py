@@ -28,9 +28,8 @@ def check_choices(config: Any) -> None:
     """Raises ValueError for a field of `task.config` whose type lists its values (`Literal`) and that has another."""
     for name, hint in typing.get_type_hints(type(config)).items():
         if typing.get_origin(hint) is Literal and getattr(config, name) not in typing.get_args(hint):
-            raise ValueError(
-                f'task.config.{name} is "{getattr(config, name)}"; it must be one of {", ".join(typing.get_args(hint))}.'
-            )
+            allowed = ", ".join(typing.get_args(hint))
+            raise ValueError(f'task.config.{name} is "{getattr(config, name)}"; it must be one of {allowed}.')
 
 
 def check_dropout(name: str, value: float) -> None:

@@ -52,11 +52,11 @@ class VQAConfig:
 
     Attributes:
         answers: the possible answers, the position in the list is the class. In settings also a file, see
-            `e2e_vl.data.formats.vqa_files.read_answers`; None = `data.files.answers`, or else built from the annotations of
-            the training split. Of an answer that is listed twice the first counts; `<unk>` is never a target and never
-            predicted.
-        min_answer_count: a list built from annotations holds what is the most frequent answer to at least this number of
-            questions; 9 gives the usual 3,129 answers of VQA v2's train and val.
+            `e2e_vl.data.formats.vqa_files.read_answers`; None: `data.files.answers`, or built from the annotations
+            of the training split. Of an answer that is listed twice the first counts; `<unk>` is never a target and
+            never predicted.
+        min_answer_count: a list built from annotations holds what is the most frequent answer to at least this number
+            of questions; 9 gives the usual 3,129 answers of VQA v2's train and val.
         dropout: dropout before the last Linear.
         loss: "binary": a binary cross entropy per answer with soft targets, summed over the answers (official).
             "softmax": a cross entropy with the most frequent answer as truth (paper, section 4.2.2); texts without a

@@ -90,6 +90,6 @@ def test_a_missing_image_is_found_out_when_it_is_loaded(dataset, tiny):
     stated = dataset.sample(dataset.groups[1]).images[0]
     loader = examples(dataset, tiny.tokenizer, BoxSource.ONLINE).loader
     with pytest.raises(BrokenImageError) as caught:
-        loader.load(stated, loader.draw_look(np.random.default_rng(0)))
+        loader.load(stated, loader.draw_augmentation(np.random.default_rng(0)))
     assert isinstance(caught.value.__cause__, FileNotFoundError)
     assert f"the file of image {image.id} is missing" in str(caught.value.__cause__)

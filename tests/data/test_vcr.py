@@ -23,7 +23,7 @@ def tiny(tmp_path) -> TinyVCR:
 def load(dataset: VCRDataset, text: int, tiny: TinyVCR, **rules):
     """The image of one text index."""
     loader = examples(dataset, tiny.tokenizer, **rules).loader
-    return loader.load(dataset.sample((text,)).images[0], loader.draw_look(np.random.default_rng(0)))
+    return loader.load(dataset.sample((text,)).images[0], loader.draw_augmentation(np.random.default_rng(0)))
 
 
 def test_a_question_and_its_choices(tiny):

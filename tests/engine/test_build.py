@@ -13,7 +13,8 @@ import torch
 from detector.checkpoint import save_pretrained, save_weights
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.examples import Request
-from e2e_vl.engine.build import build_dataset, build_detector, build_tokenizer, make_synthetic_data
+from e2e_vl.engine.build import build_dataset, build_detector
+from e2e_vl.engine.build_data import build_tokenizer, make_synthetic_data
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,3 +62,8 @@ def test_data_under_the_home_folder(monkeypatch, tmp_path, name):
     tokenizer = build_tokenizer(config)
     dataset = build_dataset(config, tokenizer, "train", boxes=config.data.boxes.train, training=True)
     assert len(dataset[Request(0, (dataset.groups[0][0],))].images) == 1
+
+
+def test_own_boxes_of_a_detector_that_never_learns_are_refused(tiny_config):
+    with pytest.raises(ValueError, match=r"^data.boxes.train is online, but the detector starts at random"):
+        resolve(tiny_config("data.boxes.train=online", "detector.loss_weight=0"))

@@ -11,9 +11,10 @@ from e2e_vl.config import ResizeSettings, differences, load_config, save_config
 from e2e_vl.data import collate
 from e2e_vl.data.asked import Asked
 from e2e_vl.data.examples import Request
-from e2e_vl.engine.build import build_run, take_sizes_of_detector
+from e2e_vl.engine.build import take_sizes_of_detector
 from e2e_vl.engine.evaluate import evaluate_run
 from e2e_vl.engine.predict import answer_text, predict_split
+from e2e_vl.engine.run import build_run
 
 ROOT = Path(__file__).parents[2]
 TESTED_AT_96 = "{MIN_SIZE_TRAIN: [96, 112, 128], MAX_SIZE_TRAIN: 160, MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 160}"

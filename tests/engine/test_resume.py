@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from e2e_vl.config import RunConfig
 from e2e_vl.engine import train as training
-from e2e_vl.engine.logging import RunLog, read_log, write_json
 from e2e_vl.engine.train import train
+from e2e_vl.run_files import RunLog, read_log, write_json
 
 # Dropout, sampled RoIs, flips, batch statistics and a worker: all that draws random numbers or keeps a state.
 # 12 images in batches of 4 are 3 steps an epoch, so the checkpoint of step 4 lies inside the second epoch, and

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.config import load_config
-from e2e_vl.engine.build import make_synthetic_data
+from e2e_vl.engine.build_data import make_synthetic_data
 from e2e_vl.engine.evaluate import evaluate_run
 from e2e_vl.engine.train import train
 from e2e_vl.evaluation.vcr import join_predictions, joint_metrics, read_submission, write_submission

@@ -282,7 +282,7 @@ def test_phrase_with_a_saved_model(tool: types.ModuleType, config: Path, tmp_pat
     image, (height, width) = write_image(tmp_path, "rotated")
     out = tmp_path / "out"
     assert tool.main([str(image), "--output", str(out), "--run", str(tmp_path / "run"), "--text", "The red one"]) == 0
-    assert "those that it finds itself are random" in capsys.readouterr().out  # the run was never trained
+    assert "the boxes that it finds itself are random" in capsys.readouterr().out  # the run was never trained
     answer = json.loads((out / "phrase.json").read_text())
     x1, y1, x2, y2 = answer["box"]
     assert 0 <= x1 <= x2 <= width and 0 <= y1 <= y2 <= height

@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 from e2e_vl.data.examples import Request
-from e2e_vl.engine.build import build_collate, build_dataset
+from e2e_vl.engine.build import build_dataset
+from e2e_vl.engine.build_data import build_collate
 from e2e_vl.engine.checkpoint import load_model
 from e2e_vl.evaluation import vcr
 from tests.tools.calls import ask, data_root, first_image, gt_corners, is_picture, refused, saved, split, tagged, told

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from e2e_vl.data.formats.caption_sources import CaptionSource
-from e2e_vl.data.storage.files import read_json, require_keys
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
-from e2e_vl.samples import EncodedImage
+from e2e_vl.data.storage.files import read_json, require_keys
 from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
+from e2e_vl.samples import EncodedImage
 
 logger = logging.getLogger(__name__)
 

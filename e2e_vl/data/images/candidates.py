@@ -62,7 +62,7 @@ class DetectedBoxes(BoxReader):
 
 
 class StoredBoxes(BoxReader):
-    """Boxes of files of region features: detected ones by falling score, given ones (with ids) in file order.
+    """Boxes of files of region features: detected ones by falling score where there are scores, given ones as stored.
 
     Args:
         stores: the files.

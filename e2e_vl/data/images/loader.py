@@ -70,7 +70,7 @@ class ImageRules:
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class Augmentation:
     """What was drawn at random for the images of one request."""
 
     flip: bool
@@ -106,12 +106,12 @@ class ImageLoader:
         if self.boxes is not None:
             self.boxes.require_images(image_ids, split)
 
-    def draw_look(self, generator: np.random.Generator) -> Look:
+    def draw_augmentation(self, generator: np.random.Generator) -> Augmentation:
         """Two draws: whether to flip, and which size."""
         flip = bool(generator.random() < self.rules.flip_probability)
-        return Look(flip, self.rules.resize[int(generator.integers(len(self.rules.resize)))])
+        return Augmentation(flip, self.rules.resize[int(generator.integers(len(self.rules.resize)))])
 
-    def load(self, image: SampleImage, look: Look) -> ImageExample:
+    def load(self, image: SampleImage, augmentation: Augmentation) -> ImageExample:
         """Pixels (or saved features) of one image, with its candidate boxes.
 
         Raises:
@@ -124,15 +124,15 @@ class ImageLoader:
             found = self.boxes.read(image.id)
         self._check(image, found)
         if found is not None and found.features is not None:
-            return self._precomputed(image, found, look)
+            return self._precomputed(image, found, augmentation)
         size = image.size if found is None or found.image_size is None else found.image_size
         try:
             file = image.locate()
             pixels, placement = read_image(
                 file,
                 size,
-                look.resize,
-                flip=look.flip,
+                augmentation.resize,
+                flip=augmentation.flip,
                 channel_order=self.rules.channel_order,
                 name=f"image {image.id}",
             )
@@ -167,10 +167,10 @@ class ImageLoader:
                 f"{image.size[1]} x {image.size[0]}; use features of the same images"
             )
 
-    def _precomputed(self, image: SampleImage, found: CandidateBoxes, look: Look) -> ImageExample:
+    def _precomputed(self, image: SampleImage, found: CandidateBoxes, augmentation: Augmentation) -> ImageExample:
         """Boxes and features from a file; of the image only the sizes."""
         size = found.image_size
-        placement = Placement(size, look.resize.target_size(*size), look.flip)
+        placement = Placement(size, augmentation.resize.target_size(*size), augmentation.flip)
         features, whole = found.features, found.image_feature
         if whole is None and self.rules.mean_image_feature:
             whole = features.mean(axis=0) if len(features) else np.zeros(features.shape[1], dtype=np.float32)

@@ -65,12 +65,12 @@ class ExampleDataset(Dataset):
             ValueError: a file that cannot be read, files that contradict each other, or a box outside its image.
         """
         draw: Draw = functools.partial(random_generator, self.seed, request.epoch)
-        look = self.loader.draw_look(draw(request.texts[0]))
+        augmentation = self.loader.draw_augmentation(draw(request.texts[0]))
         group, texts = request.group, request.texts
         for _ in range(_BROKEN_IN_A_ROW):
             sample = self.dataset.sample(texts)
             try:
-                images = [self.loader.load(image, look) for image in sample.images]
+                images = [self.loader.load(image, augmentation) for image in sample.images]
                 break
             except BrokenImageError as error:
                 if not self.skip_broken:

@@ -12,7 +12,7 @@ from PIL import Image
 from detector.selection import SelectionRule
 from e2e_vl.data.formats.coco import read_instances
 from e2e_vl.data.images.candidates import BoxReader, open_boxes
-from e2e_vl.data.images.loader import Look
+from e2e_vl.data.images.loader import Augmentation
 from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
 from e2e_vl.examples import ImageExample
 from e2e_vl.samples import AnnotatedObjects, BrokenImageError, CandidateBoxes, EncodedImage, SampleImage
@@ -33,7 +33,7 @@ def photo(tiny) -> SampleImage:
 
 def load(image: SampleImage, *args, flip: bool = False, **rules) -> ImageExample:
     loader = make_loader(*args, **rules)
-    return loader.load(image, Look(flip, loader.rules.resize[0]))
+    return loader.load(image, Augmentation(flip, loader.rules.resize[0]))
 
 
 def detections(tiny, selection: SelectionRule = BETTER) -> BoxReader:
@@ -110,12 +110,12 @@ def test_a_flip_moves_pixels_boxes_and_objects(photo):
 
 def test_flip_and_size_are_drawn(photo):
     loader = make_loader(resize=(SAME, DOUBLE), flip_probability=0.5)
-    looks = {loader.draw_look(np.random.default_rng(seed)) for seed in range(40)}
-    assert looks == {Look(flip, resize) for flip in (False, True) for resize in (SAME, DOUBLE)}
-    assert loader.load(photo, Look(False, DOUBLE)).pixels.shape == (120, 200, 3)
+    looks = {loader.draw_augmentation(np.random.default_rng(seed)) for seed in range(40)}
+    assert looks == {Augmentation(flip, resize) for flip in (False, True) for resize in (SAME, DOUBLE)}
+    assert loader.load(photo, Augmentation(False, DOUBLE)).pixels.shape == (120, 200, 3)
     always, never = (make_loader(flip_probability=probability) for probability in (1.0, 0.0))
-    assert {always.draw_look(np.random.default_rng(seed)).flip for seed in range(9)} == {True}
-    assert {never.draw_look(np.random.default_rng(seed)).flip for seed in range(9)} == {False}
+    assert {always.draw_augmentation(np.random.default_rng(seed)).flip for seed in range(9)} == {True}
+    assert {never.draw_augmentation(np.random.default_rng(seed)).flip for seed in range(9)} == {False}
 
 
 # Candidate boxes
@@ -252,7 +252,7 @@ def test_objects_without_an_outline_are_counted_and_said(photo, caplog):
     photo = with_outlines(photo, [LEFT_HALF], [], [[[3, 3], [9, 30]]])  # nothing, and a line
     loader = make_loader(mask_size=14)
     for image_id in ("a", "a", "b", "a"):
-        masks = loader.load(dataclasses.replace(photo, id=image_id), Look(False, SAME)).roi_masks
+        masks = loader.load(dataclasses.replace(photo, id=image_id), Augmentation(False, SAME)).roi_masks
         assert masks.any(axis=(1, 2)).tolist() == [True, False, False]
     assert loader.without_outline == {(name, row) for name in "ab" for row in (1, 2)}
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 3

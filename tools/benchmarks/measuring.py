@@ -1,0 +1,74 @@
+"""What all measurements share: the machine, taking turns, and how times are summed up."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from e2e_vl.config import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs" / "benchmark"
+
+
+def detector_word(config: Path) -> str:
+    """The setting that lets one of the project's own configs find its detector's file from any current directory."""
+    return f"detector.config={ROOT / load_config(config).detector.config}"
+
+
+def machine_facts(device: torch.device) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def print_machine(machine: dict[str, Any]) -> None:
+    """One line for people with the facts of `machine_facts`."""
+    print(f"{machine['device']}, {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def take_turns(
+    ways: dict[str, Callable[[], Any]], repetitions: int, warm_up: int, device: torch.device, label: str
+) -> dict[str, list[float]]:
+    """Seconds of every repetition of every way; the ways take turns, and each second repetition goes backwards."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for repetition in tqdm(range(warm_up + repetitions), desc=label, leave=False):
+        for name in list(ways) if repetition % 2 == 0 else list(ways)[::-1]:
+            synchronize(device)
+            started = time.perf_counter()
+            ways[name]()
+            synchronize(device)
+            if repetition >= warm_up:
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
+
+
+def spread(seconds: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+    """`median`, `min`, `max` and `all` seconds of every way."""
+    return {
+        name: {"median": statistics.median(values), "min": min(values), "max": max(values), "all": values}
+        for name, values in seconds.items()
+    }

@@ -1,0 +1,192 @@
+"""Time and memory of one training step, for several numbers of regions and texts, precisions, and checkpointing.
+
+Shape legend
+    I   images in a batch
+    k   texts of each image
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import itertools
+import mmap
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from e2e_vl.config import RunConfig
+from e2e_vl.engine.optim import build_optimizer
+from e2e_vl.engine.run import build_run
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.structures import Batch
+from grouped_steps import grouped_and_single, with_rois, without_chance
+from measuring import machine_facts, print_machine, synchronize
+
+PRECISIONS = ("fp32", "bf16")
+SAMPLE_SECONDS = 0.005
+
+
+def benchmark_steps(
+    config: RunConfig,
+    *,
+    rois: Sequence[int],
+    image_size: tuple[int, int] | None = None,
+    repetitions: int = 3,
+    warm_up: int = 1,
+) -> dict[str, Any]:
+    """Time forward, backward and optimiser step of every combination; the model is the same one throughout.
+
+    Args:
+        config: a run; I = `train.images_per_batch` / `train.accumulate`, the larger k = `data.texts_per_image`.
+        rois: boxes per image.
+        image_size: pad images to this (height, width), pixels.
+        repetitions, warm_up: measured steps of each combination, and steps before the measured ones.
+
+    Returns:
+        `machine`, `settings`, and `cases`: each with `rois`, `texts_per_image` (1 and k), `precision`,
+        `activation_checkpointing`, `seconds` (median), `seconds_forward_backward` and `peak_gib`: on CPU the largest
+        resident memory of the process during the steps, weights and optimiser included; on CUDA the allocator's peak.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        config = without_chance(config, Path(folder))
+        set_seed(config.seed)
+        run = build_run(config)
+        grouped, singles = grouped_and_single(config, run, image_size)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = run.model.to(device).train()
+    if config.train.channels_last:
+        model.detector.to(memory_format=torch.channels_last)
+    optimizer = build_optimizer(model, config.train)
+    texts = {1: singles[0], config.data.texts_per_image: grouped}
+    cases = []
+    combinations = list(itertools.product((False, True), PRECISIONS, rois, texts))
+    for checkpointing, precision, number, k in tqdm(combinations, desc="combinations", unit="case"):
+        if checkpointing:  # the last half: it is never switched off again
+            model.recompute_activations()
+        (batch,) = with_rois([texts[k].to(device)], number, config.seed)
+        seconds, peak = measure_steps(model, optimizer, batch.to(device), precision, repetitions, warm_up)
+        cases.append(
+            {
+                "rois": number,
+                "texts_per_image": k,
+                "precision": precision,
+                "activation_checkpointing": checkpointing,
+                "seconds": statistics.median(whole for whole, _ in seconds),
+                "seconds_forward_backward": statistics.median(part for _, part in seconds),
+                "peak_gib": peak / 2**30,
+            }
+        )
+    return {
+        "machine": machine_facts(device),
+        "settings": {
+            "images_per_batch": len(grouped.images),
+            "image_size": list(grouped.images.pixels.shape[-2:]),
+            "repetitions": repetitions,
+            "warm_up": warm_up,
+            "seed": config.seed,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        },
+        "cases": cases,
+    }
+
+
+def measure_steps(
+    model: VisionLanguageModel,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    precision: str,
+    repetitions: int,
+    warm_up: int,
+) -> tuple[list[tuple[float, float]], int]:
+    """(seconds of the step, seconds of forward and backward) of each repetition, and the peak memory in bytes."""
+    device = batch.images.pixels.device
+    seconds = []
+    with peak_memory(device) as peak:
+        for repetition in range(warm_up + repetitions):
+            synchronize(device)
+            started = time.perf_counter()
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+                loss = _loss(model, batch)
+            loss.backward()
+            synchronize(device)
+            middle = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            synchronize(device)
+            if repetition >= warm_up:
+                seconds.append((time.perf_counter() - started, middle - started))
+    return seconds, peak[0]
+
+
+def _loss(model: VisionLanguageModel, batch: Batch) -> Tensor:
+    return sum(loss.mean for loss in model(batch).losses.values())
+
+
+@contextlib.contextmanager
+def peak_memory(device: torch.device) -> Iterator[list[int]]:
+    """Yields a list of one number: after the block, the largest memory in bytes, resident, or allocated on CUDA."""
+    peak = [0]
+    _return_free_memory()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield peak
+        peak[0] = torch.cuda.max_memory_allocated(device)
+        return
+    finished = threading.Event()
+
+    def watch() -> None:
+        while not finished.wait(SAMPLE_SECONDS):
+            peak[0] = max(peak[0], resident_bytes())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        finished.set()
+        watcher.join()
+        peak[0] = max(peak[0], resident_bytes())
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    return pages * mmap.PAGESIZE
+
+
+def _return_free_memory() -> None:
+    """Give freed memory back to the system: glibc keeps it, so that what ran before would count too."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def show(result: dict[str, Any]) -> int:
+    """Print a table in Markdown; returns the exit status."""
+    settings = result["settings"]
+    height, width = settings["image_size"]
+    print_machine(result["machine"])
+    print(
+        f"{settings['images_per_batch']} images of {height} x {width} pixels, {settings['parameters'] / 1e6:.1f} M "
+        f"parameters, {settings['repetitions']} repetitions"
+    )
+    print("| boxes | texts per image | precision | checkpointing | s per step | of it forward + backward | peak GiB |")
+    print("|---:|---:|---|---|---:|---:|---:|")
+    for case in result["cases"]:
+        print(
+            f"| {case['rois']} | {case['texts_per_image']} | {case['precision']} | "
+            f"{'on' if case['activation_checkpointing'] else 'off'} | {case['seconds']:.2f} | "
+            f"{case['seconds_forward_backward']:.2f} | {case['peak_gib']:.2f} |"
+        )
+    return 0
