@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from detector.images import ResizeRule
-from e2e_vl.data.images import read_image
-from e2e_vl.data.shards import ShardCaptions
+from e2e_vl.data.formats.shards import ShardCaptions
+from e2e_vl.data.images.reading import read_image
 
 
 def jpeg(value: int, size=(20, 10)) -> bytes:

@@ -1,34 +1,51 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
-from detector.images import ResizeRule
-from e2e_vl.data.collate import collate
-from e2e_vl.data.examples import Example, ImageExample, Objects, Request, TextExample
-from e2e_vl.data.refcoco import RefCOCODataset
+from e2e_vl.data.loading.collate import collate, pad_texts
+from e2e_vl.data.loading.requests import Request
+from e2e_vl.examples import DetectionObjects, Example, ImageExample, Placement, TextExample
+from e2e_vl.layout import LaidText, TextWriter
+from e2e_vl.structures import RegionLabels
+from e2e_vl.targets import Targets, per_wordpiece, stacked
+from e2e_vl.tasks.refcoco import ReferringWording
+from tests.data.roads import examples
+from tests.data.tiny_readers import refcoco
 
 MEAN, STD = (10.0, 20.0, 30.0), (1.0, 2.0, 4.0)
 
 
-def image(height=4, width=6, boxes=2, objects=None, masks=None, value=50) -> ImageExample:
+@dataclasses.dataclass
+class BoxTargets(Targets):
+    box: torch.Tensor | None = stacked()
+    labels: torch.Tensor | None = per_wordpiece()
+
+
+def image(height=4, width=6, boxes=2, value=50, **fields) -> ImageExample:
     return ImageExample(
         pixels=np.full((height, width, 3), value, dtype=np.uint8),
-        original_size=(2 * height, 2 * width),
+        placement=Placement((2 * height, 2 * width), (height, width)),
         name=f"photo_{height}x{width}",
         boxes=None if boxes is None else np.arange(4 * boxes, dtype=np.float32).reshape(boxes, 4),
-        objects=objects,
-        pixel_masks=masks,
+        **fields,
     )
+
+
+def laid(ids, segments=None, summary=None) -> LaidText:
+    ids = np.array(ids, dtype=np.int64)
+    segments = np.zeros_like(ids) if segments is None else np.array(segments, dtype=np.int64)
+    return LaidText(ids, segments, np.arange(len(ids)), summary)
 
 
 def text(length=3, looks_at=(0,), **changes) -> TextExample:
     fields = {
-        "input_ids": np.arange(5, 5 + length),
-        "segment_ids": np.zeros(length, dtype=np.int64),
+        "laid": laid(range(5, 5 + length)),
         "looks_at": looks_at,
-        "targets": {"box": np.full(4, length, dtype=np.float32)},
+        "targets": BoxTargets(np.full(4, length, dtype=np.float32)),
         "record": {"length": length},
     }
     return TextExample(**{**fields, **changes})
@@ -51,12 +68,14 @@ def test_images_are_padded_and_texts_point_at_their_rows():
     assert batch.images.pixels[0, :, 4].abs().sum() == 0
     assert batch.looks_at.tolist() == [[0, -1], [0, -1], [1, 2], [2, -1], [-1, -1]]
     assert batch.texts.attend.sum(1).tolist() == [3, 2, 4, 1, 1]
-    assert batch.targets["box"][:, 0].tolist() == [3, 2, 4, 1, 1]
-    assert batch.targets["box"].dtype == torch.float32
+    assert batch.targets.box[:, 0].tolist() == [3, 2, 4, 1, 1]
+    assert batch.targets.box.dtype == torch.float32
     assert [record["length"] for record in batch.records] == [3, 2, 4, 1, 1]
     assert [len(boxes) for boxes in batch.boxes] == [2, 2, 2]
     assert batch.detection_targets is None
-    assert batch.pixel_masks is None
+    assert batch.targets.labels is None
+    assert batch.pixel_masks is batch.hide is batch.hidden is batch.seeds is batch.roi_masks is None
+    assert batch.region_labels == RegionLabels()
     assert len(batch) == 5
 
 
@@ -113,27 +132,44 @@ def test_precomputed_features_come_without_pixels():
 
 
 def test_detection_targets_pad_attributes_to_the_most_slots():
-    one = Objects(np.ones((1, 4), np.float32), np.array([3]), np.array([[5, 6]]))
-    none = Objects(np.ones((0, 4), np.float32), np.array([], dtype=np.int64), np.zeros((0, 1), np.int64))
-    two = Objects(np.ones((2, 4), np.float32), np.array([0, 1]), np.array([[7], [-1]]))
+    one = DetectionObjects(np.ones((1, 4), np.float32), np.array([3]), np.array([[5, 6]]))
+    none = DetectionObjects(np.ones((0, 4), np.float32), np.array([], dtype=np.int64), np.zeros((0, 1), np.int64))
+    two = DetectionObjects(np.ones((2, 4), np.float32), np.array([0, 1]), np.array([[7], [-1]]))
     targets = join(*(Example([image(objects=o)], [text()]) for o in (one, none, two))).detection_targets
     assert [boxes.shape for boxes in targets.boxes] == [(1, 4), (0, 4), (2, 4)]
     assert [classes.tolist() for classes in targets.classes] == [[3], [], [0, 1]]
     assert [attributes.tolist() for attributes in targets.attributes] == [[[5, 6]], [], [[7, -1], [-1, -1]]]
     assert targets.attributes[1].shape == (0, 2)
-    plain = Objects(np.ones((1, 4), np.float32), np.array([3]))
+    plain = DetectionObjects(np.ones((1, 4), np.float32), np.array([3]))
     assert join(Example([image(objects=plain)], [text()])).detection_targets.attributes is None
 
 
-def test_pixel_masks_of_some_images_are_empty_for_the_others():
-    masks = np.array([[0, 0, 2, 2]], dtype=np.float32)
-    batch = join(Example([image(masks=masks)], [text()]), Example([image()], [text()]))
-    assert [mask.tolist() for mask in batch.pixel_masks] == [[[0, 0, 2, 2]], []]
-    assert batch.pixel_masks[1].shape == (0, 4)
+def test_what_is_known_about_boxes_stays_with_their_image():
+    def example(boxes: int) -> Example:
+        classes, probabilities = np.arange(boxes), np.full((boxes, 3), boxes, dtype=np.float32)
+        masks, hide = np.ones((boxes, 7, 7), dtype=np.float32), np.ones((boxes, 4), dtype=np.float32)
+        shown = image(boxes=boxes, box_classes=classes, class_probs=probabilities, roi_masks=masks, hide=hide)
+        return Example([shown], [text(seed=boxes + 5)])
+
+    batch = join(example(2), example(0))
+    assert [rows.tolist() for rows in batch.region_labels.classes] == [[0, 1], []]
+    assert [rows.tolist() for rows in batch.region_labels.class_probs] == [[[2, 2, 2], [2, 2, 2]], []]
+    assert [tuple(masks.shape) for masks in batch.roi_masks] == [(2, 7, 7), (0, 7, 7)]
+    assert [tuple(boxes.shape) for boxes in batch.hide] == [(2, 4), (0, 4)]
+    assert batch.seeds.tolist() == [7, 5]
+    other = example(2)
+    for field, what in (("box_classes", "classes of the"), ("class_probs", "class dist"), ("roi_masks", "instance")):
+        lacks = Example([dataclasses.replace(other.images[0], **{field: None})], other.texts)
+        with pytest.raises(ValueError, match=f"photo_4x6 comes with {what}.*photo_4x6 without"):
+            join(example(2), lacks)
 
 
-OBJECTS = Objects(np.ones((1, 4), np.float32), np.array([3]))
-WITH_ATTRIBUTES = Objects(np.ones((1, 4), np.float32), np.array([3]), np.array([[1]]))
+def test_seeds_are_known_for_all_texts_or_for_none():
+    assert join(Example([image()], [text(seed=1), text()])).seeds is None
+
+
+OBJECTS = DetectionObjects(np.ones((1, 4), np.float32), np.array([3]))
+WITH_ATTRIBUTES = DetectionObjects(np.ones((1, 4), np.float32), np.array([3]), np.array([[1]]))
 
 
 @pytest.mark.parametrize(
@@ -154,14 +190,28 @@ WITH_ATTRIBUTES = Objects(np.ones((1, 4), np.float32), np.array([3]), np.array([
             Example([image(objects=WITH_ATTRIBUTES)], [text()]),
             "cannot mix objects with attributes",
         ),
-        (Example([image()], [text()]), Example([image()], [text(targets={})]), "texts with targets"),
         (
             Example([image()], [text()]),
-            Example([image()], [text(targets={"box": np.zeros(3, np.float32)})]),
-            "target 'box' has different shapes",
+            Example([image()], [text(targets=Targets())]),
+            "texts with targets BoxTargets and Targets cannot",
+        ),
+        (
+            Example([image()], [text()]),
+            Example([image()], [text(targets=None)]),
+            "texts with targets BoxTargets and NoneType",
+        ),
+        (
+            Example([image()], [text()]),
+            Example([image()], [text(targets=BoxTargets())]),
+            "box is known for some texts of a batch and unknown for others",
+        ),
+        (
+            Example([image()], [text()]),
+            Example([image()], [text(targets=BoxTargets(np.zeros(3, np.float32)))]),
+            r"BoxTargets\.box has different shapes in one batch: \[\(3,\), \(4,\)\]",
         ),
         (Example([image()], [text()]), Example([image()], [text(looks_at=(1,))]), "looks at image 1 of an example"),
-        (Example([image()], [text()]), Example([image()], [text(positions={"mask": 1})]), "names the positions"),
+        (Example([image()], [text()]), Example([image()], [text(laid=laid([5], summary=0))]), "a place for an ans"),
         (Example([], [text(looks_at=())]), Example([], []), "0 images and 1 texts"),
     ],
 )
@@ -171,21 +221,13 @@ def test_examples_that_do_not_go_together(first, second, message):
 
 
 def test_a_dataset_in_groups_gives_the_rows_of_single_texts(tiny):
-    dataset = RefCOCODataset(
-        tiny.images_root,
-        tiny.instances_file,
-        tiny.refs_file,
-        "train",
-        tiny.tokenizer,
-        ResizeRule(60, 1000),
-        with_objects=True,
-    )
+    dataset = examples(refcoco(tiny), ReferringWording(TextWriter(tiny.tokenizer)), with_objects=True)
     grouped = join(dataset[Request(0, (0, 1, 2))], dataset[Request(1, (5, 6))])
     single = join(*(dataset[Request(int(text > 4), (text,))] for text in (0, 1, 2, 5, 6)))
     assert grouped.looks_at.flatten().tolist() == [0, 0, 0, 1, 1]
     assert single.looks_at.flatten().tolist() == [0, 1, 2, 3, 4]
     assert torch.equal(grouped.texts.input_ids, single.texts.input_ids)
-    assert torch.equal(grouped.targets["box"], single.targets["box"])
+    assert torch.equal(grouped.targets.box, single.targets.box)
     assert grouped.records == single.records
     for row, image_row in enumerate(grouped.looks_at.flatten()):
         assert torch.equal(grouped.images.pixels[image_row], single.images.pixels[row])
@@ -195,20 +237,45 @@ def test_a_dataset_in_groups_gives_the_rows_of_single_texts(tiny):
         )
 
 
-def test_labels_are_padded_and_targets_of_regions_stay_with_their_image():
-    def example(boxes: int, *lengths: int) -> Example:
-        shown = image(boxes=boxes)
-        shown.region_targets = {"object_class": np.arange(boxes)}
-        shown.roi_masks = np.ones((boxes, 7, 7), dtype=np.float32)
-        texts = [text(length, targets={"mlm_labels": np.full(length, length)}) for length in lengths]
-        return Example([shown], texts)
+def test_labels_are_padded_like_the_wordpieces():
+    texts = [text(length, targets=BoxTargets(labels=np.full(length, length))) for length in (3, 1, 2)]
+    batch = join(Example([image()], texts))
+    assert batch.targets.box is None
+    assert batch.targets.labels.tolist() == [[3, 3, 3], [1, -1, -1], [2, 2, -1]]
 
-    batch = join(example(2, 3, 1), example(0, 2))
-    assert batch.targets["mlm_labels"].tolist() == [[3, 3, 3], [1, -1, -1], [2, 2, -1]]
-    assert [rows.tolist() for rows in batch.region_targets["object_class"]] == [[0, 1], []]
-    assert [tuple(masks.shape) for masks in batch.roi_masks] == [(2, 7, 7), (0, 7, 7)]
 
-    other = example(2, 3)
-    other.images[0].region_targets = {}
-    with pytest.raises(ValueError, match="targets \\['object_class'\\] of its regions"):
-        join(example(2, 3), other)
+def test_texts_are_padded_at_the_end():
+    one, other = text(laid=laid([2, 9, 3], [0, 1, 1])), text(laid=laid([2, 3]))
+    batch = pad_texts([one, other], pad_id=7)
+    assert batch.input_ids.tolist() == [[2, 9, 3], [2, 3, 7]]
+    assert batch.segment_ids.tolist() == [[0, 1, 1], [0, 0, 0]]
+    assert batch.attend.tolist() == [[True] * 3, [True, True, False]]
+    assert batch.summary is None
+    assert batch.region_of_token is None
+    assert len(batch) == 2
+    empty = pad_texts([text(laid=laid([]))])
+    assert empty.input_ids.shape == (1, 1) and not empty.attend.any()
+    assert join(Example([image()], [one, other]), pad_id=7).texts.input_ids[1, 2] == 7
+
+
+def test_places_of_answers_and_regions_of_tokens():
+    one = text(laid=laid([2, 9, 3], summary=1))
+    other = text(laid=laid([4, 3], summary=0), region_of_token=np.array([1, -1]))
+    batch = pad_texts([one, other])
+    assert batch.summary.tolist() == [1, 0] and batch.summary.dtype == torch.int64
+    assert batch.region_of_token.tolist() == [[-1, -1, -1], [1, -1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (text(laid=laid([2, 3], summary=0)), "texts with a place for an answer and texts without one"),
+        (
+            text(laid=laid([2, 3]), region_of_token=np.array([0])),
+            "text 1 of the batch has 2 wordpieces but 1 region indices",
+        ),
+    ],
+)
+def test_texts_that_do_not_fit(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        pad_texts([text(laid=laid([2, 3])), wrong])

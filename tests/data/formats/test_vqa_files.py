@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from e2e_vl.data.vqa_files import read_answers, read_questions, write_answers
+from e2e_vl.data.formats.vqa_files import read_answers, read_questions, write_answers
 
 
 class Files:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from e2e_vl.data.index_files import OpenFiles
+from e2e_vl.data.storage.index_files import OpenFiles
 
 
 class Slow(io.BytesIO):

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from e2e_vl.data.detections import DetectionsFile
+from e2e_vl.data.formats.detections import DetectionsFile
 
 
 def test_a_flat_list_is_grouped_by_image_in_file_order(tiny):
@@ -15,13 +15,6 @@ def test_a_flat_list_is_grouped_by_image_in_file_order(tiny):
     np.testing.assert_array_equal(found[7].boxes, [[61, 11, 89, 39], [11, 21, 29, 39]])
     np.testing.assert_allclose(found[7].scores, [0.4, 0.8])
     np.testing.assert_array_equal(found[7].category_ids, [2, 2])
-
-
-def test_an_image_without_detections_is_named(tiny):
-    detections = DetectionsFile(tiny.detections_file)
-    detections.require_images([3, 7, 9])
-    with pytest.raises(ValueError, match=r"dets\.json: no detections for image 12 \(and 1 more images\)"):
-        detections.require_images([3, 12, 13])
 
 
 @pytest.mark.parametrize(

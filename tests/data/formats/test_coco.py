@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from e2e_vl.data.coco import object_labels, read_instances
+from e2e_vl.data.formats.coco import object_labels, read_instances
 
 
 def test_reads_images_boxes_and_contiguous_labels(tiny):

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from detector.images import ResizeRule
-from e2e_vl.data.images import Placement, read_image
+from e2e_vl.examples import ImageExample, Placement
 
 TWICE = Placement(original_size=(40, 50), size=(80, 100))
 MIRRORED = Placement(original_size=(40, 50), size=(80, 100), flipped=True)
@@ -46,25 +44,35 @@ def test_a_box_outside_the_image_is_an_error(box):
 
 def test_no_boxes_stay_no_boxes():
     assert TWICE.move_and_clamp_boxes(np.zeros((0, 4)), "x").shape == (0, 4)
+    assert TWICE.move_objects(np.zeros((0, 4))).shape == (0, 4)
 
 
-def test_pixels_are_resized_flipped_and_ordered(tmp_path):
-    pixels = np.zeros((4, 8, 3), dtype=np.uint8)
-    pixels[:, :4] = (250, 100, 10)
-    Image.fromarray(pixels).save(tmp_path / "a.png")
-    rule = ResizeRule(short_edge=8, long_edge=100)
-    image, placement = read_image(tmp_path / "a.png", (4, 8), rule)
-    assert image.shape == (8, 16, 3)
-    assert placement == Placement((4, 8), (8, 16), False)
-    np.testing.assert_array_equal(image[0, 0], [10, 100, 250])
-    mirrored, placement = read_image(tmp_path / "a.png", (4, 8), rule, flip=True, channel_order="RGB")
-    assert placement.flipped
-    np.testing.assert_array_equal(mirrored[:, ::-1, ::-1], image)
+def test_targets_of_the_detector_are_mirrored_on_the_border_and_clipped():
+    """x' = width - x as in Detectron2, so both borders stay on the edges of the object's pixels."""
+    boxes = np.array([[1, 2, 11, 22.5], [-3, -4, 60, 99]])
+    np.testing.assert_array_equal(TWICE.move_objects(boxes), [[2, 4, 22, 45], [0, 0, 100, 80]])
+    np.testing.assert_array_equal(MIRRORED.move_objects(boxes), [[78, 4, 98, 45], [0, 0, 100, 80]])
+    assert MIRRORED.move_objects(boxes).dtype == np.float32
 
 
-def test_missing_file_and_other_size_are_named(tmp_path):
-    Image.new("RGB", (8, 4)).save(tmp_path / "a.png")
-    with pytest.raises(FileNotFoundError, match=r"b\.png: the file of image 5 is missing"):
-        read_image(tmp_path / "b.png", (4, 8), ResizeRule(), name="image 5")
-    with pytest.raises(ValueError, match=r"a\.png: image 5 is 8 x 4 pixels, but its annotation file says 4 x 8"):
-        read_image(tmp_path / "a.png", (8, 4), ResizeRule(), name="image 5")
+def test_without_boxes_nothing_about_the_boxes_is_left():
+    image = ImageExample(
+        np.zeros((4, 6, 3), dtype=np.uint8),
+        TWICE,
+        "photo",
+        boxes=np.ones((2, 4), dtype=np.float32),
+        box_ids=(1, 2),
+        box_classes=np.array([0, 1]),
+        class_probs=np.ones((2, 3), dtype=np.float32),
+        roi_masks=np.ones((2, 7, 7), dtype=np.float32),
+        features=np.ones((2, 5), dtype=np.float32),
+        image_feature=np.ones(5, dtype=np.float32),
+    )
+    emptied = image.without_boxes()
+    shapes = [rows.shape for rows in (emptied.boxes, emptied.box_classes, emptied.class_probs, emptied.features)]
+    assert shapes == [(0, 4), (0,), (0, 3), (0, 5)]
+    assert emptied.roi_masks.shape == (0, 7, 7)
+    assert emptied.box_ids is None and emptied.image_feature is image.image_feature
+    assert len(image.boxes) == 2, "the image itself stays as it is"
+    proposed = ImageExample(image.pixels, TWICE, "photo")
+    assert proposed.without_boxes() is proposed

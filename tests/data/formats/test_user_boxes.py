@@ -1,4 +1,4 @@
-"""What users write on a command line: boxes and VCR's sentences."""
+"""Boxes that users write on a command line or in a small file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from e2e_vl.data.asked import read_boxes
-from e2e_vl.data.vcr_asked import read_sentence
+from e2e_vl.data.formats.user_boxes import read_boxes
 
 
 def test_boxes_in_words():
@@ -59,10 +58,10 @@ def test_arrays_that_would_run_code(tmp_path):
         read_boxes([str(tmp_path / "text.npz")])
 
 
-def test_sentences_name_objects():
-    assert read_sentence("Why is [0, 2] near [1]'s hat ?", 3) == ["Why", "is", [0, 2], "near", [1], "'s", "hat", "?"]
-    assert read_sentence("[sic] 3", 0) == ["[sic]", "3"]
-    with pytest.raises(ValueError, match="names the object \\[3\\], but 3 boxes"):
-        read_sentence("[0,3] waits", 3)
-    with pytest.raises(ValueError, match="empty"):
-        read_sentence(" ", 3)
+def test_words_that_are_no_boxes(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"--hide: .*none\.json is no file"):
+        read_boxes([str(tmp_path / "none.json")], "--hide")
+    with pytest.raises(ValueError, match=r"box 1 \('1,2,x,4'\) is no box"):
+        read_boxes(["1,2,3,4", "1,2,x,4"])
+    with pytest.raises(ValueError, match="Some boxes have a class and others have none"):
+        read_boxes(["cat:1,2,3,4", "1,2,3,4"])

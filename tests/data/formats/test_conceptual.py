@@ -7,9 +7,8 @@ import zipfile
 import numpy as np
 import pytest
 
-from e2e_vl.data.archives import ArchivedFiles
-from e2e_vl.data.conceptual import VLBertCaptions
-from e2e_vl.data.images import EncodedImage
+from e2e_vl.data.formats.conceptual import VLBertCaptions
+from e2e_vl.samples import EncodedImage
 
 BOXES = np.array([[0, 0, 10, 10], [5, 5, 20, 15], [1, 2, 3, 4]], dtype=np.float32)
 CLASSES = np.array([[0.1, 0.6, 0.3], [0.8, 0.1, 0.1], [0.0, 0.3, 0.7]], dtype=np.float32)
@@ -95,36 +94,10 @@ def test_boxes_are_sorted_by_their_best_class(official):
     found = official.read(with_features=True).boxes(0)
     order = [1, 2, 0]  # 0.8, 0.7, 0.6
     np.testing.assert_array_equal(found.boxes, BOXES[order])
-    np.testing.assert_array_equal(found.targets["class_probs"], CLASSES[order])
-    assert found.targets["class_probs"].dtype == np.float32
+    np.testing.assert_array_equal(found.class_probs, CLASSES[order])
+    assert found.class_probs.dtype == np.float32
     np.testing.assert_array_equal(found.features, FEATURES[order])
     np.testing.assert_allclose(found.image_feature, FEATURES.mean(axis=0))
-
-
-def test_many_members_are_found_by_the_index(tmp_path):
-    names = [f"{i:08d}.txt" for i in range(500)]
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.mkdir("folder")
-        for name in names:
-            archive.writestr(name, name * 3)
-    files = ArchivedFiles(tmp_path, tmp_path / "cache")
-    for name in names[::7]:
-        assert files.read(f"a.zip@/{name}") == (name * 3).encode()
-    with pytest.raises(FileNotFoundError, match=r"a.zip: has no member 00000500.txt"):
-        files.read("a.zip@/00000500.txt")
-    (tmp_path / "plain.txt").write_text("x")
-    assert files.read("plain.txt") == b"x"
-    with pytest.raises(FileNotFoundError, match=r"none.txt: there is no such file"):
-        files.read("none.txt")
-    with pytest.raises(FileNotFoundError, match=r"b.zip: no such archive, and .*b/x is no file either"):
-        files.read("b.zip@/x")
-    (tmp_path / "b.zip").write_bytes(b"no archive")
-    with pytest.raises(ValueError, match=r"b.zip: no readable zip archive"):
-        files.read("b.zip@/x")
-    with zipfile.ZipFile(tmp_path / "c.zip", "w", zipfile.ZIP_LZMA) as archive:
-        archive.writestr("x", "y")
-    with pytest.raises(ValueError, match=r"c.zip: x is encrypted or compressed in a way"):
-        files.read("c.zip@/x")
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.data.features.record import OPTIONAL, RegionFeatures, load_npz, save_npz
-from e2e_vl.data.features.stores import TSV_COLUMNS, TsvStore, open_features, sidecar
-from e2e_vl.data.features.writers import check_format, write_features
+from e2e_vl.data.storage.features.record import OPTIONAL, RegionFeatures, load_npz, save_npz
+from e2e_vl.data.storage.features.stores import TSV_COLUMNS, TsvStore, open_features, sidecar
+from e2e_vl.data.storage.features.writers import check_format, write_features
 
 STAMP = {"config": {"a": [1, 2]}, "channel_order": "BGR"}
 FILES = {"tsv": "f.tsv", "lxmert": "f.tsv", "hdf5": "f.h5", "lmdb": "f.lmdb"}
@@ -172,6 +172,6 @@ def test_arrays_that_do_not_fit(records):
 
 
 def test_readers_need_no_optional_package_to_be_imported():
-    code = "import sys; sys.modules.update(h5py=None, lmdb=None); import e2e_vl.data.features.writers"
-    root = Path(__file__).parents[3]
+    code = "import sys; sys.modules.update(h5py=None, lmdb=None); import e2e_vl.data.storage.features.writers"
+    root = Path(__file__).parents[4]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)

@@ -1,17 +1,20 @@
-"""Rules of VCR's sentences: who is called what, what is cut, which objects are named."""
+"""Rules of VCR's sentences: who is called what, what is cut, how users name objects."""
 
 from __future__ import annotations
 
-from e2e_vl.data.vcr_text import (
+import pytest
+
+from e2e_vl.tasks.vcr_sentences import (
     NEUTRAL_NAMES,
     Piece,
     cut_answers,
     cut_rationales,
-    mentioned_objects,
+    encode_sentence,
     names_of,
     plain_text,
-    relevant_objects,
+    read_sentence,
 )
+from tests.tasks.wordings import make_tokenizer
 
 
 def test_people_are_named_in_turn():
@@ -41,11 +44,24 @@ def test_cutting_rationales():
     assert (len(question), len(answer), len(rationales[0])) == (1, 3, 4)
 
 
-def test_rules_about_mentions():
-    sentences = [["Is", [2, 0], "?"], [[0], "and", [1]]]
-    assert mentioned_objects(sentences) == [2, 0, 1]
-    objects = ["cup", "person", "person", "car"]
-    assert relevant_objects(objects, [["No", "."]]) == [1, 2]
-    assert relevant_objects(objects, [[[3], "."]]) == [3]
-    assert relevant_objects(objects, [[[3], "and", "EVERYONE"]]) == [1, 2, 3]
+def test_sentences_in_words():
     assert plain_text(["Is", [2, 0], "?"], ["a", "b", "c"]) == "Is c and a ?"
+    assert plain_text(["Is", [2, 0], "?"], ["a", "b", "c"], None) == "Is c a ?"
+
+
+def test_pieces_know_their_row_and_their_word(tmp_path):
+    tokenizer = make_tokenizer(tmp_path, "is and casey hat")
+    names, rows = ["Casey", "hats"], [4, -1]
+    pieces = encode_sentence(["Is", [0, 1], "?"], names, rows, tokenizer)
+    found = [(tokenizer.convert_ids_to_tokens(piece.id), piece.row, piece.word) for piece in pieces]
+    spelled = [("hat", -1, 3), ("##s", -1, 3)]
+    assert found == [("is", -1, 0), ("casey", 4, 1), ("and", -1, 2), *spelled, ("[UNK]", -1, 4)]
+
+
+def test_sentences_of_users_name_objects():
+    assert read_sentence("Why is [0, 2] near [1]'s hat ?", 3) == ["Why", "is", [0, 2], "near", [1], "'s", "hat", "?"]
+    assert read_sentence("[sic] 3", 0) == ["[sic]", "3"]
+    with pytest.raises(ValueError, match="names the object \\[3\\], but 3 boxes"):
+        read_sentence("[0,3] waits", 3)
+    with pytest.raises(ValueError, match="empty"):
+        read_sentence(" ", 3)
