@@ -9,6 +9,7 @@ import torch
 
 from e2e_vl.encoders.base import Encoder, read_summary
 from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
+from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.layout import CLS, SEP, Template
 from e2e_vl.structures import Ability
 from tests.encoders.test_vl_bert import make_inputs, make_model
@@ -48,18 +49,20 @@ def test_every_ability_ends_a_sentence():
 def test_vl_bert_has_what_its_settings_give_it():
     assert abilities(make_model(**UNABLE)) == ALWAYS
     assert abilities(make_model(**ABLE)) == set(Ability)
+    assert VLBertModel.abilities == ALWAYS  # an ability that it does not know it does not claim
     assert set().union(ALWAYS, *REMEDIES.values()) == set(Ability)
 
 
 @pytest.mark.parametrize("setting", REMEDIES)
 def test_every_remedy_of_vl_bert_helps(setting):
-    """The message names the setting and its value; with it the encoder has the ability, and no other one but its kin."""
+    """The message names the setting and its value; with that the encoder has the ability, and nothing else."""
     unable = make_model(**UNABLE)
     for ability in REMEDIES[setting]:
         with pytest.raises(
             ValueError, match=rf"^The task x needs an encoder with {ability.value}; set .*\.$"
         ) as caught:
             unable.require(ability, "The task x")
+        assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
         [(name, value)] = re.findall(r"encoder\.config\.(\w+) to (\w+)", str(caught.value))
         assert (name, value) == (setting, {True: "true"}.get(ABLE[setting], str(ABLE[setting])))
     changes = UNABLE | ({"uses_whole_image": True} if setting == "image_feature_on_words" else {})
