@@ -209,6 +209,7 @@ class VLBertModel(Encoder):
     _supports_sdpa = True
     _no_split_modules = ("VLBertLayer",)
     layout = TextLayout(question=ANSWER_SLOT)
+    abilities = frozenset({Ability.SUMMARY_OF_QUESTION, Ability.WORD_TABLE})
 
     def __init__(self, config: VLBertConfig):
         super().__init__(config)
@@ -248,7 +249,9 @@ class VLBertModel(Encoder):
             ),
             Ability.IMAGE_PAIRS: (config.image_slots > 1, "set encoder.config.image_slots to 2"),
         }
-        is_able, remedy = remedies.get(ability, (True, ""))
+        if ability not in remedies:
+            return super().lacks(ability)
+        is_able, remedy = remedies[ability]
         return None if is_able else remedy
 
     def get_input_embeddings(self) -> nn.Embedding:

@@ -273,7 +273,7 @@ class PretrainingTask(Task):
             count: region classes of the detector, background included.
         """
         if names is None or len(names) != count - 1 or self.config.teacher == "file":
-            names = [f"class {row}" for row in range(max(count - 1, number + 1))]
+            names = [f"class {row}" for row in range(max(count - 1, number))]
         background, first = (len(names), 0) if self.config.has_background_last else (0, 1)
         return "background" if number == background else names[number - first]
 
