@@ -4,7 +4,7 @@ An image is a uint8 array [height, width, 3]. Images are resized as uint8 with P
 Detectron2 and the official VL-BERT code; filters without antialiasing change the features of a shrunken photo by a
 fifth.
 
-Shape legend: N images in the batch, H, W height and width of the padded batch, R boxes of one image.
+Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def load_image(path: str | Path, channel_order: str = "BGR") -> Pixels:
         a contiguous array.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: the file is empty, damaged, cut off, not an image, or has more than `MAX_PIXELS` pixels.
     """
     return _to_array(_read(path), channel_order)

@@ -4,7 +4,7 @@ Masked RoI classification (VL-BERT section 3.3) asks for the class of a region f
 Hiding only its feature is not enough: neighbouring features and the whole-image feature are computed from the same
 pixels.
 
-Shape legend: N images in the batch, H, W height and width of the padded batch, Q boxes hidden in one image.
+Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations
