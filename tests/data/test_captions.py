@@ -16,9 +16,9 @@ from e2e_vl.data.caption_sources import CocoCaptions
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.collate import collate
 from e2e_vl.data.examples import Request
-from e2e_vl.data.features.record import RegionFeatures, save_npz
 from e2e_vl.data.grouping import GroupedBatchSampler
 from e2e_vl.data.loading import BatchLoader
+from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
 from e2e_vl.engine.build import DATASETS
 from e2e_vl.synthetic import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
@@ -91,9 +91,9 @@ def restored(text, tokenizer) -> str:
         (COCO, "coco", "gt"),
         (COCO, "coco", "detections"),
         (SHARDS, "shards", "online"),
-        (OFFICIAL, "vl_bert", "online"),
-        (OFFICIAL, "vl_bert", "detections"),
-        (OFFICIAL, "vl_bert", "precomputed"),
+        (OFFICIAL, "json_lines", "online"),
+        (OFFICIAL, "json_lines", "detections"),
+        (OFFICIAL, "json_lines", "precomputed"),
     ],
 )
 def test_every_source_gives_whole_batches(root, tokenizer, files, source, boxes):
@@ -241,7 +241,7 @@ def test_blank_and_cut_texts(root, tokenizer):
     assert text.record["cut_wordpieces"] > 0
 
 
-@pytest.mark.parametrize(("files", "source", "boxes"), [(COCO, "coco", "gt"), (OFFICIAL, "vl_bert", "precomputed")])
+@pytest.mark.parametrize(("files", "source", "boxes"), [(COCO, "coco", "gt"), (OFFICIAL, "json_lines", "precomputed")])
 def test_blank_images(root, tokenizer, files, source, boxes):
     options = settings(root, files, source, flip=0)
     options.blank_image = True
