@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-_ROUNDINGS = ("outward", "vl_bert")
+_ROUNDINGS = ("outward", "truncate")
 
 
 def mask_rectangles(
@@ -26,7 +26,7 @@ def mask_rectangles(
     Args:
         boxes: xyxy in pixels of the resized image.
         size: (height, width) of that image without padding.
-        rounding: "outward" takes every pixel that the box touches (floor, floor, ceil, ceil); "vl_bert" does as the
+        rounding: "outward" takes every pixel that the box touches (floor, floor, ceil, ceil); "truncate" does as the
             official VL-BERT code: rows int(y1) to int(y2) and columns int(x1) to int(x2), the last ones included.
 
     Returns:

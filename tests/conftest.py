@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ from types import SimpleNamespace
 import jaxtyping
 import pytest
 import torchvision.ops  # noqa: F401  (before the hook below: a library first imported under it is compiled anew)
+
+from tests import shape_checker
 
 # ---- Shapes. Annotations such as Float[Tensor, "N 3 H W"] in these modules and packages are enforced while the tests
 # run: calls and dataclasses that break one raise jaxtyping.TypeCheckError. Add a module by its dotted name. The hook
@@ -23,7 +26,8 @@ CHECKED = (
         for name in ("encoders", "examples", "hiding", "layout", "model", "structures", "targets", "tasks")
     ),
 )
-jaxtyping.install_import_hook(CHECKED, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+sys.modules["shape_checker"] = shape_checker  # the hook imports it by a plain name
+jaxtyping.install_import_hook(CHECKED, "shape_checker.check_shapes")
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def tokenizer(root):
 
 
 def settings(root, files, source="coco", flip=0.5, **config) -> DataSettings:
-    resize = ResizeSettings([96], 160, "vl_bert")
+    resize = ResizeSettings([96], 160, "truncate")
     return DataSettings(
         name="captions",
         root=str(root),
@@ -164,7 +164,9 @@ def test_masks_depend_on_seed_epoch_and_text_only(root, tokenizer):
     assert len({tuple(ids) for _, ids, _ in texts(0, 1).values()}) > len(dataset) / 2, "the corpus is drawn at random"
 
 
-@pytest.mark.parametrize(("files", "source"), [({**SHARDS, "corpus": COCO["corpus"]}, "shards"), (OFFICIAL, "vl_bert")])
+@pytest.mark.parametrize(
+    ("files", "source"), [({**SHARDS, "corpus": COCO["corpus"]}, "shards"), (OFFICIAL, "json_lines")]
+)
 def test_workers_read_what_one_process_reads(root, tokenizer, files, source):
     dataset = make(root, tokenizer, files, source, relationship=0.5)
     dataset[Request(0, (0,))]  # files are open before the workers are forked
@@ -392,7 +394,7 @@ def test_settings_that_make_no_sense(root, tokenizer, files, options, message):
 def test_sizes_of_training_images_are_drawn_and_the_dataset_can_be_chosen_by_name(root, tokenizer):
     assert DATASETS["captions"] is CaptionDataset
     source = CocoCaptions(root / "captions" / "captions_train.json", root / "images" / "train2014")
-    rules = [ResizeRule(size, 200, "vl_bert") for size in (32, 48)]
+    rules = [ResizeRule(size, 200, "truncate") for size in (32, 48)]
     dataset = CaptionDataset(source, tokenizer, rules, CaptionConfig(), seed=1)
     sizes = {dataset[Request(0, (0,), epoch)].images[0].pixels.shape[0] for epoch in range(20)}
     assert sizes == {32, 48}

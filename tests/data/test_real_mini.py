@@ -27,7 +27,7 @@ from e2e_vl.text import build_vocabulary, load_tokenizer
 
 DEFAULT = Path(__file__).resolve().parents[2].parent / "shared" / "real_mini"
 SPLITS = ("train", "val", "testA", "testB")
-VL_BERT = ResizeRule(short_edge=600, long_edge=1000, rounding="vl_bert")
+VL_BERT = ResizeRule(short_edge=600, long_edge=1000, rounding="truncate")
 
 
 @pytest.fixture(scope="module")

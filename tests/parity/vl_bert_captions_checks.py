@@ -71,7 +71,7 @@ def test_captions_sizes_of_resized_images(golden_root):
     cases = json.loads((golden_root / "vl_bert" / "data.json").read_text(encoding="utf-8"))["resize"]
     assert cases
     for case in cases:
-        (width, height), rule = case["size"], ResizeRule(*case["scales"], "vl_bert")
+        (width, height), rule = case["size"], ResizeRule(*case["scales"], "truncate")
         assert list(rule.target_size(height, width)[::-1]) == case["out"], case
 
 
@@ -81,7 +81,7 @@ def test_captions_image_boxes_classes_and_words_are_those_of_the_official_code(f
     writer = TextWriter(load_tokenizer(source.path.parent / "vocab.txt"), VLBertModel.layout)
     wording = PretrainingWording(writer, {"masked_words": WordMasking(writer)})
     for number, case in enumerate(facts["cases"]):
-        rules = ImageRules((ResizeRule(short, long, "vl_bert"),), flip_probability=float(case["flip"]))
+        rules = ImageRules((ResizeRule(short, long, "truncate"),), flip_probability=float(case["flip"]))
         dataset = ExampleDataset(captions, ImageLoader(rules, BoxSource.DETECTIONS), wording)
         example = dataset[Request(0, (0,))]
         batch = collate([example], facts["pixel_means"], (1, 1, 1))
@@ -97,7 +97,7 @@ def test_captions_image_boxes_classes_and_words_are_those_of_the_official_code(f
         masked = arrays[f"cc.{number}.mvrc_ops_before_truncation"][1:].astype(bool)
         height, width = batch.images.sizes[0].tolist()
         hidden = torch.zeros(height, width, dtype=torch.bool)
-        for x1, y1, x2, y2 in mask_rectangles(batch.boxes[0][masked], (height, width), "vl_bert").int().tolist():
+        for x1, y1, x2, y2 in mask_rectangles(batch.boxes[0][masked], (height, width), "truncate").int().tolist():
             hidden[y1:y2, x1:x2] = True
         pixels = batch.images.pixels[0].masked_fill(hidden, 0.0).numpy()
         np.testing.assert_allclose(pixels, arrays[f"cc.{number}.image"], atol=1e-3)
