@@ -33,7 +33,7 @@ def draw_boxes(
     colours: Sequence[Colour] | None = None,
     title: str | None = None,
 ) -> np.ndarray:
-    """Draw boxes at a size at which lines and labels are legible, whatever the size of the image.
+    """Draw boxes at a size at which lines and labels are legible, for images of any size.
 
     Args:
         image: uint8 [h, w, 3]; it is not changed.

@@ -4,7 +4,7 @@ A task declares a dataclass whose fields say how they are joined:
 
     @dataclasses.dataclass
     class ReferringTargets(Targets):
-        box: Tensor = stacked()
+        box: Float[Tensor, "M 4"] | Float[np.ndarray, " 4"] | None = stacked()
 
 An instance for one text holds arrays or numbers, the instance for a batch that `join` returns holds tensors.
 
@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Int64, Shaped
 from torch import Tensor
 
 from detector.structures import Movable
@@ -30,16 +31,16 @@ from detector.structures import Movable
 class Ragged(Movable):
     """Lists of different lengths, joined: `values` holds all entries, `counts` how many belong to each list."""
 
-    values: Tensor  # [sum of counts, ...]
-    counts: Tensor  # int64 [number of lists]
+    values: Shaped[Tensor, "entries ..."]  # entries: sum of counts
+    counts: Int64[Tensor, " lists"]
 
     def split(self) -> tuple[Tensor, ...]:
         """The lists."""
         return self.values.split(self.counts.tolist())
 
     @property
-    def owner(self) -> Tensor:
-        """int64 [sum of counts]: which list an entry belongs to."""
+    def owner(self) -> Int64[Tensor, " entries"]:
+        """Which list an entry belongs to."""
         return torch.repeat_interleave(torch.arange(len(self.counts), device=self.counts.device), self.counts)
 
 
@@ -48,7 +49,7 @@ class Targets(Movable):
     """Base class of a task's targets; subclasses are dataclasses with fields made by the functions below."""
 
     @classmethod
-    def join(cls, texts: Sequence[Self]) -> Self:
+    def join(cls, texts: Sequence[Targets]) -> Targets:
         """The targets of M texts, in their order.
 
         Raises:
@@ -68,12 +69,12 @@ class Targets(Movable):
             )
         return cls(**joined)
 
-    def cut(self, index: Tensor, attend: Tensor) -> Self:
+    def cut(self, index: Int64[Tensor, "M L"], attend: Bool[Tensor, "M L"]) -> Targets:
         """A copy for shortened texts.
 
         Args:
-            index: int64 [M, L], the old position of each wordpiece that stays.
-            attend: bool [M, L], real wordpieces.
+            index: the old position of each wordpiece that stays.
+            attend: real wordpieces.
         """
         changes = {}
         for field in dataclasses.fields(self):

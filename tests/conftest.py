@@ -7,9 +7,34 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import jaxtyping
 import pytest
+import torchvision.ops  # noqa: F401  (before the hook below: a library first imported under it is compiled anew)
 
-from e2e_vl.config import RunConfig, load_config
+# ---- Shapes. Annotations such as Float[Tensor, "N 3 H W"] in these modules and packages are enforced while the tests
+# run: calls and dataclasses that break one raise jaxtyping.TypeCheckError. Add a module by its dotted name. The hook
+# must be in place before a module is imported, so it comes before all imports of this project's code; processes that a
+# test spawns do not have it. In a call every axis name stands for one size, except names that begin with an underscore;
+# of a list, one random entry is checked. The fixture `unchecked_shapes` switches the checks off.
+CHECKED = (
+    "detector",
+    *(
+        f"e2e_vl.{name}"
+        for name in ("encoders", "examples", "hiding", "layout", "model", "structures", "targets", "tasks")
+    ),
+)
+jaxtyping.install_import_hook(CHECKED, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+
+
+@pytest.fixture
+def unchecked_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of errors that users get for wrong shapes: without it the annotations are violated first."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+# ---- End of shapes.
+
+from e2e_vl.config import RunConfig, load_config  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 # Six objects in every scene: all texts then have the same number of annotated regions.

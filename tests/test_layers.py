@@ -45,7 +45,7 @@ LAYER_OF_NAME |= {name: name for name in MAY_IMPORT if name not in ("detector", 
 
 EVALUATION_EXTRA = "detector.boxes"
 THIRD_PARTY = {
-    "detector": {"torch", "torchvision", "numpy", "cv2", "PIL", "yaml", "safetensors", "pycocotools"},
+    "detector": {"torch", "torchvision", "jaxtyping", "numpy", "cv2", "PIL", "yaml", "safetensors", "pycocotools"},
     "evaluation": {"numpy"},
 }
 ONLY_IN = {"detectron2": "detector/detectron2_adapter.py"}  # optional packages, each behind one file
@@ -69,7 +69,7 @@ def layer_of_file(file: str) -> str:
 
 
 def layer_of_import(target: str) -> str | None:
-    """Layer of a dotted name, or None for another project's. What is no module is taken as a name in `__init__`."""
+    """Layer of a dotted name, or None for another project's. A name that is not a module belongs to `__init__`."""
     package, _, rest = target.partition(".")
     if package in ("detector", "tools"):
         return package
@@ -77,7 +77,7 @@ def layer_of_import(target: str) -> str | None:
 
 
 def imports(file: str, source: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of all imports, those inside functions too; `from a import b` gives `a.b`."""
+    """(line, dotted name) of all imports, also inside functions; `from a import b` gives `a.b`."""
     package = file.split("/")[:-1]
     for node in ast.walk(ast.parse(source, filename=file)):
         match node:

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import DataSettings
@@ -67,7 +67,7 @@ class VLDataset(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def open(cls, files: DataFiles, options: Any, split: str, wants: Wants) -> Self:
+    def open(cls, files: DataFiles, options: Any, split: str, wants: Wants) -> VLDataset:
         """Read the files of a split.
 
         Raises:

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants
@@ -86,7 +86,7 @@ class CaptionDataset(VLDataset):
                 )
 
     @classmethod
-    def open(cls, files: DataFiles, options: CaptionOptions, split: str, wants: Wants) -> Self:
+    def open(cls, files: DataFiles, options: CaptionOptions, split: str, wants: Wants) -> CaptionDataset:
         """The top of this file says which files there are; only training reads a corpus."""
         instances = None
         if wants.annotations:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants
@@ -54,7 +54,7 @@ class CocoDetectionDataset(VLDataset):
         self.class_names = self.instances.class_names
 
     @classmethod
-    def open(cls, files: DataFiles, options: NoOptions, split: str, wants: Wants) -> Self:
+    def open(cls, files: DataFiles, options: NoOptions, split: str, wants: Wants) -> CocoDetectionDataset:
         """`data.files` holds `images` and `instances`; in evaluation every image counts."""
         keep = files.settings.keep_empty_images or not wants.training
         return cls(files.path("images", split=split), files.path("instances", split=split), keep_empty_images=keep)

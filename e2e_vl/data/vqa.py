@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts
 from e2e_vl.data.formats.coco import CocoInstances, read_instances
@@ -103,7 +103,7 @@ class VQADataset(VLDataset):
             self.class_names = parts[0].instances.class_names
 
     @classmethod
-    def open(cls, files: DataFiles, options: VQAOptions, split: str, wants: Wants) -> Self:
+    def open(cls, files: DataFiles, options: VQAOptions, split: str, wants: Wants) -> VQADataset:
         """`split` names one split or several joined by "+" (train2014+val2014).
 
         `data.files` holds `questions`, `annotations`, `images` (a folder) and, where annotated boxes are needed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -63,20 +64,22 @@ class Encoder(PreTrainedModel):
             output_attentions: also return the attention maps.
 
         Returns:
-            `EncoderOutput` with text [M, L, E] and regions [M, R, E], zero at padding.
+            `EncoderOutput` with vectors that are zero at padding.
         """
         raise NotImplementedError
 
 
-def read_summary(text: Tensor, pooled: Tensor | None, place: Tensor | None) -> Tensor | None:
+def read_summary(
+    text: Float[Tensor, "M L E"], pooled: Float[Tensor, "M E"] | None, place: Int64[Tensor, " M"] | None
+) -> Float[Tensor, "M E"] | None:
     """The summary of each text: its state at the place of its answer, or the pooled vector where it has no such place.
 
     Args:
-        text: float [M, L, E], output states of the wordpieces.
-        pooled: float [M, E]; None: the encoder has no pooler.
-        place: int64 [M], `TextBatch.summary`.
+        text: output states of the wordpieces.
+        pooled: None: the encoder has no pooler.
+        place: `TextBatch.summary`.
 
     Returns:
-        float [M, E], or None without a place and without a pooler.
+        None without a place and without a pooler.
     """
     return pooled if place is None else text[torch.arange(len(place), device=place.device), place]

@@ -47,7 +47,10 @@ from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
-from e2e_vl.weights.start import check_vocabulary, load_encoder, load_task
+from e2e_vl.weights.base import WeightAdapter
+from e2e_vl.weights.bert import BertStart
+from e2e_vl.weights.start import StartRules, check_vocabulary, load_encoder, load_task
+from e2e_vl.weights.vl_bert import OfficialVLBert
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,9 @@ DETECTORS: dict[str, Callable[[], type[Detector]]] = {
     "precomputed": lambda: PrecomputedDetector,
 }
 ENCODERS = {"vl_bert": (VLBertConfig, VLBertModel), "none": (NoEncoderConfig, NoEncoder)}
+ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # of encoders that start from files of other projects
+    "vl_bert": (OfficialVLBert(), BertStart()),
+}
 TASKS = {
     "refcoco": (ReferringConfig, ReferringTask),
     "detection": (DetectionConfig, DetectionTask),
@@ -159,9 +165,8 @@ def build_model(
     """
     if tokenizer is not None and config.encoder.weights is not None:
         check_vocabulary(config.encoder.weights, tokenizer)
-    task_class = named_parts(config).task[1]
     detector = build_detector(config)
-    encoder = build_encoder(config, task_class, vocab_size=vocab_size, feature_dim=detector.feature_dim)
+    encoder = build_encoder(config, vocab_size=vocab_size, feature_dim=detector.feature_dim)
     sizes = Sizes(encoder.hidden_size, vocab_size, detector.feature_dim, detector.num_classes)
     task = build_task(config, sizes)
     for ability in task.needs:
@@ -170,7 +175,7 @@ def build_model(
         task.initialise(tokenizer, encoder, detector)
     if config.task.weights is not None:
         knows_order = are_given(config) or not task.chooses_answers
-        report = load_task(task, config.task.weights, task_name=config.task.name, knows_class_order=knows_order)
+        report = load_task(task, config.task.weights, start_rules(config), knows_class_order=knows_order)
         _log_start(config.task.weights, report)
     rule = task.hiding
     needs_copy = rule is not None and rule.hides and rule.teacher == "frozen"
@@ -210,7 +215,12 @@ def _log_start(path: str, report: LoadReport) -> None:
     logger.log(level, "%s (%s names): %s.", path, report.layout, report.summary())
 
 
-def build_encoder(config: RunConfig, task_class: type[Task], *, vocab_size: int, feature_dim: int) -> Encoder:
+def start_rules(config: RunConfig) -> StartRules:
+    """What says how the encoder and the task of the settings start from weights."""
+    return StartRules(config.task.name, TASKS, ADAPTERS.get(config.encoder.name, ()))
+
+
+def build_encoder(config: RunConfig, *, vocab_size: int, feature_dim: int) -> Encoder:
     config_class, model_class = named_parts(config).encoder
     check_keys([field.name for field in dataclasses.fields(config_class)], config.encoder.config, "encoder.config")
     fixed = [key for key in ("vocab_size", "feature_dim") if key in config.encoder.config]
@@ -223,7 +233,7 @@ def build_encoder(config: RunConfig, task_class: type[Task], *, vocab_size: int,
         raise ValueError(f"encoder.config cannot be used: {reason}.") from error
     for weights in (config.encoder.fallback_weights, config.encoder.weights):
         if weights is not None:
-            _log_start(weights, load_encoder(encoder, weights, task_class, task_name=config.task.name))
+            _log_start(weights, load_encoder(encoder, weights, start_rules(config)))
     return encoder
 
 

@@ -157,7 +157,7 @@ def _prepare(job: ExtractionJob) -> list[str] | None:
 
 
 def _check_begun(folder: Path, stamp: dict[str, Any]) -> None:
-    """Raise a ValueError if the folder holds files, but not those of an extraction with this stamp."""
+    """Raise a ValueError if the folder holds files of another extraction or other files."""
     written = folder / STAMP_NAME
     if written.is_file():
         before = json.loads(written.read_text(encoding="utf-8"))

@@ -119,7 +119,10 @@ class PretrainingWording(Wording):
 class PretrainingTask(Task):
     """The objectives of a run. Each loss is a mean over all labelled items of the batch, 0 if there is none."""
 
-    starts_from = HeadStart(copies={"word_head.": "word_head."}, random=("",))
+    lends = ("",)
+    starts_from = HeadStart(
+        copies={"word_head.": "word_head."}, random=("",), region_classes=("masked_regions.output.",)
+    )
     renamed: ClassVar[Mapping[str, str]] = {
         "mlm.": "word_head.",
         "region_classifier.": "masked_regions.",
@@ -270,7 +273,7 @@ class PretrainingTask(Task):
             count: region classes of the detector, background included.
         """
         if names is None or len(names) != count - 1 or self.config.teacher == "file":
-            names = [f"class {row}" for row in range(max(count - 1, number + 1))]
+            names = [f"class {row}" for row in range(max(count - 1, number))]
         background, first = (len(names), 0) if self.config.has_background_last else (0, 1)
         return "background" if number == background else names[number - first]
 

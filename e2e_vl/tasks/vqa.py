@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -89,8 +90,8 @@ class VQAConfig:
 class VQATargets(Targets):
     """How good each answer is, and the best one."""
 
-    scores: Tensor | None = stacked()  # float32 [M, Y], soft targets
-    best: Tensor | None = stacked()  # int64 [M], class of the most frequent known answer; -1: none is known
+    scores: Float[np.ndarray, " Y"] | Float[Tensor, "M Y"] | None = stacked()  # soft targets
+    best: np.int64 | Int64[Tensor, " M"] | None = stacked()  # class of the most frequent answer; -1: none is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +161,7 @@ class AnswerList:
 
 
 class AnswerHead(nn.Module):
-    """Linear + GELU + LayerNorm (BERT's masked-word transform), dropout, Linear: [M, E] -> [M, Y]."""
+    """Linear + GELU + LayerNorm (BERT's masked-word transform), dropout, Linear."""
 
     def __init__(self, hidden_size: int, num_answers: int, dropout: float, new_layers: NewLayers = "official"):
         super().__init__()
@@ -171,7 +172,7 @@ class AnswerHead(nn.Module):
         self.output = nn.Linear(hidden_size, num_answers)
         start_head((self.transform["dense"], self.output), new_layers)
 
-    def forward(self, states: Tensor) -> Tensor:
+    def forward(self, states: Float[Tensor, "M E"]) -> Float[Tensor, "M Y"]:
         states = self.transform["norm"](F.gelu(self.transform["dense"](states)))
         return self.output(self.dropout(states))
 
@@ -271,7 +272,7 @@ class VQATask(Task):
             losses["vqa"] = self._loss(logits, batch.targets)
         return TaskOutput(losses=losses, logits=logits)
 
-    def _loss(self, logits: Tensor, targets: VQATargets) -> Loss:
+    def _loss(self, logits: Float[Tensor, "M Y"], targets: VQATargets) -> Loss:
         if self.config.loss == "binary":
             total = F.binary_cross_entropy_with_logits(logits, targets.scores.to(logits), reduction="sum")
             return Loss(total=total, count=logits.new_tensor(float(len(logits))))

@@ -62,8 +62,3 @@ def test_data_under_the_home_folder(monkeypatch, tmp_path, name):
     tokenizer = build_tokenizer(config)
     dataset = build_dataset(config, tokenizer, "train", boxes=config.data.boxes.train, training=True)
     assert len(dataset[Request(0, (dataset.groups[0][0],))].images) == 1
-
-
-def test_own_boxes_of_a_detector_that_never_learns_are_refused(tiny_config):
-    with pytest.raises(ValueError, match=r"^data.boxes.train is online, but the detector starts at random"):
-        resolve(tiny_config("data.boxes.train=online", "detector.loss_weight=0"))

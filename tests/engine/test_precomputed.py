@@ -13,8 +13,8 @@ from detector.images import ResizeRule
 from detector.precomputed import PrecomputedDetector
 from detector.structures import ImageBatch, PrecomputedFeatures
 from e2e_vl.data.examples import Request
-from e2e_vl.data.features.stores import open_features
-from e2e_vl.data.image_lists import list_images, read_given_boxes
+from e2e_vl.data.formats.image_lists import list_images, read_given_boxes
+from e2e_vl.data.storage.features.stores import open_features
 from e2e_vl.engine.checkpoint import load_model
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.run import build_run

@@ -12,7 +12,7 @@ from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule
 from detector.selection import SelectionRule
-from e2e_vl.config import DataSettings, ResizeSettings, RunConfig, save_config
+from e2e_vl.config import DataSettings, EncoderSettings, ResizeSettings, RunConfig, TaskSettings, save_config
 from e2e_vl.extraction.detectors import detector_of_run, load_detector
 from e2e_vl.extraction.single import extract_image
 
@@ -74,8 +74,10 @@ def test_detector_of_a_run(config: Path, image: Path, tmp_path: Path):
         {key: value.contiguous() for key, value in detector.state_dict().items()},
         folder / "detector" / "model.safetensors",
     )
-    data = DataSettings(root="data", resize=ResizeSettings(short_edge=[48, 64], long_edge=80, rounding="vl_bert"))
-    save_config(RunConfig(output="run", data=data), folder / "config.yaml")
+    resize = ResizeSettings(short_edge=[48, 64], long_edge=80, rounding="vl_bert")
+    named = {"encoder": EncoderSettings(name="vl_bert"), "task": TaskSettings(name="refcoco")}
+    config = RunConfig(output="run", data=DataSettings(name="refcoco", root="data", resize=resize), **named)
+    save_config(config, folder / "config.yaml")
     for path in (tmp_path / "run", folder):
         source = detector_of_run(path)
         assert source.resize == ResizeRule(64, 80, "vl_bert")

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.data.vcr_files import VCRFile, read_metadata
-from e2e_vl.data.vcr_text import relevant_objects
+from e2e_vl.data.formats.vcr_files import VCRFile, read_metadata
+from e2e_vl.data.vcr import relevant_objects
 from e2e_vl.evaluation.vcr import Submission, read_submission, vcr_accuracies, vcr_hits, write_submission
 
 
@@ -71,7 +71,7 @@ def test_vcr_boxes_that_r2c_keeps(expected, questions):
             "rationale": [one.question + right, *one.rationale_choices],
         }
         for kind, said in sentences.items():
-            used = relevant_objects(one.objects, said)
+            used = list(relevant_objects(one.objects, said))
             assert used == recorded[kind]["used"]
             tags = [used.index(number) + 1 if number in used else -1 for number in range(len(one.objects))]
             assert tags == recorded[kind]["old_to_new"]

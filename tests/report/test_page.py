@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 import pytest
 
-from e2e_vl.config import RunConfig, save_config
+from e2e_vl.config import EvalSettings, RunConfig, save_config
 from e2e_vl.report.page import write_report
 from e2e_vl.run_files import RunLog, write_json
 
@@ -84,8 +84,7 @@ def test_one_picture_per_image_and_no_more_than_asked_for(run, number, shown):
     cv2.imwrite(str(run / "other.png"), np.zeros((50, 50, 3), np.uint8))
     records = [record(run), record(run), record(run, file_name=str(run / "other.png"))]
     write_json(run / "predictions_val_gt.json", records)
-    config = RunConfig(output=str(run))
-    config.eval.report_pictures = number
+    config = RunConfig(output=str(run), eval=EvalSettings(report_pictures=number))
     assert report(run, config).count("<figure>") == shown
 
 
@@ -111,8 +110,6 @@ def test_a_picture_keeps_its_colours_and_its_caption_says_how_right_it_is(run):
 def test_a_prediction_that_the_task_does_not_draw_leaves_room_for_the_next(run):
     blank = {"sent": "no file", "correct": 1.0}
     write_json(run / "predictions_val_gt.json", [blank, blank, record(run)])
-    config = RunConfig(output=str(run))
-    config.eval.report_pictures = 1
-    page = report(run, config)
+    page = report(run, RunConfig(output=str(run), eval=EvalSettings(report_pictures=1)))
     assert page.count("<figure>") == 1
     assert "no file" not in page

@@ -44,8 +44,7 @@ def benchmark_detector(
 
     Args:
         config: Detectron2 YAML file of a C4 model.
-        image_size: (height, width), pixels of the network input.
-        images: N.
+        image_size: (height, width), pixels of the network input; images: N.
         rois: numbers of given boxes R, one measurement each; the training step uses the first.
         repetitions, warm_up: measured calls of each backend, and calls before the measured ones.
         training: also measure training steps, with `sampled_rois` RoIs of each image for the detection losses.
@@ -62,23 +61,10 @@ def benchmark_detector(
         raise ValueError("Repetitions, images and boxes must be positive numbers.")
     torch.manual_seed(seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    detectors = make_detectors(config, sampled_rois)
-    for detector in detectors.values():
-        detector.to(device)
+    detectors = {name: detector.to(device) for name, detector in make_detectors(config, sampled_rois).items()}
     detectors["builtin"].to(memory_format=torch.channels_last)  # as `train.channels_last` does; Detectron2 as it comes
-    batch = random_images(images, image_size).to(device)
-    cases: dict[str, dict[str, Callable[[], Any]]] = {}
-    for number in rois:
-        boxes = random_boxes(images, number, image_size, device)
-        cases[f"features_{number}"] = {
-            name: _feature_call(detector, batch, boxes) for name, detector in detectors.items()
-        }
+    cases = _calls(detectors, random_images(images, image_size).to(device), rois, training)
     difference = _feature_difference(cases[f"features_{rois[0]}"])
-    results = {name: _measure(calls, repetitions, warm_up, device, name) for name, calls in cases.items()}
-    if training:
-        boxes = random_boxes(images, rois[0], image_size, device)
-        calls = {name: _training_call(detector, batch, boxes) for name, detector in detectors.items()}
-        results["train"] = _measure(calls, repetitions, warm_up, device, "train")
     return {
         "machine": machine_facts(device),
         "settings": {
@@ -91,7 +77,7 @@ def benchmark_detector(
             "seed": seed,
         },
         "backends": list(detectors),
-        "cases": results,
+        "cases": {name: _measure(calls, repetitions, warm_up, device, name) for name, calls in cases.items()},
         "max_feature_difference": difference,
     }
 
@@ -117,13 +103,27 @@ def random_images(number: int, size: tuple[int, int]) -> ImageBatch:
     return ImageBatch(pixels, sizes, sizes, [f"image {index}" for index in range(number)])
 
 
-def random_boxes(images: int, number: int, size: tuple[int, int], device: torch.device) -> list[Tensor]:
-    """Boxes with sides of 10 to 50 % of the image's sides."""
-    height, width = size
+def random_boxes(images: ImageBatch, number: int) -> list[Tensor]:
+    """N x float32 [number, 4]: boxes with sides of 10 to 50 % of the image's sides."""
+    height, width = images.pixels.shape[-2:]
     scale = torch.tensor([width, height, width, height], dtype=torch.float32)
-    corners = torch.rand(images, number, 2) * 0.5
-    sides = 0.1 + torch.rand(images, number, 2) * 0.4
-    return list((torch.cat([corners, corners + sides], dim=2) * scale).to(device))
+    corners = torch.rand(len(images), number, 2) * 0.5
+    sides = 0.1 + torch.rand(len(images), number, 2) * 0.4
+    return list((torch.cat([corners, corners + sides], dim=2) * scale).to(images.pixels.device))
+
+
+def _calls(
+    detectors: dict[str, Detector], batch: ImageBatch, rois: Sequence[int], training: bool
+) -> dict[str, dict[str, Callable[[], Any]]]:
+    """What is timed: by case, then by backend."""
+    cases: dict[str, dict[str, Callable[[], Any]]] = {}
+    for number in rois:
+        boxes = random_boxes(batch, number)
+        cases[f"features_{number}"] = {name: _feature_call(one, batch, boxes) for name, one in detectors.items()}
+    if training:  # last, because it changes the weights
+        boxes = random_boxes(batch, rois[0])
+        cases["train"] = {name: _training_call(one, batch, boxes) for name, one in detectors.items()}
+    return cases
 
 
 def _feature_difference(calls: dict[str, Callable[[], Tensor]]) -> float | None:

@@ -54,8 +54,7 @@ def benchmark_training(
         rois: boxes per image, one measurement each: the run's own boxes, cut off or filled up with random ones. None =
             the run's own boxes as they are.
         image_size: pad images to this (height, width), pixels; None = to the largest of the batch.
-        repetitions: measured steps of each way.
-        warm_up: steps of each way before the measured ones.
+        repetitions, warm_up: measured steps of each way, and steps of each way before the measured ones.
 
     Returns:
         `machine`; `settings`; `cases`, one per entry of `rois`, each with `times` (seconds), `texts_per_second`,
@@ -66,36 +65,28 @@ def benchmark_training(
         ValueError, FileNotFoundError: settings or data that do not fit.
     """
     _check(config, rois, repetitions, warm_up)
-    take_sizes_of_detector(config)
-    with tempfile.TemporaryDirectory() as folder:
-        config = without_chance(config, Path(folder))
-        set_seed(config.seed)
-        run = build_run(config)
-        grouped, singles = grouped_and_single(config, run, image_size)
+    config, run, grouped, singles = build_batches(config, image_size)
     accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
     if config.train.channels_last:
         run.model.detector.to(memory_format=torch.channels_last)
     run.model.to(accelerator.device)
-    batches = [with_rois([grouped, *singles], number, config.seed) for number in rois]
-    batches = [[batch.to(accelerator.device) for batch in case] for case in batches]
+    batches = [
+        [batch.to(accelerator.device) for batch in with_rois([grouped, *singles], number, config.seed)]
+        for number in rois
+    ]
     checks = [compare_gradients(run.model, case[0], case[1:]) for case in batches]
     stepper = Stepper(config, run.model, accelerator)
-    cases = []
-    for number, case, check in zip(rois, batches, checks, strict=True):
-        times = stepper.measure({"grouped": case[:1], "ungrouped": case[1:]}, repetitions, warm_up)
-        cases.append(_case(number, times, check, len(case[0]), config.data.texts_per_image))
+    times = [stepper.measure({"grouped": case[:1], "ungrouped": case[1:]}, repetitions, warm_up) for case in batches]
+    cases = [_case(*case, len(grouped), config.data.texts_per_image) for case in zip(rois, times, checks, strict=True)]
     return {
         "machine": machine_facts(accelerator.device),
         "settings": {
-            "images_per_batch": len(grouped.images),
-            "texts_per_image": config.data.texts_per_image,
-            "image_size": list(grouped.images.pixels.shape[-2:]),
-            "rois": list(rois),
+            **common_settings(config, run, grouped),
             "repetitions": repetitions,
             "warm_up": warm_up,
+            "rois": list(rois),
+            "texts_per_image": config.data.texts_per_image,
             "mixed_precision": config.train.mixed_precision,
-            "seed": config.seed,
-            "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         },
         **{key: cases[0][key] for key in ("times", "texts_per_second", "ratios", "checks")},
         "cases": cases,
@@ -110,6 +101,26 @@ def _check(config: RunConfig, rois: Sequence[int | None], repetitions: int, warm
         raise ValueError(f"{repetitions} repetitions and {warm_up} warm-up steps cannot be measured.")
     if config.data.boxes.train == "online" and any(number is not None for number in rois):
         raise ValueError("The detector finds its own boxes (data.boxes.train=online), so their number cannot be set.")
+
+
+def build_batches(config: RunConfig, image_size: tuple[int, int] | None) -> tuple[RunConfig, Run, Batch, list[Batch]]:
+    """The settings of `without_chance`, a run that is built from them, and the batches of `grouped_and_single`."""
+    take_sizes_of_detector(config)
+    with tempfile.TemporaryDirectory() as folder:
+        config = without_chance(config, Path(folder))
+        set_seed(config.seed)
+        run = build_run(config)
+        return config, run, *grouped_and_single(config, run, image_size)
+
+
+def common_settings(config: RunConfig, run: Run, batch: Batch) -> dict[str, Any]:
+    """The settings that every measurement of training steps has."""
+    return {
+        "images_per_batch": len(batch.images),
+        "image_size": list(batch.images.pixels.shape[-2:]),
+        "seed": config.seed,
+        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+    }
 
 
 def without_chance(config: RunConfig, folder: Path) -> RunConfig:

@@ -70,25 +70,30 @@ def benchmark_memory(
     sizes = {"corpus_mib": corpus_mib, "records": records}
     run = {"batches": batches, "images_per_batch": images_per_batch, "workers": workers}
     written = write_files(folder, corpus_mib, records)
-    # Spawned, not forked: it must not inherit the memory of this process.
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    files = {"corpus": written.corpus.name, "shards": written.shards.name}
-    process = context.Process(target=_measure, args=(sender, folder, files, written.vocabulary), kwargs=run)
-    process.start()
-    sender.close()
-    try:
-        result = receiver.recv()
-    except EOFError:
-        process.join()
-        raise RuntimeError(f"The measuring process ended with status {process.exitcode}.") from None
-    process.join()
     return {
         "machine": machine_facts(torch.device("cpu")),
         "settings": {**sizes, **run},
         "files": written.sizes(),
-        **result,
+        **_measured_apart(folder, written, run),
     }
+
+
+def _measured_apart(folder: Path, files: Files, run: dict[str, int]) -> dict[str, Any]:
+    """What `_measure` sends from a process of its own."""
+    # Spawned, not forked: it must not inherit the memory of this process.
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    names = {"corpus": files.corpus.name, "shards": files.shards.name}
+    process = context.Process(target=_measure, args=(sender, folder, names, files.vocabulary), kwargs=run)
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(f"The measuring process ended with status {process.exitcode}.") from None
+    finally:
+        process.join()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +113,7 @@ class Files:
 def write_files(folder: Path, corpus_mib: int, records: int) -> Files:
     """Write a corpus of `corpus_mib` MiB and `records` captioned images, or keep existing files of these sizes.
 
-    Their indices are removed: who reads the files makes them anew.
+    Their indices are removed: reading the files makes them anew.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paragraphs = draw_lines(SceneConfig(), np.random.default_rng(0))

@@ -13,7 +13,6 @@ import gc
 import itertools
 import mmap
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -21,16 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import set_seed
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from e2e_vl.config import RunConfig
 from e2e_vl.engine.optim import build_optimizer
-from e2e_vl.engine.run import build_run
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
-from grouped_steps import grouped_and_single, with_rois, without_chance
+from grouped_steps import build_batches, common_settings, with_rois
 from measuring import machine_facts, print_machine, synchronize
 
 PRECISIONS = ("fp32", "bf16")
@@ -58,23 +55,18 @@ def benchmark_steps(
         `activation_checkpointing`, `seconds` (median), `seconds_forward_backward` and `peak_gib`: on CPU the largest
         resident memory of the process during the steps, weights and optimiser included; on CUDA the allocator's peak.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        config = without_chance(config, Path(folder))
-        set_seed(config.seed)
-        run = build_run(config)
-        grouped, singles = grouped_and_single(config, run, image_size)
+    config, run, grouped, singles = build_batches(config, image_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = run.model.to(device).train()
     if config.train.channels_last:
         model.detector.to(memory_format=torch.channels_last)
     optimizer = build_optimizer(model, config.train)
-    texts = {1: singles[0], config.data.texts_per_image: grouped}
-    cases = []
+    texts, cases = {1: singles[0], config.data.texts_per_image: grouped}, []
     combinations = list(itertools.product((False, True), PRECISIONS, rois, texts))
-    for checkpointing, precision, number, k in tqdm(combinations, desc="combinations", unit="case"):
+    for checkpointing, precision, number, k in tqdm(combinations, desc="combinations"):
         if checkpointing:  # the last half: it is never switched off again
             model.recompute_activations()
-        (batch,) = with_rois([texts[k].to(device)], number, config.seed)
+        (batch,) = with_rois([texts[k]], number, config.seed)
         seconds, peak = measure_steps(model, optimizer, batch.to(device), precision, repetitions, warm_up)
         cases.append(
             {
@@ -89,14 +81,7 @@ def benchmark_steps(
         )
     return {
         "machine": machine_facts(device),
-        "settings": {
-            "images_per_batch": len(grouped.images),
-            "image_size": list(grouped.images.pixels.shape[-2:]),
-            "repetitions": repetitions,
-            "warm_up": warm_up,
-            "seed": config.seed,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        },
+        "settings": {**common_settings(config, run, grouped), "repetitions": repetitions, "warm_up": warm_up},
         "cases": cases,
     }
 

@@ -62,39 +62,34 @@ def benchmark_training_memory(
     """
     if min(steps, images_per_batch, *(number for pair in sizes for number in pair)) < 1 or workers < 0:
         raise ValueError("Sizes of the corpus, records, steps and images per batch must be positive.")
+    reading = {"images_per_batch": images_per_batch, "workers": workers}
     cases = []
     for corpus_mib, records in sizes:
         files = write_files(folder, corpus_mib, records)
-        words = [
-            f"output={folder / f'run_{os.getpid()}_{len(cases)}'}",
-            detector_word(config_file),
-            *_words_of_files(folder, files),
-            f"train.max_steps={steps}",
-            f"train.images_per_batch={images_per_batch}",
-            f"train.log_every={max(steps // _SAMPLES, 1)}",
-            f"data.workers={workers}",
-        ]
+        run = folder / f"run_{os.getpid()}_{len(cases)}"
+        words = [detector_word(config_file), *_words(run, folder, files, steps, **reading)]
         _write_detector(config_file, words, folder / "detector.safetensors")
         cases.append({"corpus_mib": corpus_mib, "records": records, "files": files.sizes(), **_run(config_file, words)})
     return {
         "machine": machine_facts(torch.device("cpu")),
-        "settings": {
-            "config": str(config_file),
-            "steps": steps,
-            "images_per_batch": images_per_batch,
-            "workers": workers,
-        },
+        "settings": {"config": str(config_file), "steps": steps, **reading},
         "cases": cases,
     }
 
 
-def _words_of_files(folder: Path, files: Files) -> list[str]:
+def _words(run: Path, folder: Path, files: Files, steps: int, images_per_batch: int, workers: int) -> list[str]:
+    """The settings of one run."""
     return [
+        f"output={run}",
         f"data.root={folder}",
         f"data.files.corpus={files.corpus.name}",
         f"data.files.shards={files.shards.name}",
         f"data.vocabulary={files.vocabulary}",
         f"detector.weights={folder / 'detector.safetensors'}",
+        f"train.max_steps={steps}",
+        f"train.images_per_batch={images_per_batch}",
+        f"train.log_every={max(steps // _SAMPLES, 1)}",
+        f"data.workers={workers}",
     ]
 
 

@@ -110,8 +110,8 @@ def test_a_flip_moves_pixels_boxes_and_objects(photo):
 
 def test_flip_and_size_are_drawn(photo):
     loader = make_loader(resize=(SAME, DOUBLE), flip_probability=0.5)
-    looks = {loader.draw_augmentation(np.random.default_rng(seed)) for seed in range(40)}
-    assert looks == {Augmentation(flip, resize) for flip in (False, True) for resize in (SAME, DOUBLE)}
+    augmentations = {loader.draw_augmentation(np.random.default_rng(seed)) for seed in range(40)}
+    assert augmentations == {Augmentation(flip, resize) for flip in (False, True) for resize in (SAME, DOUBLE)}
     assert loader.load(photo, Augmentation(False, DOUBLE)).pixels.shape == (120, 200, 3)
     always, never = (make_loader(flip_probability=probability) for probability in (1.0, 0.0))
     assert {always.draw_augmentation(np.random.default_rng(seed)).flip for seed in range(9)} == {True}

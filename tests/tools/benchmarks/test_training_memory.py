@@ -23,7 +23,7 @@ def test_growth_is_from_the_settled_part_to_the_end():
     steps = list(range(10, 1001, 10))
     warm_up = [min(step, 200) for step in steps]  # 200 from step 200 on
     leak = [value + step / 100 for value, step in zip(warm_up, steps, strict=True)]
-    values = {"rss": [*warm_up[:-1], 900], "pss": leak, "uss": warm_up}  # a peak in one step is no growth
+    values = {"rss": [*warm_up[:-1], 900], "pss": leak, "uss": warm_up}  # a peak in one step is not growth
     result = summary(steps, values)
     assert result["peak"] == 900
     assert (result["rss_early"], result["rss_late"], result["rss_growth"]) == (200, 200, 0)

@@ -1,17 +1,13 @@
 """Box predictor: class logits, box deltas and, optionally, attribute logits of a pooled RoI feature.
 
-Shape legend
-    R   RoIs of all images
-    D   width of a RoI feature
-    K   foreground classes; class logits have K + 1 columns, background last
-    A   attributes; attribute logits have A + 1 columns, "no attribute" last
-    L   attribute labels of an object, -1 = none in this slot
+Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
 from detector.box_losses import box_regression_loss
@@ -44,18 +40,19 @@ class AttributeHead(nn.Module):
     def has_attributes(self) -> bool:
         return self.attribute_config.num_classes > 0
 
-    def attributes(self, features: Tensor, classes: Tensor) -> Tensor:
-        """Attribute logits float32 [R, A + 1] of features [R, D] for the classes int64 [R], 0 .. K (K = background)."""
+    def attributes(self, features: Float[Tensor, "J D"], classes: Int64[Tensor, " J"]) -> Float32[Tensor, "J A_plus_1"]:
+        """Attribute logits of features for the classes 0 .. K (K = background)."""
         joined = torch.cat((features, self.cls_embedding(classes).to(features.dtype)), dim=1)
         return self.attr_score(F.relu(self.fc_attr(joined))).float()
 
-    def attribute_loss(self, features: Tensor, classes: Tensor, labels: Tensor) -> Loss:
+    def attribute_loss(
+        self, features: Float[Tensor, "J D"], classes: Int64[Tensor, " J"], labels: Int64[Tensor, "J T"]
+    ) -> Loss:
         """Cross entropy averaged over an object's labels, summed over the foreground RoIs that have any.
 
         Args:
-            features: [R, D].
-            classes: int64 [R], target class, K = background; its embedding is the head's second input.
-            labels: int64 [R, L], attributes of the object a RoI is matched with.
+            classes: target class, K = background; its embedding is the head's second input.
+            labels: attributes of the object that a RoI is matched with, -1 = none in this slot.
         """
         labelled = ((classes < self.num_classes) & (labels >= 0).any(dim=1)).nonzero()[:, 0]
         labels = labels[labelled]
@@ -81,25 +78,30 @@ class BoxPredictor(AttributeHead):
         nn.init.zeros_(self.bbox_pred.bias)
         self.add_attribute_layers(feature_dim, attributes)
 
-    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """[R, D] -> class logits float32 [R, K + 1], box deltas float32 [R, 4 * K] (or [R, 4] if class-agnostic)."""
+    def forward(
+        self, features: Float[Tensor, "J D"]
+    ) -> tuple[Float32[Tensor, "J K_plus_1"], Float32[Tensor, "J deltas"]]:
+        """Class logits, and box deltas in 4 * K columns (or 4 if class-agnostic)."""
         return self.class_logits(features), self.bbox_pred(features).float()
 
-    def class_logits(self, features: Tensor) -> Tensor:
-        """[R, D] -> float32 [R, K + 1]."""
+    def class_logits(self, features: Float[Tensor, "J D"]) -> Float32[Tensor, "J K_plus_1"]:
         return self.cls_score(features).float()
 
     def box_losses(
-        self, logits: Tensor, deltas: Tensor, boxes: Tensor, classes: Tensor, matched_boxes: Tensor
+        self,
+        logits: Float[Tensor, "J K_plus_1"],
+        deltas: Float[Tensor, "J deltas"],
+        boxes: Float[Tensor, "J 4"],
+        classes: Int64[Tensor, " J"],
+        matched_boxes: Float[Tensor, "J 4"],
     ) -> dict[str, Loss]:
         """`loss_cls` and `loss_box_reg`, both divided by the number of RoIs.
 
         Args:
-            logits: [R, K + 1].
-            deltas: [R, 4 * K] or [R, 4].
-            boxes: float32 [R, 4], the RoIs.
-            classes: int64 [R], target class, K = background.
-            matched_boxes: float32 [R, 4], annotated box of each foreground RoI (anything for background).
+            logits, deltas: as `forward` returns them.
+            boxes: the RoIs.
+            classes: target class, K = background.
+            matched_boxes: the annotated box of each foreground RoI (any value for background).
         """
         foreground = (classes < self.num_classes).nonzero()[:, 0]
         per_class = deltas.unflatten(1, (-1, 4))

@@ -1,8 +1,6 @@
 """Which anchor or proposal is compared with which annotated object, and which of them are trained on.
 
-Shape legend
-    G   annotated objects of one image
-    A   candidates (anchors or proposals) of one image
+Shape legend: see `detector/structures.py`; candidates are the anchors or the proposals of one image.
 """
 
 from __future__ import annotations
@@ -10,23 +8,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Bool, Float, Int8, Int64
 from torch import Tensor
 
 
 def match(
-    iou: Tensor, thresholds: Sequence[float], labels: Sequence[int], allow_low_quality: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Assign each candidate the object it overlaps most and a label by that overlap (Faster R-CNN, section 3.1.2).
+    iou: Float[Tensor, "G candidates"],
+    thresholds: Sequence[float],
+    labels: Sequence[int],
+    allow_low_quality: bool = False,
+) -> tuple[Int64[Tensor, " candidates"], Int8[Tensor, " candidates"]]:
+    """Assign to each candidate the object it overlaps most, and a label by that overlap (Faster R-CNN, section 3.1.2).
 
     Args:
-        iou: float [G, A].
         thresholds: n rising bounds that cut the IoU range into n + 1 intervals, each closed below.
         labels: n + 1 labels, one per interval: 1 positive, 0 negative, -1 ignored.
         allow_low_quality: also make the best candidates of every object positive, however small their overlap
-            (ties included). Which object they are assigned to does not change.
+            (ties included). The object that they are assigned to does not change.
 
     Returns:
-        matched object int64 [A] (0 if there is no object), label int8 [A].
+        row of the matched object (0 if there is no object), and the label.
     """
     num_objects, num_candidates = iou.shape
     if num_objects == 0 or num_candidates == 0:
@@ -40,14 +41,16 @@ def match(
     return matched, label
 
 
-def subsample(is_positive: Tensor, is_negative: Tensor, number: int, positive_fraction: float) -> tuple[Tensor, Tensor]:
+def subsample(
+    is_positive: Bool[Tensor, " candidates"],
+    is_negative: Bool[Tensor, " candidates"],
+    number: int,
+    positive_fraction: float,
+) -> tuple[Int64[Tensor, " positives"], Int64[Tensor, " negatives"]]:
     """Random rows to train on: at most `number * positive_fraction` positives, filled up with negatives.
 
-    Args:
-        is_positive, is_negative: bool [A].
-
     Returns:
-        positive rows and negative rows, int64, in random order. Draws from torch's global generator.
+        positive rows and negative rows, in random order. Draws from torch's global generator.
     """
     positive, negative = is_positive.nonzero()[:, 0], is_negative.nonzero()[:, 0]
     num_positive = min(len(positive), int(number * positive_fraction))

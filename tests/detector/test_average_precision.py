@@ -10,7 +10,7 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from detector.evaluation import coco_metrics, coco_results
+from detector.average_precision import coco_metrics, coco_results
 
 CATEGORIES = {3: "cat", 17: "dog", 44: "kite"}
 
