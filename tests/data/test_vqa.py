@@ -52,6 +52,8 @@ def test_instances_are_read_only_where_they_are_needed(settings, boxes, objects,
     dataset = make(settings, boxes=boxes, objects=objects)
     image = dataset.sample((0,)).images[0]
     assert (image.objects is not None) == (image.size is not None) == (dataset.class_names is not None) == is_read
+    if not is_read:
+        dataset.check_classes(0)
 
 
 def test_splits_are_joined_and_share_files(settings):
