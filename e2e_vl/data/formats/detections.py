@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -41,34 +40,18 @@ class DetectionsFile:
             )
         if not isinstance(rows, list):
             raise ValueError(f"{self.path}: holds a {type(rows).__name__}, expected a flat list of detections")
-        boxes, scores, categories = defaultdict(list), defaultdict(list), defaultdict(list)
+        found = defaultdict(list)
         for index, row in enumerate(rows):
             where = f"{self.path}: detection {row['det_id'] if isinstance(row, dict) and 'det_id' in row else index}"
             require_keys(row, ("image_id", "box", "category_id", "score"), where)
             if not isinstance(row["score"], int | float) or not math.isfinite(row["score"]):
                 raise ValueError(f"{where}: the score {row['score']} is not a finite number")
-            boxes[row["image_id"]].append(corners_of(row["box"], where))
-            scores[row["image_id"]].append(row["score"])
-            categories[row["image_id"]].append(row["category_id"])
-        self.by_image = {
-            image_id: ImageDetections(
-                boxes=np.array(boxes[image_id], dtype=np.float64),
-                scores=np.array(scores[image_id], dtype=np.float32),
-                category_ids=np.array(categories[image_id], dtype=np.int64),
-            )
-            for image_id in boxes
-        }
+            found[row["image_id"]].append((corners_of(row["box"], where), row["score"], row["category_id"]))
+        self.by_image = {image_id: _joined(rows) for image_id, rows in found.items()}
 
-    def require_images(self, image_ids: Iterable[int]) -> None:
-        """Check that all images have detections.
 
-        Raises:
-            ValueError: some image has none; the first is named and all are counted.
-        """
-        missing = [image_id for image_id in image_ids if image_id not in self.by_image]
-        if missing:
-            more = f" (and {len(missing) - 1} more images)" if len(missing) > 1 else ""
-            raise ValueError(
-                f"{self.path}: no detections for image {missing[0]}{more}; use the detections of this dataset, or "
-                "another box source (gt or online)"
-            )
+def _joined(rows: list[tuple[tuple[float, ...], float, int]]) -> ImageDetections:
+    boxes, scores, categories = zip(*rows, strict=True)
+    return ImageDetections(
+        np.array(boxes, dtype=np.float64), np.array(scores, dtype=np.float32), np.array(categories, dtype=np.int64)
+    )

@@ -18,7 +18,7 @@ import numpy as np
 
 from e2e_vl.data.formats.caption_sources import CaptionSource
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
-from e2e_vl.data.storage.files import read_json, require_keys
+from e2e_vl.data.storage.files import read_json
 from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
 from e2e_vl.samples import EncodedImage
 
@@ -61,19 +61,19 @@ class ShardCaptions(CaptionSource):
             for shard in self.shards
         ]
         # the first row of an index counts what is left out
-        counts = [len(index) - 1 for index in self._indices]
-        self._ends = np.cumsum(counts)
+        self._records = ConsecutiveGroups([len(index) - 1 for index in self._indices])
         bad = np.sum([index[0] for index in self._indices], axis=0)
         self.left_out = {"no image": int(bad[0]), "no caption": int(bad[1]), "failed": _failed(self.shards)}
-        if not self._ends[-1]:
+        number = self._records.num_texts
+        if not number:
             raise ValueError(f"{self.path}: the {len(self.shards)} shards hold no image with a caption")
-        self.groups = ConsecutiveGroups(np.ones(self._ends[-1], dtype=np.int64))
+        self.groups = ConsecutiveGroups(np.ones(number, dtype=np.int64))
         failed = self.left_out["failed"]
         logger.log(
             logging.WARNING if bad[:2].any() else logging.INFO,
             "%s: %d images with captions in %d shards; left out: %d captions without image, %d images without caption; "
             "failed downloads: %s.",
-            *(self.path, self._ends[-1], len(self.shards), bad[0], bad[1]),
+            *(self.path, number, len(self.shards), bad[0], bad[1]),
             "not known" if failed < 0 else failed,
         )
 
@@ -95,9 +95,8 @@ class ShardCaptions(CaptionSource):
         return EncodedImage(self._files.read(shard, int(row[0]), int(row[1])), f"{shard}: {self._member(group)}")
 
     def _find(self, record: int) -> tuple[Path, np.ndarray]:
-        shard = int(np.searchsorted(self._ends, record, side="right"))
-        first = int(self._ends[shard - 1]) if shard else 0
-        return self.shards[shard], self._indices[shard][record - first + 1]
+        shard = self._records.of_text(record)
+        return self.shards[shard], self._indices[shard][record - self._records[shard].start + 1]
 
     def _member(self, record: int) -> str:
         """Name of the record's image in its shard, from the header before it."""
@@ -195,7 +194,6 @@ def _failed(shards: list[Path]) -> int:
         path = shard.with_name(f"{shard.stem}_stats.json")
         if not path.is_file():
             return -1
-        stats = read_json(path, "statistics of a shard")
-        require_keys(stats, ("count", "successes"), str(path))
+        stats = read_json(path, "statistics of a shard", ("count", "successes"))
         failed += stats["count"] - stats["successes"]
     return failed

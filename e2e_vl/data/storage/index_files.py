@@ -15,8 +15,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-_COPY_ROWS = 1 << 16
-
 
 class OpenFiles:
     """Files open for reading in this process, the latest few of many.
@@ -129,27 +127,23 @@ def cached_index(
             f"{folder}: the index of {sources[0]} cannot be kept there ({error.strerror}); set data.config.cache to a "
             "folder that can be written to"
         ) from error
-    os.close(handle)
-    complete = Path(unfinished + ".npy")
     try:
-        _write(Path(unfinished), complete, rows, columns)
-        complete.replace(path)
+        with os.fdopen(handle, "wb") as file:
+            _write(file, rows, columns)
+        Path(unfinished).replace(path)
     finally:
         Path(unfinished).unlink(missing_ok=True)
-        complete.unlink(missing_ok=True)
     return path
 
 
-def _write(raw: Path, complete: Path, rows: Callable[[], Iterator[np.ndarray]], columns: int) -> None:
-    """Through a file of bare numbers, because the header of a `.npy` file holds the number of rows."""
+def _write(file: BinaryIO, rows: Callable[[], Iterator[np.ndarray]], columns: int) -> None:
+    """The header holds the number of rows, so it is written again at the end; numpy leaves room for more digits."""
     count = 0
-    with raw.open("wb") as file:
-        for part in rows():
-            np.ascontiguousarray(part, dtype=np.int64).tofile(file)
-            count += len(part)
-    shape = (count, columns) if columns else (count,)
-    width = columns or 1
-    with raw.open("rb") as source, complete.open("wb") as file:
+    for is_complete in (False, True):
+        file.seek(0)
+        shape = (count, columns) if columns else (count,)
         np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": shape})
-        while chunk := source.read(8 * width * _COPY_ROWS):
-            file.write(chunk)
+        if not is_complete:
+            for part in rows():
+                file.write(np.ascontiguousarray(part, dtype="<i8"))
+                count += len(part)
