@@ -54,7 +54,9 @@ class ShardCaptions(CaptionSource):
 
     def __init__(self, shards: str | Path, cache: str | Path) -> None:
         self.path = Path(shards).expanduser()
-        self.shards = _list_shards(self.path)
+        self.shards = sorted(self.path.glob("*.tar") if self.path.is_dir() else self.path.parent.glob(self.path.name))
+        if not self.shards:
+            raise FileNotFoundError(f"{self.path}: no shards (*.tar) there; check data.files.shards")
         self._files = OpenFiles(limit=64)
         self._indices = [
             ArrayFile(cached_index([shard], Path(cache), _VERSION, lambda s=shard: _rows(s), _COLUMNS), self._files)
@@ -108,23 +110,14 @@ class ShardCaptions(CaptionSource):
             raise ValueError(f"{shard}: has changed while it was in use") from error
 
 
-def _list_shards(path: Path) -> list[Path]:
-    if path.is_dir():
-        shards = sorted(path.glob("*.tar"))
-    else:
-        shards = sorted(path.parent.glob(path.name)) if path.parent.is_dir() else []
-    if not shards:
-        raise FileNotFoundError(f"{path}: no shards (*.tar) there; check data.files.shards")
-    return shards
-
-
 def _rows(shard: Path) -> Iterator[np.ndarray]:
     """int64 [1 + n, 4]: the counts of records without image and without caption, then the complete records."""
     rows: list[tuple[int, int, int, int]] = []
     without_image = without_caption = 0
     try:
         with tarfile.open(shard, "r:") as tar:
-            for image, caption in _records(tar, shard):
+            for record in _records(tar, shard):
+                image, caption = record.get("images"), record.get("captions")
                 if image is None or image.size == 0:
                     without_image += 1
                 elif caption is None or not tar.extractfile(caption).read().strip():
@@ -150,9 +143,12 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
 _REMEDY = "run img2dataset again, it writes unfinished shards anew, or remove the file"
 
 
-def _records(tar: tarfile.TarFile, shard: Path) -> Iterator[tuple[tarfile.TarInfo | None, tarfile.TarInfo | None]]:
-    """Image and caption of records; their members stand side by side and share the name up to its first dot."""
-    key, image, caption = None, None, None
+def _records(tar: tarfile.TarFile, shard: Path) -> Iterator[dict[str, tarfile.TarInfo]]:
+    """Of each record its member under "images" and under "captions".
+
+    The members of a record stand side by side and share the name up to its first dot.
+    """
+    key, record = None, {}
     seen: set[tuple[str, str]] = set()
     while (member := tar.next()) is not None:
         tar.members.clear()  # tarfile keeps a list of all it has seen
@@ -160,31 +156,25 @@ def _records(tar: tarfile.TarFile, shard: Path) -> Iterator[tuple[tarfile.TarInf
             continue
         folder, _, file = member.name.rpartition("/")
         stem, _, suffix = file.partition(".")
-        if key is not None and (folder, stem) != key:
-            yield image, caption
-            image = caption = None
         if (folder, stem) != key:
-            key = (folder, stem)
+            if key is not None:
+                yield record
+            key, record = (folder, stem), {}
             if key in seen:
                 raise ValueError(
                     f"{shard}: the record of {member.name} is there twice, or its members do not stand side by side; "
                     "give every record a key of its own"
                 )
             seen.add(key)
-        is_image, is_caption = suffix.lower() in _IMAGE_SUFFIXES, suffix.lower() == "txt"
-        other = image if is_image else caption if is_caption else None
-        if other is not None:
-            what = "images" if is_image else "captions"
+        what = "images" if suffix.lower() in _IMAGE_SUFFIXES else "captions" if suffix.lower() == "txt" else "others"
+        if what != "others" and what in record:
             raise ValueError(
-                f"{shard}: {other.name} and {member.name} are two {what} of one record; give every record a key of its "
-                "own (a key ends at the first dot of the name)"
+                f"{shard}: {record[what].name} and {member.name} are two {what} of one record; give every record a key "
+                "of its own (a key ends at the first dot of the name)"
             )
-        if is_image:
-            image = member
-        elif is_caption:
-            caption = member
+        record[what] = member
     if key is not None:
-        yield image, caption
+        yield record
 
 
 def _failed(shards: list[Path]) -> int:

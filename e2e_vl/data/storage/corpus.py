@@ -106,10 +106,6 @@ def _check_text(decoder: codecs.IncrementalDecoder, chunk: bytes, path: Path, wh
 class TextCorpus(ConcatDataset):
     """The lines of several text files, one after the other.
 
-    Args:
-        files: text files, in this order.
-        cache: folder that keeps the indices of the files.
-
     Raises:
         FileNotFoundError, ValueError: see `TextLines`; or there is no file.
     """

@@ -19,10 +19,7 @@ import numpy as np
 class OpenFiles:
     """Files open for reading in this process, the latest few of many.
 
-    File positions may not be shared with a forked worker, so every process opens its own.
-
-    Args:
-        limit: most files open at once.
+    File positions may not be shared with a forked worker, so every process opens its own: `limit` at most.
     """
 
     def __init__(self, limit: int = 32) -> None:
@@ -59,19 +56,15 @@ class OpenFiles:
 
 
 class ArrayFile(Sequence):
-    """The rows of a `.npy` file, read one by one.
-
-    Args:
-        path: an int64 array of one or two dimensions.
-        files: open files, to share their limit with others.
+    """The rows of a `.npy` file with an int64 array of one or two dimensions, read one by one through `files`.
 
     Raises:
         ValueError: no such array.
     """
 
-    def __init__(self, path: Path, files: OpenFiles | None = None) -> None:
+    def __init__(self, path: Path, files: OpenFiles) -> None:
         self.path = path
-        self.files = files or OpenFiles()
+        self.files = files
         with path.open("rb") as file:
             version = np.lib.format.read_magic(file)
             read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else None

@@ -144,16 +144,11 @@ class TsvStore(FeatureStore):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        index = None
-        self.stamp = None
-        if sidecar(path).is_file():
-            content = json.loads(sidecar(path).read_text(encoding="utf-8"))
-            self.stamp = content.get("stamp")
-            index = content.get("index")
-        if index is not None and index["bytes"] == path.stat().st_size:
-            self.offsets: dict[str, int] = index["offsets"]
-        else:
-            self.offsets = self._scan()
+        beside = sidecar(path)
+        content = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+        self.stamp, index = content.get("stamp"), content.get("index")
+        is_whole = index is not None and index["bytes"] == path.stat().st_size
+        self.offsets: dict[str, int] = index["offsets"] if is_whole else self._scan()
         self.ids = list(self.offsets)
 
     def _scan(self) -> dict[str, int]:

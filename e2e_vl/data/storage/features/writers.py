@@ -28,10 +28,7 @@ LMDB_OVERHEAD = 2.0  # pages of the file per byte of content, at most; the space
 
 
 def write_tsv(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, Any], *, layout: str = "tsv") -> None:
-    """Write a TSV file, and beside it a JSON file with the stamp and the offset of each image.
-
-    Args:
-        layout: "tsv" (bottom-up attention) or "lxmert".
+    """Write a TSV file of the layout "tsv" (bottom-up attention) or "lxmert", and a JSON file with stamp and offsets.
 
     Raises:
         ValueError: LXMERT's layout, and an image without classes or attributes.
