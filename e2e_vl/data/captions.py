@@ -30,11 +30,17 @@ from e2e_vl.samples import Sample, SampleImage, SampleText
 
 @dataclasses.dataclass(frozen=True)
 class CaptionOptions:
-    """Fields of `data.config`."""
+    """Fields of `data.config`.
 
-    source: Literal["coco", "shards", "vl_bert"] = "coco"  # the layout of img2dataset or of the official VL-BERT code
-    use_corpus: bool = True  # False leaves `data.files.corpus` out
-    cache: str | None = None  # folder for the indices of large files; None = `index` in `data.root`
+    Attributes:
+        source: where captions come from: "coco", "shards" (img2dataset) or "vl_bert" (the official layout).
+        use_corpus: False leaves `data.files.corpus` out.
+        cache: folder for the indices of large files; None = `index` in `data.root`.
+    """
+
+    source: Literal["coco", "shards", "vl_bert"] = "coco"
+    use_corpus: bool = True
+    cache: str | None = None
 
 
 class CaptionDataset(VLDataset):

@@ -40,18 +40,20 @@ class DetectionsFile:
             )
         if not isinstance(rows, list):
             raise ValueError(f"{self.path}: holds a {type(rows).__name__}, expected a flat list of detections")
-        found = defaultdict(list)
+        boxes, scores, categories = defaultdict(list), defaultdict(list), defaultdict(list)
         for index, row in enumerate(rows):
             where = f"{self.path}: detection {row['det_id'] if isinstance(row, dict) and 'det_id' in row else index}"
             require_keys(row, ("image_id", "box", "category_id", "score"), where)
             if not isinstance(row["score"], int | float) or not math.isfinite(row["score"]):
                 raise ValueError(f"{where}: the score {row['score']} is not a finite number")
-            found[row["image_id"]].append((corners_of(row["box"], where), row["score"], row["category_id"]))
-        self.by_image = {image_id: _joined(rows) for image_id, rows in found.items()}
-
-
-def _joined(rows: list[tuple[tuple[float, ...], float, int]]) -> ImageDetections:
-    boxes, scores, categories = zip(*rows, strict=True)
-    return ImageDetections(
-        np.array(boxes, dtype=np.float64), np.array(scores, dtype=np.float32), np.array(categories, dtype=np.int64)
-    )
+            boxes[row["image_id"]].append(corners_of(row["box"], where))
+            scores[row["image_id"]].append(row["score"])
+            categories[row["image_id"]].append(row["category_id"])
+        self.by_image = {
+            image_id: ImageDetections(
+                boxes=np.array(boxes[image_id], dtype=np.float64),
+                scores=np.array(scores[image_id], dtype=np.float32),
+                category_ids=np.array(categories[image_id], dtype=np.int64),
+            )
+            for image_id in boxes
+        }
