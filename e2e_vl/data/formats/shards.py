@@ -117,7 +117,7 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
     try:
         with tarfile.open(shard, "r:") as tar:
             for record in _records(tar, shard):
-                image, caption = record.get("images"), record.get("captions")
+                image, caption = record.get("image"), record.get("caption")
                 if image is None or image.size == 0:
                     without_image += 1
                 elif caption is None or not tar.extractfile(caption).read().strip():
@@ -144,7 +144,7 @@ _REMEDY = "run img2dataset again, it writes unfinished shards anew, or remove th
 
 
 def _records(tar: tarfile.TarFile, shard: Path) -> Iterator[dict[str, tarfile.TarInfo]]:
-    """Of each record its member under "images" and under "captions".
+    """Of each record its member under "image" and under "caption".
 
     The members of a record stand side by side and share the name up to its first dot.
     """
@@ -166,11 +166,11 @@ def _records(tar: tarfile.TarFile, shard: Path) -> Iterator[dict[str, tarfile.Ta
                     "give every record a key of its own"
                 )
             seen.add(key)
-        what = "images" if suffix.lower() in _IMAGE_SUFFIXES else "captions" if suffix.lower() == "txt" else "others"
-        if what != "others" and what in record:
+        what = "image" if suffix.lower() in _IMAGE_SUFFIXES else "caption" if suffix.lower() == "txt" else "other"
+        if what != "other" and what in record:
             raise ValueError(
-                f"{shard}: {record[what].name} and {member.name} are two {what} of one record; give every record a key "
-                "of its own (a key ends at the first dot of the name)"
+                f"{shard}: {record[what].name} and {member.name} are two {what}s of one record; give every record a "
+                "key of its own (a key ends at the first dot of the name)"
             )
         record[what] = member
     if key is not None:

@@ -41,8 +41,8 @@ class BatchLoader:
     ) -> None:
         self._loader = DataLoader(
             _Batches(dataset, collate),
-            sampler=sampler,
-            batch_size=None,  # the sampler's requests make whole batches
+            batch_sampler=sampler,
+            collate_fn=_unchanged,  # `_Batches` gives whole batches
             num_workers=workers,
             persistent_workers=keep_workers and workers > 0,
             # DataLoader draws a seed for its workers: not from the generator that dropout and RoI sampling use
@@ -64,9 +64,13 @@ class _Batches(Dataset):
     dataset: Dataset
     collate: Callable[[list[Example]], Batch]
 
-    def __getitem__(self, requests: list[Request]) -> Batch | Exception:
+    def __getitems__(self, requests: list[Request]) -> Batch | Exception:
         """An error travels from a worker in the place of a batch."""
         try:
             return self.collate([self.dataset[request] for request in requests])
         except DATA_ERRORS as error:
             return error
+
+
+def _unchanged(batch: Batch | Exception) -> Batch | Exception:
+    return batch
