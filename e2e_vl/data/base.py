@@ -118,14 +118,10 @@ class VLDataset(abc.ABC):
 
 
 class DataFiles:
-    """The files that the settings name, relative to `data.root`.
-
-    Args:
-        settings: `data.root` and `data.files`; {split} and other placeholders stand in the names.
-        known: the keys that the data set knows.
+    """The files of `data.files`, relative to `data.root`; {split} and other placeholders stand in their names.
 
     Raises:
-        ValueError: an unknown key.
+        ValueError: a key that is not among the `known` ones of the data set.
     """
 
     def __init__(self, settings: DataSettings, known: Sequence[str]) -> None:

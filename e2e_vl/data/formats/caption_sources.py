@@ -56,10 +56,6 @@ class CaptionSource(abc.ABC):
 class CocoCaptions(CaptionSource):
     """COCO's `captions_*.json`: about five captions per image.
 
-    Args:
-        captions_file: the JSON file.
-        images_root: folder of the image files that it names.
-
     Attributes:
         image_ids: ids of the images with captions, in file order. Images without a caption are left out and counted in
             the log.

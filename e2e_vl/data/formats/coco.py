@@ -83,7 +83,6 @@ def read_instances(path: str | Path, *, drop_empty_boxes: bool = False) -> CocoI
     [{id, name}].
 
     Args:
-        path: the JSON file.
         drop_empty_boxes: leave out annotations without width or height and log how many. Off by default: an empty box
             is an error. (COCO's own files are known to hold a few.)
 

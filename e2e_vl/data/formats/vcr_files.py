@@ -57,9 +57,6 @@ class VCRFile:
     They are held as one block of bytes and parsed when they are asked for, so that forked workers share the memory of
     200,000 questions instead of copying it.
 
-    Args:
-        path: the jsonl file.
-
     Attributes:
         annot_ids: of all questions, in file order.
         image_names: `img_fn` of all questions.
@@ -172,10 +169,6 @@ def read_metadata(path: str | Path, question: VCRQuestion) -> VCRMetadata:
     """Read the metadata file of a question's image.
 
     Besides VCR's own keys it may have `attribute_ids`: a list of equally many numbers from 0 for each object.
-
-    Args:
-        path: the JSON file.
-        question: whose `objects` the file must describe.
 
     Raises:
         FileNotFoundError: no such file.

@@ -40,14 +40,11 @@ class VQAQuestion:
 
 
 def read_questions(questions_file: str | Path, annotations_file: str | Path | None = None) -> list[VQAQuestion]:
-    """Read a question file, joined with its annotation file on `question_id`.
+    """Read a question file, joined with its annotation file on `question_id`; the questions are in file order.
 
     Args:
         questions_file: `v2_OpenEnded_mscoco_<split>_questions.json`.
         annotations_file: `v2_mscoco_<split>_annotations.json`; None for a split without answers (test).
-
-    Returns:
-        The questions in file order.
 
     Raises:
         FileNotFoundError: no such file.

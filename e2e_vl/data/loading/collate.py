@@ -74,18 +74,11 @@ def collate(
 
 
 def canvas_size(sizes: Sequence[tuple[int, int]], canvas: Sequence[int]) -> tuple[int, int]:
-    """Size of a batch whose images each lie on a canvas of at least (short edge, long edge).
+    """(height, width) of a batch whose images each lie on a canvas of at least (short edge, long edge), all in pixels.
 
     The canvas of an image lies as the image does, a square one's as that of a wide one; an image that is larger has a
     larger canvas. As in the official VL-BERT code on VCR, a batch of wide images is (short, long), of high ones (long,
     short), and of both (long, long). With images of one orientation a box's features no longer depend on its batch.
-
-    Args:
-        sizes: N (height, width) in pixels.
-        canvas: (short edge, long edge) in pixels.
-
-    Returns:
-        (height, width) in pixels.
     """
     short, long = canvas
     least = [(short, long) if height <= width else (long, short) for height, width in sizes]
@@ -94,11 +87,7 @@ def canvas_size(sizes: Sequence[tuple[int, int]], canvas: Sequence[int]) -> tupl
 
 
 def pad_texts(texts: Sequence[TextExample], pad_id: int = 0) -> TextBatch:
-    """Pad wordpiece sequences at the end.
-
-    Args:
-        texts: M texts of one form.
-        pad_id: wordpiece id of the padding ([PAD] is 0 in BERT's vocabularies).
+    """Pad the wordpieces of M texts at the end ([PAD] is 0 in BERT's vocabularies).
 
     Returns:
         `TextBatch` with L = the longest sequence (at least 1). `region_of_token` is there if any text has it.

@@ -24,11 +24,7 @@ class ArchivedFiles:
     """Reads `folder/archive.zip@/member`: from the archive if it is there, else from the folder of the same name.
 
     Members are found by an index on disk: the directory of an archive of millions of members would take gigabytes in
-    every process. (It is read once, to make the index.)
-
-    Args:
-        root: folder that the names start from.
-        cache: folder that keeps the indices.
+    every process. (It is read once, to make the index in the folder `cache`.) Names start from the folder `root`.
     """
 
     def __init__(self, root: str | Path, cache: str | Path) -> None:

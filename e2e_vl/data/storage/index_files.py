@@ -95,8 +95,6 @@ def cached_index(
     Several processes may make it at once: each writes a file of its own and renames it when it is complete.
 
     Args:
-        sources: what is indexed.
-        folder: where indices are kept; created if needed.
         version: kind and version of the index.
         rows: yields int64 arrays [n] or [n, columns], the parts of the index.
         columns: 0 for an index of one dimension.
