@@ -21,9 +21,9 @@ from accelerate.utils import set_seed
 from torch import Tensor
 
 from e2e_vl.config import RunConfig
-from e2e_vl.data.examples import Request
-from e2e_vl.data.grouping import GroupedBatchSampler
-from e2e_vl.engine.build import take_sizes_of_detector
+from e2e_vl.data.loading.grouping import GroupedBatchSampler
+from e2e_vl.data.loading.requests import Request
+from e2e_vl.engine.build import resolve
 from e2e_vl.engine.optim import build_optimizer
 from e2e_vl.engine.run import Run, build_run
 from e2e_vl.model import VisionLanguageModel
@@ -105,9 +105,8 @@ def _check(config: RunConfig, rois: Sequence[int | None], repetitions: int, warm
 
 def build_batches(config: RunConfig, image_size: tuple[int, int] | None) -> tuple[RunConfig, Run, Batch, list[Batch]]:
     """The settings of `without_chance`, a run that is built from them, and the batches of `grouped_and_single`."""
-    take_sizes_of_detector(config)
     with tempfile.TemporaryDirectory() as folder:
-        config = without_chance(config, Path(folder))
+        config = without_chance(resolve(config), Path(folder))
         set_seed(config.seed)
         run = build_run(config)
         return config, run, *grouped_and_single(config, run, image_size)
@@ -143,7 +142,7 @@ def grouped_and_single(
     Raises:
         ValueError: too few images have k texts.
     """
-    dataset, texts = run.train_dataset, config.data.texts_per_image
+    dataset, texts = run.train_data, config.data.texts_per_image
     number = config.train.images_per_batch // config.train.accumulate
     rich = [group[:texts] if len(group) >= texts else [] for group in dataset.groups]
     found = sum(bool(group) for group in rich)

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from e2e_vl.config import differences, load_config
-from e2e_vl.engine.build import take_sizes_of_detector
+from e2e_vl.engine.build import resolve
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
@@ -65,8 +65,7 @@ class Job:
         wanted = load_config(self.config, self.settings)
         saved = self.run / "config.yaml"
         if saved.is_file():
-            take_sizes_of_detector(wanted)
-            changed = differences(load_config(saved), wanted)
+            changed = differences(load_config(saved), resolve(wanted))
             if changed:
                 raise ValueError(
                     f"{self.run} holds a run with other settings ({'; '.join(changed[:3])}); remove it or choose "
