@@ -42,6 +42,7 @@ import grouped_steps
 import reading_memory
 import single_steps
 import training_memory
+from e2e_vl.command_line import says_errors
 from e2e_vl.config import load_config
 from measuring import CONFIGS, ROOT, detector_word
 
@@ -64,6 +65,7 @@ PRESETS = {
 Measured = tuple[dict[str, Any], Callable[[dict[str, Any]], int]]  # the numbers, and what shows them
 
 
+@says_errors
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(**SHAPE)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -76,14 +78,10 @@ def main(argv: list[str] | None = None) -> int:
         arguments = train.parse_intermixed_args(words[1:])
     else:
         arguments = parser.parse_args(words)
-    try:
-        result, show = arguments.measure(arguments)
-        if arguments.json is not None:
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    result, show = arguments.measure(arguments)
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return show(result)
 
 
