@@ -99,14 +99,9 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         "(default); base: ResNet-101 C4 and BASE (12 layers of 768), 36 and 100 boxes, 600 x 800 pixels",
     )
     parser.add_argument("--config", type=Path, help="YAML file of a run instead of a preset, with its own sizes")
-    parser.add_argument("--rois", type=numbers, metavar="N[,N...]", help="boxes per image; each number is measured")
-    parser.add_argument("--image-size", type=int, nargs=2, metavar=("H", "W"), help="pad images to this size, pixels")
     parser.add_argument("--sweep", action="store_true", help="precision, checkpointing and memory of single steps")
-    parser.add_argument("--repetitions", type=int, default=5, help="measured steps of each way (default: 5)")
-    parser.add_argument("--warm-up", type=int, default=1, help="steps of each way before them (default: 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
+    add_common_options(parser, measure_train, rois=None, image_size=None)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that beat the file")
-    parser.set_defaults(measure=measure_train)
 
 
 def add_detector_options(parser: argparse.ArgumentParser) -> None:
@@ -116,22 +111,41 @@ def add_detector_options(parser: argparse.ArgumentParser) -> None:
         default=DETECTOR_CONFIG,
         help="Detectron2 YAML file (default: VL-BERT's ResNet-101 C4 with dilated res5)",
     )
+    parser.add_argument("--images", type=int, default=1, help="images in a batch (default: 1)")
+    parser.add_argument("--no-train", action="store_true", help="leave out the training step")
+    add_common_options(parser, measure_detector, rois=[36, 100], image_size=(600, 1000))
+
+
+def add_common_options(
+    parser: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace], Measured],
+    rois: list[int] | None,
+    image_size: tuple[int, int] | None,
+) -> None:
+    """What training steps and detectors share; without defaults, sizes are those of the preset."""
     parser.add_argument(
         "--rois",
         type=numbers,
-        default=[36, 100],
+        default=rois,
         metavar="N[,N...]",
-        help="given boxes per image (default: 36,100); the training step has the first number",
+        help="boxes per image; each number is measured (detector: default 36,100, the training step has the first)",
     )
     parser.add_argument(
-        "--image-size", type=int, nargs=2, default=(600, 1000), metavar=("H", "W"), help="default: 600 1000 pixels"
+        "--image-size",
+        type=int,
+        nargs=2,
+        default=image_size,
+        metavar=("H", "W"),
+        help="pixels of the padded images (detector: default 600 1000)",
     )
-    parser.add_argument("--images", type=int, default=1, help="images in a batch (default: 1)")
-    parser.add_argument("--repetitions", type=int, default=5, help="measured calls of each (default: 5)")
-    parser.add_argument("--warm-up", type=int, default=1, help="calls of each before them (default: 1)")
-    parser.add_argument("--no-train", action="store_true", help="leave out the training step")
+    parser.add_argument("--repetitions", type=int, default=5, help="measured steps of each way (default: 5)")
+    parser.add_argument("--warm-up", type=int, default=1, help="steps of each way before them (default: 1)")
+    add_result_option(parser, measure)
+
+
+def add_result_option(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Measured]) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
-    parser.set_defaults(measure=measure_detector)
+    parser.set_defaults(measure=measure)
 
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
@@ -150,8 +164,7 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
         help="with --steps: the same on a corpus and records of these sizes, to compare",
     )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="with --steps: draw the curves into this PNG file")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
-    parser.set_defaults(measure=measure_memory)
+    add_result_option(parser, measure_memory)
 
 
 def measure_train(arguments: argparse.Namespace) -> Measured:

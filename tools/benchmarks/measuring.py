@@ -46,6 +46,22 @@ def print_machine(machine: dict[str, Any]) -> None:
     print(f"{machine['device']}, {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}")
 
 
+def print_sizes(settings: dict[str, Any], texts: str = "") -> None:
+    """One line for people about the training steps that were measured, with the settings of `common_settings`."""
+    height, width = settings["image_size"]
+    print(
+        f"{settings['images_per_batch']} images of {height} x {width} pixels{texts}, "
+        f"{settings['parameters'] / 1e6:.1f} M parameters, {settings['repetitions']} repetitions"
+    )
+
+
+def random_boxes(number: int, generator: torch.Generator | None = None) -> torch.Tensor:
+    """float32 [number, 4], xyxy in units of the image: top-left in its first half, sides of 10 to 50 % of its sides."""
+    corners = torch.rand(number, 2, generator=generator) * 0.5
+    sides = 0.1 + torch.rand(number, 2, generator=generator) * 0.4
+    return torch.cat([corners, corners + sides], dim=1)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all its work."""
     if device.type == "cuda":

@@ -57,9 +57,9 @@ def benchmark_memory(
 
     Returns:
         `machine`, `settings`, `files` (MiB), `seconds` (`index`: the first opening of the files, `batches`), and
-        `memory` in MiB of resident memory: `start` (main process with everything imported and the model built), `index` (its peak while
-        the index was made), and for `main` and each of `workers` the `peak` and the `growth` from the end of the first
-        quarter of the batches to the end of the last.
+        `memory` in MiB of resident memory: `start` (main process with everything imported and the model built),
+        `index` (its peak while the index was made), and for `main` and each of `workers` the `peak` and the `growth`
+        from the end of the first quarter of the batches to the end of the last.
 
     Raises:
         ValueError: a size that is not positive.

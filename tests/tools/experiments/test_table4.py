@@ -41,7 +41,7 @@ def test_rows_are_switches_of_one_configuration(tmp_path, name, monkeypatch):
     assert config.data.resize.short_edge == [192]
     if name.startswith("pretrain"):
         letter = name.removeprefix("pretrain").removesuffix(".yaml")
-        sizes = Sizes(hidden_size=8, vocab_size=9, feature_dim=8, num_classes=4)
+        sizes = Sizes(hidden_size=8, vocab_size=9, feature_dim=8, num_classes=6)
         objectives = build_objectives(config.task.config.get("objectives", {}), sizes)
         assert ("masked_regions" in objectives) == (letter != "_a")
         assert ("relationship" in objectives) == (letter == "_c")
