@@ -44,7 +44,7 @@ import single_steps
 import training_memory
 from e2e_vl.command_line import says_errors
 from e2e_vl.config import load_config
-from measuring import CONFIGS, ROOT, detector_word
+from measuring import CONFIGS, ROOT
 
 DETECTOR_CONFIG = ROOT / "configs" / "detector" / "vl_bert_R_101.yaml"
 SHAPE: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
@@ -170,7 +170,7 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
 def measure_train(arguments: argparse.Namespace) -> Measured:
     if arguments.config is None:
         name, preset = arguments.preset, PRESETS[arguments.preset]
-        config = load_config(preset.config, [detector_word(preset.config), *arguments.overrides])
+        config = load_config(preset.config, arguments.overrides)
     else:
         name, preset = str(arguments.config), Preset(arguments.config, None, (None,))
         config = load_config(arguments.config, arguments.overrides)

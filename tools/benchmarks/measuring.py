@@ -15,15 +15,8 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from e2e_vl.config import load_config
-
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "benchmark"
-
-
-def detector_word(config: Path) -> str:
-    """The setting that lets one of the project's own configs find its detector's file from any current directory."""
-    return f"detector.config={ROOT / load_config(config).detector.config}"
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from e2e_vl.synthetic.conceptual_writer import RECORDS_PER_SHARD, CaptionedImage
 from e2e_vl.synthetic.corpus_writer import draw_lines
 from e2e_vl.synthetic.scenes import SceneConfig
 from e2e_vl.text import build_vocabulary
-from measuring import CONFIGS, detector_word, fresh_process, machine_facts
+from measuring import CONFIGS, fresh_process, machine_facts
 
 CONFIG = CONFIGS / "memory.yaml"
 MIB = 2**20
@@ -70,7 +70,7 @@ def benchmark_memory(
     reading = {"images_per_batch": images_per_batch, "workers": workers}
     files = write_files(folder, corpus_mib, records)
     # The tokenizer is a file's and the detector random: nothing is read from or written into a run directory.
-    words = [detector_word(CONFIG), *files.words(**reading), "detector.weights=null"]
+    words = [*files.words(**reading), "detector.weights=null"]
     with fresh_process(_measure, words, batches) as (_, receiver):
         return {
             "machine": machine_facts(torch.device("cpu")),

@@ -20,7 +20,7 @@ from e2e_vl.config import load_config
 from e2e_vl.engine.build import build_detector
 from e2e_vl.engine.train import train
 from e2e_vl.run_files import read_log
-from measuring import detector_word, fresh_process, machine_facts
+from measuring import fresh_process, machine_facts
 from reading_memory import MIB, write_files
 
 KINDS = ("rss", "pss", "uss")  # resident; shared pages divided by the number of sharers; without shared pages
@@ -67,7 +67,7 @@ def benchmark_training_memory(
         files = write_files(folder, corpus_mib, records)
         run = folder / f"run_{os.getpid()}_{len(cases)}"
         detector = folder / "detector.safetensors"
-        words = [detector_word(config_file), *files.words(**reading), f"output={run}", f"detector.weights={detector}"]
+        words = [*files.words(**reading), f"output={run}", f"detector.weights={detector}"]
         words += [f"train.max_steps={steps}", f"train.log_every={max(steps // _SAMPLES, 1)}"]
         _write_detector(config_file, words, detector)
         cases.append({"corpus_mib": corpus_mib, "records": records, "files": files.sizes(), **_run(config_file, words)})

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.jobs < 1:
         raise ValueError(f"--jobs is {arguments.jobs}; give a positive number.")
-    settings = [*detector_words(arguments.configs), *arguments.set, f"data.root={arguments.data}"]
+    settings = [*arguments.set, f"data.root={arguments.data}"]
     jobs = plan(arguments.configs, arguments.output, settings, arguments.seeds, arguments.rows, arguments.tasks)
     prepare(arguments.configs, arguments.output, settings)
     run_jobs(list(jobs.values()), launch=arguments.launch, parallel=arguments.jobs)
@@ -67,12 +67,6 @@ def main(argv: list[str] | None = None) -> int:
     draw(table, arguments.output / "table4.png")
     write_table(arguments.output / "table4", table, [*as_markdown(table), made_by(__file__, argv)])
     return 0
-
-
-def detector_words(configs: Path) -> list[str]:
-    """The setting that the configs need outside of the repository: they name their detector's file relative to it."""
-    config = load_config(configs / "detector.yaml").detector.config
-    return [] if Path(config).is_file() else [f"detector.config={ROOT / config}"]
 
 
 def plan(
