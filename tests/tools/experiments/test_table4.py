@@ -35,7 +35,7 @@ def test_every_run_starts_from_the_row_it_belongs_to(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", sorted(path.name for path in (ROOT / "configs" / "table4").glob("*.yaml") if path.name != "common.yaml")
+    "name", sorted({path.name for path in (ROOT / "configs" / "table4").glob("*.yaml")} - {"common.yaml"})
 )
 def test_rows_are_switches_of_one_configuration(tmp_path, name, monkeypatch):
     monkeypatch.chdir(ROOT)
