@@ -250,6 +250,8 @@ def legend(docstring: str) -> Iterator[tuple[str, str]]:
     for start in starts:
         end = next((i for i in range(start, len(lines)) if not lines[i].strip()), len(lines))
         first = re.sub(r"^shape legend:?\s*", "", lines[start], flags=re.IGNORECASE)
+        if first.startswith("see "):
+            continue
         if first:
             sentence = re.sub(r"\(.*", "", " ".join([first, *lines[start + 1 : end]]))
             entries = re.split(r",\s+", sentence)

@@ -175,7 +175,7 @@ class PretrainingTask(Task):
     def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:
         """Objectives were keys of `task.config`; masking and exchanging of texts were options of the reader."""
         options = data.setdefault("config", {})
-        if options.get("source") == "vl_bert":
+        if options.get("source", "coco") not in ("coco", "shards"):  # the third one had another name
             options["source"] = "json_lines"
         masking = {
             "probability": options.pop("word_probability", 0.15),
