@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -94,34 +95,47 @@ def own_log_handlers() -> Iterator[None]:
             logging.root.removeHandler(handler)
 
 
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A fresh Accelerator on the CPU, and one thread: sums in a fixed order, and no contention on small machines."""
+@contextlib.contextmanager
+def cpu_with_one_thread() -> Iterator[None]:
+    """A fresh Accelerator on the CPU, fixed random numbers, and one thread.
+
+    With one thread sums have a fixed order, and tests do not fight for the cores of a small machine. Two runs on one
+    machine are then equal bit by bit, because every convolution and matrix product reads memory of torch's allocator,
+    which is always aligned alike; with several threads, or on two machines, they differ by rounding.
+    """
     import torch
     from accelerate.state import AcceleratorState
+    from accelerate.utils import set_seed
 
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(reset_partial_state=True)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        torch.set_num_threads(1)
+        set_seed(0)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """See `cpu_with_one_thread`."""
+    with cpu_with_one_thread():
+        yield
 
 
 @pytest.fixture(scope="session")
 def trained_run(tiny_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """One tiny training run: its `path`, `config`, `metrics`, and the `model` as it was in memory at the end."""
-    from accelerate.state import AcceleratorState
-
     from e2e_vl.engine import train as training
 
     path = tmp_path_factory.mktemp("trained") / "run"
     config = load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [*tiny_words, f"output={path}"])
     kept = SimpleNamespace(path=path, config=config)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(reset_partial_state=True)
+    with cpu_with_one_thread(), pytest.MonkeyPatch.context() as patch:
         build = training.build_run
 
         def build_and_keep(config: RunConfig):
@@ -130,6 +144,5 @@ def trained_run(tiny_words: list[str], tmp_path_factory: pytest.TempPathFactory)
 
         patch.setattr(training, "build_run", build_and_keep)
         kept.metrics = training.train(config)
-        AcceleratorState._reset_state(reset_partial_state=True)
     kept.model = kept.run.model
     return kept
