@@ -13,7 +13,8 @@ import yaml
 from detector.config import DetectorConfig
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.base import open_options
-from e2e_vl.engine.build import build_examples, build_model, build_objectives, named_parts, resolve, task_config
+from e2e_vl.engine.build import build_model, build_objectives, named_parts, resolve, task_config
+from e2e_vl.engine.build_data import build_examples
 from e2e_vl.tasks.objectives.base import Objective, Sizes
 from e2e_vl.text import load_tokenizer
 

@@ -7,8 +7,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import cv2
-import numpy as np
 import pytest
 import torch
 
@@ -17,19 +15,13 @@ from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine.build import (
-    build_collate,
-    build_detector_config,
-    build_examples,
-    build_model,
-    build_run,
-    build_tokenizer,
-    named_parts,
-)
+from e2e_vl.engine.build import build_detector_config, build_model, named_parts
+from e2e_vl.engine.build_data import build_collate, build_examples, build_tokenizer
 from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.logging import read_log
 from e2e_vl.engine.predict import answer_question
+from e2e_vl.engine.run import build_run
 from e2e_vl.engine.train import train
+from e2e_vl.run_files import read_log
 from e2e_vl.samples import Question
 from e2e_vl.tasks.detection import DetectionTask
 
