@@ -106,7 +106,7 @@ class PretrainingWording(Wording):
         laid = self.writer.single(draft.ids)
         targets = self._targets(draft, laid)
         seed = int(own.integers(2**62))
-        record = self.record(text, images, laid) | {"sent": draft.words} | draft.record
+        record = self.record(text, images, laid) | {"sent": "" if self.writer.is_blank else draft.words} | draft.record
         yield TextExample(laid, text.looks_at, record, targets, seed=seed)
         for part in self.parts.values():
             for extra, extra_laid in part.beside(sample, other):

@@ -67,6 +67,8 @@ class CaptionExchange(ObjectiveWording):
         sample = draft.sample
         if sample.is_asked or not generator.random() < self.config.probability:
             return
+        if len(sample.own) >= len(sample.pool):
+            raise ValueError("Captions of other images need at least two images.")
         while index in sample.own:
             index = int(generator.integers(len(sample.pool)))
         draft.words, draft.is_match = sample.pool[index], False
