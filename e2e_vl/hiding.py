@@ -34,31 +34,22 @@ SAME_IOU = 0.5  # a candidate that overlaps a hidden box this much is the same o
 
 @dataclasses.dataclass(frozen=True)
 class HidingRule:
-    """What is hidden, how, and who says what it was.
+    """What is hidden, how, and who says what it was."""
 
-    Attributes:
-        hides: regions are predicted and hidden at all; False leaves the own boxes and the cut.
-        probability: chance of a region to be predicted; every region is chosen on its own, none is forced.
-        hide_probability: chance of a region that is to be predicted to be hidden.
-        pixels: hide a region in the image, before the detector. False: only its feature, which the encoder replaces.
-        colour: what hidden pixels become. "mean": zero in the network's input, which is the mean colour. "black": zero
-            in the image, before the mean is subtracted.
-        teacher: who labels the regions: "frozen", a copy of the detector as it was when training began; "current", the
-            detector in training; "file", the data.
-        background_first: class distributions of a detector get the background's column in front.
-        max_own_regions: most boxes when a detector finds them; None = all its detections.
-        max_length: wordpieces and regions of a text together; None = no cut.
-    """
-
-    hides: bool = True
-    probability: float = 0.15
-    hide_probability: float = 0.9
+    hides: bool = True  # regions are predicted and hidden at all; False leaves the own boxes and the cut
+    probability: float = 0.15  # chance of a region to be predicted; every region is chosen on its own, none is forced
+    hide_probability: float = 0.9  # chance of a region that is to be predicted to be hidden
+    # hide a region in the image, before the detector. False: only its feature, which the encoder replaces.
     pixels: bool = True
+    # what hidden pixels become. "mean": zero in the network's input, which is the mean colour. "black": zero in the
+    # image, before the mean is subtracted.
     colour: Literal["mean", "black"] = "mean"
+    # who labels the regions: "frozen", a copy of the detector as it was when training began; "current", the detector in
+    # training; "file", the data
     teacher: Literal["frozen", "current", "file"] = "frozen"
-    background_first: bool = False
-    max_own_regions: int | None = 100
-    max_length: int | None = 64
+    background_first: bool = False  # class distributions of a detector get the background's column in front
+    max_own_regions: int | None = 100  # most boxes when a detector finds them; None = all its detections
+    max_length: int | None = 64  # wordpieces and regions of a text together; None = no cut
 
 
 def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: HidingRule) -> Batch:

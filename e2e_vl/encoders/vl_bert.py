@@ -55,68 +55,50 @@ class VLBertConfig(BertConfig):
 
     The defaults are VL-BERT base as in the official code. The fields marked "scratch" depart from it: they let a small
     model learn without a pre-trained BERT.
-
-    Attributes:
-        type_vocab_size: segments: two of the text, one of the regions.
-        feature_dim: width of the detector's region features.
-        visual_size: width of a region vector; None = `hidden_size`.
-        geometry: "centre_size" (official code) or "corners" (paper), see `geometry_embedding`.
-        geometry_dim: width of the geometry embedding, a multiple of 8.
-        region_dropout_prob: dropout before the Linear that joins geometry and feature.
-        visual_layer_norm: LayerNorm on the visual part; False = a scalar factor.
-        visual_scale_text_init: start of that LayerNorm's weight (or of the factor) for words.
-        visual_scale_object_init: the same for regions.
-        uses_whole_image: region 0 is the whole image.
-        whole_image_in_sequence: the whole image is also a region of the sequence (official code). False: it is only
-            the visual part of words (paper, section 3.2); its row of the output is zero and tasks do not see it.
-        image_feature_on_words: words carry the vector of region 0 (scratch: False).
-        visual_part_on_end: [END] carries the vector of region 0 as words do (paper); False: no visual part (official).
-        text_only_embedding: a learned vector that words of texts without a region carry (pre-training).
-        region_word: what stands in a region's place of a word. "learned": a learned vector, and another one for hidden
-            regions with `hidden_region_embedding` (official code). "img": the one vector of the token [IMG], hidden or
-            not (paper, section 3.2). It lies beside the word table, so that the vocabulary stays BERT's.
-        hidden_region_embedding: another learned vector stands in a hidden region's place of a word (pre-training).
-        hidden_region_feature: a learned vector replaces the feature of a hidden region (pre-training on precomputed
-            features, or without hiding pixels).
-        new_layers: start of the Linear that makes region vectors. "official": PyTorch's default. "normal": N(0,
-            `initializer_range`) and zero biases, as all other new layers (paper, section 4.1). The weight of the visual
-            LayerNorms is `visual_scale_*_init` in both.
-        with_pooler: tanh pooler on the first position.
-        image_slots: most images that one text looks at. Above 1, regions of each image carry a learned vector of their
-            slot, which starts at zero and which official checkpoints do not have.
-        embedding_init_std: standard deviation of the embedding tables at the start (scratch); None =
-            `initializer_range`.
-        norm_first: LayerNorm before attention and feed-forward instead of after ("pre-LN", scratch).
-        pairwise_geometry: a learned bias between regions from their relative position, see `PairwiseGeometryBias`.
-        pairwise_geometry_dim: width of the embedding of that relative position, a multiple of 8.
     """
 
     model_type = "vl_bert"
 
-    type_vocab_size: int = 3
-    feature_dim: int = 2048
-    visual_size: int | None = None
-    geometry: str = "centre_size"
-    geometry_dim: int = 2048
-    region_dropout_prob: float = 0.1
-    visual_layer_norm: bool = True
-    visual_scale_text_init: float = 0.0
-    visual_scale_object_init: float = 0.0
-    uses_whole_image: bool = True
+    type_vocab_size: int = 3  # segments: two of the text, one of the regions
+    feature_dim: int = 2048  # width of the detector's region features
+    visual_size: int | None = None  # width of a region vector; None = `hidden_size`
+    geometry: str = "centre_size"  # "centre_size" (official code) or "corners" (paper), see `geometry_embedding`
+    geometry_dim: int = 2048  # width of the geometry embedding, a multiple of 8
+    region_dropout_prob: float = 0.1  # dropout before the Linear that joins geometry and feature
+    visual_layer_norm: bool = True  # LayerNorm on the visual part; False = a scalar factor
+    visual_scale_text_init: float = 0.0  # start of that LayerNorm's weight (or of the factor) for words
+    visual_scale_object_init: float = 0.0  # the same for regions
+    uses_whole_image: bool = True  # region 0 is the whole image
+    # the whole image is also a region of the sequence (official code). False: it is only the visual part of words
+    # (paper, section 3.2); its row of the output is zero and tasks do not see it.
     whole_image_in_sequence: bool = True
-    image_feature_on_words: bool = True
+    image_feature_on_words: bool = True  # words carry the vector of region 0 (scratch: False)
+    # [END] carries the vector of region 0 as words do (paper); False: no visual part (official)
     visual_part_on_end: bool = False
-    text_only_embedding: bool = False
+    text_only_embedding: bool = False  # a learned vector that words of texts without a region carry (pre-training)
+    # what stands in a region's place of a word. "learned": a learned vector, and another one for hidden regions with
+    # `hidden_region_embedding` (official code). "img": the one vector of the token [IMG], hidden or not (paper, section
+    # 3.2). It lies beside the word table, so that the vocabulary stays BERT's.
     region_word: str = "learned"
+    # another learned vector stands in a hidden region's place of a word (pre-training)
     hidden_region_embedding: bool = False
+    # a learned vector replaces the feature of a hidden region (pre-training on precomputed features, or without hiding
+    # pixels)
     hidden_region_feature: bool = False
+    # start of the Linear that makes region vectors. "official": PyTorch's default. "normal": N(0, `initializer_range`)
+    # and zero biases, as all other new layers (paper, section 4.1). The weight of the visual LayerNorms is
+    # `visual_scale_*_init` in both.
     new_layers: str = "official"
-    with_pooler: bool = False
+    with_pooler: bool = False  # tanh pooler on the first position
+    # most images that one text looks at. Above 1, regions of each image carry a learned vector of their slot, which
+    # starts at zero and which official checkpoints do not have.
     image_slots: int = 1
+    # standard deviation of the embedding tables at the start (scratch); None = `initializer_range`
     embedding_init_std: float | None = None
-    norm_first: bool = False
+    norm_first: bool = False  # LayerNorm before attention and feed-forward instead of after ("pre-LN", scratch)
+    # a learned bias between regions from their relative position, see `PairwiseGeometryBias`
     pairwise_geometry: bool = False
-    pairwise_geometry_dim: int = 64
+    pairwise_geometry_dim: int = 64  # width of the embedding of that relative position, a multiple of 8
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)

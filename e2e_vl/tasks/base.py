@@ -56,19 +56,13 @@ def start_head(linears: Iterable[nn.Linear], kind: NewLayers) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class HeadStart:
-    """How a head starts from the weights of other heads. All names are prefixes of parameter names.
+    """How a head starts from the weights of other heads. All names are prefixes of parameter names."""
 
-    Attributes:
-        copies: in the other head -> in this one.
-        difference: (in the other head, in this one): row 1 minus row 0 of a classifier of two classes becomes a score.
-        random: of this head, may keep its random start.
-        region_classes: of this head, has a row per region class; `task.config.has_background_last` says which of them
-            is the background.
-    """
-
-    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)  # in the other head -> in this one
+    # (in the other head, in this one): row 1 minus row 0 of a classifier of two classes becomes a score
     difference: tuple[str, str] | None = None
-    random: tuple[str, ...] = ()
+    random: tuple[str, ...] = ()  # of this head, may keep its random start
+    # of this head, has a row per region class; `task.config.has_background_last` says which of them is the background
     region_classes: tuple[str, ...] = ()
 
     @property

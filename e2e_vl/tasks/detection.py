@@ -36,15 +36,10 @@ TRUTH, FOUND = (0, 160, 60), (0, 80, 200)  # RGB colours of boxes in pictures
 
 @dataclasses.dataclass(frozen=True)
 class DetectionConfig:
-    """What `correct` counts in one image; the metrics need no setting.
+    """What `correct` counts in one image; the metrics need no setting."""
 
-    Attributes:
-        shown_score: detections below this score are left aside.
-        positive_iou: a detection finds an object of its category if their IoU is at least this.
-    """
-
-    shown_score: float = 0.5
-    positive_iou: float = 0.5
+    shown_score: float = 0.5  # detections below this score are left aside
+    positive_iou: float = 0.5  # a detection finds an object of its category if their IoU is at least this
 
     def __post_init__(self) -> None:
         for name in ("shown_score", "positive_iou"):

@@ -39,32 +39,24 @@ TRUTH, RIGHT, WRONG = (0, 160, 60), (0, 80, 200), (220, 30, 30)  # RGB colours o
 
 @dataclasses.dataclass(frozen=True)
 class ReferringConfig:
-    """The defaults are those of the official VL-BERT code.
+    """The defaults are those of the official VL-BERT code."""
 
-    Attributes:
-        dropout: dropout between the two Linears of the head.
-        loss: "binary": a binary cross entropy per region (official). "softmax": a cross entropy over the regions of a
-            text, whose truth is all positive regions together; texts without one are left out.
-        positive_iou: a region is positive if its IoU with the referred box is *above* this.
-        plus_one: that IoU counts inclusive pixels, (x2 - x1 + 1) * (y2 - y1 + 1).
-        positive_weight: factor on the binary loss of positive regions.
-        whole_image_can_win: the box of the whole image is a candidate like every other. False: it is neither trained
-            nor predicted, unless a text has no other region.
-        no_region_is_miss: a text without any region counts as a wrong answer (`box` None) instead of an error; for a
-            detector that may find nothing.
-        new_layers: start of the head, "official" (Xavier) or "normal" (paper), see `e2e_vl.tasks.base.start_head`.
-        iou_convention: how `metrics` compares boxes, one of `e2e_vl.evaluation.refexp.CONVENTIONS`.
-    """
-
-    dropout: float = 0.0
+    dropout: float = 0.0  # dropout between the two Linears of the head
+    # "binary": a binary cross entropy per region (official). "softmax": a cross entropy over the regions of a text,
+    # whose truth is all positive regions together; texts without one are left out.
     loss: Literal["binary", "softmax"] = "binary"
-    positive_iou: float = 0.5
-    plus_one: bool = True
-    positive_weight: float = 1.0
+    positive_iou: float = 0.5  # a region is positive if its IoU with the referred box is *above* this
+    plus_one: bool = True  # that IoU counts inclusive pixels, (x2 - x1 + 1) * (y2 - y1 + 1)
+    positive_weight: float = 1.0  # factor on the binary loss of positive regions
+    # the box of the whole image is a candidate like every other. False: it is neither trained nor predicted, unless a
+    # text has no other region.
     whole_image_can_win: bool = True
+    # a text without any region counts as a wrong answer (`box` None) instead of an error; for a detector that may find
+    # nothing
     no_region_is_miss: bool = False
+    # start of the head, "official" (Xavier) or "normal" (paper), see `e2e_vl.tasks.base.start_head`
     new_layers: NewLayers = "official"
-    iou_convention: str = "mattnet"
+    iou_convention: str = "mattnet"  # how `metrics` compares boxes, one of `e2e_vl.evaluation.refexp.CONVENTIONS`
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -51,42 +51,29 @@ MOVED = ("people_names", "turn_names", "join_word", "ground_words", "max_pieces"
 
 @dataclasses.dataclass(frozen=True)
 class VCRConfig:
-    """The defaults are those of the official VL-BERT code.
+    """The defaults are those of the official VL-BERT code."""
 
-    Attributes:
-        people_names: what people are called, in turn.
-        turn_names: in training the turn begins with a random name (the official code goes on from question to
-            question); otherwise always with the first.
-        join_word: between several objects; None leaves it out (R2C).
-        ground_words: words that name an object carry its region's vector; False: every word carries the vector of the
-            whole image.
-        max_pieces: question and choice are cut to this number of wordpieces together, [CLS] and [SEP] not counted.
-        mask_size: side of the instance masks, that of the detector's RoI maps; None = no masks.
-        blank_question: control that reads the choices only.
-        dropout: on the summary, before the Linear that scores a choice.
-        loss: "sigmoid": a binary cross entropy per choice, mean over all choices (official). "softmax": a cross entropy
-            over the four choices (paper, section 4.2.1).
-        region_loss_weight: weight of the classification of regions; 0 leaves it out.
-        num_classes: C, classes of regions, the whole image (class 0) included.
-        region_dropout: dropout between the two Linears of that classification.
-        initializer_range: standard deviation of their start values.
-        new_layers: start of the Linear that scores a choice, "official" (Xavier) or "normal" (paper), see
-            `e2e_vl.tasks.base.start_head`.
-    """
-
-    people_names: tuple[str, ...] = NEUTRAL_NAMES
+    people_names: tuple[str, ...] = NEUTRAL_NAMES  # what people are called, in turn
+    # in training the turn begins with a random name (the official code goes on from question to question); otherwise
+    # always with the first
     turn_names: bool = True
-    join_word: str | None = "and"
+    join_word: str | None = "and"  # between several objects; None leaves it out (R2C)
+    # words that name an object carry its region's vector; False: every word carries the vector of the whole image
     ground_words: bool = True
+    # question and choice are cut to this number of wordpieces together, [CLS] and [SEP] not counted
     max_pieces: int = 64
-    mask_size: int | None = 14
-    blank_question: bool = False
-    dropout: float = 0.1
+    mask_size: int | None = 14  # side of the instance masks, that of the detector's RoI maps; None = no masks
+    blank_question: bool = False  # control that reads the choices only
+    dropout: float = 0.1  # on the summary, before the Linear that scores a choice
+    # "sigmoid": a binary cross entropy per choice, mean over all choices (official). "softmax": a cross entropy over
+    # the four choices (paper, section 4.2.1).
     loss: Literal["sigmoid", "softmax"] = "sigmoid"
-    region_loss_weight: float = 1.0
-    num_classes: int = 81
-    region_dropout: float = 0.0
-    initializer_range: float = 0.02
+    region_loss_weight: float = 1.0  # weight of the classification of regions; 0 leaves it out
+    num_classes: int = 81  # C, classes of regions, the whole image (class 0) included
+    region_dropout: float = 0.0  # dropout between the two Linears of that classification
+    initializer_range: float = 0.02  # standard deviation of their start values
+    # start of the Linear that scores a choice, "official" (Xavier) or "normal" (paper), see
+    # `e2e_vl.tasks.base.start_head`
     new_layers: NewLayers = "official"
 
     def __post_init__(self) -> None:

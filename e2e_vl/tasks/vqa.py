@@ -49,35 +49,27 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class VQAConfig:
-    """The defaults are those of the official VL-BERT code.
+    """The defaults are those of the official VL-BERT code."""
 
-    Attributes:
-        answers: the possible answers, the position in the list is the class. In settings also a file, see
-            `e2e_vl.data.formats.vqa_files.read_answers`; None: `data.files.answers`, or built from the annotations
-            of the training split. Of an answer that is listed twice the first counts; `<unk>` is never a target and
-            never predicted.
-        min_answer_count: a list built from annotations holds what is the most frequent answer to at least this number
-            of questions; 9 gives the usual 3,129 answers of VQA v2's train and val.
-        dropout: dropout before the last Linear.
-        loss: "binary": a binary cross entropy per answer with soft targets, summed over the answers (official).
-            "softmax": a cross entropy with the most frequent answer as truth (paper, section 4.2.2); texts without a
-            known answer are left out.
-        normalised_targets: count normalised human answers for the targets; False counts raw strings (official).
-        initialise_from_words: each row of the last Linear starts as the mean word embedding of its answer's wordpieces
-            (official).
-        new_layers: start of the head's Linears, "official" (Xavier) or "normal" (paper), see
-            `e2e_vl.tasks.base.start_head`.
-        top_answers: how many of the best answers a prediction lists.
-    """
-
+    # the possible answers, the position in the list is the class. In settings also a file, see
+    # `e2e_vl.data.formats.vqa_files.read_answers`; None: `data.files.answers`, or built from the annotations of the
+    # training split. Of an answer that is listed twice the first counts; `<unk>` is never a target and never predicted.
     answers: list[str] | tuple[str, ...] | str | None = None
+    # a list built from annotations holds what is the most frequent answer to at least this number of questions; 9 gives
+    # the usual 3,129 answers of VQA v2's train and val
     min_answer_count: int = 9
-    dropout: float = 0.1
+    dropout: float = 0.1  # dropout before the last Linear
+    # "binary": a binary cross entropy per answer with soft targets, summed over the answers (official). "softmax": a
+    # cross entropy with the most frequent answer as truth (paper, section 4.2.2); texts without a known answer are left
+    # out.
     loss: Literal["binary", "softmax"] = "binary"
+    # count normalised human answers for the targets; False counts raw strings (official)
     normalised_targets: bool = False
+    # each row of the last Linear starts as the mean word embedding of its answer's wordpieces (official)
     initialise_from_words: bool = True
+    # start of the head's Linears, "official" (Xavier) or "normal" (paper), see `e2e_vl.tasks.base.start_head`
     new_layers: NewLayers = "official"
-    top_answers: int = 5
+    top_answers: int = 5  # how many of the best answers a prediction lists
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -37,16 +37,11 @@ TEACHER = "teacher."  # a frozen detector, which heads of an earlier version of 
 
 @dataclasses.dataclass(frozen=True)
 class StartRules:
-    """What says how encoder and task of a run start.
+    """What says how encoder and task of a run start."""
 
-    Attributes:
-        task_name: the run's task.
-        tasks: name of every task -> the classes of its config and of itself.
-        adapters: those of the run's encoder. What they say of the encoder holds for our own runs too.
-    """
-
-    task_name: str
-    tasks: Mapping[str, tuple[type, type[Task]]]
+    task_name: str  # the run's task
+    tasks: Mapping[str, tuple[type, type[Task]]]  # name of every task -> the classes of its config and of itself
+    # those of the run's encoder. What they say of the encoder holds for our own runs too.
     adapters: Sequence[WeightAdapter] = ()
 
     def stated(self, what: str) -> tuple[str, ...]:

@@ -38,15 +38,11 @@ from e2e_vl.tasks.objectives.base import (
 
 @dataclasses.dataclass(frozen=True)
 class MaskedRegionsConfig(ObjectiveConfig):
-    """The defaults are those of the official code.
-
-    Attributes:
-        classes: C; 1601 for Visual Genome's.
-        labels: "distribution": the whole class distribution (official code). "class": its best class (paper).
-    """
+    """The defaults are those of the official code."""
 
     weight: float = 1.0
-    classes: int = 1601
+    classes: int = 1601  # C; 1601 for Visual Genome's
+    # "distribution": the whole class distribution (official code). "class": its best class (paper).
     labels: Literal["distribution", "class"] = "distribution"
 
 

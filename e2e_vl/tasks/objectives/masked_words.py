@@ -39,16 +39,11 @@ MASK = "[MASK]"
 
 @dataclasses.dataclass(frozen=True)
 class MaskedWordsConfig(ObjectiveConfig):
-    """The defaults are those of the official code.
-
-    Attributes:
-        probability: chance of a word to be masked.
-        always_mask: every chosen word becomes [MASK] (paper), not 80 % of them (official code).
-    """
+    """The defaults are those of the official code."""
 
     weight: float = 1.0
-    probability: float = 0.15
-    always_mask: bool = False
+    probability: float = 0.15  # chance of a word to be masked
+    always_mask: bool = False  # every chosen word becomes [MASK] (paper), not 80 % of them (official code)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -35,11 +35,9 @@ from e2e_vl.tasks.objectives.base import (
 
 @dataclasses.dataclass(frozen=True)
 class RelationshipConfig(ObjectiveConfig):
-    """Attributes:
-    probability: chance that a text is the caption of another image; the official option uses 0.5.
-    """
+    """How often texts and images are exchanged."""
 
-    probability: float = 0.5
+    probability: float = 0.5  # chance that a text is the caption of another image; the official option uses 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
