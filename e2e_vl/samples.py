@@ -228,6 +228,12 @@ class Question:
         image = SampleImage(str(self.image), self.image, objects=objects, boxes=boxes, hide=hide)
         return Sample((image,), (text,), is_asked=True)
 
+    def plain_sample(self, what: str) -> Sample:
+        """The sample of a text alone. Raises ValueError for choices, an answer or boxes to hide."""
+        self.refuse_choices(what)
+        self.refuse_hidden()
+        return self.sample(SampleText(0, self.text, {"sent": self.text}))
+
     def refuse_choices(self, what: str) -> None:
         """Raises ValueError if there are choices or an answer although the task takes none."""
         if self.choices or self.answer is not None:

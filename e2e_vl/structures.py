@@ -110,23 +110,6 @@ class TextRegions(Movable):
     row: Int64[Tensor, "M R"]  # row of the region among its image's candidate boxes; -1 = whole image, or padding
     is_hidden: Bool[Tensor, "M R"]  # see `HiddenRegions`
 
-    @classmethod
-    def of_own_images(
-        cls, features: Tensor, boxes: Tensor, image_sizes: Tensor, attend: Tensor, image_slot: Tensor
-    ) -> TextRegions:
-        """For texts that share no image: `image` is the text's own row, `row` counts its regions, none is hidden."""
-        number, position = (torch.arange(length, device=attend.device) for length in attend.shape)
-        return cls(
-            features,
-            boxes,
-            image_sizes,
-            attend,
-            image_slot,
-            image=number[:, None].expand_as(attend).masked_fill(~attend, -1),
-            row=position.expand_as(attend).masked_fill(~attend, -1),
-            is_hidden=torch.zeros_like(attend),
-        )
-
     @property
     def is_whole_image(self) -> Bool[Tensor, "M R"]:
         """The region is a whole image, put in front because the encoder asked for it."""

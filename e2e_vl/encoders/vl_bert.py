@@ -213,25 +213,19 @@ class VLBertModel(Encoder):
     def lacks(self, ability: Ability) -> str | None:
         """See `Encoder.lacks`."""
         config = self.config
-        remedies = {
-            Ability.SUMMARY_OF_SINGLE: (config.with_pooler, "set encoder.config.with_pooler to true"),
-            Ability.SUMMARY_OF_PAIR: (config.with_pooler, "set encoder.config.with_pooler to true"),
+        wanted = {
+            Ability.SUMMARY_OF_SINGLE: (config.with_pooler, "with_pooler to true"),
+            Ability.SUMMARY_OF_PAIR: (config.with_pooler, "with_pooler to true"),
             Ability.HIDDEN_REGIONS: (
                 config.hidden_region_embedding or config.region_word == "img",
-                "set encoder.config.hidden_region_embedding to true, or region_word to img",
+                "hidden_region_embedding to true, or region_word to img",
             ),
-            Ability.HIDDEN_FEATURES: (
-                config.hidden_region_feature,
-                "set encoder.config.hidden_region_feature to true",
-            ),
-            Ability.NAMED_REGIONS: (
-                config.image_feature_on_words,
-                "set encoder.config.image_feature_on_words to true",
-            ),
-            Ability.IMAGE_PAIRS: (config.image_slots > 1, "set encoder.config.image_slots to 2"),
+            Ability.HIDDEN_FEATURES: (config.hidden_region_feature, "hidden_region_feature to true"),
+            Ability.NAMED_REGIONS: (config.image_feature_on_words, "image_feature_on_words to true"),
+            Ability.IMAGE_PAIRS: (config.image_slots > 1, "image_slots to 2"),
         }
-        is_able, remedy = remedies.get(ability, (True, ""))
-        return None if is_able else remedy
+        is_able, setting = wanted.get(ability, (True, ""))
+        return None if is_able else f"set encoder.config.{setting}"
 
     def get_input_embeddings(self) -> nn.Embedding:
         """The word table [vocabulary, E]; a masked-language-modelling head shares it."""

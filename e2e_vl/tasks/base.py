@@ -20,9 +20,6 @@ from e2e_vl.samples import DataFacts, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.wording import Wording
 
-NewLayers = Literal["official", "normal"]
-STD_OF_NEW_LAYERS = 0.02  # VL-BERT, section 4.1, as in BERT
-
 
 def check_choices(config: Any) -> None:
     """Raises ValueError for a field of `task.config` whose type lists its values (`Literal`) and that has another."""
@@ -36,22 +33,6 @@ def check_dropout(name: str, value: float) -> None:
     """Raises ValueError, naming the key `task.config.<name>`, unless the dropout is at least 0 and below 1."""
     if not 0 <= value < 1:
         raise ValueError(f"task.config.{name} is {value}; a dropout must be at least 0 and below 1.")
-
-
-def start_head(linears: Iterable[nn.Linear], kind: NewLayers) -> None:
-    """Start values of a fine-tuning head; all biases are zero.
-
-    Args:
-        linears: its layers.
-        kind: "official": Xavier uniform weights, as in the official VL-BERT code. "normal": N(0, 0.02), which the paper
-            says of all new layers.
-    """
-    for linear in linears:
-        if kind == "official":
-            nn.init.xavier_uniform_(linear.weight)
-        else:
-            nn.init.normal_(linear.weight, std=STD_OF_NEW_LAYERS)
-        nn.init.zeros_(linear.bias)
 
 
 @dataclasses.dataclass(frozen=True)

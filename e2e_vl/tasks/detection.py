@@ -22,7 +22,7 @@ from torch import Tensor
 from detector.average_precision import coco_metrics
 from detector.boxes import pairwise_iou, rescale_detections
 from detector.images import load_image
-from e2e_vl.drawing import draw_boxes
+from e2e_vl.drawing import BLUE, GREEN, draw_boxes
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Sample, SampleText
@@ -30,8 +30,6 @@ from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, Tex
 from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.base import Task
 from e2e_vl.wording import Draw, Wording
-
-TRUTH, FOUND = (0, 160, 60), (0, 80, 200)  # RGB colours of boxes in pictures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,10 +144,10 @@ class DetectionTask(Task):
     def draw(self, record: dict[str, Any]) -> np.ndarray:
         """The annotated objects in green, detections with a sufficient score in blue."""
         names = {entry["category_id"]: entry["category"] for entry in record["objects"]}
-        drawn = [(entry["box"], entry["category"], TRUTH) for entry in record["objects"]]
+        drawn = [(entry["box"], entry["category"], GREEN) for entry in record["objects"]]
         for box, score, category_id in zip(record["boxes"], record["scores"], record["category_ids"], strict=True):
             if score >= self.config.shown_score:
-                drawn.append((box, f"{names.get(category_id, category_id)} {score:.2f}", FOUND))
+                drawn.append((box, f"{names.get(category_id, category_id)} {score:.2f}", BLUE))
         boxes, labels, colours = [list(column) for column in zip(*drawn, strict=True)] or [[], [], []]
         return draw_boxes(load_image(record["file_name"], "RGB"), boxes, labels=labels, colours=colours)
 

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from detector.boxes import pairwise_iou
 from detector.images import load_image
 from detector.structures import Loss
-from e2e_vl.drawing import draw_boxes
+from e2e_vl.drawing import BLUE, GREEN, RED, draw_boxes
 from e2e_vl.evaluation.refexp import CONVENTIONS, hits, referring_metrics
 from e2e_vl.evaluation.refexp_files import write_submission
 from e2e_vl.examples import ImageExample, TextExample
@@ -31,10 +31,9 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, NewLayers, Task, check_choices, check_dropout, start_head
+from e2e_vl.tasks.base import HeadStart, Task, check_choices, check_dropout
+from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.wording import Draw, Wording
-
-TRUTH, RIGHT, WRONG = (0, 160, 60), (0, 80, 200), (220, 30, 30)  # RGB colours of boxes in pictures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +53,7 @@ class ReferringConfig:
     # a text without any region counts as a wrong answer (`box` None) instead of an error; for a detector that may find
     # nothing
     no_region_is_miss: bool = False
-    # start of the head, "official" (Xavier) or "normal" (paper), see `e2e_vl.tasks.base.start_head`
+    # start of the head, "official" (Xavier) or "normal" (paper), see `e2e_vl.tasks.heads.start_head`
     new_layers: NewLayers = "official"
     iou_convention: str = "mattnet"  # how `metrics` compares boxes, one of `e2e_vl.evaluation.refexp.CONVENTIONS`
 
@@ -94,20 +93,6 @@ class ReferringWording(Wording):
         yield TextExample(laid, text.looks_at, record, targets)
 
 
-class ReferringHead(nn.Module):
-    """Linear + GELU, dropout, Linear to one score."""
-
-    def __init__(self, hidden_size: int, dropout: float, new_layers: NewLayers = "official"):
-        super().__init__()
-        self.transform = nn.ModuleDict({"dense": nn.Linear(hidden_size, hidden_size)})
-        self.dropout = nn.Dropout(dropout)
-        self.output = nn.Linear(hidden_size, 1)
-        start_head((self.transform["dense"], self.output), new_layers)
-
-    def forward(self, regions: Float[Tensor, "M R E"]) -> Float[Tensor, "M R"]:
-        return self.output(self.dropout(F.gelu(self.transform["dense"](regions)))).squeeze(-1)
-
-
 class ReferringTask(Task):
     """A score per region; the highest real region is the answer, padding never.
 
@@ -121,7 +106,9 @@ class ReferringTask(Task):
     def __init__(self, hidden_size: int, config: ReferringConfig | None = None):
         super().__init__()
         self.config = config or ReferringConfig()
-        self.head = ReferringHead(hidden_size, self.config.dropout, self.config.new_layers)
+        self.head = Head(
+            hidden_size, None, self.config.dropout, self.config.new_layers, transform=Transform(hidden_size)
+        )
 
     def wording(self, writer: TextWriter) -> ReferringWording:
         writer.require_room(writer.layout.single)
@@ -129,9 +116,7 @@ class ReferringTask(Task):
 
     def question(self, question: Question) -> Sample:
         """A user's expression about an image; without boxes the detector proposes them."""
-        question.refuse_choices("A referring expression")
-        question.refuse_hidden()
-        return question.sample(SampleText(0, question.text, {"sent": question.text}))
+        return question.plain_sample("A referring expression")
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Score the regions of M texts.
@@ -251,7 +236,7 @@ class ReferringTask(Task):
 
     def draw(self, record: dict[str, Any]) -> np.ndarray:
         """The true box in green, the predicted one, if any, in blue (wrong: red)."""
-        drawn = [(record["gt_box"], TRUTH), (record["box"], RIGHT if record["correct"] else WRONG)]
+        drawn = [(record["gt_box"], GREEN), (record["box"], BLUE if record["correct"] else RED)]
         boxes, colours = zip(*(entry for entry in drawn if entry[0] is not None), strict=True)
         return draw_boxes(load_image(record["file_name"], "RGB"), boxes, colours=colours)
 

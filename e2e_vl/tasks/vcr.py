@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from detector.interface import Detector
 from detector.structures import Loss
@@ -31,7 +31,8 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, DataFacts, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, NewLayers, Task, check_choices, check_dropout, start_head
+from e2e_vl.tasks.base import HeadStart, Task, check_choices, check_dropout
+from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.tasks.vcr_sentences import (
     NEUTRAL_NAMES,
     PERSON,
@@ -73,7 +74,7 @@ class VCRConfig:
     region_dropout: float = 0.0  # dropout between the two Linears of that classification
     initializer_range: float = 0.02  # standard deviation of their start values
     # start of the Linear that scores a choice, "official" (Xavier) or "normal" (paper), see
-    # `e2e_vl.tasks.base.start_head`
+    # `e2e_vl.tasks.heads.start_head`
     new_layers: NewLayers = "official"
 
     def __post_init__(self) -> None:
@@ -162,35 +163,6 @@ class VCRWording(Wording):
         return [piece for sentence in front for piece in sentence], choices
 
 
-class ChoiceHead(nn.Module):
-    """Dropout and a Linear."""
-
-    def __init__(self, hidden_size: int, dropout: float, new_layers: NewLayers = "official"):
-        super().__init__()
-        self.dropout = nn.Dropout(dropout)
-        self.output = nn.Linear(hidden_size, 1)
-        start_head((self.output,), new_layers)
-
-    def forward(self, summary: Float[Tensor, "M E"]) -> Float[Tensor, " M"]:
-        return self.output(self.dropout(summary)).squeeze(-1)
-
-
-class ObjectClassifier(nn.Module):
-    """Linear + GELU, dropout, Linear."""
-
-    def __init__(self, hidden_size: int, num_classes: int, dropout: float, std: float):
-        super().__init__()
-        self.transform = nn.ModuleDict({"dense": nn.Linear(hidden_size, hidden_size)})
-        self.dropout = nn.Dropout(dropout)
-        self.output = nn.Linear(hidden_size, num_classes)
-        for linear in (self.transform["dense"], self.output):
-            nn.init.normal_(linear.weight, std=std)
-            nn.init.zeros_(linear.bias)
-
-    def forward(self, regions: Float[Tensor, "*shape E"]) -> Float[Tensor, "*shape C"]:
-        return self.output(self.dropout(F.gelu(self.transform["dense"](regions))))
-
-
 class VCRTask(Task):
     """A score per choice from its summary; beside it, every region is classified from its output state."""
 
@@ -206,11 +178,15 @@ class VCRTask(Task):
     def __init__(self, hidden_size: int, config: VCRConfig | None = None):
         super().__init__()
         self.config = config or VCRConfig()
-        self.head = ChoiceHead(hidden_size, self.config.dropout, self.config.new_layers)
+        self.head = Head(hidden_size, None, self.config.dropout, self.config.new_layers)
         self.region_classifier = None
         if self.config.region_loss_weight > 0:
-            self.region_classifier = ObjectClassifier(
-                hidden_size, self.config.num_classes, self.config.region_dropout, self.config.initializer_range
+            self.region_classifier = Head(
+                hidden_size,
+                self.config.num_classes,
+                self.config.region_dropout,
+                self.config.initializer_range,
+                transform=Transform(hidden_size),
             )
 
     @property

@@ -39,7 +39,8 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import DataFacts, HumanAnswers, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, NewLayers, Task, check_choices, check_dropout, start_head
+from e2e_vl.tasks.base import HeadStart, Task, check_choices, check_dropout
+from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.text import mirror_words
 from e2e_vl.wording import Draw, Wording
 
@@ -67,7 +68,7 @@ class VQAConfig:
     normalised_targets: bool = False
     # each row of the last Linear starts as the mean word embedding of its answer's wordpieces (official)
     initialise_from_words: bool = True
-    # start of the head's Linears, "official" (Xavier) or "normal" (paper), see `e2e_vl.tasks.base.start_head`
+    # start of the head's Linears, "official" (Xavier) or "normal" (paper), see `e2e_vl.tasks.heads.start_head`
     new_layers: NewLayers = "official"
     top_answers: int = 5  # how many of the best answers a prediction lists
 
@@ -152,23 +153,6 @@ class AnswerList:
         return known.most_common(1)[0][0] if known else -1
 
 
-class AnswerHead(nn.Module):
-    """Linear + GELU + LayerNorm (BERT's masked-word transform), dropout, Linear."""
-
-    def __init__(self, hidden_size: int, num_answers: int, dropout: float, new_layers: NewLayers = "official"):
-        super().__init__()
-        self.transform = nn.ModuleDict(
-            {"dense": nn.Linear(hidden_size, hidden_size), "norm": nn.LayerNorm(hidden_size, eps=1e-12)}
-        )
-        self.dropout = nn.Dropout(dropout)
-        self.output = nn.Linear(hidden_size, num_answers)
-        start_head((self.transform["dense"], self.output), new_layers)
-
-    def forward(self, states: Float[Tensor, "M E"]) -> Float[Tensor, "M Y"]:
-        states = self.transform["norm"](F.gelu(self.transform["dense"](states)))
-        return self.output(self.dropout(states))
-
-
 class VQATask(Task):
     """A score per possible answer, from the summary of question and image; the highest is the answer.
 
@@ -187,7 +171,8 @@ class VQATask(Task):
             raise ValueError("VQATask needs the list of possible answers in its config.")
         self.config = config
         self.answer_list = AnswerList(config.answers, normalised=config.normalised_targets)
-        self.head = AnswerHead(hidden_size, len(self.answer_list), config.dropout, config.new_layers)
+        transform = Transform(hidden_size, norm=True)
+        self.head = Head(hidden_size, len(self.answers), config.dropout, config.new_layers, transform=transform)
 
     @property
     def answers(self) -> list[str]:
@@ -212,9 +197,7 @@ class VQATask(Task):
 
     def question(self, question: Question) -> Sample:
         """A user's question about an image; without boxes the detector proposes them."""
-        question.refuse_choices("A question of VQA")
-        question.refuse_hidden()
-        return question.sample(SampleText(0, question.text, {"sent": question.text}))
+        return question.plain_sample("A question of VQA")
 
     @torch.no_grad()
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:

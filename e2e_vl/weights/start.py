@@ -83,7 +83,7 @@ def read_source(path: str | Path, part: Literal["encoder", "task"], rules: Start
     config_class, task_class = rules.tasks.get(name or rules.task_name, (object, Task))
     background_last = None
     if part == "task":
-        tensors = _todays_names(tensors, task_class)
+        tensors = todays_names(tensors, task_class)
         if settings and hasattr(config_class, "has_background_last"):
             where = f"{file.parent.parent / 'config.yaml'}: task.config"
             background_last = from_dict(config_class, settings.get("config") or {}, where).has_background_last
@@ -203,14 +203,12 @@ def _modules(names: Iterable[str]) -> set[str]:
     return {name.split(".")[0] for name in names}
 
 
-def _todays_names(tensors: Mapping[str, Tensor], task_class: type[Task]) -> dict[str, Tensor]:
+def todays_names(tensors: Mapping[str, Tensor], task_class: type[Task]) -> dict[str, Tensor]:
     """Parameters of a head that this project saved, perhaps in an earlier version."""
-    renamed = {}
-    for name, value in tensors.items():
-        old = next((old for old in task_class.renamed if name.startswith(old)), None)
-        if not name.startswith(TEACHER):
-            renamed[name if old is None else task_class.renamed[old] + name.removeprefix(old)] = value
-    return renamed
+    own = {name: value for name, value in tensors.items() if not name.startswith(TEACHER)}
+    for old, new in task_class.renamed.items():
+        own = {(new + name.removeprefix(old) if name.startswith(old) else name): own[name] for name in own}
+    return own
 
 
 def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None:

@@ -11,11 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from detector.structures import ImageBatch
-from e2e_vl.structures import Batch, EncoderOutput, TextBatch, TextRegions
+from e2e_vl.structures import Batch, EncoderOutput, TextBatch
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.pretraining_inputs import cut_to_length
 from e2e_vl.text import SPECIAL_TOKENS, load_tokenizer, split_words
 from tests.parity import vl_bert_common as common
+from tests.regions import regions_of_own_images
 
 golden = common.golden
 
@@ -39,7 +40,7 @@ def region_loss(logits: Tensor, truth: Tensor) -> Tensor:
         region_targets={"class_probs": [truth], "is_labelled": [torch.ones(count).bool()]},
     )
     attend = torch.ones(1, count).bool()
-    regions = TextRegions.of_own_images(
+    regions = regions_of_own_images(
         torch.zeros(1, count, 1),
         torch.zeros(1, count, 4),
         torch.ones(1, count, 2),

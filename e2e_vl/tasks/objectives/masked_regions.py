@@ -24,6 +24,7 @@ from e2e_vl.hiding import HidingRule
 from e2e_vl.samples import DataFacts
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets
+from e2e_vl.tasks.heads import Transform, start_head
 from e2e_vl.tasks.objectives.base import (
     Objective,
     ObjectiveConfig,
@@ -32,7 +33,6 @@ from e2e_vl.tasks.objectives.base import (
     WordHead,
     best_columns,
     listed,
-    start_layers,
 )
 
 
@@ -58,9 +58,9 @@ class MaskedRegions(Objective):
 
     def __init__(self, sizes: Sizes, config: MaskedRegionsConfig):
         super().__init__(sizes, config)
-        self.transform = nn.ModuleDict({"dense": nn.Linear(sizes.hidden_size, sizes.hidden_size)})
+        self.transform = Transform(sizes.hidden_size)
         self.output = nn.Linear(sizes.hidden_size, config.classes)
-        start_layers(self.transform["dense"], self.output)
+        start_head((self.transform["dense"], self.output), "normal")
 
     def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
         """Raises ValueError unless a detector that labels regions has the objective's classes."""
@@ -72,7 +72,7 @@ class MaskedRegions(Objective):
 
     def classify(self, states: Float[Tensor, "*shape E"]) -> Float[Tensor, "*shape C"]:
         """States -> logits."""
-        return at_least_float32(self.output(F.gelu(self.transform["dense"](states))))
+        return at_least_float32(self.output(self.transform(states)))
 
     def forward(
         self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead

@@ -21,6 +21,7 @@ from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import DataFacts
 from e2e_vl.structures import Ability, Batch, EncoderOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
+from e2e_vl.tasks.heads import start_head
 from e2e_vl.tasks.objectives.base import (
     Draft,
     Objective,
@@ -29,7 +30,6 @@ from e2e_vl.tasks.objectives.base import (
     ObjectiveWording,
     Sizes,
     WordHead,
-    start_layers,
 )
 
 
@@ -83,7 +83,7 @@ class Relationship(Objective):
     def __init__(self, sizes: Sizes, config: RelationshipConfig):
         super().__init__(sizes, config)
         self.head = nn.Linear(sizes.hidden_size, 2)
-        start_layers(self.head)
+        start_head([self.head], "normal")
 
     def wording(self, writer: TextWriter) -> CaptionExchange:
         return CaptionExchange(writer, self.config)
