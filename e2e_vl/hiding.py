@@ -168,7 +168,7 @@ def choose_regions(
 
     Args:
         count: R, candidate boxes without the whole image.
-        generator: source of randomness; one number is drawn for each region.
+        generator: one number is drawn for each region.
         probability: chance of a region to be chosen.
         hide: chance of a chosen region to be hidden.
 
@@ -225,7 +225,6 @@ def cut_to_length(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
 
     Args:
         batch: with candidate boxes.
-        limit: positions.
         whole_image: whole images stand in the sequence.
     """
     lengths = batch.texts.attend.sum(dim=1).tolist()

@@ -80,13 +80,9 @@ class VisionLanguageModel(nn.Module):
     def forward(self, batch: Batch, *, output_attentions: bool = False) -> ModelOutput:
         """One pass over N images and the M texts that look at them.
 
-        Args:
-            batch: images, boxes (or None: the detector proposes them), texts, `looks_at` and targets.
-            output_attentions: also return the encoder's attention maps.
-
         Returns:
-            The task's losses and logits, the regions per image and per text, the encoder's output; detection losses
-            too when the batch carries detection targets.
+            The task's losses and logits, the regions per image and per text, the encoder's output (with
+            `output_attentions` its attention maps too); detection losses when the batch carries detection targets.
 
         Raises:
             ValueError: a text looks at several images, and the encoder cannot tell them apart.

@@ -26,7 +26,6 @@ class Wording(abc.ABC):
         """All texts of the sample, in order.
 
         Args:
-            sample: the facts.
             images: its images as they were loaded: where boxes have moved, and which candidates there are.
             draw: gives the random generator of a text.
         """

@@ -27,7 +27,6 @@ def sinusoids(values: Float[Tensor, "*shape"], wavelengths: int) -> Float[Tensor
 
     Relation Networks (Hu et al., CVPR 2018, section 3) take this embedding from the Transformer; the factors 100 and
     1000 are those of its code and of the official VL-BERT code.
-
     """
     exponents = torch.arange(wavelengths, device=values.device, dtype=values.dtype) / wavelengths
     angles = 100.0 * values[..., None] / 1000.0**exponents

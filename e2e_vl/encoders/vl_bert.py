@@ -144,7 +144,7 @@ class VLBertLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden: Float[Tensor, "M Z E"], mask: Float[Tensor, "M _ _ Z"], output_attentions: bool = False
     ) -> tuple[Float[Tensor, "M Z E"], Float[Tensor, "M heads Z Z"] | None]:
-        """Args: hidden states; additive mask. Returns: hidden states, and attention if asked for."""
+        """Hidden states and an additive mask -> hidden states, and attention if asked for."""
         attention, output = self.attention.output, self.output
         attended_to = attention.LayerNorm(hidden) if self.norm_first else hidden
         probabilities = attention_probabilities(self.attention.self, attended_to, mask) if output_attentions else None
@@ -235,15 +235,11 @@ class VLBertModel(Encoder):
         self.embeddings.word_embeddings = value
 
     def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
-        """Encode M texts with the regions they look at.
-
-        Args:
-            texts: M wordpiece sequences.
-            regions: their regions; with `config.uses_whole_image`, row 0 is the whole image.
-            output_attentions: also return each layer's attention (query, key).
+        """See `Encoder.forward`; with `config.uses_whole_image`, row 0 of the regions is the whole image.
 
         Returns:
-            Vectors that are zero at padding; a summary where an answer has its place or with `config.with_pooler`.
+            Vectors that are zero at padding; a summary where an answer has its place or with `config.with_pooler`; maps
+            (query, key).
 
         Raises:
             ValueError: see `VLBertEmbeddings.forward`.
@@ -268,13 +264,7 @@ class VLBertModel(Encoder):
         regions: TextRegions | None,
         output_attentions: bool = False,
     ) -> tuple[Float[Tensor, "M Z E"], list[Float[Tensor, "M heads Z Z"] | None]]:
-        """Run the layers over the packed sequence.
-
-        Args:
-            hidden: the packed input.
-            layout: which positions are real.
-            regions: for the pairwise geometry; not used without it.
-            output_attentions: collect attention maps.
+        """Run the layers over the packed sequence; `regions` are for the pairwise geometry, and not used without it.
 
         Returns:
             The output, and an attention map per layer (None unless asked for).

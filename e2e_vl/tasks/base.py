@@ -20,6 +20,8 @@ from e2e_vl.samples import DataFacts, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.wording import Wording
 
+Records = list[dict[str, Any]]  # plain, JSON-able: one per prediction
+
 
 def check_choices(config: Any) -> None:
     """Raises ValueError for a field of `task.config` whose type lists its values (`Literal`) and that has another."""
@@ -136,16 +138,10 @@ class Task(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
-        """Losses (where the batch has targets) and logits, the same in training and in evaluation.
-
-        Args:
-            batch: M texts with their targets.
-            regions: the texts' regions, padded to [M, R].
-            encoded: what the encoder made of them.
-        """
+        """Losses (where the batch has targets) and logits of M texts, the same in training and in evaluation."""
 
     @abc.abstractmethod
-    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+    def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """One plain, JSON-able record per text: the batch's record plus the prediction; boxes in original pixels."""
 
     def answer(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -157,22 +153,19 @@ class Task(nn.Module, abc.ABC):
         """How right one prediction is, 0 to 1; what `metrics` averages and reports show. None: the truth is unknown."""
 
     @abc.abstractmethod
-    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
+    def metrics(self, records: Records) -> dict[str, float]:
         """Score the records that `predict` returned for a whole split."""
 
-    def write_submission(
-        self, path: Path, records: list[dict[str, Any]], second: list[dict[str, Any]] | None = None
-    ) -> None:
+    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
         """Write the predictions of a whole split in the format that the task's server or the literature expects.
 
         Args:
-            path: the file.
             records: what `predict` returned, in the order of the data set.
             second: the same of the second run, for a task that has `second_run`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no submission file.")
 
-    def joint_metrics(self, records: list[dict[str, Any]], second: list[dict[str, Any]]) -> dict[str, float]:
+    def joint_metrics(self, records: Records, second: Records) -> dict[str, float]:
         """Scores that need both runs, where the split has labels; for a task that has `second_run`."""
         return {}
 

@@ -28,7 +28,7 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import Task
+from e2e_vl.tasks.base import Records, Task
 from e2e_vl.wording import Draw, Wording
 
 
@@ -84,7 +84,7 @@ class DetectionTask(Task):
             raise ValueError("Detection learns from nothing but the detection losses; set detector.loss_weight to 1.")
         return TaskOutput(losses={}, logits=regions.features.new_zeros(len(batch), 0))
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+    def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """Add the detections of each image, best score first, to its record.
 
         Keys: `boxes` [[x1, y1, x2, y2]] in pixels of the original image, `scores` and `category_ids`.
@@ -137,7 +137,7 @@ class DetectionTask(Task):
                 iou[:, best] = 0
         return 2 * hits / (len(shown) + len(objects))
 
-    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float | None]:
+    def metrics(self, records: Records) -> dict[str, float | None]:
         """COCO average precision, see `detector.average_precision.coco_metrics`."""
         return coco_metrics(records)
 

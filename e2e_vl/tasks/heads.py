@@ -2,7 +2,6 @@
 
 Shape legend
     E   hidden size of the encoder
-    O   outputs of a head
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Transform(nn.ModuleDict):
 
 
 class Head(nn.Module):
-    """The transform if there is one, dropout, Linear; `outputs` None: one score per state, without an axis [O]."""
+    """The transform if there is one, dropout, Linear. With `outputs` None: one score per state, no axis of its own."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import DataFacts, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.targets import Targets, named_parts
-from e2e_vl.tasks.base import HeadStart, Task, check_choices
+from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices
 from e2e_vl.tasks.objectives.base import Draft, Objective, ObjectiveWording, WordHead
 from e2e_vl.text import word_pieces
 from e2e_vl.wording import Draw, Wording
@@ -238,7 +238,7 @@ class PretrainingTask(Task):
             details[f"{name}_right"] = torch.bincount(found.text, weights=found.is_right.float(), minlength=len(batch))
         return TaskOutput(losses=losses, logits=encoded.text.new_zeros(len(batch), 0), details=details, parts=parts)
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+    def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """How many items of each caption and objective there were, and how many of them were found (`..._right`)."""
         details = {name: values.tolist() for name, values in output.task.details.items()}
         return [
@@ -279,7 +279,7 @@ class PretrainingTask(Task):
         total = sum(record[name] for name in self.names)
         return sum(record[f"{name}_right"] for name in self.names) / total if total else 1.0
 
-    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
+    def metrics(self, records: Records) -> dict[str, float]:
         """Of each objective the share of its items that were found."""
         scores = {}
         for name in self.names:

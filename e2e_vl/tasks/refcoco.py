@@ -31,7 +31,7 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, Task, check_choices, check_dropout
+from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices, check_dropout
 from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.wording import Draw, Wording
 
@@ -166,7 +166,7 @@ class ReferringTask(Task):
         each = torch.where(labelled, over_all - over_positive, torch.zeros_like(over_all))
         return Loss(total=each.sum(), count=labelled.sum().float())
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+    def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """Add the answer to each record; boxes are [x1, y1, x2, y2] in pixels of the original image.
 
         Keys: `box`, `score` (the sigmoid of the region's logit; with the softmax loss its share among the candidates),
@@ -217,13 +217,11 @@ class ReferringTask(Task):
         )
         return float(hit.all())
 
-    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
+    def metrics(self, records: Records) -> dict[str, float]:
         """Accuracies and the ceiling of the candidate boxes, see `e2e_vl.evaluation.refexp`."""
         return referring_metrics(records, self.config.iou_convention)
 
-    def write_submission(
-        self, path: Path, records: list[dict[str, Any]], second: list[dict[str, Any]] | None = None
-    ) -> None:
+    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
         """A JSON list of {"ref_id", "sent_id", "box"}, see `e2e_vl.evaluation.refexp_files`."""
         write_submission(path, records)
 

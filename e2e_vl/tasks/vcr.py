@@ -31,7 +31,7 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, DataFacts, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, Task, check_choices, check_dropout
+from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices, check_dropout
 from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.tasks.vcr_sentences import (
     NEUTRAL_NAMES,
@@ -317,7 +317,7 @@ class VCRTask(Task):
         total = F.cross_entropy(scores, classes, reduction="sum") * self.config.region_loss_weight
         return Loss(total=total, count=kept.sum().to(total.dtype))
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+    def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """One record per question: those of its texts plus `probabilities` (four, softmax) and `choice`.
 
         The softmax is that of the official code, whichever loss was trained.
@@ -334,7 +334,7 @@ class VCRTask(Task):
         """1 if the right choice was made, 0 if not; None where the right one is unknown (test split)."""
         return None if record["label"] is None else float(record["choice"] == record["label"])
 
-    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
+    def metrics(self, records: Records) -> dict[str, float]:
         """`accuracy` over the questions with a label, `accuracy/<family>` where records have a family.
 
         Whether it is the accuracy of Q->A or of QA->R is the data's `question`. Without any label there is no accuracy.
@@ -347,13 +347,11 @@ class VCRTask(Task):
                 scores[f"accuracy/{record['family']}"].append(self.correct(record))
         return {name: sum(values) / len(values) for name, values in sorted(scores.items())}
 
-    def write_submission(
-        self, path: Path, records: list[dict[str, Any]], second: list[dict[str, Any]] | None = None
-    ) -> None:
+    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
         """The leaderboard's CSV of 21 columns: answers, and rationales given each answer (`second`)."""
         write_submission(path, join_predictions(records, second or []))
 
-    def joint_metrics(self, records: list[dict[str, Any]], second: list[dict[str, Any]]) -> dict[str, float]:
+    def joint_metrics(self, records: Records, second: Records) -> dict[str, float]:
         """ "Q->A", "QA->R" and "Q->AR"; empty without labels."""
         return {} if any(record["label"] is None for record in records) else joint_metrics(records, second)
 

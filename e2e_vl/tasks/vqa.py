@@ -39,7 +39,7 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import DataFacts, HumanAnswers, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, Task, check_choices, check_dropout
+from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices, check_dropout
 from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.text import mirror_words
 from e2e_vl.wording import Draw, Wording
@@ -254,7 +254,7 @@ class VQATask(Task):
         total = F.cross_entropy(logits, targets.best, ignore_index=-1, reduction="sum")
         return Loss(total=total, count=(targets.best >= 0).sum().to(logits.dtype))
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+    def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """Add to each record `answer`, its `score` and `top_answers` [[answer, score], ...], best first.
 
         Scores are sigmoids of the logits; with the softmax loss shares among all answers.
@@ -277,13 +277,11 @@ class VQATask(Task):
             return None
         return answer_accuracy(record["answer"], record["answers"])
 
-    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
+    def metrics(self, records: Records) -> dict[str, float]:
         """The official accuracy, over all and by type of answer and question; see `e2e_vl.evaluation.vqa`."""
         return vqa_metrics(records)
 
-    def write_submission(
-        self, path: Path, records: list[dict[str, Any]], second: list[dict[str, Any]] | None = None
-    ) -> None:
+    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
         """The result file of the VQA server: a JSON list of {"question_id", "answer"}."""
         write_submission(path, records)
 

@@ -48,11 +48,7 @@ class WeightAdapter(abc.ABC):
 
     @abc.abstractmethod
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        """The weights by our names, in float32.
-
-        Args:
-            tensors: what `detector.weight_files.read_tensors` gives.
-            source: the file's name, for error messages.
+        """What `detector.weight_files.read_tensors` gave, by our names in float32; `source` is for error messages.
 
         Raises:
             ValueError: a name that the format does not have, or a damaged file.

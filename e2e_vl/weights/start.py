@@ -94,10 +94,8 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> Loa
     """Start an encoder.
 
     As in the official VL-BERT code, a task that says so (`Task.copies_first_segment`) starts from pre-training with its
-    second text segment as a copy of the first, and what only some tasks train may be missing or left over.
-
-    Args:
-        path: see the top of this file.
+    second text segment as a copy of the first, and what only some tasks train may be missing or left over. The top
+    of this file says what `path` may be.
 
     Raises:
         FileNotFoundError, ValueError: nothing there, or it does not fit, or the `config.json` beside it differs from
@@ -126,10 +124,9 @@ def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_or
     """Start a task's head: of the same task as it is, of another one by the rule in `Task.starts_from`.
 
     Region classes are put into the task's order of background and classes. What belongs to a part of the head that is
-    switched off in the task may be left over.
+    switched off in the task may be left over. The top of this file says what `path` may be.
 
     Args:
-        path: see the top of this file.
         knows_class_order: False: the order of the task's answers was made up. Files of other projects do not name
             their answers, so the same list in the same order must be given.
 

@@ -114,8 +114,6 @@ def mask_words(
 
     Args:
         words: wordpiece ids of each word, without special tokens.
-        generator: source of randomness.
-        mask_id: wordpiece id of [MASK].
         vocab_size: V; random entries are drawn from 0 .. V - 1.
         probability: chance of a word to be chosen.
         always_mask: every chosen word becomes [MASK], as the paper (section 3.3) has it.
