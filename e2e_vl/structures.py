@@ -190,11 +190,8 @@ def gather_regions(
     """Copy each text's regions out of the images it looks at; gradients of all texts add up in the shared regions.
 
     Args:
-        regions: regions of N images.
         image_sizes: (height, width) of the resized images.
-        looks_at: image index or -1.
         whole_image: row 0 of every image's regions is the whole image.
-        hidden: candidate boxes that are hidden.
         limit: see `Batch.region_limit`.
 
     Returns:
@@ -204,11 +201,11 @@ def gather_regions(
     device = regions.features[0].device
     counts = torch.tensor([len(boxes) for boxes in regions.boxes], device=device)
     padded = max(max((len(boxes) for boxes in regions.boxes), default=0), 1)
-    rows_features, rows_boxes = torch.cat(regions.features), torch.cat(regions.boxes)
+    all_features, all_boxes = torch.cat(regions.features), torch.cat(regions.boxes)
 
     # index[n, r] = row of region r of image n in the concatenated rows
     position = torch.arange(padded, device=device)
-    index = ((counts.cumsum(0) - counts)[:, None] + position).clamp(max=max(len(rows_features) - 1, 0))
+    index = ((counts.cumsum(0) - counts)[:, None] + position).clamp(max=max(len(all_features) - 1, 0))
     image = looks_at.clamp(min=0)  # [M, I]
     attend = (position < counts[:, None])[image] & (looks_at >= 0)[..., None]  # [M, I, R]
     if limit is not None:
@@ -218,13 +215,10 @@ def gather_regions(
     columns = [t.flatten(1) for t in (attend, slot, index[image], candidate, image[..., None].expand_as(attend))]
     attend, slot, rows, candidate, image_row = _without_gaps(columns)
 
-    empty = len(rows_features) == 0
-    features = rows_features.new_zeros(*rows.shape, rows_features.shape[1]) if empty else rows_features[rows]
-    boxes = rows_boxes.new_zeros(*rows.shape, 4) if empty else rows_boxes[rows]
     sizes = image_sizes.to(torch.float32)[image_row]
     result = TextRegions(
-        features=features * attend[..., None],
-        boxes=boxes * attend[..., None],
+        features=_taken(all_features, rows, attend),
+        boxes=_taken(all_boxes, rows, attend),
         image_sizes=torch.where(attend[..., None], sizes, torch.ones_like(sizes)),
         attend=attend,
         image_slot=torch.where(attend, slot, torch.zeros_like(slot)),
@@ -235,6 +229,13 @@ def gather_regions(
     if hidden is not None:
         result.is_hidden = result.gather(hidden.is_hidden, fill=False)
     return result
+
+
+def _taken(
+    values: Float[Tensor, "all columns"], rows: Int64[Tensor, "M R"], attend: Bool[Tensor, "M R"]
+) -> Float[Tensor, "M R columns"]:
+    """Rows of the values, zero at padding; there may be no value at all."""
+    return values[rows] * attend[..., None] if len(values) else values.new_zeros(*rows.shape, values.shape[1])
 
 
 def _without_gaps(columns: list[Shaped[Tensor, "M entries"]]) -> list[Shaped[Tensor, "M R"]]:

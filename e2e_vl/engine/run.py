@@ -30,9 +30,8 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     train_data: ExampleDataset | None  # None when only evaluating
     collate: Callable[..., Batch]
-    eval_data: dict[tuple[str, BoxSource], ExampleDataset] = dataclasses.field(
-        default_factory=dict
-    )  # by split and boxes
+    # by split and boxes
+    eval_data: dict[tuple[str, BoxSource], ExampleDataset] = dataclasses.field(default_factory=dict)
 
 
 def build_run(config: RunConfig) -> Run:

@@ -78,21 +78,10 @@ class Task(nn.Module, abc.ABC):
     # a second text segment starts as a copy of the first, which alone was trained before (official VL-BERT code)
     copies_first_segment: ClassVar[bool] = False
     renamed: ClassVar[Mapping[str, str]] = {}  # prefixes of parameter names in models that were saved before -> now
-
-    @property
-    def needs(self) -> tuple[Ability, ...]:
-        """What the encoder must be able to do."""
-        return ()
-
-    @property
-    def hiding(self) -> HidingRule | None:
-        """How regions are hidden from the model; None: nothing is hidden."""
-        return None
-
-    @property
-    def mask_size(self) -> int | None:
-        """Side of the instance masks on the RoI maps; None: the task uses none."""
-        return None
+    # properties where they follow from the config
+    needs: tuple[Ability, ...] = ()  # what the encoder must be able to do
+    hiding: HidingRule | None = None  # how regions are hidden from the model; None: nothing is hidden
+    mask_size: int | None = None  # side of the instance masks on the RoI maps; None: the task uses none
 
     @classmethod
     def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:

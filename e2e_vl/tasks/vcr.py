@@ -25,6 +25,7 @@ from torch import Tensor
 
 from detector.interface import Detector
 from detector.structures import Loss
+from e2e_vl.converter import check_numbers
 from e2e_vl.evaluation.vcr import join_predictions, joint_metrics, write_submission
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
@@ -81,8 +82,7 @@ class VCRConfig:
         check_choices(self)
         check_dropout("dropout", self.dropout)
         check_dropout("region_dropout", self.region_dropout)
-        if self.region_loss_weight < 0:
-            raise ValueError(f"task.config.region_loss_weight is {self.region_loss_weight}; it must not be negative.")
+        check_numbers(self, "task.config.", not_negative=["region_loss_weight"])
         if self.max_pieces < 2:
             raise ValueError(f"task.config.max_pieces is {self.max_pieces}; question and choice need at least 2.")
         if self.mask_size is not None and self.mask_size < 1:

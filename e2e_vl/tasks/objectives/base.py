@@ -150,12 +150,10 @@ class Objective(nn.Module, abc.ABC):
         return []
 
 
-def best_columns(
-    probabilities: Float[Tensor, "rows columns"], number: int = 5
-) -> tuple[list[list[float]], list[list[int]]]:
-    """Values and indices of the best columns of each row, best first."""
-    values, indices = probabilities.topk(min(number, probabilities.shape[1]), dim=1)
-    return values.tolist(), indices.tolist()
+def best_columns(probabilities: Float[Tensor, "rows columns"]) -> list[list[list[Any]]]:
+    """The five best columns of each row as [number, probability], best first."""
+    values, numbers = probabilities.topk(min(5, probabilities.shape[1]), dim=1)
+    return [list(map(list, zip(*row, strict=True))) for row in zip(numbers.tolist(), values.tolist(), strict=True)]
 
 
 def listed(pairs: list[list[Any]]) -> str:

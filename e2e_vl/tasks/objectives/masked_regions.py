@@ -127,11 +127,10 @@ class MaskedRegions(Objective):
         boxes = (batch.boxes[0] / torch.cat([scales, scales]))[is_hidden].tolist()
         known = batch.region_labels.class_probs
         seen = [None] * len(boxes) if known is None else [_best(row) for row in known[0][is_hidden]]
-        best = zip(*best_columns(shares), strict=True)
         return {
             "hidden": [
-                {"box": box, "classes": [list(pair) for pair in zip(numbers, values, strict=True)], "seen": whole}
-                for box, (values, numbers), whole in zip(boxes, best, seen, strict=True)
+                {"box": box, "classes": classes, "seen": whole}
+                for box, classes, whole in zip(boxes, best_columns(shares), seen, strict=True)
             ]
         }
 

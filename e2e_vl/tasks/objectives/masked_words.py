@@ -167,8 +167,8 @@ class MaskedWords(Objective):
                 "the text."
             )
         masks = [
-            [[word, value] for word, value in zip(tokenizer.convert_ids_to_tokens(ids), values, strict=True)]
-            for values, ids in zip(*best_columns(logits.softmax(dim=1)), strict=True)
+            [[tokenizer.convert_ids_to_tokens(number), value] for number, value in row]
+            for row in best_columns(logits.softmax(dim=1))
         ]
         first, *rest = text.split(MASK)
         best = (words[0][0].removeprefix("##") for words in masks)
