@@ -88,10 +88,8 @@ def describe_regions(
 ) -> tuple[list[Float[Tensor, "_R 4"]], RegionLabels]:
     """Boxes, their class distributions and features from a detector that sees the whole images.
 
-    Args:
-        teacher: in evaluation mode for this pass, whatever mode it is in.
-        images: without anything hidden.
-        boxes: None: the teacher's own detections, best score first, at most `rule.max_own_regions`.
+    The teacher is in evaluation mode for this pass. `boxes` None: its own detections, best score first, at most
+    `rule.max_own_regions`.
     """
     was_training = [(module, module.training) for module in teacher.modules()]
     teacher.eval()

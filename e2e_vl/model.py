@@ -35,10 +35,8 @@ class VisionLanguageModel(nn.Module):
     """A detector, an encoder and a task, trained together.
 
     Args:
-        detector: images (+ boxes) -> regions with differentiable features.
-        encoder: texts + regions -> one vector per wordpiece and region. It says with `uses_whole_image` whether the
-            whole image is to be region 0, and with `whole_image_is_region` whether tasks see it among the regions.
-        task: batch + encoder output -> losses and predictions.
+        encoder: says with `uses_whole_image` whether the whole image is to be region 0, and with
+            `whole_image_is_region` whether tasks see it among the regions.
         teacher: labels the regions that a task hides; None: the detector itself does. It is not trained.
         freeze_detector: keep the detector exactly as it starts: no gradients, and no new batch statistics.
     """

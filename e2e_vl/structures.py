@@ -120,11 +120,9 @@ class TextRegions(Movable):
         return dataclasses.replace(self, attend=self.attend & ~self.is_whole_image)
 
     def gather(self, values: list[Shaped[Tensor, "_R ..."]], fill: float) -> Shaped[Tensor, "M R ..."]:
-        """Copy what is known about the candidate boxes to the texts that read them.
+        """Copy what is known about the candidate boxes of N images to the texts that read them.
 
-        Args:
-            values: of N images, a row per candidate box.
-            fill: stands at whole images and padding.
+        `fill` stands at whole images and padding.
         """
         counts = torch.tensor([len(rows) for rows in values], device=self.row.device)
         starts = counts.cumsum(0) - counts

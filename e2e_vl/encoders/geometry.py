@@ -42,8 +42,6 @@ def geometry_embedding(
     """Position and size of a box within its image.
 
     Args:
-        boxes: xyxy in pixels.
-        image_sizes: (height, width) in pixels.
         dim: width of the result, a multiple of 8: four coordinates, sine and cosine of dim / 8 wavelengths each.
         kind: "centre_size" embeds (centre x, centre y, width, height) as the official VL-BERT code does; "corners"
             embeds (x1, y1, x2, y2) as the paper's section 3.2 says. Both are divided by the image's width and height.
@@ -61,9 +59,6 @@ def geometry_embedding(
 
 def relative_geometry(boxes: Float[Tensor, "M R 4"]) -> Float[Tensor, "M R R 4"]:
     """How every region n lies relative to every region m (Relation Networks, below equation 5).
-
-    Args:
-        boxes: xyxy in pixels.
 
     Returns:
         Entry [n, m] is log(|x_m - x_n| / w_m), log(|y_m - y_n| / h_m), log(w_n / w_m),

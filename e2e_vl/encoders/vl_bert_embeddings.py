@@ -215,7 +215,6 @@ class VLBertEmbeddings(nn.Module):
         Args:
             word_vectors: region vector that each word carries, or None.
             region_words: what stands in a region's place of a word.
-            region_attend: True at the regions of the sequence.
             image_slot: which of the text's images a region comes from; None: there is one.
 
         Returns:

@@ -25,10 +25,6 @@ def possible_answers(config: RunConfig, dataset: type[VLDataset], min_count: int
     without either they are built from the annotations of the training split and written beside the run's settings. To
     the lines of a text file the punctuation step of the official evaluation is applied (official VL-BERT code).
 
-    Args:
-        dataset: class of the data set.
-        min_count: least number of questions that a built answer belongs to.
-
     Raises:
         FileNotFoundError, ValueError: see `read_answers`, the data set's reader and `frequent_answers`.
     """

@@ -35,11 +35,7 @@ class Run:
 
 
 def build_run(config: RunConfig) -> Run:
-    """Data (drawn first if the settings ask for it), tokenizer and a model with its starting weights.
-
-    Args:
-        config: as `resolve` returns it.
-    """
+    """Data (drawn first if the settings ask for it), tokenizer and model of settings as `resolve` returns them."""
     make_synthetic_data(config)
     tokenizer = build_tokenizer(config)
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)

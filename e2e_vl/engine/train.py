@@ -38,11 +38,9 @@ POSITION = ("step", "steps_summed", "loss_sums", "seconds_training")  # attribut
 
 
 def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
-    """Train as the config says.
+    """Train as the config says; `config.output` becomes the run directory.
 
-    Args:
-        config: the resolved settings; `config.output` becomes the run directory.
-        resume: continue from the newest checkpoint of the run directory, exactly as if the run had not stopped.
+    With `resume`, training continues from the newest checkpoint there, exactly as if the run had not stopped.
 
     Returns:
         What `metrics.json` holds.

@@ -85,12 +85,7 @@ class Task(nn.Module, abc.ABC):
 
     @classmethod
     def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:
-        """Bring the settings of a model that was saved before into today's form, in place.
-
-        Args:
-            task: `task.config`.
-            data: all of `data`.
-        """
+        """Bring the settings of a model that was saved before, `task.config` and all of `data`, into today's form."""
 
     @classmethod
     def own_words(cls, config: Any) -> Iterable[str]:

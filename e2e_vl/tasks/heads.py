@@ -21,7 +21,6 @@ def start_head(linears: Iterable[nn.Linear], start: NewLayers | float) -> None:
     """Start values of a head; all biases are zero.
 
     Args:
-        linears: its layers.
         start: "official": Xavier uniform weights, as in the official VL-BERT code. "normal": N(0, 0.02), which the
             paper says of all new layers. A number: N(0, number).
     """

@@ -259,12 +259,7 @@ class PretrainingTask(Task):
         return record
 
     def _class_name(self, number: int, names: Sequence[str] | None, count: int) -> str:
-        """Of a region class; a class without a name is numbered from 0.
-
-        Args:
-            names: of the detector's classes; None: unknown.
-            count: region classes of the detector, background included.
-        """
+        """Of a region class; `count` includes the background. A class without a name is numbered from 0."""
         if names is None or len(names) != count - 1 or self.config.teacher == "file":
             names = [f"class {row}" for row in range(max(count - 1, number + 1))]
         background, first = (len(names), 0) if self.config.has_background_last else (0, 1)

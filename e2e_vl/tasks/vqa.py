@@ -111,11 +111,7 @@ class VQAWording(Wording):
 
 
 class AnswerList:
-    """The possible answers; the position in the list is the class.
-
-    Args:
-        answers: of an answer that is listed twice the first counts; `<unk>` is never a target.
-        normalised: count normalised human answers for the targets; False counts raw strings.
+    """The possible answers, see `VQAConfig`; with `normalised`, normalised human answers are counted.
 
     Raises:
         ValueError: there is no answer but `<unk>`.

@@ -186,8 +186,7 @@ def _start_from_other(task: Task, source: Source, rule: HeadStart) -> LoadReport
             copied.append(f"{start[:-1]} row 1 minus row 0 -> {to[:-1]}")
     random = [name for name in own if name.startswith(rule.random) and not name.startswith(tuple(copies.values()))]
     report = load_weights(task, tensors, source.path, may_miss=random, layout=source.layout)
-    used = (*copies, *(rule.difference or ())[:1])
-    left = [name for name in source.tensors if not name.startswith(used)]
+    left = [name for name in source.tensors if not name.startswith((*copies, *(rule.difference or ())[:1]))]
     return dataclasses.replace(report, unexpected=[*report.unexpected, *left], copied=copied)
 
 
