@@ -4,13 +4,10 @@ Masked RoI classification (VL-BERT, section 3.3) hides regions in the pixels; on
 replaced. `e2e_vl/model.py` calls the three steps in the order in which they stand here.
 
 Shape legend
-    N   images in the batch
     M   texts in the batch
-    I   images that one text looks at, at most
     L   wordpieces of the longest text
     R   regions (candidate boxes) of one image
     Q   boxes hidden in one image
-    C   region classes, background included
 """
 
 from __future__ import annotations

@@ -13,10 +13,6 @@ per text just before the encoder, and on the way back the gradients of all texts
 Shape legend
     N   images in the batch
     M   texts in the batch
-    I   images that one text looks at, at most
-    R   regions of the text with the most regions
-    D   width of a region feature
-    E   hidden size of the encoder
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 Shape legend
     M   texts in the batch
     R   regions of the text with the most regions
-    Z   positions of the longest packed sequence
 
 Boxes are xyxy in pixels of the resized image; image sizes are (height, width) of that image without padding.
 """

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from transformers import BertConfig
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.bert.modeling_bert import BertAttention, BertIntermediate, BertOutput, BertSelfAttention
+from transformers.models.bert.modeling_bert import (
+    BertAttention,
+    BertIntermediate,
+    BertOutput,
+    BertPooler,
+    BertSelfAttention,
+)
 
 from e2e_vl.encoders.base import Encoder, read_summary
 from e2e_vl.encoders.geometry import PairwiseGeometryBias
@@ -167,17 +173,6 @@ def attention_probabilities(
     return (query @ key.transpose(2, 3) * attention.scaling + mask).softmax(dim=-1)
 
 
-class VLBertPooler(nn.Module):
-    """tanh(Linear(first position))."""
-
-    def __init__(self, config: VLBertConfig):
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-
-    def forward(self, hidden: Float[Tensor, "M Z E"]) -> Float[Tensor, "M E"]:
-        return torch.tanh(self.dense(hidden[:, 0]))
-
-
 class VLBertModel(Encoder):
     """Words and regions in one sequence through BERT layers.
 
@@ -197,7 +192,7 @@ class VLBertModel(Encoder):
         self.embeddings = VLBertEmbeddings(config)
         self.layers = nn.ModuleList(VLBertLayer(config, index) for index in range(config.num_hidden_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.norm_first else None
-        self.pooler = VLBertPooler(config) if config.with_pooler else None
+        self.pooler = BertPooler(config) if config.with_pooler else None
         self.pairwise_geometry = None
         if config.pairwise_geometry:
             self.pairwise_geometry = PairwiseGeometryBias(

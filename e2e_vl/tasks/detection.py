@@ -4,7 +4,6 @@ The records hold the annotated objects of an image, as `detector.average_precisi
 text, which is not read; an encoder that reads no words goes with it.
 
 Shape legend
-    N   images in the batch
     M   texts in the batch, one per image
     K   foreground classes
 """

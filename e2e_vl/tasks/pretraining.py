@@ -24,11 +24,9 @@ from e2e_vl.samples import DataFacts, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.targets import Targets, named_parts
 from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices
-from e2e_vl.tasks.objectives.base import Draft, Objective, ObjectiveWording, WordHead
+from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectiveWording, WordHead
 from e2e_vl.text import word_pieces
 from e2e_vl.wording import Draw, Wording
-
-MASK = "[MASK]"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 Shape legend
     M   texts in the batch
     R   regions of the text with the most regions
-    E   hidden size of the encoder
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class VCRWording(Wording):
         [stated] = sample.images
         names, rows = self._names(text, stated.objects, stated.candidates, draw)
         query, choices = self._pieces(text, names, rows)
-        join_word = self.config.join_word
+        join_word, grounded = self.config.join_word, self.config.ground_words
         record = self.record(text, images) | {
             "sent": " ".join(plain_text(sentence, names, join_word) for sentence in text.query),
             "choices": [plain_text(choice, names, join_word) for choice in text.choices],
@@ -120,15 +120,13 @@ class VCRWording(Wording):
             record["question"] = record["sent"]
             record["objects"] = [name for name, row in zip(names, rows, strict=True) if row >= 0]
         for number, choice in enumerate(choices):
-            pieces = [*query, *choice]
             laid = self.writer.pair([piece.id for piece in query], [piece.id for piece in choice])
-            grounded = self.config.ground_words
             yield TextExample(
                 laid,
                 text.looks_at,
                 record,
                 VCRTargets(None if text.truth is None else np.float32(number == text.truth.number)),
-                region_of_token=laid.place([piece.row if grounded else -1 for piece in pieces]) if grounded else None,
+                region_of_token=laid.place([piece.row for piece in (*query, *choice)]) if grounded else None,
             )
 
     def _names(

@@ -5,7 +5,6 @@ The list of possible answers belongs to the task and is saved with it; what peop
 Shape legend
     M   texts in the batch
     Y   possible answers
-    E   hidden size of the encoder
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One part of pre-training: how it words a text, what it hides and labels, its loss, its metric and its answer.
 
 Shape legend
-    M   texts in the batch
     E   hidden size of the encoder
     V   wordpieces of the vocabulary
     D   width of a region feature
@@ -30,6 +29,7 @@ from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRe
 from e2e_vl.targets import Targets
 from e2e_vl.tasks.heads import Transform, start_head
 
+MASK = "[MASK]"  # a hidden wordpiece in a text
 NO_LABEL = -1
 
 

@@ -1,8 +1,4 @@
-"""Masked language modelling of a text-only corpus, one text of it beside each caption (VL-BERT, section 3.3).
-
-Shape legend
-    L   wordpieces of the longest text
-"""
+"""Masked language modelling of a text-only corpus, one text of it beside each caption (VL-BERT, section 3.3)."""
 
 from __future__ import annotations
 

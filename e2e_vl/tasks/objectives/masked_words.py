@@ -23,6 +23,7 @@ from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, per_wordpiece
 from e2e_vl.tasks.objectives.base import (
+    MASK,
     NO_LABEL,
     Draft,
     Objective,
@@ -33,8 +34,6 @@ from e2e_vl.tasks.objectives.base import (
     best_columns,
     listed,
 )
-
-MASK = "[MASK]"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 Shape legend
     M   texts in the batch
-    E   hidden size of the encoder
 """
 
 from __future__ import annotations
