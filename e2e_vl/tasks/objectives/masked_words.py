@@ -166,7 +166,7 @@ class MaskedWords(Objective):
                 "the text."
             )
         masks = [
-            [[tokenizer.convert_ids_to_tokens(number), value] for number, value in row]
+            [[*tokenizer.convert_ids_to_tokens([number]), value] for number, value in row]
             for row in best_columns(logits.softmax(dim=1))
         ]
         first, *rest = text.split(MASK)
