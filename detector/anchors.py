@@ -1,7 +1,6 @@
 """Anchors of a single feature map: one set of cell anchors, repeated at every position.
 
-Shape legend: h, w height and width of the feature map; B anchors of one image = h * w * cell_anchors;
-cell_anchors = sizes * aspect ratios.
+Shape legend: see `detector/structures.py`; cell_anchors = sizes * aspect ratios.
 """
 
 from __future__ import annotations

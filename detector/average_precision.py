@@ -3,11 +3,11 @@
 A record is a dict about one image; boxes are xyxy, continuous, in pixels of the original image:
 
     image_id        int
-    boxes           R x [x1, y1, x2, y2], the detections
-    scores          R floats
-    category_ids    R ints
+    boxes           list of [x1, y1, x2, y2], one per detection
+    scores          list of floats, one per detection
+    category_ids    list of ints, one per detection
     objects         the truth: a list of {"box", "category_id"} with, optionally, "category" (a name), "area" (of the
-                    object's mask in pixels of the original image; otherwise its box's) and "is_crowd"
+                    object's mask in pixels of the original image; otherwise the area of its box) and "is_crowd"
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 AREAS = {"s": "small", "m": "medium", "l": "large"}  # below 32^2, up to 96^2, above: pixels of the original image
-MAX_DETECTIONS = 100  # per image; pycocotools takes the best
+MAX_DETECTIONS = 100  # per image; pycocotools counts the best
 
 
 def coco_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
@@ -32,10 +32,10 @@ def coco_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
         records: one per image, as above; images without objects or without detections count too.
 
     Returns:
-        In 0 .. 1: `AP` (mean over the IoU thresholds 0.5, 0.55, ..., 0.95 and the categories), `AP50`, `AP75`, `APs`,
-        `APm`, `APl` (objects by area), `AR100` (mean recall with up to 100 detections an image), and `AP/<category>`
-        for each category of the truth. None where there is no object to find. Crowds are neither to be found nor wrong
-        to be found. Detections of a category that the truth nowhere has count nowhere, as in COCO.
+        in 0 .. 1: `AP` (mean over the IoU thresholds 0.5, 0.55, ..., 0.95 and the categories), `AP50`, `AP75`, `APs`,
+        `APm`, `APl` (objects by area), `AR100` (mean recall with up to 100 detections per image), and `AP/<category>`
+        for each category of the truth. None where there is no object to find. Crowds are ignored: a detection of one
+        is neither right nor wrong. As in COCO, detections of a category that has no object in any record are ignored.
 
     Raises:
         ValueError: two records of one image; lists of different lengths; boxes or scores that are not finite.
@@ -48,7 +48,7 @@ def coco_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     }
     images = [{"id": record["image_id"]} for record in records]
     truth = _dataset(images, categories, _truth_annotations(records))
-    # areas of detections decide whether unmatched ones count in APs, APm and APl
+    # the area of a detection without a match decides whether it counts in APs, APm or APl
     found = [result | {"area": result["bbox"][2] * result["bbox"][3], "iscrowd": 0} for result in coco_results(records)]
     evaluation = COCOeval(truth, _dataset(images, categories, found), iouType="bbox")
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
@@ -74,7 +74,7 @@ def coco_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def coco_results(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The detections in COCO's results format: one {image_id, category_id, bbox [x, y, width, height], score} each."""
+    """Detections in COCO's results format: {image_id, category_id, bbox [x, y, width, height], score}."""
     return [
         {"image_id": record["image_id"], "category_id": category_id, "bbox": _xywh(box), "score": score}
         for record in records
@@ -87,14 +87,17 @@ def _check(records: Sequence[dict[str, Any]]) -> None:
     for record in records:
         where = f"image {record['image_id']}"
         if record["image_id"] in seen:
-            raise ValueError(f"{where} has two records; give each image once.")
+            raise ValueError(f"{where} has two records; give one record per image.")
         seen.add(record["image_id"])
         counts = [len(record[key]) for key in ("boxes", "scores", "category_ids")]
         if len(set(counts)) > 1:
-            raise ValueError(f"{where} has {counts[0]} boxes, {counts[1]} scores and {counts[2]} category ids.")
+            raise ValueError(
+                f"{where} has {counts[0]} boxes, {counts[1]} scores and {counts[2]} category ids; give one score and "
+                "one category id per box."
+            )
         numbers = [*record["scores"], *(value for box in record["boxes"] for value in box)]
         if not np.isfinite(np.array(numbers, dtype=np.float64)).all():
-            raise ValueError(f"{where} has a detection whose box or score is not finite; look at the weights.")
+            raise ValueError(f"{where} has a detection whose box or score is not finite; check the detector's weights.")
 
 
 def _truth_annotations(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -116,7 +119,7 @@ def _truth_annotations(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _dataset(images: list[dict], categories: dict[int, str], annotations: list[dict[str, Any]]) -> COCO:
-    """What `COCO(file)` would hold. (`COCO.loadRes` would fail on images that all lack detections.)"""
+    """The same object as `COCO(file)`. (`COCO.loadRes` fails where no image has a detection.)"""
     dataset = COCO()
     dataset.dataset = {
         "images": images,
@@ -135,6 +138,6 @@ def _xywh(box: Sequence[float]) -> list[float]:
 
 
 def _mean(values: np.ndarray) -> float | None:
-    """Mean of the values that exist (those that are not -1)."""
+    """Mean of the values that exist, that is, are not -1."""
     values = values[values > -1]
     return float(values.mean()) if values.size else None

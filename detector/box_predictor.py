@@ -1,11 +1,6 @@
 """Box predictor: class logits, box deltas and, optionally, attribute logits of a pooled RoI feature.
 
-Shape legend
-    J   RoIs of all images, joined
-    D   width of a region feature
-    K   foreground classes; class logits have K + 1 columns (`K_plus_1`), background last
-    A   attributes; attribute logits have A + 1 columns (`A_plus_1`), "no attribute" last
-    T   attribute slots of an object
+Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations

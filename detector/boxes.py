@@ -3,7 +3,7 @@
 Boxes are xyxy and continuous: a box covers [x1, x2) x [y1, y2), so its width is x2 - x1. Functions of an `Array` take
 and return NumPy arrays or torch tensors (the type of the first argument comes back).
 
-Shape legend: N images in the batch, R boxes of one image; the other names have no meaning of their own.
+Shape legend: see `detector/structures.py`; R stands for any number of boxes here.
 """
 
 from __future__ import annotations

@@ -1,16 +1,7 @@
 """The Detectron2 backend: the real Detectron2 model behind this project's detector interface.
 
-Shape legend
-    N     images in the batch
-    H, W  height and width of the padded batch
-    B     anchors of one image on one feature map
-    P     proposals or sampled RoIs of one image
-    Q     boxes hidden in one image
-    R     regions (final boxes) of one image
-    J     RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
-    S     side of a RoI map
-    D     width of a region feature: channels of res5, or the box head's output before the last layers
-    K     foreground classes, background is class K; class logits have K + 1 columns (`K_plus_1`)
+Shape legend: see `detector/structures.py`. B counts the anchors on one feature map; D is the number of channels
+of res5, or the width of the box head's output before the last layers.
 
 The network's parts are Detectron2's, called in the order of its `GeneralizedRCNN`; `FasterRCNN` takes the same steps.
 Parameter names are Detectron2's in both backends, so their checkpoints are interchangeable.
@@ -34,7 +25,7 @@ from detector.faster_rcnn import TwoStageDetector
 from detector.pixel_masking import mask_pixels
 from detector.resnet import BLOCKS_PER_STAGE
 from detector.roi_heads import Detections, mask_maps, to_rois
-from detector.structures import DetectionTargets, FeatureMap, ImageBatch, Loss
+from detector.structures import DetectionTargets, FeatureMap, ImageBatch, ImageBoxes, ImageSizes, Loss
 
 try:
     from detectron2.config import CfgNode, get_cfg
@@ -145,22 +136,18 @@ class Detectron2Detector(TwoStageDetector):
             ],
         )
 
-    def propose(self, rpn_output: LevelOutputs, sizes: list[tuple[int, int]]) -> list[Float[Tensor, "_P 4"]]:
+    def propose(self, rpn_output: LevelOutputs, sizes: ImageSizes) -> ImageBoxes:
         found = self.proposal_generator.predict_proposals(*rpn_output, sizes)
         return [instances.proposal_boxes.tensor for instances in found]
 
-    def rpn_losses(
-        self, rpn_output: LevelOutputs, targets: DetectionTargets, sizes: list[tuple[int, int]]
-    ) -> dict[str, Loss]:
+    def rpn_losses(self, rpn_output: LevelOutputs, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
         rpn = self.proposal_generator
         with EventStorage():  # Detectron2 logs into it; nothing here reads it
             labels, matched = rpn.label_and_sample_anchors(rpn_output.anchors, to_instances(targets, sizes))
             losses = rpn.losses(rpn_output.anchors, rpn_output.objectness, labels, rpn_output.deltas, matched)
         return to_sums(losses, rpn.batch_size_per_image * len(sizes))
 
-    def sample(
-        self, proposals: list[Float[Tensor, "_P 4"]], targets: DetectionTargets, sizes: list[tuple[int, int]]
-    ) -> SampledInstances:
+    def sample(self, proposals: ImageBoxes, targets: DetectionTargets, sizes: ImageSizes) -> SampledInstances:
         candidates = [
             Instances(size, proposal_boxes=Boxes(boxes), objectness_logits=boxes.new_zeros(len(boxes)))
             for size, boxes in zip(sizes, proposals, strict=True)
@@ -209,7 +196,7 @@ class Detectron2Detector(TwoStageDetector):
         return maps.mean(dim=(2, 3))[order.argsort()]
 
     def detect(
-        self, features: dict[str, Tensor], proposals: list[Float[Tensor, "_P 4"]], sizes: list[tuple[int, int]]
+        self, features: dict[str, Tensor], proposals: ImageBoxes, sizes: ImageSizes
     ) -> tuple[Detections, list[Float[Tensor, "_R D"]] | None]:
         """See `TwoStageDetector.detect`."""
         keep_features = self.config.roi_heads.features_of == "proposal"
@@ -304,7 +291,7 @@ def adapt(backbone: nn.Module, rpn: nn.Module, heads: nn.Module, config: Detectr
             block.conv2.padding = block.conv2.dilation = (2, 2)
 
 
-def to_instances(targets: DetectionTargets, sizes: list[tuple[int, int]]) -> list[Instances]:
+def to_instances(targets: DetectionTargets, sizes: ImageSizes) -> list[Instances]:
     """Annotated objects as Detectron2's `Instances`, one per image."""
     rows = []
     for number, (size, boxes, classes) in enumerate(zip(sizes, targets.boxes, targets.classes, strict=True)):

@@ -1,16 +1,6 @@
 """The built-in detector: a C4 ResNet Faster R-CNN that gives Detectron2's numbers, on torchvision's operators.
 
-Shape legend
-    N     images in the batch
-    H, W  height and width of the padded batch
-    R     regions of one image
-    G     annotated objects of one image
-    P     proposals or sampled RoIs of one image
-    Q     boxes hidden in one image
-    J     RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
-    S     side of a RoI map
-    D     width of a region feature = channels of res5
-    K     foreground classes, background is class K
+Shape legend: see `detector/structures.py`. D is the number of channels of res5.
 
 One forward pass runs the trunk once, and res5 once for all boxes together: whole images, regions, RoIs of the losses.
 (Where the detector finds its own boxes, a pass over the proposals comes before.)
@@ -19,6 +9,7 @@ One forward pass runs the trunk once, and res5 once for all boxes together: whol
 from __future__ import annotations
 
 import abc
+import dataclasses
 import math
 from typing import Any
 
@@ -33,7 +24,7 @@ from detector.pixel_masking import mask_pixels
 from detector.resnet import ResNet, recompute_activations
 from detector.roi_heads import Detections, Res5ROIHeads, SampledRoIs, to_rois
 from detector.rpn import RPN, RPNOutput
-from detector.structures import DetectionTargets, FeatureMap, ImageBatch, Loss, Regions
+from detector.structures import DetectionTargets, FeatureMap, ImageBatch, ImageBoxes, ImageSizes, Loss, Regions
 
 
 class TwoStageDetector(Detector):
@@ -54,17 +45,15 @@ class TwoStageDetector(Detector):
         """Output of the region proposal network for every anchor."""
 
     @abc.abstractmethod
-    def propose(self, rpn_output: Any, sizes: list[tuple[int, int]]) -> list[Float[Tensor, "_P 4"]]:
+    def propose(self, rpn_output: Any, sizes: ImageSizes) -> ImageBoxes:
         """Proposals of each image, best first."""
 
     @abc.abstractmethod
-    def rpn_losses(self, rpn_output: Any, targets: DetectionTargets, sizes: list[tuple[int, int]]) -> dict[str, Loss]:
+    def rpn_losses(self, rpn_output: Any, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
         """`loss_rpn_cls` and `loss_rpn_loc`."""
 
     @abc.abstractmethod
-    def sample(
-        self, proposals: list[Float[Tensor, "_P 4"]], targets: DetectionTargets, sizes: list[tuple[int, int]]
-    ) -> Any:
+    def sample(self, proposals: ImageBoxes, targets: DetectionTargets, sizes: ImageSizes) -> Any:
         """RoIs to train the box head on; the result has at least `boxes`, N x [P, 4]."""
 
     @abc.abstractmethod
@@ -79,7 +68,7 @@ class TwoStageDetector(Detector):
 
     @abc.abstractmethod
     def detect(
-        self, features: Any, proposals: list[Float[Tensor, "_P 4"]], sizes: list[tuple[int, int]]
+        self, features: Any, proposals: ImageBoxes, sizes: ImageSizes
     ) -> tuple[Detections, list[Float[Tensor, "_R D"]] | None]:
         """Final boxes from proposals, and the features of the proposals that they came from.
 
@@ -106,7 +95,7 @@ class TwoStageDetector(Detector):
         features = self.features(images, pixel_masks)
 
         losses = {}
-        sampled = detections = None
+        sampled = detections = proposal_features = None
         if boxes is None or targets is not None:
             rpn_output = self.run_rpn(features)
             proposals = self.propose(rpn_output, sizes)
@@ -129,21 +118,18 @@ class TwoStageDetector(Detector):
 
         if sampled is not None:
             losses |= self.head_losses(torch.cat(pooled["sampled"]), sampled, targets)
-        if boxes is not None:
-            region_boxes, region_features = boxes, pooled["regions"]
-        elif detections is None:
-            region_boxes, region_features = sampled.boxes, pooled["sampled"]
+        if proposal_features is not None:
+            region_boxes, region_features = detections.boxes, proposal_features
         else:
-            region_boxes = detections.boxes
-            region_features = pooled["regions"] if proposal_features is None else proposal_features
+            group = "regions" if "regions" in groups else "sampled"
+            region_boxes, region_features = groups[group], pooled[group]
         if whole_image:
             region_boxes = prepend(groups["whole"], region_boxes)
             region_features = prepend(pooled["whole"], region_features)
         regions = self._make_regions(region_boxes, region_features)
-        regions.losses = losses
         if boxes is None:
-            self._add_scores(regions, detections, whole_image)
-        return regions
+            regions = self._with_scores(regions, detections, whole_image)
+        return dataclasses.replace(regions, losses=losses)
 
     def _describe(
         self, features: Any, groups: dict[str, list[Float[Tensor, "_R 4"]]], roi_masks: list[Tensor] | None
@@ -180,7 +166,7 @@ class TwoStageDetector(Detector):
         )
 
     @torch.no_grad()
-    def _add_scores(self, regions: Regions, detections: Detections | None, whole_image: bool) -> None:
+    def _with_scores(self, regions: Regions, detections: Detections | None, whole_image: bool) -> Regions:
         if detections is None:
             best = [logits.softmax(dim=1)[:, :-1].max(dim=1) for logits in regions.class_logits]
             scores, classes = [pair.values for pair in best], [pair.indices for pair in best]
@@ -191,7 +177,7 @@ class TwoStageDetector(Detector):
         if whole_image:
             scores = [torch.cat((rows.new_ones(1), rows)) for rows in scores]
             classes = [torch.cat((rows.new_full((1,), self.num_classes), rows)) for rows in classes]
-        regions.scores, regions.classes = scores, classes
+        return dataclasses.replace(regions, scores=scores, classes=classes)
 
     def _check_input(
         self,
@@ -243,17 +229,13 @@ class FasterRCNN(TwoStageDetector):
     def run_rpn(self, features: FeatureMap) -> RPNOutput:
         return self.proposal_generator(features)
 
-    def propose(self, rpn_output: RPNOutput, sizes: list[tuple[int, int]]) -> list[Float[Tensor, "_P 4"]]:
+    def propose(self, rpn_output: RPNOutput, sizes: ImageSizes) -> ImageBoxes:
         return self.proposal_generator.propose(rpn_output, sizes).boxes
 
-    def rpn_losses(
-        self, rpn_output: RPNOutput, targets: DetectionTargets, sizes: list[tuple[int, int]]
-    ) -> dict[str, Loss]:
+    def rpn_losses(self, rpn_output: RPNOutput, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
         return self.proposal_generator.losses(rpn_output, targets, sizes)
 
-    def sample(
-        self, proposals: list[Float[Tensor, "_P 4"]], targets: DetectionTargets, sizes: list[tuple[int, int]]
-    ) -> SampledRoIs:
+    def sample(self, proposals: ImageBoxes, targets: DetectionTargets, sizes: ImageSizes) -> SampledRoIs:
         return self.roi_heads.label_and_sample(proposals, targets)
 
     def head_losses(
@@ -267,7 +249,7 @@ class FasterRCNN(TwoStageDetector):
         return self.roi_heads.describe(features, rois, masks)
 
     def detect(
-        self, features: FeatureMap, proposals: list[Float[Tensor, "_P 4"]], sizes: list[tuple[int, int]]
+        self, features: FeatureMap, proposals: ImageBoxes, sizes: ImageSizes
     ) -> tuple[Detections, list[Float[Tensor, "_R D"]] | None]:
         """See `TwoStageDetector.detect`."""
         keep_features = self.config.roi_heads.features_of == "proposal"
@@ -283,7 +265,7 @@ class FasterRCNN(TwoStageDetector):
 
 def _check_all_boxes(boxes: list[Tensor], names: list[str], what: str) -> None:
     if len(boxes) != len(names):
-        raise ValueError(f"{len(boxes)} lists of boxes were given for {len(names)} images.")
+        raise ValueError(f"{len(boxes)} lists of boxes were given for {len(names)} images; give one list per image.")
     if all(rows.ndim == 2 and rows.shape[1] == 4 for rows in boxes):  # one synchronisation for the whole batch
         joined = torch.cat(boxes)
         if bool((torch.isfinite(joined).all(dim=1) & is_larger(joined)).all()):
@@ -298,7 +280,10 @@ def _check_labels(
     """Labels (N entries, [G] or [G, T]) must lie in lowest .. number - 1, one row per annotated box."""
     for rows, image_boxes, name in zip(labels, boxes, names, strict=True):
         if len(rows) != len(image_boxes):
-            raise ValueError(f"{name}: {len(image_boxes)} annotated boxes, but {len(rows)} rows of {what} labels.")
+            raise ValueError(
+                f"{name}: {len(image_boxes)} annotated boxes, but {len(rows)} rows of {what} labels; give one row per "
+                "box."
+            )
     joined = torch.cat([rows.flatten() for rows in labels])
     if bool(((joined >= lowest) & (joined < number)).all()):
         return

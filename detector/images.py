@@ -4,7 +4,7 @@ An image is a uint8 array [height, width, 3]. Images are resized as uint8 with P
 Detectron2 and the official VL-BERT code; filters without antialiasing change the features of a shrunken photo by a
 fifth.
 
-Shape legend: N images in the batch, H, W height and width of the padded batch, R boxes of one image.
+Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Pixels = UInt8[np.ndarray, "height width 3"]
 MAX_PIXELS = 2**29  # of one file, about 23000 x 23000; decoded pixels take 4 bytes: 2 GiB (4 GiB if rotated)
 
 _CHANNEL_ORDERS = ("BGR", "RGB")
-_ROUNDINGS = ("detectron2", "vl_bert")
+_ROUNDINGS = ("detectron2", "truncate")
 _EXIF_ORIENTATION = 0x0112
 _UPRIGHT = {  # EXIF orientation -> the turn that makes the stored pixels upright; 1 is upright already
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -51,9 +51,9 @@ class ResizeRule:
     Args:
         short_edge: wanted length of the short edge, pixels.
         long_edge: limit for the long edge, pixels.
-        rounding: "detectron2" (`ResizeShortestEdge`: both edges are rounded) or "vl_bert" (the official VL-BERT code: a
-            short edge that had to shrink is cut to an integer first, then the other edge is computed from it and cut
-            too, so that it may end just under `long_edge`).
+        rounding: "detectron2" (`ResizeShortestEdge`: both edges are rounded) or "truncate" (the official VL-BERT code:
+            a short edge that had to shrink is cut to an integer first, then the other edge is computed from it and
+            cut too, so that it may end just under `long_edge`).
 
     Raises:
         ValueError: an edge that is not positive, a long edge shorter than the short edge, or an unknown rounding.
@@ -76,7 +76,7 @@ class ResizeRule:
         """(height, width) after resizing an image of height h and width w; no side becomes less than 1."""
         if h < 1 or w < 1:
             raise ValueError(f"An image of {w} x {h} pixels cannot be resized.")
-        new_h, new_w = self._detectron2(h, w) if self.rounding == "detectron2" else self._vl_bert(h, w)
+        new_h, new_w = self._detectron2(h, w) if self.rounding == "detectron2" else self._truncate(h, w)
         return max(new_h, 1), max(new_w, 1)
 
     def _detectron2(self, h: int, w: int) -> tuple[int, int]:
@@ -87,7 +87,7 @@ class ResizeRule:
             new_h, new_w = new_h * (self.long_edge / longer), new_w * (self.long_edge / longer)
         return int(new_h + 0.5), int(new_w + 0.5)
 
-    def _vl_bert(self, h: int, w: int) -> tuple[int, int]:
+    def _truncate(self, h: int, w: int) -> tuple[int, int]:
         short, long = min(h, w), max(h, w)
         new_short = self.short_edge
         if long * new_short > self.long_edge * short:
@@ -112,7 +112,7 @@ def load_image(path: str | Path, channel_order: str = "BGR") -> Pixels:
         a contiguous array.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: the file is empty, damaged, cut off, not an image, or has more than `MAX_PIXELS` pixels.
     """
     return _to_array(_read(path), channel_order)

@@ -1,7 +1,6 @@
 """The one interface of every detector: images (and boxes) in, `Regions` out.
 
-Shape legend: N images, R regions of one image, Q boxes hidden in one image, S side of a RoI map, D width of a region
-feature, K foreground classes (see `detector/structures.py`).
+Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations

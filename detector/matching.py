@@ -1,6 +1,6 @@
 """Which anchor or proposal is compared with which annotated object, and which of them are trained on.
 
-Shape legend: G annotated objects of one image; candidates are the anchors or the proposals of one image.
+Shape legend: see `detector/structures.py`; candidates are the anchors or the proposals of one image.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Masked RoI classification (VL-BERT section 3.3) asks for the class of a region f
 Hiding only its feature is not enough: neighbouring features and the whole-image feature are computed from the same
 pixels.
 
-Shape legend: N images in the batch, H, W height and width of the padded batch, Q boxes hidden in one image.
+Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-_ROUNDINGS = ("outward", "vl_bert")
+_ROUNDINGS = ("outward", "truncate")
 
 
 def mask_rectangles(
@@ -26,7 +26,7 @@ def mask_rectangles(
     Args:
         boxes: xyxy in pixels of the resized image.
         size: (height, width) of that image without padding.
-        rounding: "outward" takes every pixel that the box touches (floor, floor, ceil, ceil); "vl_bert" does as the
+        rounding: "outward" takes every pixel that the box touches (floor, floor, ceil, ceil); "truncate" does as the
             official VL-BERT code: rows int(y1) to int(y2) and columns int(x1) to int(x2), the last ones included.
 
     Returns:

@@ -1,6 +1,6 @@
 """A detector that computes nothing: it hands over features that came with the images.
 
-Shape legend: see `detector/interface.py`.
+Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PrecomputedDetector(Detector):
         self.num_classes = config.roi_heads.num_classes
 
     def recompute_activations(self) -> None:
-        """Nothing is computed, so nothing is kept."""
+        """There are no activations to keep."""
 
     def forward(
         self,
@@ -62,8 +62,8 @@ class PrecomputedDetector(Detector):
         for rows, image_boxes, name in zip(features, boxes, images.names, strict=True):
             if len(rows) != len(image_boxes) or (len(rows) and rows.shape[1] != self.feature_dim):
                 raise ValueError(
-                    f"{name}: precomputed features {list(rows.shape)} for {len(image_boxes)} boxes, but the "
-                    f"detector's config says width {self.feature_dim}; use the config that they were made with."
+                    f"{name}: precomputed features {list(rows.shape)} for {len(image_boxes)} boxes, but width "
+                    f"{self.feature_dim} in the detector's config; use the config that they were made with."
                 )
         features = [rows.reshape(len(rows), self.feature_dim) for rows in features]
         if whole_image:

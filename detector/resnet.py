@@ -1,12 +1,6 @@
 """ResNet trunk up to res4, and the res5 stage of the RoI head, with Detectron2's module and parameter names.
 
-Shape legend
-    N     images in the batch
-    H, W  height and width of the padded batch
-    h, w  height and width of a feature map; stage s has RES2_OUT_CHANNELS * 2 ** (s - 2) channels
-    J     RoIs of all images, joined
-    S     side of a RoI map
-    D     width of a region feature = channels of res5
+Shape legend: see `detector/structures.py`. Stage s has RES2_OUT_CHANNELS * 2 ** (s - 2) channels.
 
 All feature maps are kept in channels-last memory, in which convolutions on CPU run markedly faster.
 """

@@ -4,12 +4,8 @@ A cell of a RoI map is a weighted sum of a few cells of the feature map. With th
 row of channels per cell), that is `embedding_bag`: it reads whole rows of a channels-last map, where torchvision's
 CPU kernel walks through one channel after the other; its backward pass takes about ten times as long.
 
-Shape legend
-    N      images in the batch
-    h, w   height and width of the feature map
-    J      RoIs of all images, joined; rows are [image, x1, y1, x2, y2] in pixels of the resized image
-    S      side of a RoI map
-    reach  cells of the feature map that a cell of the RoI map reads along one axis
+Shape legend: see `detector/structures.py`; `reach` is the number of feature map cells that a cell of the RoI map
+reads along one axis.
 """
 
 from __future__ import annotations

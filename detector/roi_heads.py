@@ -1,15 +1,7 @@
 """RoI head of a C4 detector: pool RoIs from res4, run res5 on each, average, predict (`Res5ROIHeads` in Detectron2).
 
-Shape legend
-    N   images in the batch
-    R   regions (final boxes) of one image
-    G   annotated objects of one image
-    P   proposals or sampled RoIs of one image
-    J   RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
-    S   side of a RoI map (of res5: 7, or 14 where res5 is dilated)
-    D   width of a region feature = channels of res5
-    K   foreground classes, background is class K; class logits have K + 1 columns (`K_plus_1`)
-    T   attribute slots of an object
+Shape legend: see `detector/structures.py`. D is the number of channels of res5; its maps have S = 7, or 14 where it
+is dilated.
 """
 
 from __future__ import annotations
@@ -27,7 +19,7 @@ from detector.config import DetectorConfig
 from detector.matching import match, subsample
 from detector.resnet import make_res5
 from detector.roi_align import align_rois
-from detector.structures import DetectionTargets, FeatureMap, Loss, PerImage
+from detector.structures import DetectionTargets, FeatureMap, ImageBoxes, ImageSizes, Loss, PerImage
 
 CHUNK = 256  # RoIs that go through res5 at a time where nothing is kept for a backward pass
 
@@ -49,7 +41,7 @@ class Detections(PerImage):
     proposal_index: list[Int64[Tensor, " _R"]]  # row of the proposal that each box came from
 
 
-def to_rois(boxes: list[Float[Tensor, "_P 4"]]) -> Float32[Tensor, "J 5"]:
+def to_rois(boxes: ImageBoxes) -> Float32[Tensor, "J 5"]:
     """Boxes of all images, joined, with the image index in front."""
     counts = torch.tensor([len(rows) for rows in boxes], device=boxes[0].device)
     image = torch.repeat_interleave(torch.arange(len(boxes), device=counts.device), counts)
@@ -140,7 +132,7 @@ class Res5ROIHeads(nn.Module):
         return maps.mean(dim=(2, 3))
 
     @torch.no_grad()
-    def label_and_sample(self, proposals: list[Float[Tensor, "_P 4"]], targets: DetectionTargets) -> SampledRoIs:
+    def label_and_sample(self, proposals: ImageBoxes, targets: DetectionTargets) -> SampledRoIs:
         """Match proposals with the annotated objects and keep a random mix of foreground and background.
 
         With PROPOSAL_APPEND_GT the annotated boxes join the proposals first.
@@ -188,8 +180,8 @@ class Res5ROIHeads(nn.Module):
         self,
         logits: Float[Tensor, "J K_plus_1"],
         deltas: Float[Tensor, "J deltas"],
-        proposals: list[Float[Tensor, "_P 4"]],
-        sizes: list[tuple[int, int]],
+        proposals: ImageBoxes,
+        sizes: ImageSizes,
     ) -> Detections:
         """Detectron2's test-time rule: class scores above SCORE_THRESH_TEST, NMS within each class, the best boxes.
 

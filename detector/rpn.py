@@ -1,11 +1,6 @@
 """Region proposal network on one feature map (Faster R-CNN, section 3.1), with Detectron2's arithmetic.
 
-Shape legend
-    N     images in the batch
-    h, w  height and width of the feature map (res4)
-    B     anchors of one image = h * w * cell_anchors, ordered by (y, x, cell anchor)
-    G     annotated objects of one image
-    P     proposals of one image
+Shape legend: see `detector/structures.py`. The B = h * w * cell_anchors anchors are ordered by (y, x, cell anchor).
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from detector.box_losses import box_regression_loss
 from detector.boxes import clip, decode_deltas, is_larger, pairwise_iou
 from detector.config import DetectorConfig, RPNConfig
 from detector.matching import match, subsample
-from detector.structures import DetectionTargets, FeatureMap, Loss, PerImage
+from detector.structures import DetectionTargets, FeatureMap, ImageBoxes, ImageSizes, Loss, PerImage
 
 
 @dataclasses.dataclass
@@ -109,7 +104,7 @@ class RPN(nn.Module):
         )
 
     @torch.no_grad()
-    def propose(self, output: RPNOutput, sizes: list[tuple[int, int]]) -> Proposals:
+    def propose(self, output: RPNOutput, sizes: ImageSizes) -> Proposals:
         """Choose proposals: top-k by logit, decode, clip, drop sides not above MIN_SIZE, NMS, cut.
 
         Args:
@@ -141,9 +136,7 @@ class RPN(nn.Module):
         return Proposals(*map(list, zip(*images, strict=True)))
 
     @torch.no_grad()
-    def label_anchors(
-        self, anchors: Float[Tensor, "B 4"], objects: list[Float[Tensor, "_G 4"]], sizes: list[tuple[int, int]]
-    ) -> AnchorLabels:
+    def label_anchors(self, anchors: Float[Tensor, "B 4"], objects: ImageBoxes, sizes: ImageSizes) -> AnchorLabels:
         """Compare all anchors with the annotated boxes of each image; no sampling yet."""
         labels, matches = [], []
         for boxes, size in zip(objects, sizes, strict=True):
@@ -171,7 +164,7 @@ class RPN(nn.Module):
             row[negative] = 0
         return sampled
 
-    def losses(self, output: RPNOutput, targets: DetectionTargets, sizes: list[tuple[int, int]]) -> dict[str, Loss]:
+    def losses(self, output: RPNOutput, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
         """`loss_rpn_cls` and `loss_rpn_loc`, both divided by BATCH_SIZE_PER_IMAGE * N (not by the sampled number)."""
         anchor_labels = self.label_anchors(output.anchors, targets.boxes, sizes)
         labels = self.sample(anchor_labels.labels)

@@ -1,6 +1,6 @@
 """Which of a detector's boxes are kept.
 
-Shape legend: R candidate boxes (detections or proposals) of one image, K foreground classes.
+Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations
@@ -145,5 +145,5 @@ def _kept(scores: Tensor, rule: SelectionRule) -> int:
 
 def _checked(scores: Tensor) -> Tensor:
     if scores.isnan().any():
-        raise ValueError("Selection: a score is not a number (NaN); the detector has diverged or its input is broken.")
+        raise ValueError("Selection: a score is not a number (NaN); check the detector's weights and its input.")
     return scores

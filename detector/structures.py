@@ -1,16 +1,25 @@
-"""What goes into a detector and what comes out of it.
+"""Input and output of a detector.
 
-Shape legend
+Shape legend of the whole package
     N     images in the batch
     H, W  height and width of the padded batch, pixels of the network input
+    h, w  height and width of a feature map, cells
     R     regions (candidate boxes) of one image; differs from image to image, so regions are lists of N tensors
     G     annotated objects of one image
+    P     proposals or sampled RoIs of one image
+    Q     boxes hidden in one image
+    B     anchors of one image
+    J     RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
+    S     side of a RoI map
     D     width of a region feature
-    K     foreground classes; class logits have K + 1 columns (`K_plus_1`), background last
+    K     foreground classes; K is also the label of the background
     A     attributes
     T     attribute slots of an object
 
-The tests enforce the shapes. A leading underscore (`_R`) marks a size that may differ from entry to entry of a list.
+`K_plus_1` is K + 1: class logits have the background in their last column; `A_plus_1`: "no attribute" comes last. Words
+(`channels`, `kept`) are sizes without a letter. A leading underscore (`_R`) marks a size that may differ from entry to
+entry of a list. The tests enforce these annotations.
+
 All boxes are xyxy, in pixels of the *resized* image, continuous: a box covers [x1, x2) x [y1, y2).
 """
 
@@ -23,7 +32,9 @@ import torch
 from jaxtyping import Float, Float32, Int64, Num
 from torch import Tensor
 
-FeatureMap = Float[Tensor, "N channels h w"]  # h, w: height and width of the map, in cells
+FeatureMap = Float[Tensor, "N channels h w"]
+ImageBoxes = list[Float[Tensor, "_R 4"]]  # one entry per image
+ImageSizes = list[tuple[int, int]]  # one (height, width) per image, without padding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +103,7 @@ class PrecomputedFeatures(Movable):
 class ImageBatch(Movable):
     """N images as the network sees them: resized, mean-subtracted, zero-padded at the right and the bottom."""
 
-    pixels: Float[Tensor, "N 3 H W"]  # channel order of the detector's config (BGR unless it says otherwise)
+    pixels: Float[Tensor, "N 3 H W"]  # channel order of the detector's config (BGR by default)
     sizes: Int64[Tensor, "N 2"]  # (height, width) of each resized image without padding
     original_sizes: Num[Tensor, "N 2"]  # (height, width) of each image as stored (after its EXIF rotation)
     names: list[str]  # N names (usually paths) for error messages

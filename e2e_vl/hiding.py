@@ -142,7 +142,7 @@ def hide_regions(batch: Batch, detector: Detector, rule: HidingRule) -> Batch:
     images, masks = batch.images, batch.pixel_masks
     if rule.pixels:
         rectangles = [
-            mask_rectangles(rows[is_hidden], size, "vl_bert").to(rows.dtype)
+            mask_rectangles(rows[is_hidden], size, "truncate").to(rows.dtype)
             for rows, is_hidden, size in zip(batch.boxes, chosen.is_hidden, images.sizes.tolist(), strict=True)
         ]
         if rule.colour == "mean":

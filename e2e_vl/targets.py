@@ -108,12 +108,12 @@ def per_wordpiece(fill: int = -1) -> Any:
 
 def ragged() -> Any:
     """A field [n, ...] per text with another n in each; of a batch `Ragged` with a list per text."""
-    return _field(lambda values, name: _ragged(values))
+    return _field(_ragged)
 
 
 def nested() -> Any:
     """A field that is a list of arrays [n, ...] per text; of a batch, `Ragged` with a list per array, text by text."""
-    return _field(lambda values, name: _ragged([array for arrays in values for array in arrays]))
+    return _field(lambda values, name: _ragged([array for arrays in values for array in arrays], name))
 
 
 def named_parts() -> Any:
@@ -123,9 +123,7 @@ def named_parts() -> Any:
 
 def _stack(values: list[Any], name: str) -> Tensor:
     arrays = [np.asarray(value) for value in values]
-    shapes = sorted({array.shape for array in arrays})
-    if len(shapes) > 1:
-        raise ValueError(f"{name} has different shapes in one batch: {shapes}.")
+    _require_one_shape({array.shape for array in arrays}, name)
     return torch.from_numpy(np.stack(arrays))
 
 
@@ -134,7 +132,13 @@ def _pad(values: list[Any], fill: int) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
 
 
-def _ragged(values: list[Any]) -> Ragged:
+def _ragged(values: list[Any], name: str) -> Ragged:
     arrays = [np.asarray(value) for value in values]
+    _require_one_shape({array.shape[1:] for array in arrays}, f"a row of {name}")
     joined = np.concatenate(arrays) if arrays else np.zeros(0)
     return Ragged(torch.from_numpy(joined), torch.tensor([len(array) for array in arrays], dtype=torch.int64))
+
+
+def _require_one_shape(shapes: set[tuple[int, ...]], name: str) -> None:
+    if len(shapes) > 1:
+        raise ValueError(f"{name} has different shapes in one batch: {sorted(shapes)}.")

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # Modules and packages directly in e2e_vl/ whose layer is not their own name.
 BASE = (
     *("__init__", "box_sources", "config", "converter", "drawing", "examples", "hiding", "layout", "run_files"),
-    *("samples", "structures", "targets", "text", "wording"),
+    *("command_line", "samples", "structures", "targets", "text", "wording"),
 )
 LAYER_OF_NAME = dict.fromkeys(BASE, "base")
 LAYER_OF_NAME |= {name: name for name in MAY_IMPORT if name not in ("detector", "base", "tools")}

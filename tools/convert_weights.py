@@ -26,7 +26,6 @@ Converting is not needed before training: detector.weights, encoder.weights and 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import sys
@@ -42,6 +41,7 @@ from detector.checkpoint import (
 )
 from detector.config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
+from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.config import load_config
 from e2e_vl.engine.answer_lists import OFFICIAL_SUFFIX, official_lines
 from e2e_vl.engine.build import ADAPTERS, build_model, resolve
@@ -49,8 +49,9 @@ from e2e_vl.engine.build_data import build_tokenizer
 from e2e_vl.engine.checkpoint import load_model, save_model
 
 
+@says_errors
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("weights", type=Path, help="file or folder to read")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--config", type=Path, help="Detectron2 YAML file of the detector to convert")
@@ -65,23 +66,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --run: settings that beat the file")
     options = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
-    try:
-        if options.run is not None:
-            import_official(options.weights, options.run, options.output, options.overrides)
-        elif options.overrides:
-            raise ValueError(f"{options.overrides[0]}: settings are for --run.")
-        elif options.config is not None:
-            convert(options.weights, options.config, options.output, options.expect)
-        elif options.output.suffix in (suffixes := official_suffixes()):
-            export_official(options.weights, options.output)
-        else:
-            raise ValueError(
-                f"What is {options.weights}? Give --config for a detector, --run for an official model, or a run "
-                f"directory and an --output that ends with {' or '.join(suffixes)}."
-            )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.run is not None:
+        import_official(options.weights, options.run, options.output, options.overrides)
+    elif options.overrides:
+        raise ValueError(f"{options.overrides[0]}: settings are for --run.")
+    elif options.config is not None:
+        convert(options.weights, options.config, options.output, options.expect)
+    elif options.output.suffix in (suffixes := official_suffixes()):
+        export_official(options.weights, options.output)
+    else:
+        raise ValueError(
+            f"What is {options.weights}? Give --config for a detector, --run for an official model, or a run "
+            f"directory and an --output that ends with {' or '.join(suffixes)}."
+        )
     return 0
 
 

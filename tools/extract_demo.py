@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +24,7 @@ from PIL import Image
 from detector.backends import BACKENDS
 from detector.images import resize_boxes
 from detector.selection import SelectionRule
+from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.extraction.detectors import LoadedDetector, detector_of_run, load_detector
 from e2e_vl.extraction.single import ImageRegions, extract_image
@@ -32,8 +32,9 @@ from e2e_vl.extraction.single import ImageRegions, extract_image
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "detector" / "R_101_C4.yaml"
 
 
+@says_errors
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("image", type=Path, help="any JPEG or PNG file")
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     parser.add_argument("--config", type=Path, help="Detectron2 YAML file (default: ResNet-101 C4, or the run's)")
@@ -47,16 +48,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-proposals", type=int, default=100, help="RPN proposals that are used (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="seed of random weights (default: 0)")
     arguments = parser.parse_args(argv)
-    try:
-        run(arguments)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Everything after the command line is read; errors are ValueError or OSError."""
     if arguments.text is not None and arguments.run is None:
         raise ValueError("--text needs --run, the directory of a trained run; train one with tools/train.py.")
     least, most = arguments.min_regions, arguments.max_regions
@@ -78,6 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{len(regions)} regions with {regions.features.shape[1]} features each: {path}")
     if arguments.text is not None:
         ground(arguments, found)
+    return 0
 
 
 def load_source(arguments: argparse.Namespace) -> LoadedDetector:

@@ -30,6 +30,7 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from detector.backends import BACKENDS
 from detector.selection import SelectionRule
+from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.data.formats.image_lists import list_images, read_given_boxes
 from e2e_vl.data.storage.features.writers import FORMATS
 from e2e_vl.engine.launch import make_accelerator
@@ -41,8 +42,9 @@ from e2e_vl.extraction.stamp import make_stamp
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "detector" / "R_101_C4.yaml"
 
 
+@says_errors
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--images", type=Path, required=True, help="folder, list (.txt), or COCO file (.json)")
     parser.add_argument("--root", type=Path, help="folder that listed paths start from (default: the list's)")
     parser.add_argument("--output", type=Path, required=True, help="folder (npz) or file to write")
@@ -66,15 +68,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=2, help="reading processes per process (default: 2)")
     parser.add_argument("--seed", type=int, default=0, help="seed of random weights (default: 0)")
     arguments = parser.parse_args(argv)
-    try:
-        return run(arguments)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Everything after the command line is read; errors are ValueError or OSError. Returns the exit code."""
     settings = extraction_settings(arguments)
     images = list_images(arguments.images, arguments.root)
     given = None

@@ -25,17 +25,11 @@ class NoOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Wants:
-    """What a run reads of a data set, so that nothing else has to be opened.
+    """What a run reads of a data set, so that nothing else has to be opened."""
 
-    Attributes:
-        boxes: source of the candidate boxes.
-        objects: annotated objects are needed as targets of the detection losses.
-        training: the truth is needed, and parts that only training reads.
-    """
-
-    boxes: BoxSource = BoxSource.GT
-    objects: bool = False
-    training: bool = False
+    boxes: BoxSource = BoxSource.GT  # source of the candidate boxes
+    objects: bool = False  # annotated objects are needed as targets of the detection losses
+    training: bool = False  # the truth is needed, and parts that only training reads
 
     @property
     def annotations(self) -> bool:
@@ -124,14 +118,10 @@ class VLDataset(abc.ABC):
 
 
 class DataFiles:
-    """The files that the settings name, relative to `data.root`.
-
-    Args:
-        settings: `data.root` and `data.files`; {split} and other placeholders stand in the names.
-        known: the keys that the data set knows.
+    """The files of `data.files`, relative to `data.root`; {split} and other placeholders stand in their names.
 
     Raises:
-        ValueError: an unknown key.
+        ValueError: a key that is not among the `known` ones of the data set.
     """
 
     def __init__(self, settings: DataSettings, known: Sequence[str]) -> None:

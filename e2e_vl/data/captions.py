@@ -77,7 +77,8 @@ class CaptionDataset(VLDataset):
         self.parts = [] if boxes_come_along else [{"split": split}]
         if instances is not None:
             self.class_names = instances.class_names
-            missing = [name for name in self.image_ids() if int(name) not in instances.images]
+            self._instance_ids = {str(image_id): image_id for image_id in instances.images}
+            missing = [name for name in self.image_ids() if name not in self._instance_ids]
             if missing:
                 raise ValueError(
                     f"{instances.path}: image {missing[0]} and {len(missing) - 1} more are not listed; use the "
@@ -141,7 +142,7 @@ class CaptionDataset(VLDataset):
             name,
             functools.partial(self.source.image, group),
             self.source.image_size(group),
-            objects=None if self.instances is None else self.instances.objects(int(name)),
+            objects=None if self.instances is None else self.instances.objects(self._instance_ids[name]),
             boxes=self.source.boxes(group),
         )
         stated = tuple(

@@ -25,10 +25,6 @@ class CocoDetectionDataset(VLDataset):
             have a few of, are left out and logged.
         keep_empty_images: False leaves out the images that have no object, or only crowds.
 
-    Attributes:
-        images: the images, in file order.
-        groups: one text of each image.
-
     Raises:
         FileNotFoundError, ValueError: see `read_instances`; or no image is left.
     """

@@ -16,12 +16,9 @@ from e2e_vl.samples import HumanAnswers, Sample, SampleImage, SampleText
 
 @dataclasses.dataclass(frozen=True)
 class VQAOptions:
-    """Fields of `data.config`.
+    """Fields of `data.config`."""
 
-    Attributes:
-        image_name: file name of an image; {id} is its id, {images} the COCO image set, such as train2014.
-    """
-
+    # file name of an image; {id} is its id, {images} the COCO image set, such as train2014
     image_name: str = "COCO_{images}_{id:012d}.jpg"
 
     def __post_init__(self) -> None:

@@ -186,6 +186,7 @@ class VLBertModel(Encoder):
     _supports_sdpa = True
     _no_split_modules = ("VLBertLayer",)
     layout = TextLayout(question=ANSWER_SLOT)
+    abilities = frozenset({Ability.SUMMARY_OF_QUESTION, Ability.WORD_TABLE})
 
     def __init__(self, config: VLBertConfig):
         super().__init__(config)
@@ -219,7 +220,9 @@ class VLBertModel(Encoder):
             Ability.NAMED_REGIONS: (config.image_feature_on_words, "image_feature_on_words to true"),
             Ability.IMAGE_PAIRS: (config.image_slots > 1, "image_slots to 2"),
         }
-        is_able, setting = wanted.get(ability, (True, ""))
+        if ability not in wanted:
+            return super().lacks(ability)
+        is_able, setting = wanted[ability]
         return None if is_able else f"set encoder.config.{setting}"
 
     def get_input_embeddings(self) -> nn.Embedding:

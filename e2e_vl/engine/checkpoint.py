@@ -114,6 +114,9 @@ def saved_settings(run_dir: Path, overrides: list[str] | None = None) -> RunConf
 def _upgrade(content: dict[str, Any]) -> None:
     """The settings of an earlier version in today's form, in place."""
     if "task" in content and "data" in content:
+        resize = content["data"].get("resize") or {}
+        if resize.get("rounding", "detectron2") != "detectron2":  # the other one had another name
+            resize["rounding"] = "truncate"
         task_class(content["task"]["name"]).upgrade(content["task"].setdefault("config", {}), content["data"])
 
 

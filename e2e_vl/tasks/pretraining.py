@@ -166,7 +166,7 @@ class PretrainingTask(Task):
     def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:
         """Objectives were keys of `task.config`; masking and exchanging of texts were options of the reader."""
         options = data.setdefault("config", {})
-        if options.get("source") == "vl_bert":
+        if options.get("source", "coco") not in ("coco", "shards"):  # the third one had another name
             options["source"] = "json_lines"
         masking = {
             "probability": options.pop("word_probability", 0.15),
@@ -259,7 +259,7 @@ class PretrainingTask(Task):
     def _class_name(self, number: int, names: Sequence[str] | None, count: int) -> str:
         """Of a region class; `count` includes the background. A class without a name is numbered from 0."""
         if names is None or len(names) != count - 1 or self.config.teacher == "file":
-            names = [f"class {row}" for row in range(max(count - 1, number + 1))]
+            names = [f"class {row}" for row in range(max(count - 1, number))]
         background, first = (len(names), 0) if self.config.has_background_last else (0, 1)
         return "background" if number == background else names[number - first]
 

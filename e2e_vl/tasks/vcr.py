@@ -96,7 +96,7 @@ class VCRTargets(Targets):
     """Which choices are right."""
 
     # 1 for the right choice of each four
-    is_right: np.float32 | Float[Tensor, " M"] | None = stacked()
+    is_right: float | np.float32 | Float[Tensor, " M"] | None = stacked()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,7 +83,9 @@ class VQATargets(Targets):
     """How good each answer is, and the best one."""
 
     scores: Float[np.ndarray, " Y"] | Float[Tensor, "M Y"] | None = stacked()  # soft targets
-    best: np.int64 | Int64[Tensor, " M"] | None = stacked()  # class of the most frequent answer; -1: none is known
+    best: int | np.int64 | Int64[Tensor, " M"] | None = (
+        stacked()
+    )  # class of the most frequent answer; -1: none is known
 
 
 @dataclasses.dataclass(frozen=True)

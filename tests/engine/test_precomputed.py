@@ -12,9 +12,9 @@ import torch
 from detector.images import ResizeRule
 from detector.precomputed import PrecomputedDetector
 from detector.structures import ImageBatch, PrecomputedFeatures
-from e2e_vl.data.examples import Request
-from e2e_vl.data.features.stores import open_features
-from e2e_vl.data.image_lists import list_images, read_given_boxes
+from e2e_vl.data.formats.image_lists import list_images, read_given_boxes
+from e2e_vl.data.loading.requests import Request
+from e2e_vl.data.storage.features.stores import open_features
 from e2e_vl.engine.checkpoint import load_model
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.run import build_run
@@ -81,13 +81,13 @@ def test_losses_and_gradients_are_those_of_the_live_detector(layout, live, make_
         getattr(run.model, name).load_state_dict(getattr(live.model, name).state_dict())
     for one in (live, run):
         one.model.train()
-    groups = live.train_dataset.groups
-    assert run.train_dataset.groups == groups
+    groups = live.train_data.groups
+    assert run.train_data.groups == groups
     for group in range(4):
         request = Request(group, tuple(groups[group][:3]))
         outputs = []
         for one in (live, run):
-            output = one.model(one.collate([one.train_dataset[request]]))
+            output = one.model(one.collate([one.train_data[request]]))
             one.model.zero_grad()
             output.losses["referring"].mean.backward()
             outputs.append(output)
@@ -120,7 +120,7 @@ def test_a_run_on_precomputed_features(live, make_features, precomputed_config):
 
 def test_the_whole_image_is_missing(live, make_features, precomputed_config):
     run = build_run(precomputed_config(make_features(live, image_feature=False)))
-    batch = run.collate([run.train_dataset[Request(0, (run.train_dataset.groups[0][0],))]])
+    batch = run.collate([run.train_data[Request(0, (run.train_data.groups[0][0],))]])
     with pytest.raises(ValueError, match="extract the features with --image-feature"):
         run.model(batch)
 
@@ -131,13 +131,17 @@ def test_the_whole_image_is_missing(live, make_features, precomputed_config):
         (["data.boxes.train=gt"], "The box source is gt and detector.backend is precomputed"),
         (["detector.backend=builtin"], "The box source is precomputed and detector.backend is builtin"),
         (["detector.loss_weight=1"], "there is no network"),
-        (["data.flip=0.5"], "set data.flip to 0"),
         (["data.files.features=nowhere.tsv"], r"nowhere\.tsv"),
     ],
 )
 def test_settings_that_do_not_fit(words, message, precomputed_config, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         build_run(precomputed_config(tmp_path, *words))
+
+
+def test_saved_features_are_not_mirrored(live, make_features, precomputed_config):
+    with pytest.raises(ValueError, match=r"set data\.flip to 0"):
+        build_run(precomputed_config(make_features(live), "data.flip=0.5"))
 
 
 def test_features_of_other_images(live, make_features, precomputed_config):

@@ -74,13 +74,13 @@ def test_detector_of_a_run(config: Path, image: Path, tmp_path: Path):
         {key: value.contiguous() for key, value in detector.state_dict().items()},
         folder / "detector" / "model.safetensors",
     )
-    resize = ResizeSettings(short_edge=[48, 64], long_edge=80, rounding="vl_bert")
+    resize = ResizeSettings(short_edge=[48, 64], long_edge=80, rounding="truncate")
     named = {"encoder": EncoderSettings(name="vl_bert"), "task": TaskSettings(name="refcoco")}
     config = RunConfig(output="run", data=DataSettings(name="refcoco", root="data", resize=resize), **named)
     save_config(config, folder / "config.yaml")
     for path in (tmp_path / "run", folder):
         source = detector_of_run(path)
-        assert source.resize == ResizeRule(64, 80, "vl_bert")
+        assert source.resize == ResizeRule(64, 80, "truncate")
         assert torch.equal(source.detector.backbone.stem.conv1.weight, detector.backbone.stem.conv1.weight)
     assert source.weights == folder / "detector" / "model.safetensors"
     assert extract_image(image, source, SelectionRule()).pixels.shape == (54, 79, 3)

@@ -42,8 +42,9 @@ import grouped_steps
 import reading_memory
 import single_steps
 import training_memory
+from e2e_vl.command_line import says_errors
 from e2e_vl.config import load_config
-from measuring import CONFIGS, ROOT, detector_word
+from measuring import CONFIGS, ROOT
 
 DETECTOR_CONFIG = ROOT / "configs" / "detector" / "vl_bert_R_101.yaml"
 SHAPE: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
@@ -64,6 +65,7 @@ PRESETS = {
 Measured = tuple[dict[str, Any], Callable[[dict[str, Any]], int]]  # the numbers, and what shows them
 
 
+@says_errors
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(**SHAPE)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -76,14 +78,10 @@ def main(argv: list[str] | None = None) -> int:
         arguments = train.parse_intermixed_args(words[1:])
     else:
         arguments = parser.parse_args(words)
-    try:
-        result, show = arguments.measure(arguments)
-        if arguments.json is not None:
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    result, show = arguments.measure(arguments)
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return show(result)
 
 
@@ -101,14 +99,9 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         "(default); base: ResNet-101 C4 and BASE (12 layers of 768), 36 and 100 boxes, 600 x 800 pixels",
     )
     parser.add_argument("--config", type=Path, help="YAML file of a run instead of a preset, with its own sizes")
-    parser.add_argument("--rois", type=numbers, metavar="N[,N...]", help="boxes per image; each number is measured")
-    parser.add_argument("--image-size", type=int, nargs=2, metavar=("H", "W"), help="pad images to this size, pixels")
     parser.add_argument("--sweep", action="store_true", help="precision, checkpointing and memory of single steps")
-    parser.add_argument("--repetitions", type=int, default=5, help="measured steps of each way (default: 5)")
-    parser.add_argument("--warm-up", type=int, default=1, help="steps of each way before them (default: 1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
+    add_common_options(parser, measure_train, rois=None, image_size=None)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that beat the file")
-    parser.set_defaults(measure=measure_train)
 
 
 def add_detector_options(parser: argparse.ArgumentParser) -> None:
@@ -118,22 +111,41 @@ def add_detector_options(parser: argparse.ArgumentParser) -> None:
         default=DETECTOR_CONFIG,
         help="Detectron2 YAML file (default: VL-BERT's ResNet-101 C4 with dilated res5)",
     )
+    parser.add_argument("--images", type=int, default=1, help="images in a batch (default: 1)")
+    parser.add_argument("--no-train", action="store_true", help="leave out the training step")
+    add_common_options(parser, measure_detector, rois=[36, 100], image_size=(600, 1000))
+
+
+def add_common_options(
+    parser: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace], Measured],
+    rois: list[int] | None,
+    image_size: tuple[int, int] | None,
+) -> None:
+    """What training steps and detectors share; without defaults, sizes are those of the preset."""
     parser.add_argument(
         "--rois",
         type=numbers,
-        default=[36, 100],
+        default=rois,
         metavar="N[,N...]",
-        help="given boxes per image (default: 36,100); the training step has the first number",
+        help="boxes per image; each number is measured (detector: default 36,100, the training step has the first)",
     )
     parser.add_argument(
-        "--image-size", type=int, nargs=2, default=(600, 1000), metavar=("H", "W"), help="default: 600 1000 pixels"
+        "--image-size",
+        type=int,
+        nargs=2,
+        default=image_size,
+        metavar=("H", "W"),
+        help="pixels of the padded images (detector: default 600 1000)",
     )
-    parser.add_argument("--images", type=int, default=1, help="images in a batch (default: 1)")
-    parser.add_argument("--repetitions", type=int, default=5, help="measured calls of each (default: 5)")
-    parser.add_argument("--warm-up", type=int, default=1, help="calls of each before them (default: 1)")
-    parser.add_argument("--no-train", action="store_true", help="leave out the training step")
+    parser.add_argument("--repetitions", type=int, default=5, help="measured steps of each way (default: 5)")
+    parser.add_argument("--warm-up", type=int, default=1, help="steps of each way before them (default: 1)")
+    add_result_option(parser, measure)
+
+
+def add_result_option(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Measured]) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
-    parser.set_defaults(measure=measure_detector)
+    parser.set_defaults(measure=measure)
 
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
@@ -152,14 +164,13 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
         help="with --steps: the same on a corpus and records of these sizes, to compare",
     )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="with --steps: draw the curves into this PNG file")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
-    parser.set_defaults(measure=measure_memory)
+    add_result_option(parser, measure_memory)
 
 
 def measure_train(arguments: argparse.Namespace) -> Measured:
     if arguments.config is None:
         name, preset = arguments.preset, PRESETS[arguments.preset]
-        config = load_config(preset.config, [detector_word(preset.config), *arguments.overrides])
+        config = load_config(preset.config, arguments.overrides)
     else:
         name, preset = str(arguments.config), Preset(arguments.config, None, (None,))
         config = load_config(arguments.config, arguments.overrides)

@@ -18,7 +18,7 @@ from torch import Tensor
 from detector.interface import Detector
 from detector.structures import DetectionTargets, ImageBatch
 from e2e_vl.engine.build import DETECTORS
-from measuring import machine_facts, print_machine, spread, take_turns
+from measuring import machine_facts, print_machine, random_boxes, spread, take_turns
 
 OBJECTS = 8  # annotated objects of each image in the training step
 TOLERANCE = 1e-3  # of the features, relative to the largest one
@@ -103,13 +103,10 @@ def random_images(number: int, size: tuple[int, int]) -> ImageBatch:
     return ImageBatch(pixels, sizes, sizes, [f"image {index}" for index in range(number)])
 
 
-def random_boxes(images: ImageBatch, number: int) -> list[Tensor]:
-    """N x float32 [number, 4]: boxes with sides of 10 to 50 % of the image's sides."""
-    height, width = images.pixels.shape[-2:]
-    scale = torch.tensor([width, height, width, height], dtype=torch.float32)
-    corners = torch.rand(len(images), number, 2) * 0.5
-    sides = 0.1 + torch.rand(len(images), number, 2) * 0.4
-    return list((torch.cat([corners, corners + sides], dim=2) * scale).to(images.pixels.device))
+def _boxes(batch: ImageBatch, number: int) -> list[Tensor]:
+    """N x float32 [number, 4], random."""
+    scale = batch.sizes[0].flip(0).repeat(2)
+    return [random_boxes(number).to(batch.pixels.device) * scale for _ in range(len(batch))]
 
 
 def _calls(
@@ -118,10 +115,10 @@ def _calls(
     """What is timed: by case, then by backend."""
     cases: dict[str, dict[str, Callable[[], Any]]] = {}
     for number in rois:
-        boxes = random_boxes(batch, number)
+        boxes = _boxes(batch, number)
         cases[f"features_{number}"] = {name: _feature_call(one, batch, boxes) for name, one in detectors.items()}
     if training:  # last, because it changes the weights
-        boxes = random_boxes(batch, rois[0])
+        boxes = _boxes(batch, rois[0])
         cases["train"] = {name: _training_call(one, batch, boxes) for name, one in detectors.items()}
     return cases
 

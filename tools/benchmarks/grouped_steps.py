@@ -21,14 +21,14 @@ from accelerate.utils import set_seed
 from torch import Tensor
 
 from e2e_vl.config import RunConfig
-from e2e_vl.data.examples import Request
-from e2e_vl.data.grouping import GroupedBatchSampler
-from e2e_vl.engine.build import take_sizes_of_detector
+from e2e_vl.data.loading.grouping import GroupedBatchSampler
+from e2e_vl.data.loading.requests import Request
+from e2e_vl.engine.build import resolve
 from e2e_vl.engine.optim import build_optimizer
 from e2e_vl.engine.run import Run, build_run
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, ModelOutput
-from measuring import machine_facts, print_machine, spread, take_turns
+from measuring import machine_facts, print_machine, print_sizes, random_boxes, spread, take_turns
 
 TOLERANCE = 1e-3  # of the loss, relative to it, and of gradients, relative to the largest one
 
@@ -105,9 +105,8 @@ def _check(config: RunConfig, rois: Sequence[int | None], repetitions: int, warm
 
 def build_batches(config: RunConfig, image_size: tuple[int, int] | None) -> tuple[RunConfig, Run, Batch, list[Batch]]:
     """The settings of `without_chance`, a run that is built from them, and the batches of `grouped_and_single`."""
-    take_sizes_of_detector(config)
     with tempfile.TemporaryDirectory() as folder:
-        config = without_chance(config, Path(folder))
+        config = without_chance(resolve(config), Path(folder))
         set_seed(config.seed)
         run = build_run(config)
         return config, run, *grouped_and_single(config, run, image_size)
@@ -143,7 +142,7 @@ def grouped_and_single(
     Raises:
         ValueError: too few images have k texts.
     """
-    dataset, texts = run.train_dataset, config.data.texts_per_image
+    dataset, texts = run.train_data, config.data.texts_per_image
     number = config.train.images_per_batch // config.train.accumulate
     rich = [group[:texts] if len(group) >= texts else [] for group in dataset.groups]
     found = sum(bool(group) for group in rich)
@@ -172,10 +171,7 @@ def with_rois(batches: Sequence[Batch], number: int | None, seed: int) -> list[B
         generator = torch.Generator().manual_seed(seed)
         boxes = []
         for own, size in zip(batch.boxes, batch.images.sizes, strict=True):
-            # top-left corner in the first half of the image, sides of 10 to 50 % of its sides
-            corners = torch.rand(number, 2, generator=generator) * 0.5
-            sides = 0.1 + torch.rand(number, 2, generator=generator) * 0.4
-            random = torch.cat([corners, corners + sides], dim=1) * size.flip(0).repeat(2)
+            random = random_boxes(number, generator) * size.flip(0).repeat(2)
             boxes.append(torch.cat([own, random])[:number])
         changed.append(dataclasses.replace(batch, boxes=boxes))
     return changed
@@ -290,13 +286,9 @@ def is_same_update(result: dict[str, Any]) -> bool:
 def show(result: dict[str, Any]) -> int:
     """Print a short table; returns the exit status."""
     settings = result["settings"]
-    height, width = settings["image_size"]
     texts = settings["texts_per_image"]
     print_machine(result["machine"])
-    print(
-        f"{settings['images_per_batch']} images of {height} x {width} pixels with {texts} texts each, "
-        f"{settings['parameters'] / 1e6:.1f} M parameters, {settings['repetitions']} repetitions"
-    )
+    print_sizes(settings, f" with {texts} texts each")
     for case in result["cases"]:
         if case["rois"] is not None:
             print(f"{case['rois']} boxes per image:")

@@ -6,7 +6,6 @@ import dataclasses
 import multiprocessing
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,18 @@ import numpy as np
 import psutil
 import torch
 
-from e2e_vl.config import DataSettings, ResizeSettings
-from e2e_vl.data.captions import CaptionDataset
-from e2e_vl.data.collate import collate
-from e2e_vl.data.grouping import GroupedBatchSampler
-from e2e_vl.data.loading import BatchLoader
+from e2e_vl.config import load_config
+from e2e_vl.data.loading.batches import BatchLoader
+from e2e_vl.data.loading.grouping import GroupedBatchSampler
+from e2e_vl.engine.build import build_model
+from e2e_vl.engine.build_data import build_collate, build_examples, build_tokenizer
 from e2e_vl.synthetic.conceptual_writer import RECORDS_PER_SHARD, CaptionedImage, write_shards
 from e2e_vl.synthetic.corpus_writer import draw_lines
 from e2e_vl.synthetic.scenes import SceneConfig
-from e2e_vl.text import build_vocabulary, load_tokenizer
-from measuring import machine_facts
+from e2e_vl.text import build_vocabulary
+from measuring import CONFIGS, fresh_process, machine_facts
 
+CONFIG = CONFIGS / "memory.yaml"
 MIB = 2**20
 _BLOCK_LINES = 2_000  # different lines of the corpus, which repeats them
 _IMAGE_SIDE = 48  # height and width of the images, pixels
@@ -57,9 +57,9 @@ def benchmark_memory(
 
     Returns:
         `machine`, `settings`, `files` (MiB), `seconds` (`index`: the first opening of the files, `batches`), and
-        `memory` in MiB of resident memory: `start` (main process with everything imported), `index` (its peak while the
-        index was made), and for `main` and each of `workers` the `peak` and the `growth` from the end of the first
-        quarter of the batches to the end of the last.
+        `memory` in MiB of resident memory: `start` (main process with everything imported and the model built),
+        `index` (its peak while the index was made), and for `main` and each of `workers` the `peak` and the `growth`
+        from the end of the first quarter of the batches to the end of the last.
 
     Raises:
         ValueError: a size that is not positive.
@@ -67,33 +67,17 @@ def benchmark_memory(
     """
     if min(corpus_mib, records, batches, images_per_batch) < 1 or workers < 0:
         raise ValueError("Sizes of the corpus, records, batches and images per batch must be positive.")
-    sizes = {"corpus_mib": corpus_mib, "records": records}
-    run = {"batches": batches, "images_per_batch": images_per_batch, "workers": workers}
-    written = write_files(folder, corpus_mib, records)
-    return {
-        "machine": machine_facts(torch.device("cpu")),
-        "settings": {**sizes, **run},
-        "files": written.sizes(),
-        **_measured_apart(folder, written, run),
-    }
-
-
-def _measured_apart(folder: Path, files: Files, run: dict[str, int]) -> dict[str, Any]:
-    """What `_measure` sends from a process of its own."""
-    # Spawned, not forked: it must not inherit the memory of this process.
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    names = {"corpus": files.corpus.name, "shards": files.shards.name}
-    process = context.Process(target=_measure, args=(sender, folder, names, files.vocabulary), kwargs=run)
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        process.join()
-        raise RuntimeError(f"The measuring process ended with status {process.exitcode}.") from None
-    finally:
-        process.join()
+    reading = {"images_per_batch": images_per_batch, "workers": workers}
+    files = write_files(folder, corpus_mib, records)
+    # The tokenizer is a file's and the detector random: nothing is read from or written into a run directory.
+    words = [*files.words(**reading), "detector.weights=null"]
+    with fresh_process(_measure, words, batches) as (_, receiver):
+        return {
+            "machine": machine_facts(torch.device("cpu")),
+            "settings": {"corpus_mib": corpus_mib, "records": records, "batches": batches, **reading},
+            "files": files.sizes(),
+            **receiver.recv(),
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +87,17 @@ class Files:
     corpus: Path
     shards: Path
     vocabulary: Path
+
+    def words(self, *, images_per_batch: int, workers: int) -> list[str]:
+        """The settings of a run of configs/benchmark/memory.yaml that reads these files."""
+        return [
+            f"data.root={self.corpus.parent}",
+            f"data.files.corpus={self.corpus.name}",
+            f"data.files.shards={self.shards.name}",
+            f"data.vocabulary={self.vocabulary}",
+            f"data.workers={workers}",
+            f"train.images_per_batch={images_per_batch}",
+        ]
 
     def sizes(self) -> dict[str, float]:
         """MiB of the corpus and of the shards."""
@@ -155,43 +150,26 @@ def _write_records(folder: Path, records: int, lines: list[str]) -> Path:
     return shards
 
 
-def open_captions(folder: Path, files: dict[str, str], vocabulary: Path) -> CaptionDataset:
-    """The training data of a pre-training run on the files."""
-    settings = DataSettings(
-        name="captions",
-        root=str(folder),
-        files=files,
-        config={"source": "shards"},
-        resize=ResizeSettings([_IMAGE_SIDE], _IMAGE_SIDE),
-    )
-    return CaptionDataset.from_settings(
-        settings,
-        load_tokenizer(vocabulary),
-        "train",
-        boxes="online",
-        training=True,
-        seed=0,
-        channel_order="BGR",
-        with_objects=False,
-    )
-
-
-def _measure(sender: Any, folder: Path, files: dict[str, str], vocabulary: Path, **run: int) -> None:
+def _measure(sender: Any, words: list[str], batches: int) -> None:
     """In a process of its own: open the files, read the batches, and send the numbers."""
-    multiprocessing.set_start_method(None, force=True)  # a spawned process would spawn its workers, not fork them
     main = psutil.Process()
+    config = load_config(CONFIG, words)
+    tokenizer = build_tokenizer(config)
+    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     start = main.memory_info().rss
     begin = time.perf_counter()
-    dataset = open_captions(folder, files, vocabulary)
+    examples = build_examples(
+        config, model, tokenizer, config.data.train_split, boxes=config.data.boxes.train, training=True
+    )
     index_seconds = time.perf_counter() - begin
     after_index = _peak(main)
-    sampler = GroupedBatchSampler(dataset.groups, run["images_per_batch"], 1)
-    joined = partial(collate, pixel_mean=(0.0, 0.0, 0.0), pixel_std=(1.0, 1.0, 1.0))
-    loader = BatchLoader(dataset, sampler, joined, workers=run["workers"], keep_workers=True)
+    sampler = GroupedBatchSampler(examples.groups, config.train.images_per_batch, 1)
+    collate = build_collate(config, model)
+    loader = BatchLoader(examples, sampler, collate, workers=config.data.workers, keep_workers=True)
     measured: dict[int, list[int]] = {}
     begin = time.perf_counter()
-    for number in _numbered(sampler, loader, run["batches"]):
-        if number % max(run["batches"] // _SAMPLES, 1) == 0 or number == run["batches"] - 1:
+    for number in _numbered(sampler, loader, batches):
+        if number % max(batches // _SAMPLES, 1) == 0 or number == batches - 1:
             for pid in (main.pid, *(worker.pid for worker in multiprocessing.active_children())):
                 measured.setdefault(pid, []).append(psutil.Process(pid).memory_info().rss)
     seconds = time.perf_counter() - begin

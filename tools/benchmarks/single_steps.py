@@ -11,16 +11,14 @@ import contextlib
 import ctypes
 import gc
 import itertools
-import mmap
 import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from e2e_vl.config import RunConfig
@@ -28,7 +26,7 @@ from e2e_vl.engine.optim import build_optimizer
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
 from grouped_steps import build_batches, common_settings, with_rois
-from measuring import machine_facts, print_machine, synchronize
+from measuring import machine_facts, print_machine, print_sizes, synchronize
 
 PRECISIONS = ("fp32", "bf16")
 SAMPLE_SECONDS = 0.005
@@ -102,7 +100,7 @@ def measure_steps(
             synchronize(device)
             started = time.perf_counter()
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-                loss = _loss(model, batch)
+                loss = sum(loss.mean for loss in model(batch).losses.values())
             loss.backward()
             synchronize(device)
             middle = time.perf_counter()
@@ -114,25 +112,23 @@ def measure_steps(
     return seconds, peak[0]
 
 
-def _loss(model: VisionLanguageModel, batch: Batch) -> Tensor:
-    return sum(loss.mean for loss in model(batch).losses.values())
-
-
 @contextlib.contextmanager
 def peak_memory(device: torch.device) -> Iterator[list[int]]:
     """Yields a list of one number: after the block, the largest memory in bytes, resident, or allocated on CUDA."""
     peak = [0]
-    _return_free_memory()
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc keeps freed memory, so that what ran before would count
+        ctypes.CDLL(None).malloc_trim(0)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         yield peak
         peak[0] = torch.cuda.max_memory_allocated(device)
         return
-    finished = threading.Event()
+    process, finished = psutil.Process(), threading.Event()
 
     def watch() -> None:
         while not finished.wait(SAMPLE_SECONDS):
-            peak[0] = max(peak[0], resident_bytes())
+            peak[0] = max(peak[0], process.memory_info().rss)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -141,31 +137,13 @@ def peak_memory(device: torch.device) -> Iterator[list[int]]:
     finally:
         finished.set()
         watcher.join()
-        peak[0] = max(peak[0], resident_bytes())
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is in RAM now."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
-    return pages * mmap.PAGESIZE
-
-
-def _return_free_memory() -> None:
-    """Give freed memory back to the system: glibc keeps it, so that what ran before would count too."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+        peak[0] = max(peak[0], process.memory_info().rss)
 
 
 def show(result: dict[str, Any]) -> int:
     """Print a table in Markdown; returns the exit status."""
-    settings = result["settings"]
-    height, width = settings["image_size"]
     print_machine(result["machine"])
-    print(
-        f"{settings['images_per_batch']} images of {height} x {width} pixels, {settings['parameters'] / 1e6:.1f} M "
-        f"parameters, {settings['repetitions']} repetitions"
-    )
+    print_sizes(result["settings"])
     print("| boxes | texts per image | precision | checkpointing | s per step | of it forward + backward | peak GiB |")
     print("|---:|---:|---|---|---:|---:|---:|")
     for case in result["cases"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
 import shutil
 import statistics
@@ -21,8 +20,8 @@ from e2e_vl.config import load_config
 from e2e_vl.engine.build import build_detector
 from e2e_vl.engine.train import train
 from e2e_vl.run_files import read_log
-from measuring import detector_word, machine_facts
-from reading_memory import MIB, Files, write_files
+from measuring import fresh_process, machine_facts
+from reading_memory import MIB, write_files
 
 KINDS = ("rss", "pss", "uss")  # resident; shared pages divided by the number of sharers; without shared pages
 _SAMPLES = 100  # of a run
@@ -67,30 +66,16 @@ def benchmark_training_memory(
     for corpus_mib, records in sizes:
         files = write_files(folder, corpus_mib, records)
         run = folder / f"run_{os.getpid()}_{len(cases)}"
-        words = [detector_word(config_file), *_words(run, folder, files, steps, **reading)]
-        _write_detector(config_file, words, folder / "detector.safetensors")
+        detector = folder / "detector.safetensors"
+        words = [*files.words(**reading), f"output={run}", f"detector.weights={detector}"]
+        words += [f"train.max_steps={steps}", f"train.log_every={max(steps // _SAMPLES, 1)}"]
+        _write_detector(config_file, words, detector)
         cases.append({"corpus_mib": corpus_mib, "records": records, "files": files.sizes(), **_run(config_file, words)})
     return {
         "machine": machine_facts(torch.device("cpu")),
         "settings": {"config": str(config_file), "steps": steps, **reading},
         "cases": cases,
     }
-
-
-def _words(run: Path, folder: Path, files: Files, steps: int, images_per_batch: int, workers: int) -> list[str]:
-    """The settings of one run."""
-    return [
-        f"output={run}",
-        f"data.root={folder}",
-        f"data.files.corpus={files.corpus.name}",
-        f"data.files.shards={files.shards.name}",
-        f"data.vocabulary={files.vocabulary}",
-        f"detector.weights={folder / 'detector.safetensors'}",
-        f"train.max_steps={steps}",
-        f"train.images_per_batch={images_per_batch}",
-        f"train.log_every={max(steps // _SAMPLES, 1)}",
-        f"data.workers={workers}",
-    ]
 
 
 def summary(steps: list[int], values: dict[str, list[float]]) -> dict[str, float]:
@@ -143,21 +128,12 @@ def _write_detector(config_file: Path, words: list[str], path: Path) -> None:
 def _run(config_file: Path, words: list[str]) -> dict[str, Any]:
     """One run in a process of its own, measured each time that it has written a line into its log."""
     run = Path(load_config(config_file, words).output)
-    # Spawned, not forked: it must not inherit the memory of this process.
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_train, args=(sender, config_file, words))
     begin = time.perf_counter()
-    process.start()
-    sender.close()
     try:
-        start = receiver.recv()
-        steps, measured = _watch(process, run / "log.jsonl")
-        process.join()
-        message = receiver.recv()
-    except EOFError:
-        process.join()
-        raise RuntimeError(f"The training process ended with status {process.exitcode}; see above.") from None
+        with fresh_process(_train, config_file, words) as (process, receiver):
+            start = receiver.recv()
+            steps, measured = _watch(process, run / "log.jsonl")
+            message = receiver.recv()
     finally:
         shutil.rmtree(run, ignore_errors=True)
     if message is not None:
@@ -178,7 +154,6 @@ def _run(config_file: Path, words: list[str]) -> dict[str, Any]:
 
 def _train(sender: Any, config_file: Path, words: list[str]) -> None:
     """In a process of its own: send the memory that the imports took, train, and send the error of the run or None."""
-    multiprocessing.set_start_method(None, force=True)  # a spawned process would spawn its workers, not fork them
     sender.send(psutil.Process().memory_info().rss)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     message = None

@@ -11,24 +11,22 @@ OUTPUT/comparison.md, a table of the chosen metrics and the minutes of training.
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from jobs import Job
+from e2e_vl.command_line import make_parser, says_errors
+from jobs import Job, add_common_options, made_by, markdown_table, write_table
 
 
+@says_errors
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--config", type=Path, required=True, help="YAML file of the run that all variants change")
-    parser.add_argument("--output", type=Path, required=True, help="folder for the runs and the table")
     parser.add_argument("--variants", type=Path, metavar="FILE", help="YAML file: name -> list of key=value words")
     parser.add_argument(
         "--variant",
@@ -38,28 +36,14 @@ def main(argv: list[str] | None = None) -> int:
         metavar=("NAME", "key=value"),
         help="a name and the settings it changes; can be given several times",
     )
-    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="settings for all variants")
     parser.add_argument("--metrics", nargs="+", help="keys of metrics.json to show (default: all accuracies)")
-    parser.add_argument(
-        "--launch",
-        default=shlex.quote(sys.executable),
-        metavar="COMMAND",
-        help='what starts tools/train.py, such as "accelerate launch --num_processes 4" (default: this Python)',
-    )
+    add_common_options(parser)
     arguments = parser.parse_args(argv)
-    try:
-        variants = read_variants(arguments.variants, arguments.variant)
-        comparison = compare(
-            arguments.config, arguments.output, variants, arguments.set, arguments.metrics, arguments.launch
-        )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    command = shlex.join(["python", "tools/experiments/compare.py", *(sys.argv[1:] if argv is None else argv)])
-    table = as_markdown(comparison, command)
-    arguments.output.joinpath("comparison.json").write_text(json.dumps(comparison, indent=1) + "\n", encoding="utf-8")
-    arguments.output.joinpath("comparison.md").write_text(table, encoding="utf-8")
-    print(table)
+    variants = read_variants(arguments.variants, arguments.variant)
+    comparison = compare(
+        arguments.config, arguments.output, variants, arguments.set, arguments.metrics, arguments.launch
+    )
+    write_table(arguments.output / "comparison", comparison, [*as_markdown(comparison), made_by(__file__, argv)])
     return 0
 
 
@@ -157,17 +141,14 @@ def train_variant(name: str, job: Job, launch: str) -> dict[str, Any]:
     return job.metrics
 
 
-def as_markdown(comparison: dict[str, Any], command: str) -> str:
-    """The table and the command that makes it."""
+def as_markdown(comparison: dict[str, Any]) -> list[str]:
+    """The lines of the table."""
     metrics = comparison["metrics"]
-    lines = [
-        f"| | {' | '.join(metrics)} | minutes of training |",
-        "|---|" + "---:|" * (len(metrics) + 1),
-    ]
-    for name, row in comparison["variants"].items():
-        values = [_shown(row["metrics"][key]) for key in metrics]
-        lines.append(f"| {name} | {' | '.join(values)} | {row['training_minutes']:.1f} |")
-    return "\n".join([*lines, "", f"Made by `{command}`.", ""])
+    rows = {
+        name: [*(_shown(row["metrics"][key]) for key in metrics), f"{row['training_minutes']:.1f}"]
+        for name, row in comparison["variants"].items()
+    }
+    return [*markdown_table([*metrics, "minutes of training"], rows), ""]
 
 
 def _shown(value: float | None) -> str:

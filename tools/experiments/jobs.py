@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import dataclasses
 import json
 import os
 import shlex
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from e2e_vl.config import differences, load_config
-from e2e_vl.engine.build import take_sizes_of_detector
+from e2e_vl.engine.build import resolve
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
@@ -65,8 +67,7 @@ class Job:
         wanted = load_config(self.config, self.settings)
         saved = self.run / "config.yaml"
         if saved.is_file():
-            take_sizes_of_detector(wanted)
-            changed = differences(load_config(saved), wanted)
+            changed = differences(load_config(saved), resolve(wanted))
             if changed:
                 raise ValueError(
                     f"{self.run} holds a run with other settings ({'; '.join(changed[:3])}); remove it or choose "
@@ -121,3 +122,35 @@ def _run(job: Job, launch: str, environment: dict[str, str]) -> None:
         status = subprocess.run(command, check=False, env=environment, stdout=file, stderr=file).returncode
     if status != 0 or job.metrics is None:
         raise ValueError(f"The run {job.run} failed with exit status {status}, see {log}; give the command again.")
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """What every command that trains many runs takes."""
+    parser.add_argument("--output", type=Path, required=True, help="folder of the runs and the table")
+    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="settings for all runs")
+    parser.add_argument(
+        "--launch",
+        default=shlex.quote(sys.executable),
+        metavar="COMMAND",
+        help='what starts tools/train.py, such as "accelerate launch --num_processes 4" (default: this Python)',
+    )
+
+
+def made_by(tool: str, argv: Sequence[str] | None) -> str:
+    """The sentence with the command, to be repeated from the root of the repository."""
+    command = shlex.join(["python", f"tools/experiments/{Path(tool).name}", *(sys.argv[1:] if argv is None else argv)])
+    return f"Made by `{command}`."
+
+
+def markdown_table(columns: Sequence[str], rows: Mapping[str, Iterable[str]]) -> list[str]:
+    """Lines of a table: a name in front of the cells of each row."""
+    lines = [f"| | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
+    return [*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
+
+
+def write_table(path: Path, content: Any, lines: Sequence[str]) -> None:
+    """Write the numbers as `path` + .json and the lines as `path` + .md, and print the lines."""
+    path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    text = "\n".join([*lines, ""])
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)

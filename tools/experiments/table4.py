@@ -12,13 +12,9 @@ until all are done.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import math
-import shlex
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +22,11 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.config import load_config
 from e2e_vl.engine.build_data import make_synthetic_data, training_texts
 from e2e_vl.text import build_vocabulary
-from jobs import Job, run_jobs
+from jobs import Job, add_common_options, made_by, markdown_table, run_jobs, write_table
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "table4"
@@ -49,42 +46,27 @@ TASKS = {"vqa": "VQA", "vcr": "VCR Q -> A", "refcoco": "RefCOCO+"}
 METRIC = "val/accuracy_gt_boxes"
 
 
+@says_errors
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder of the runs and the table")
+    parser = make_parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS), help="default: all")
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS), help="default: all")
     parser.add_argument("--data", type=Path, default=Path("data/table4"), help="folder of the drawn scenes")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2)")
     parser.add_argument("--configs", type=Path, default=CONFIGS, help="folder of the configs (default: configs/table4)")
-    parser.add_argument("--launch", default=shlex.quote(sys.executable), metavar="COMMAND", help="default: this Python")
-    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="settings for all runs")
+    add_common_options(parser)
     arguments = parser.parse_args(argv)
-    try:
-        if arguments.jobs < 1:
-            raise ValueError(f"--jobs is {arguments.jobs}; give a positive number.")
-        settings = [*detector_words(arguments.configs), *arguments.set, f"data.root={arguments.data}"]
-        jobs = plan(arguments.configs, arguments.output, settings, arguments.seeds, arguments.rows, arguments.tasks)
-        prepare(arguments.configs, arguments.output, settings)
-        run_jobs(list(jobs.values()), launch=arguments.launch, parallel=arguments.jobs)
-        table = collect(jobs, arguments.seeds, arguments.rows, arguments.tasks)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    command = shlex.join(["python", "tools/experiments/table4.py", *(sys.argv[1:] if argv is None else argv)])
-    arguments.output.joinpath("table4.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    markdown = as_markdown(table, command)
-    arguments.output.joinpath("table4.md").write_text(markdown, encoding="utf-8")
+    if arguments.jobs < 1:
+        raise ValueError(f"--jobs is {arguments.jobs}; give a positive number.")
+    settings = [*arguments.set, f"data.root={arguments.data}"]
+    jobs = plan(arguments.configs, arguments.output, settings, arguments.seeds, arguments.rows, arguments.tasks)
+    prepare(arguments.configs, arguments.output, settings)
+    run_jobs(list(jobs.values()), launch=arguments.launch, parallel=arguments.jobs)
+    table = collect(jobs, arguments.seeds, arguments.rows, arguments.tasks)
     draw(table, arguments.output / "table4.png")
-    print(markdown)
+    write_table(arguments.output / "table4", table, [*as_markdown(table), made_by(__file__, argv)])
     return 0
-
-
-def detector_words(configs: Path) -> list[str]:
-    """The setting that the configs need outside of the repository: they name their detector's file relative to it."""
-    config = load_config(configs / "detector.yaml").detector.config
-    return [] if Path(config).is_file() else [f"detector.config={ROOT / config}"]
 
 
 def plan(
@@ -162,19 +144,17 @@ def collect(
     return {row: cells for row, cells in table.items() if cells}
 
 
-def as_markdown(table: dict[str, dict[str, Any]], command: str) -> str:
-    """The table, in percent, and the command that made it."""
-    tasks = list(next(iter(table.values())))
-    lines = [f"| | {' | '.join(TASKS[task] for task in tasks)} |", "|---|" + "---:|" * len(tasks)]
+def as_markdown(table: dict[str, dict[str, Any]]) -> list[str]:
+    """The lines of the table, in percent, and what they show."""
+    rows = {}
     for row, cells in table.items():
-        shown = []
-        for cell in cells.values():
-            spread = "" if cell["spread"] is None else f" ± {100 * cell['spread']:.1f}"
-            shown.append(f"{100 * cell['mean']:.1f}{spread}")
-        lines.append(f"| {ROWS[row] if row in ROWS else CONTROLS[row][0]} | {' | '.join(shown)} |")
-    number = len(next(iter(next(iter(table.values())).values()))["seeds"])
+        spreads = ("" if cell["spread"] is None else f" ± {100 * cell['spread']:.1f}" for cell in cells.values())
+        shown = [f"{100 * cell['mean']:.1f}{spread}" for cell, spread in zip(cells.values(), spreads, strict=True)]
+        rows[ROWS[row] if row in ROWS else CONTROLS[row][0]] = shown
+    first = next(iter(table.values()))
+    number = len(next(iter(first.values()))["seeds"])
     note = f"Accuracy in percent with annotated boxes; mean ± standard deviation of {number} seed(s)."
-    return "\n".join([*lines, "", note, f"Made by `{command}`.", ""])
+    return [*markdown_table([TASKS[task] for task in first], rows), "", note]
 
 
 def draw(table: dict[str, dict[str, Any]], path: Path) -> None:

@@ -8,6 +8,7 @@ data set --> Sample --> image loader --> ImageExample (pixels, moved boxes) --+-
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 
 from torch.utils.data import Dataset
@@ -86,12 +87,9 @@ class ExampleDataset(Dataset):
     def _next(self, group: int, num_texts: int, error: BrokenImageError) -> tuple[int, tuple[int, ...]]:
         """The next image with texts, and its first ones, in place of an image that cannot be read."""
         self.broken.add(group)
-        broken = group
-        while True:
-            group = (group + 1) % len(self.groups)
-            if len(self.groups[group]):
-                break
-        if group == broken:
+        others = itertools.chain(range(group + 1, len(self.groups)), range(group))
+        group = next((other for other in others if len(self.groups[other])), None)
+        if group is None:
             raise error.__cause__
         logger.warning(
             "%s The next image takes its place (%d unreadable images so far in this process).",

@@ -51,7 +51,7 @@ class MatchTargets(Targets):
     """Whether each text belongs to its image."""
 
     # 1 = its own caption, 0 = another image's, -1 = no image
-    is_match: np.int64 | Int64[Tensor, " M"] | None = stacked()
+    is_match: int | np.int64 | Int64[Tensor, " M"] | None = stacked()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from e2e_vl.config import load_config
 from e2e_vl.engine.run import build_run
 
 ROOT = Path(__file__).parents[3]
+TWELVE = ("data.flip=0", "data.synthetic.scenes.train=12")
 
 
 @pytest.fixture(scope="module")
@@ -23,16 +24,19 @@ def config_file(tmp_path_factory) -> Path:
     settings = {
         "output": str(folder / "run"),
         "detector": {"config": str(ROOT / "configs" / "detector" / "tiny.yaml")},
+        "task": {"name": "refcoco"},
         "encoder": {
+            "name": "vl_bert",
             "config": {
                 "hidden_size": 32,
                 "num_hidden_layers": 2,
                 "num_attention_heads": 2,
                 "intermediate_size": 64,
                 "geometry_dim": 64,
-            }
+            },
         },
         "data": {
+            "name": "refcoco",
             "root": str(folder / "data"),
             "files": {
                 "images": "images/train2014",
@@ -89,8 +93,7 @@ def test_grouping_is_the_same_update_in_less_time(config_file, tmp_path, capsys)
 def batches(config_file, tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("data")
-    config = load_config(config_file, [f"output={folder / 'run'}", f"data.root={folder / 'data'}", "data.flip=0"])
-    config.data.synthetic.scenes = {"train": 12}
+    config = load_config(config_file, [f"output={folder / 'run'}", f"data.root={folder / 'data'}", *TWELVE])
     run = build_run(config)
     return run.model, *grouped_steps.grouped_and_single(config, run)
 
@@ -121,19 +124,18 @@ def uneven(config_file, tmp_path_factory):
     """A run with the softmax loss whose single batches have 1, 2, 1, 2 and 0 texts with a positive region."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("uneven")
-    words = [f"output={folder / 'run'}", f"data.root={folder / 'data'}", "data.flip=0", "task.config={loss: softmax}"]
+    words = [f"output={folder / 'run'}", f"data.root={folder / 'data'}", *TWELVE, "task.config={loss: softmax}"]
     no_dropout = [f"encoder.config.{name}_dropout_prob=0" for name in ("hidden", "attention_probs", "region")]
     words += ["train.optimizer=sgd", "train.lr=1.0", "train.momentum=0", "train.clip_norm=null", *no_dropout]
     config = load_config(config_file, words)
-    config.data.synthetic.scenes = {"train": 12}
     run = build_run(config)
     grouped, singles = grouped_steps.grouped_and_single(config, run)
     outside = torch.tensor([-50.0, -50.0, -10.0, -10.0])  # no region is near
     for single, image in ((0, 0), (2, 1), (4, 0), (4, 1)):
         text = singles[single].records[image]["text_index"]
         rows = [row for row, record in enumerate(grouped.records) if record["text_index"] == text]
-        grouped.targets["box"][rows] = outside
-        singles[single].targets["box"][image] = outside
+        grouped.targets.box[rows] = outside
+        singles[single].targets.box[image] = outside
     return config, run.model, grouped, singles
 
 
@@ -162,7 +164,7 @@ def test_nothing_labelled_is_no_error(uneven):
     _, model, grouped, singles = uneven
     nothing = copy.deepcopy([grouped, *singles])
     for batch in nothing:
-        batch.targets["box"][:] = torch.tensor([-50.0, -50.0, -10.0, -10.0])
+        batch.targets.box[:] = torch.tensor([-50.0, -50.0, -10.0, -10.0])
     checks = grouped_steps.compare_gradients(model, nothing[0], nothing[1:])
     assert checks == {"loss": 0, "loss_difference": 0, "max_gradient_difference": 0}
 
