@@ -213,13 +213,12 @@ def gather_regions(
     columns = [t.flatten(1) for t in (attend, slot, index[image], candidate, image[..., None].expand_as(attend))]
     attend, slot, rows, candidate, image_row = _without_gaps(columns)
 
-    sizes = image_sizes.to(torch.float32)[image_row]
     result = TextRegions(
         features=_taken(all_features, rows, attend),
         boxes=_taken(all_boxes, rows, attend),
-        image_sizes=torch.where(attend[..., None], sizes, torch.ones_like(sizes)),
+        image_sizes=torch.where(attend[..., None], image_sizes.to(torch.float32)[image_row], 1.0),
         attend=attend,
-        image_slot=torch.where(attend, slot, torch.zeros_like(slot)),
+        image_slot=slot.masked_fill(~attend, 0),
         image=image_row.masked_fill(~attend, -1),
         row=candidate.masked_fill(~attend, -1),
         is_hidden=torch.zeros_like(attend),
