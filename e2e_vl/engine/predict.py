@@ -64,7 +64,6 @@ def predict_split(
     Args:
         run_dir: run directory of tools/train.py, or a saved model folder.
         split: any split of the run's data set, also one without labels.
-        boxes: source of the candidate boxes.
         output: the file; written by the main process.
         second_run_dir: the run for the other half of the file, for a task that has `Task.second_run`.
         overrides: `key=value` settings, the same for both runs.
