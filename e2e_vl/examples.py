@@ -1,14 +1,6 @@
 """One image (or pair) with its texts, ready to be joined into a batch: resized pixels, moved boxes, wordpieces.
 
-Shape legend
-    R   regions (candidate boxes) of one image
-    S   side of a RoI map
-    G   annotated objects of one image
-    T   attribute slots of an object
-    Q   boxes hidden in one image
-    D   width of a region feature
-    C   region classes, background included
-    L   wordpieces of the longest text, here of one text
+Shape legend: see `e2e_vl/structures.py`.
 
 Boxes are xyxy float32 in pixels of the resized image.
 """

@@ -3,11 +3,7 @@
 Masked RoI classification (VL-BERT, section 3.3) hides regions in the pixels; on saved features only the feature is
 replaced. `e2e_vl/model.py` calls the three steps in the order in which they stand here.
 
-Shape legend
-    M   texts in the batch
-    L   wordpieces of the longest text
-    R   regions (candidate boxes) of one image
-    Q   boxes hidden in one image
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 An encoder declares a `TextLayout`; a task puts its texts into one of the three forms with a `TextWriter` and never asks
 which encoder it is for.
 
-Shape legend
-    L   wordpieces of the longest text, here of one text
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

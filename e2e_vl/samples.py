@@ -3,14 +3,7 @@
 A `Sample` knows nothing of tokenizers, pixels of the network, encoders or settings of a task. Boxes are float64 xyxy,
 continuous, in pixels of the image as it is stored (after its EXIF rotation).
 
-Shape legend
-    G   annotated objects of one image
-    R   regions (candidate boxes) of one image
-    T   attribute slots of an object
-    Q   boxes hidden in one image
-    J   points of an outline
-    D   width of a region feature
-    C   region classes, background included
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +39,7 @@ class AnnotatedObjects:
     attributes: np.ndarray | None = None  # int64 [G, T], -1 = none in this slot; None: the file has no attributes
     ids: tuple[int, ...] | None = None  # G annotation ids
     names: tuple[str, ...] | None = None  # G class names
-    outlines: Sequence[list[np.ndarray]] | None = None  # G lists of float64 [J, 2] outlines (x, y)
+    outlines: Sequence[list[np.ndarray]] | None = None  # G lists of float64 [points, 2] outlines (x, y)
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -187,7 +180,7 @@ class UserBoxes:
 
     boxes: np.ndarray  # float64 [R, 4]
     names: list[str] | None = None  # R class names; None where they are unknown
-    # R lists of float64 [J, 2] outlines (x, y); None where they are unknown
+    # R lists of float64 [points, 2] outlines (x, y); None where they are unknown
     outlines: list[list[np.ndarray]] | None = None
     source: str = "--boxes"  # where they come from, for error messages
 

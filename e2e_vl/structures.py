@@ -1,15 +1,19 @@
 """The batch that flows through the model, and what the encoder and the task give back.
 
-Shape legend
+Shape legend of the whole package; letters of `detector/structures.py` mean the same here
     N   images in the batch
     M   texts in the batch; several texts may look at the same image
     I   images that one text looks at, at most
     L   wordpieces of the longest text
-    R   regions (candidate boxes of one image; where padded: of the text or image with the most)
+    R   regions (candidate boxes) of one image; where padded: of the text or image with the most
+    Z   positions of the longest packed sequence
     D   width of a region feature
     E   hidden size of the encoder
+    F   width of a region vector
     V   wordpieces of the vocabulary
     C   region classes, background included
+    Y   possible answers
+    U   questions with four choices each
     Q   boxes hidden in one image
     S   side of a RoI map
 

@@ -8,9 +8,7 @@ A task declares a dataclass whose fields say how they are joined:
 
 An instance for one text holds arrays or numbers, the instance for a batch that `join` returns holds tensors.
 
-Shape legend
-    M   texts in the batch
-    L   wordpieces of the longest text
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

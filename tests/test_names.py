@@ -249,7 +249,7 @@ def legend(docstring: str) -> Iterator[tuple[str, str]]:
     starts = [i for i, line in enumerate(lines) if line.lower().startswith("shape legend")]
     for start in starts:
         end = next((i for i in range(start, len(lines)) if not lines[i].strip()), len(lines))
-        first = re.sub(r"^shape legend:?\s*", "", lines[start], flags=re.IGNORECASE)
+        first = re.sub(r"^shape legend( of the whole package.*)?:?\s*", "", lines[start], flags=re.IGNORECASE)
         if first.startswith("see "):
             continue
         if first:

@@ -2,7 +2,7 @@
 
 Shape legend
     M   texts in the batch
-    R   regions of the text with the most regions
+    R   regions; where padded: of the text with the most
 
 Boxes are xyxy in pixels of the resized image; image sizes are (height, width) of that image without padding.
 """

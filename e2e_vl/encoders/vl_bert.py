@@ -3,7 +3,7 @@
 Shape legend
     M   texts in the batch
     L   wordpieces of the longest text
-    R   regions of the text with the most regions
+    R   regions; where padded: of the text with the most
     Z   positions of the longest packed sequence
     E   hidden size of the encoder
 """

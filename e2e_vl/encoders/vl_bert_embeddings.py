@@ -3,10 +3,10 @@
 Shape legend
     M   texts in the batch
     L   wordpieces of the longest text
-    R   regions of the text with the most regions
+    R   regions; where padded: of the text with the most
     Z   positions of the longest packed sequence
     D   width of a region feature
-    F   width of a region vector ("visual size")
+    F   width of a region vector
     E   hidden size of the encoder
 """
 

@@ -3,8 +3,7 @@
 Q->A and QA->R are accuracies of the arg-max; Q->AR is the share of questions with both right (the official R2C code,
 `eval_q2ar.py`). QA->R is conditioned on the right answer.
 
-Shape legend
-    Q   questions; every question has four answers and four rationales
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ COLUMNS = ("annot_id", *ANSWER_COLUMNS, *RATIONALE_COLUMNS)
 class Submission(NamedTuple):
     """What the leaderboard file holds."""
 
-    annot_ids: list[str]  # Q, all different
-    answers: np.ndarray  # float64 [Q, 4], one score per answer
-    rationales: np.ndarray  # float64 [Q, 4, 4]: rationales (last axis), given each of the answers
+    annot_ids: list[str]  # U, all different
+    answers: np.ndarray  # float64 [U, 4], one score per answer
+    rationales: np.ndarray  # float64 [U, 4, 4]: rationales (last axis), given each of the answers
 
 
 def vcr_hits(
     answers: np.ndarray, rationales: np.ndarray, answer_labels: Sequence[int], rationale_labels: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """Which questions are right, bool [Q] under each of "Q->A", "QA->R" and "Q->AR". The first of equal scores wins.
+    """Which questions are right, bool [U] under each of "Q->A", "QA->R" and "Q->AR". The first of equal scores wins.
 
     Args:
-        answers: float [Q, 4].
-        rationales: float [Q, 4], given the right answer, or [Q, 4, 4], given each answer: then the rows of the right
+        answers: float [U, 4].
+        rationales: float [U, 4], given the right answer, or [U, 4, 4], given each answer: then the rows of the right
             answer count.
-        answer_labels, rationale_labels: Q indices of the right choices.
+        answer_labels, rationale_labels: U indices of the right choices.
 
     Raises:
         ValueError: arrays of other shapes, labels outside 0 to 3, or scores that are not numbers.
@@ -191,7 +190,7 @@ def _check_submission(submission: Submission, where: str) -> None:
     shapes = [np.shape(submission.answers), np.shape(submission.rationales)]
     if shapes != [(number, CHOICES), (number, CHOICES, CHOICES)]:
         raise ValueError(
-            f"{where}: {number} questions need scores [Q, 4] and [Q, 4, 4]; these have the shapes {shapes}."
+            f"{where}: {number} questions need scores [U, 4] and [U, 4, 4]; these have the shapes {shapes}."
         )
     if len(set(submission.annot_ids)) != number:
         raise ValueError(f"{where}: a question is there twice; every annot_id needs one row.")

@@ -2,12 +2,7 @@
 
 Single images and whole folders go through this one chain.
 
-Shape legend
-    N   images of the batch, all of one size, so that no image is padded
-    P   proposals of one image
-    R   chosen boxes of one image
-    D   width of a region feature
-    K   foreground classes; class logits have K + 1 columns, background last
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

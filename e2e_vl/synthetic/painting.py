@@ -93,7 +93,7 @@ def cover(points: np.ndarray, centre: tuple[float, float]) -> Patch:
 
 
 def paint(image: np.ndarray, patch: Patch, colour: str, texture: str, rng: np.random.Generator) -> None:
-    """Paint an object over ``image`` (float32 [H, W, 3], RGB 0..255), in place."""
+    """Paint an object over ``image`` (float32 [height, width, 3], RGB 0..255), in place."""
     fill, edge, (x0, y0) = patch
     h, w = fill.shape
     main = np.asarray(COLOURS[colour], np.float32) + rng.uniform(-9, 9, 3).astype(np.float32)

@@ -89,7 +89,7 @@ def by_split(scenes: Iterable[SceneRecord[Drawn]]) -> dict[str, list[SceneRecord
 
 
 def polygons(mask: np.ndarray) -> list[list[int]]:
-    """Outlines of a mask (bool [H, W]) along the edges of its pixels, per part one flat list x, y, x, y, ... of pixels.
+    """Outlines of a mask (bool [height, width]) along the edges of its pixels, per part one flat list x, y, x, y, ...
 
     Rasterised by pycocotools they give the mask back exactly; holes are left out, because COCO's polygons cannot have
     any.

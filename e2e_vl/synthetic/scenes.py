@@ -98,8 +98,8 @@ class SceneObject:
 
     look: Look
     extent: float  # longer side of its unoccluded outline, pixels
-    full: np.ndarray  # bool [H, W], its pixels before anything was painted over it
-    visible: np.ndarray  # bool [H, W], its pixels that can be seen
+    full: np.ndarray  # bool [height, width], its pixels before anything was painted over it
+    visible: np.ndarray  # bool [height, width], its pixels that can be seen
     box: tuple[int, int, int, int]  # xyxy around the visible pixels, edges of pixels, so x2 - x1 is the width
 
     @property
@@ -117,7 +117,7 @@ class SceneObject:
 class Scene:
     """An image and its objects."""
 
-    image: np.ndarray  # uint8 [H, W, 3], RGB
+    image: np.ndarray  # uint8 [height, width, 3], RGB
     objects: list[SceneObject]  # in the order of painting: later objects lie in front of earlier ones
 
 

@@ -158,7 +158,7 @@ class Task(nn.Module, abc.ABC):
         return []
 
     def draw(self, record: dict[str, Any]) -> np.ndarray | None:
-        """uint8 RGB picture [H, W, 3] of one prediction with the truth; None for a task that has no picture."""
+        """uint8 RGB picture [height, width, 3] of one prediction with the truth; None: the task has no picture."""
         return None
 
     def caption(self, record: dict[str, Any]) -> str:

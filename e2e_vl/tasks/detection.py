@@ -3,9 +3,7 @@
 The records hold the annotated objects of an image, as `detector.average_precision` reads them. Each image has one empty
 text, which is not read; an encoder that reads no words goes with it.
 
-Shape legend
-    M   texts in the batch, one per image
-    K   foreground classes
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

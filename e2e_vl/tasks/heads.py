@@ -1,7 +1,6 @@
 """The layers that heads on an encoder's states are made of, and their start values.
 
-Shape legend
-    E   hidden size of the encoder
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

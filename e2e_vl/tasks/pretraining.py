@@ -1,8 +1,6 @@
 """Pre-training: a sum of objectives, each in a file of its own (`tasks/objectives/`), on captions and their images.
 
-Shape legend
-    M   texts in the batch
-    V   wordpieces of the vocabulary
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

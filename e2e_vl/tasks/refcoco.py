@@ -1,8 +1,6 @@
 """Referring expressions (RefCOCO, RefCOCO+, RefCOCOg): which region does the expression mean?
 
-Shape legend
-    M   texts in the batch
-    R   regions of the text with the most regions
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

@@ -2,12 +2,7 @@
 
 The texts of a batch come in fours: the choices of one question.
 
-Shape legend
-    M   texts in the batch, here four per question
-    U   questions, M / 4
-    R   regions of the text with the most regions
-    E   hidden size of the encoder
-    C   region classes, background included, here the whole image in its place
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

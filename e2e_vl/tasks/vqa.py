@@ -2,9 +2,7 @@
 
 The list of possible answers belongs to the task and is saved with it; what people answered is the truth of a text.
 
-Shape legend
-    M   texts in the batch
-    Y   possible answers
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
 The last three are base64 of float32 [R, 4], [R, C] and [R, D]: corners in pixels of the stored image, the detector's
 distribution over its classes (1601 for bottom-up attention, the background first) and region features.
 
-Shape legend: R boxes, C classes, D width of a feature.
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

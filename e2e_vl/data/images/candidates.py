@@ -1,7 +1,6 @@
 """Files of candidate boxes: detections in MAttNet's format, and region features.
 
-Shape legend
-    R   regions (candidate boxes) of one image
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

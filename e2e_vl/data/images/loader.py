@@ -2,9 +2,7 @@
 
 They hold for every data set. Which boxes are candidates is the box source; files of boxes are read by `candidates.py`.
 
-Shape legend
-    R   regions (candidate boxes) of one image
-    S   side of a RoI map
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

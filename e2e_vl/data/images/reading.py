@@ -34,7 +34,7 @@ def read_image(
         name: which record asks for the file, for error messages, such as "image 42".
 
     Returns:
-        Pixels uint8 [H, W, 3] and the placement.
+        Pixels uint8 [height, width, 3] and the placement.
 
     Raises:
         FileNotFoundError: no such file.

@@ -1,10 +1,6 @@
 """Joins examples into a `Batch`; knows neither tasks nor data sets.
 
-Shape legend
-    N   images in the batch, those of all examples
-    M   texts in the batch, those of all examples
-    I   images that one text looks at, at most
-    L   wordpieces of the longest text
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

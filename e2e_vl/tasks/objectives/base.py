@@ -1,9 +1,6 @@
 """One part of pre-training: how it words a text, what it hides and labels, its loss, its metric and its answer.
 
-Shape legend
-    E   hidden size of the encoder
-    V   wordpieces of the vocabulary
-    D   width of a region feature
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """Masked RoI classification with linguistic clues (VL-BERT, section 3.3): what is in the hidden regions?
 
-Shape legend
-    M   texts in the batch
-    R   regions of the text with the most regions
-    E   hidden size of the encoder
-    C   region classes, background included
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Masked language modelling with visual clues (VL-BERT, section 3.3): which words are hidden in a caption?
 
-Shape legend
-    M   texts in the batch
-    L   wordpieces of the longest text
-    V   wordpieces of the vocabulary
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

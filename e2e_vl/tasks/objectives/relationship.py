@@ -1,7 +1,6 @@
 """Sentence-image relationship prediction (VL-BERT, table 4, row c): does the text belong to the image?
 
-Shape legend
-    M   texts in the batch
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The regions of one image as they are kept on disk, and the `.npz` file that holds them.
 
-Shape legend
-    R   regions of the image
-    D   width of a region feature
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
