@@ -1,7 +1,7 @@
 """A run that was stopped and resumed is the run that was never stopped: bit by bit, on one machine with one thread.
 
-`cpu_with_one_thread` in tests/conftest.py says why that holds. A tolerance would say little: Adam turns the rounding of a
-gradient near zero into a whole step.
+`cpu_with_one_thread` in tests/conftest.py says why that holds. A tolerance would say little: Adam turns the rounding of
+a gradient near zero into a whole step.
 """
 
 from __future__ import annotations
