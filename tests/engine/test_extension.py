@@ -15,13 +15,16 @@ import numpy as np
 import pytest
 
 from e2e_vl.config import EncoderSettings, RunConfig, TaskSettings, load_config
+from e2e_vl.data.base import Wants, open_options
 from e2e_vl.data.loading.requests import Request
+from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
 from e2e_vl.engine import build
 from e2e_vl.engine.checkpoint import load_model
 from e2e_vl.engine.evaluate import evaluate_run
 from e2e_vl.engine.logging import read_log
 from e2e_vl.engine.predict import answer
 from e2e_vl.engine.train import train
+from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.text import mirror_words
 from tests.engine.extensions import (
     grounding,
@@ -105,6 +108,7 @@ def test_an_encoder(settings, monkeypatch, tmp_path, task):
     kind = {"refcoco": "box", "vqa": "top_answers", "vcr": "probabilities", "pretraining": "masks"}[task]
     assert record[kind]
     assert task != "pretraining" or [len(record["masks"]), len(record["hidden"])] == [1, 1]
+    assert task == "refcoco" or len(record["attention"]) == len(record["regions"]) > 0
 
 
 def test_an_encoder_that_lacks_an_ability_is_refused(settings, monkeypatch):
@@ -158,7 +162,7 @@ def test_a_task_about_two_images(settings, monkeypatch, tmp_path):
 def test_a_task_with_several_boxes_for_each_of_several_phrases(settings, monkeypatch, tmp_path):
     monkeypatch.setitem(build.DATASETS, "phrases", phrases.PhraseDataset)
     monkeypatch.setitem(build.TASKS, "grounding", (grounding.GroundingConfig, grounding.GroundingTask))
-    run = live(settings("data.name=phrases", "task.name=grounding"))
+    run = live(settings("data.name=phrases", "task.name=grounding", "data.workers=1"))
     records = saved(run)
     assert len({len(record["phrases"]) for record in records}) > 1
     assert len({len(boxes) for record in records for boxes in record["gt_boxes"]}) > 2
@@ -208,20 +212,49 @@ def test_a_reader_with_names_as_ids(settings, monkeypatch, tmp_path):
     assert record["box"] in record["regions"]
 
 
+def test_names_as_ids_in_a_file_of_features(settings, monkeypatch):
+    monkeypatch.setitem(build.DATASETS, "named_scenes", named_scenes.NamedSceneDataset)
+    config = settings(
+        *("data.name=named_scenes", "data.files.features=features", "data.flip=0"),
+        *("detector.backend=precomputed", "data.boxes.train=precomputed", "eval.boxes=[precomputed]"),
+        "eval.report_pictures=0",
+    )
+    build.make_synthetic_data(config)
+    folder = Path(config.data.root) / "features"
+    folder.mkdir()
+    width = build.build_detector(config).feature_dim
+    for split in ("train", "val"):
+        files, options = open_options(named_scenes.NamedSceneDataset, config.data)
+        data = named_scenes.NamedSceneDataset.open(files, options, split, Wants())
+        for index, name in enumerate(data.names):
+            [image] = data.sample([index]).images
+            boxes = image.objects.boxes.astype(np.float32)
+            features = np.random.default_rng(index).random((len(boxes), width), dtype=np.float32)
+            save_npz(
+                folder / f"{name}.npz", RegionFeatures(name, image.size, boxes, features, image_feature=features[0])
+            )
+    assert all(
+        record["image_id"].startswith("scene-") for record in saved(live(config), "predictions_val_precomputed.json")
+    )
+
+
 # An objective of pre-training
 
 
 def test_an_objective(settings, monkeypatch, tmp_path):
     entry = (region_features.RegionFeaturesConfig, region_features.RegionFeatures)
     monkeypatch.setitem(build.OBJECTIVES, "region_features", entry)
-    words = "task.config.region_probability=0.5", "task.config.objectives.region_features={weight: 2.0, near: 10.0}"
-    run = live(settings(*words, config=ROOT / "configs" / "tiny" / "pretraining.yaml"))
+    pretraining = ROOT / "configs" / "tiny" / "pretraining.yaml"
+    words = "task.config.region_probability=0.5", "task.config.objectives.region_features={weight: 2.0}"
+    run = live(settings(*words, config=pretraining))
     lines = [line for line in read_log(run / "log.jsonl") if line["kind"] == "train"]
     assert all(line["region_features"] > 0 and line["masked_regions"] > 0 for line in lines)
     metrics = json.loads((run / "metrics.json").read_text())
     assert 0 <= metrics["val/region_features_gt_boxes"] <= 1
     record = asked(run, tmp_path / "answer", first_image(run), "a [MASK] circle", "--hide", "5,6,40,50")
     assert len(record["feature_norms"]) == len(record["hidden"]) == 1 and record["feature_norms"][0] > 0
+    others = build.build_task(settings(config=pretraining), Sizes(hidden_size=8, vocab_size=9, feature_dim=7))
+    assert set(others.names) == set(build.OBJECTIVES) - {"region_features"}
 
 
 def test_an_objective_alone(settings, monkeypatch, tmp_path):
@@ -229,8 +262,8 @@ def test_an_objective_alone(settings, monkeypatch, tmp_path):
     entry = (region_features.RegionFeaturesConfig, region_features.RegionFeatures)
     monkeypatch.setitem(build.OBJECTIVES, "region_features", entry)
     monkeypatch.setitem(build.ENCODERS, "pooled", (pooled_encoder.PooledConfig, pooled_encoder.PooledEncoder))
-    others = "{masked_words: 0, masked_text: 0, masked_regions: 0, relationship: 0}"
-    words = "task.config.region_probability=0.5", f"task.config.objectives={others}"
+    weights = "{masked_words: 0, masked_text: 0, masked_regions: 0, relationship: 0, region_features: 1}"
+    words = "task.config.region_probability=0.5", f"task.config.objectives={weights}"
     run = live(settings(*words, encoder=POOLED, config=ROOT / "configs" / "tiny" / "pretraining.yaml"))
     _, model, _ = load_model(run)
     assert {name.split(".")[0] for name in model.task.state_dict()} == {"region_features"}

@@ -48,11 +48,14 @@ class PooledEncoder(Encoder):
             is_named = (texts.region_of_token[..., None] == regions.row[:, None]) & regions.attend[:, None]
             words = words + is_named.to(words.dtype) @ objects
         words = words * texts.attend[..., None]
+        slots, attend = torch.cat([words, objects], dim=1), torch.cat([texts.attend, regions.attend], dim=1)
+        maps = (slots @ slots.mT).masked_fill(~attend[:, None], -torch.inf).softmax(dim=-1)[:, None]
         pooled = torch.tanh(self.pooler(_mean(words, texts.attend) + _mean(objects, regions.attend)))
         return EncoderOutput(
             text=(words + pooled[:, None]) * texts.attend[..., None],
             regions=(objects + pooled[:, None]) * regions.attend[..., None],
             summary=read_summary(words, pooled, texts.summary),
+            attentions=(maps,) if output_attentions else None,
             word_table=self.words.weight,
         )
 
