@@ -42,6 +42,7 @@ class Answer:
     record: dict[str, Any]  # what `Task.answer` returned
     lines: list[str]  # the same in words, the answer first
     boxes: np.ndarray  # float32 [R, 4], the candidate boxes that the answer was made from
+    images: np.ndarray  # int64 [R], which of the sample's images each of them lies in
     attention: np.ndarray | None  # float32 [R]: how much the answer's position looks at each, mean of the last layer
 
     @property
@@ -192,19 +193,20 @@ def _check_answers(config: RunConfig, task: Task, run_dir: Path, points_at_box: 
 
 def _regions(
     model: VisionLanguageModel, output: ModelOutput, record: dict[str, Any]
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Candidate boxes [R, 4] in original pixels, and the answer's attention [R] on them."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Candidate boxes [R, 4] in original pixels, their images [R], and the answer's attention [R] on them."""
     text = int(record.get("choice", 0))  # of several texts the chosen one
     batch, regions = output.batch, output.text_regions
     kept = regions.row[text] >= 0
-    scales = batch.images.scales[0]
-    boxes = (regions.boxes[text, kept] / torch.cat([scales, scales])).numpy()
+    images = regions.image[text, kept]
+    boxes = (regions.boxes[text, kept] / batch.images.scales[images].repeat(1, 2)).numpy()
     maps = output.encoded.attentions
     if maps is None or model.task.points_at_box:
-        return boxes, None
+        return boxes, images.numpy(), None
     length = batch.texts.input_ids.shape[1]
     position = _asking_position(batch, output, text)
-    return boxes, maps[-1][text, :, position, length : length + len(kept)].mean(dim=0)[kept].float().numpy()
+    attention = maps[-1][text, :, position, length : length + len(kept)].mean(dim=0)[kept].float().numpy()
+    return boxes, images.numpy(), attention
 
 
 def _asking_position(batch: Batch, output: ModelOutput, text: int) -> int:

@@ -1,0 +1,64 @@
+"""An encoder whose summary is a pooled vector: it has no place for answers, and no whole image as region 0."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from e2e_vl.encoders.base import Encoder, read_summary
+from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
+
+
+class PooledConfig(PreTrainedConfig):
+    model_type = "pooled"
+
+    vocab_size: int = 100
+    feature_dim: int = 2048
+    hidden_size: int = 16
+    uses_whole_image: bool = False
+
+
+class PooledEncoder(Encoder):
+    """Words and regions are added up, and each of them sees the mean of all. BERT's layout of texts is the default."""
+
+    config_class = PooledConfig
+    abilities = frozenset(Ability) - {Ability.HIDDEN_FEATURES, Ability.IMAGE_PAIRS}
+
+    def __init__(self, config: PooledConfig):
+        super().__init__(config)
+        size = config.hidden_size
+        self.words = nn.Embedding(config.vocab_size, size)
+        self.segments = nn.Embedding(2, size)
+        self.projection = nn.Linear(config.feature_dim + 4, size)
+        self.hidden_region = nn.Embedding(1, size)
+        self.pooler = nn.Linear(size, size)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.words
+
+    def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
+        places = regions.boxes / regions.image_sizes.flip(-1).repeat(1, 1, 2)
+        objects = self.projection(torch.cat([regions.features, places], dim=-1))
+        objects = torch.where(regions.is_hidden[..., None], objects + self.hidden_region.weight, objects)
+        objects = objects * regions.attend[..., None]
+        words = self.words(texts.input_ids) + self.segments(texts.segment_ids)
+        if texts.region_of_token is not None:
+            is_named = (texts.region_of_token[..., None] == regions.row[:, None]) & regions.attend[:, None]
+            words = words + is_named.to(words.dtype) @ objects
+        words = words * texts.attend[..., None]
+        slots, attend = torch.cat([words, objects], dim=1), torch.cat([texts.attend, regions.attend], dim=1)
+        maps = (slots @ slots.mT).masked_fill(~attend[:, None], -torch.inf).softmax(dim=-1)[:, None]
+        pooled = torch.tanh(self.pooler(_mean(words, texts.attend) + _mean(objects, regions.attend)))
+        return EncoderOutput(
+            text=(words + pooled[:, None]) * texts.attend[..., None],
+            regions=(objects + pooled[:, None]) * regions.attend[..., None],
+            summary=read_summary(words, pooled, texts.summary),
+            attentions=(maps,) if output_attentions else None,
+            word_table=self.words.weight,
+        )
+
+
+def _mean(vectors: Tensor, attend: Tensor) -> Tensor:
+    return vectors.sum(dim=1) / attend.sum(dim=1, keepdim=True).clamp(min=1)

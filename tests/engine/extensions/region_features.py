@@ -1,0 +1,61 @@
+"""Region feature regression: which feature did the detector give a hidden region when it saw the whole image?
+
+Shape legend
+    M   texts in the batch
+    R   regions of the text with the most regions
+    D   width of a region feature
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from detector.structures import Loss
+from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Targets
+from e2e_vl.tasks.objectives.base import Objective, ObjectiveConfig, ObjectiveOutput, Sizes, WordHead, start_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionFeaturesConfig(ObjectiveConfig):
+    """The weight is 0 unless a run asks for it, so that other runs stay as they are.
+
+    Attributes:
+        near: squared distance below which a feature counts as found.
+    """
+
+    near: float = 10.0
+
+
+class RegionFeatures(Objective):
+    """A Linear to D and the squared distance, mean over the labelled regions."""
+
+    needs = (Ability.HIDDEN_REGIONS,)
+    predicts_regions = True
+    config: RegionFeaturesConfig
+
+    def __init__(self, sizes: Sizes, config: RegionFeaturesConfig):
+        super().__init__(sizes, config)
+        self.output = nn.Linear(sizes.hidden_size, sizes.feature_dim)
+        start_layers(self.output)
+
+    def forward(
+        self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
+    ) -> ObjectiveOutput:
+        """Its logits are the features, float32 [labelled regions, D]."""
+        chosen = regions.gather(batch.hidden.is_labelled, fill=False)
+        truth = regions.gather(batch.region_labels.features, fill=0.0)[chosen]
+        found = at_least_float32(self.output(encoded.regions[chosen]))
+        each = (found - truth).square().mean(dim=1)
+        loss = Loss(self.config.weight * each.sum(), each.new_tensor(float(len(each))))
+        return ObjectiveOutput(loss, chosen.nonzero()[:, 0], each < self.config.near, found)
+
+    def answer(self, output: ModelOutput, logits: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        return {"feature_norms": logits.norm(dim=1).tolist()}
+
+    def lines(self, record: dict[str, Any]) -> list[str]:
+        return [f"length of the hidden feature: {value:.3f}" for value in record["feature_norms"]]

@@ -1,0 +1,80 @@
+"""A task on pairs of images: is the statement true?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from detector.structures import Loss
+from e2e_vl.examples import ImageExample, TextExample
+from e2e_vl.layout import TextWriter
+from e2e_vl.samples import Question, Sample, SampleText
+from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Targets, stacked
+from e2e_vl.tasks.base import Task
+from e2e_vl.wording import Draw, Wording
+
+
+@dataclasses.dataclass(frozen=True)
+class StatementConfig:
+    dropout: float = 0.1
+
+
+@dataclasses.dataclass
+class StatementTargets(Targets):
+    label: Tensor | None = stacked()  # int64 [M], 1 = true
+
+
+class StatementWording(Wording):
+    def word(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    ) -> Iterable[TextExample]:
+        laid = self.writer.single(self.writer.pieces(text.words, mirrored=images[0].placement.flipped))
+        record = self.record(text, images, laid) | {"file_names": [image.name for image in images]}
+        targets = StatementTargets(None if text.truth is None else np.int64(text.truth.number))
+        yield TextExample(laid, text.looks_at, record, targets)
+
+
+class StatementTask(Task):
+    """A Linear on the summary: [M, 2]."""
+
+    needs = (Ability.SUMMARY_OF_SINGLE, Ability.IMAGE_PAIRS)
+
+    def __init__(self, hidden_size: int, config: StatementConfig):
+        super().__init__()
+        self.dropout = nn.Dropout(config.dropout)
+        self.output = nn.Linear(hidden_size, 2)
+
+    def wording(self, writer: TextWriter) -> StatementWording:
+        return StatementWording(writer)
+
+    def question(self, question: Question) -> Sample:
+        question.refuse_choices("A statement")
+        question.refuse_hidden()
+        return question.sample(SampleText(0, question.text, {"sent": question.text}, looks_at=(0, 1)))
+
+    def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
+        logits = at_least_float32(self.output(self.dropout(encoded.summary)))
+        losses = {}
+        if batch.targets.label is not None:
+            total = F.cross_entropy(logits, batch.targets.label, reduction="sum")
+            losses["statement"] = Loss(total, logits.new_tensor(float(len(logits))))
+        return TaskOutput(losses=losses, logits=logits)
+
+    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+        shares = output.task.logits.softmax(dim=1)[:, 1].tolist()
+        return [record | {"true": share} for record, share in zip(batch.records, shares, strict=True)]
+
+    def correct(self, record: dict[str, Any]) -> float:
+        return float((record["true"] > 0.5) == record["label"])
+
+    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
+        return {"accuracy": sum(map(self.correct, records)) / len(records)}
+
+    def answer_lines(self, record: dict[str, Any]) -> list[str]:
+        return [f"{record['true']:.3f}  true"]
