@@ -44,6 +44,7 @@ class MaskedRegionsConfig(ObjectiveConfig):
         labels: "distribution": the whole class distribution (official code). "class": its best class (paper).
     """
 
+    name = "masked_regions"
     weight: float = 1.0
     classes: int = 1601
     labels: Literal["distribution", "class"] = "distribution"

@@ -31,17 +31,16 @@ class MaskedTextConfig(MaskedWordsConfig):
             (official code).
     """
 
+    name = "masked_text"
     min_words: int = 64
     max_length: int = 64
     special_tokens: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.min_words < 1 or self.max_length < (3 if self.special_tokens else 1):
-            raise ValueError(
-                f"Texts of the corpus of at least {self.min_words} words and at most {self.max_length} wordpieces make "
-                "no sense."
-            )
+        for field, least in (("min_words", 1), ("max_length", 3 if self.special_tokens else 1)):
+            if getattr(self, field) < least:
+                raise ValueError(f"{self.key(field)} is {getattr(self, field)}; it must be at least {least}.")
 
 
 @dataclasses.dataclass(frozen=True)

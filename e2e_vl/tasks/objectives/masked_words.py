@@ -45,6 +45,7 @@ class MaskedWordsConfig(ObjectiveConfig):
         always_mask: every chosen word becomes [MASK] (paper), not 80 % of them (official code).
     """
 
+    name = "masked_words"
     weight: float = 1.0
     probability: float = 0.15
     always_mask: bool = False
@@ -52,7 +53,7 @@ class MaskedWordsConfig(ObjectiveConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.probability <= 1:
-            raise ValueError(f"The probability of masked words is {self.probability}; it must be from 0 to 1.")
+            raise ValueError(f"{self.key('probability')} is {self.probability}; it must be from 0 to 1.")
 
 
 @dataclasses.dataclass

@@ -38,14 +38,13 @@ class RelationshipConfig(ObjectiveConfig):
     probability: chance that a text is the caption of another image; the official option uses 0.5.
     """
 
+    name = "relationship"
     probability: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.probability < 1:
-            raise ValueError(
-                f"The probability of captions of other images is {self.probability}; it must be above 0 and below 1."
-            )
+            raise ValueError(f"{self.key('probability')} is {self.probability}; it must be above 0 and below 1.")
 
 
 @dataclasses.dataclass
