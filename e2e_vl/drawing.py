@@ -19,6 +19,7 @@ PALETTE: tuple[Colour, ...] = (
     (220, 70, 160),
     (120, 100, 20),
 )
+GREEN, BLUE, RED = (0, 160, 60), (0, 80, 200), (220, 30, 30)  # RGB: the truth, a right answer, a wrong answer
 SHORTEST, LONGEST = 480, 1280  # the long side of a picture, pixels: smaller images are enlarged, larger ones shrunk
 _MIN_SIDE = 160  # a very thin image gets a margin, so that labels have room
 _MARGIN = (235, 235, 235)
@@ -32,17 +33,20 @@ def draw_boxes(
     colours: Sequence[Colour] | None = None,
     title: str | None = None,
 ) -> np.ndarray:
-    """Draw boxes at a size at which lines and labels can be read, whatever the size of the image.
+    """Draw boxes at a size at which lines and labels are legible, for images of any size.
 
     Args:
         image: uint8 [h, w, 3]; it is not changed.
         boxes: [R, 4] xyxy in pixels of `image`; the first box is drawn last, on top.
-        labels: R texts, each written at its box's upper left corner; an empty text is left out.
-        colours: R colours in the image's own channel order; None = one after the other from `PALETTE`.
+        labels: R texts, each written at the upper left corner of its box; an empty text is left out.
+        colours: R colours in the image's own channel order; None = the colours of `PALETTE` in turn.
         title: a line of text above the picture.
 
     Returns:
         A new uint8 picture [h', w', 3] in the channel order of `image`; its long side has between 480 and 1280 pixels.
+
+    Raises:
+        ValueError: the numbers of boxes, labels and colours differ.
     """
     boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
     labels = [""] * len(boxes) if labels is None else list(labels)
@@ -74,9 +78,9 @@ def _picture_size(image: np.ndarray) -> tuple[int, int]:
 
 
 def _canvas(image: np.ndarray, header: int) -> tuple[Image.Image, np.ndarray, int]:
-    """The enlarged or shrunken image on its margin, its (x, y) scale, and how many pixels from the top it starts."""
+    """The enlarged or shrunken image on its margin, its (x, y) scale, and the pixel row where it starts."""
     width, height = _picture_size(image)
-    # Enlarged pixels stay squares: what the network saw is then what is shown.
+    # Enlarged pixels stay squares, so that the picture shows what the network saw.
     enlarged = width > image.shape[1]
     content = Image.fromarray(image).resize(
         (width, height), Image.Resampling.NEAREST if enlarged else Image.Resampling.BILINEAR

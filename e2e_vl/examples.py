@@ -9,7 +9,6 @@ Shape legend
     D   width of a region feature
     C   region classes, background included
     L   wordpieces of the longest text, here of one text
-    H,W height and width, here of the resized image
 
 Boxes are xyxy float32 in pixels of the resized image.
 """
@@ -20,6 +19,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Int64, UInt8
 
 from e2e_vl.layout import LaidText
 from e2e_vl.targets import Targets
@@ -111,27 +111,27 @@ class Placement:
 class DetectionObjects:
     """Annotated objects of one image, the targets of the detection losses."""
 
-    boxes: np.ndarray  # float32 [G, 4]
-    classes: np.ndarray  # int64 [G], 0 .. K-1
-    attributes: np.ndarray | None = None  # int64 [G, T], -1 = none in this slot
+    boxes: Float[np.ndarray, "G 4"]
+    classes: Int64[np.ndarray, " G"]  # 0 .. K-1
+    attributes: Int64[np.ndarray, "G T"] | None = None  # -1 = none in this slot
 
 
 @dataclasses.dataclass
 class ImageExample:
     """One resized image."""
 
-    pixels: np.ndarray  # uint8 [H, W, 3]; of precomputed features only its shape counts
+    pixels: UInt8[np.ndarray, "height width 3"]  # of precomputed features only its shape counts
     placement: Placement
     name: str  # for error messages, usually the path
-    boxes: np.ndarray | None = None  # float32 [R, 4] candidates; None: the detector proposes them
+    boxes: Float[np.ndarray, "R 4"] | None = None  # candidates; None: the detector proposes them
     box_ids: tuple[int, ...] | None = None  # annotation ids of the candidates, where all of them are annotated
-    box_classes: np.ndarray | None = None  # int64 [R], annotated classes of the candidates, where all are annotated
-    class_probs: np.ndarray | None = None  # float32 [R, C], class distributions of the candidates, from a file
+    box_classes: Int64[np.ndarray, " R"] | None = None  # annotated classes, where all candidates are annotated
+    class_probs: Float[np.ndarray, "R C"] | None = None  # class distributions of the candidates, from a file
     objects: DetectionObjects | None = None
-    roi_masks: np.ndarray | None = None  # float32 [R, S, S], instance masks in 0..1 on the RoI maps
-    hide: np.ndarray | None = None  # float32 [Q, 4], exactly these boxes are to be hidden; None: drawn at random
-    features: np.ndarray | None = None  # float32 [R, D], precomputed
-    image_feature: np.ndarray | None = None  # float32 [D], precomputed feature of the whole image
+    roi_masks: Float[np.ndarray, "R S S"] | None = None  # instance masks in 0..1 on the RoI maps
+    hide: Float[np.ndarray, "Q 4"] | None = None  # exactly these boxes are to be hidden; None: drawn at random
+    features: Float[np.ndarray, "R D"] | None = None  # precomputed
+    image_feature: Float[np.ndarray, " D"] | None = None  # precomputed feature of the whole image
 
     def without_boxes(self) -> ImageExample:
         """A copy without candidate boxes: their number and places tell about the image."""
@@ -151,7 +151,7 @@ class TextExample:
     record: dict[str, Any]  # plain JSON-able values: ids, text, truth in pixels of the original image
     targets: Targets | None = None  # a class of the task's own
     seed: int | None = None  # from which the model draws what is random about the text
-    region_of_token: np.ndarray | None = None  # int64 [L], row of the candidate box a wordpiece names; -1 = none
+    region_of_token: Int64[np.ndarray, " L"] | None = None  # row of the candidate box a wordpiece names; -1 = none
 
 
 @dataclasses.dataclass

@@ -20,6 +20,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from detector.boxes import pairwise_iou
@@ -92,14 +93,14 @@ def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: Hid
 
 @torch.no_grad()
 def describe_regions(
-    teacher: Detector, images: ImageBatch, boxes: list[Tensor] | None, rule: HidingRule
-) -> tuple[list[Tensor], RegionLabels]:
+    teacher: Detector, images: ImageBatch, boxes: list[Float[Tensor, "_R 4"]] | None, rule: HidingRule
+) -> tuple[list[Float[Tensor, "_R 4"]], RegionLabels]:
     """Boxes, their class distributions and features from a detector that sees the whole images.
 
     Args:
         teacher: in evaluation mode for this pass, whatever mode it is in.
         images: without anything hidden.
-        boxes: N x [R, 4]; None: the teacher's own detections, best score first, at most `rule.max_own_regions`.
+        boxes: None: the teacher's own detections, best score first, at most `rule.max_own_regions`.
     """
     was_training = [(module, module.training) for module in teacher.modules()]
     teacher.eval()
@@ -116,7 +117,7 @@ def describe_regions(
     return [rows[kept] for rows in regions.boxes], RegionLabels(class_probs=probabilities, features=features)
 
 
-def _with_hidden(candidates: Tensor, hide: Tensor) -> Tensor:
+def _with_hidden(candidates: Float[Tensor, "R 4"], hide: Float[Tensor, "Q 4"]) -> Float[Tensor, "all 4"]:
     if len(hide) and len(candidates):
         candidates = candidates[(pairwise_iou(candidates, hide) < SAME_IOU).all(dim=1)]
     return torch.cat([hide, candidates])
@@ -155,7 +156,7 @@ def hide_regions(batch: Batch, detector: Detector, rule: HidingRule) -> Batch:
     images, masks = batch.images, batch.pixel_masks
     if rule.pixels:
         rectangles = [
-            mask_rectangles(rows[is_hidden], size, "vl_bert").to(rows.dtype)
+            mask_rectangles(rows[is_hidden], size, "truncate").to(rows.dtype)
             for rows, is_hidden, size in zip(batch.boxes, chosen.is_hidden, images.sizes.tolist(), strict=True)
         ]
         if rule.colour == "mean":
@@ -168,7 +169,7 @@ def hide_regions(batch: Batch, detector: Detector, rule: HidingRule) -> Batch:
 
 def choose_regions(
     count: int, generator: np.random.Generator, probability: float = 0.15, hide: float = 0.9
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Bool[np.ndarray, " R"], Bool[np.ndarray, " R"]]:
     """Choose the regions whose class is to be predicted, and among them the ones that the model may not see.
 
     Every region is chosen on its own; none is ever forced. The whole image is never chosen, so it is not counted here.
@@ -181,7 +182,7 @@ def choose_regions(
         hide: chance of a chosen region to be hidden.
 
     Returns:
-        Two bool arrays [R]: chosen (labelled), and chosen and hidden.
+        Chosen (labelled), and chosen and hidden.
     """
     drawn = generator.random(count)
     return drawn < probability, drawn < probability * hide
@@ -203,14 +204,14 @@ def _image_seeds(batch: Batch) -> list[int | None]:
     return found
 
 
-def _with_black_pixels(images: ImageBatch, masks: list[Tensor], detector: Detector) -> ImageBatch:
-    """A copy of the images whose pixels in whole-pixel boxes N x [Q, 4] are black before the mean is subtracted."""
+def _with_black_pixels(images: ImageBatch, masks: list[Float[Tensor, "_Q 4"]], detector: Detector) -> ImageBatch:
+    """A copy of the images whose pixels in whole-pixel boxes are black before the mean is subtracted."""
     settings = detector.config.input
     black = -torch.tensor(settings.pixel_mean) / torch.tensor(settings.pixel_std)
     return dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, masks, fill=black))
 
 
-def _without_hidden_features(images: ImageBatch, hidden: list[Tensor]) -> ImageBatch:
+def _without_hidden_features(images: ImageBatch, hidden: list[Bool[Tensor, " _R"]]) -> ImageBatch:
     """With saved features, the whole image's feature is the mean of the regions that are not hidden.
 
     (Otherwise it would give away what is hidden. The divisor is the official code's count + 1e-5.)
@@ -286,11 +287,11 @@ def _shares(counts: list[int], total: int) -> list[int]:
     return kept
 
 
-def cut_texts(texts: TextBatch, kept: Tensor) -> tuple[TextBatch, Tensor]:
-    """Shorten texts to `kept` int64 [M] wordpieces: the first ones and the very last.
+def cut_texts(texts: TextBatch, kept: Int64[Tensor, " M"]) -> tuple[TextBatch, Int64[Tensor, "M L"]]:
+    """Shorten texts to `kept` wordpieces: the first ones and the very last.
 
     Returns:
-        The texts, and int64 [M, L] which old position each new one came from.
+        The texts, and which old position each new one came from.
     """
     last = texts.attend.sum(dim=1) - 1
     position = torch.arange(int(kept.max()), device=kept.device).expand(len(kept), -1)

@@ -13,10 +13,12 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from jaxtyping import Int64
 from transformers import PreTrainedTokenizerBase
 
 from e2e_vl.text import mirror_words
 
+Pieces = Sequence[int] | np.ndarray  # wordpiece ids, or values of wordpieces
 CLS, SEP, MASK = "cls_token_id", "sep_token_id", "mask_token_id"  # attributes of a tokenizer
 
 
@@ -62,14 +64,14 @@ BARE = Template((0,), (0,))  # wordpieces alone
 class LaidText:
     """One text as wordpieces."""
 
-    input_ids: np.ndarray  # int64 [L]
-    segment_ids: np.ndarray  # int64 [L]
-    source: np.ndarray  # int64 [L], which of the given pieces stands here, all texts counted through; -1: a special one
+    input_ids: Int64[np.ndarray, " L"]
+    segment_ids: Int64[np.ndarray, " L"]
+    source: Int64[np.ndarray, " L"]  # which given piece stands here, all texts counted through; -1: a special one
     summary: int | None = None  # position of the summary; None: the encoder's pooled vector
     num_cut: int = 0  # pieces that were cut off
 
-    def place(self, values: Sequence[int] | np.ndarray, fill: int = -1) -> np.ndarray:
-        """int64 [L]: a value of each given piece at its position, `fill` at special wordpieces."""
+    def place(self, values: Pieces, fill: int = -1) -> Int64[np.ndarray, " L"]:
+        """A value of each given piece at its position, `fill` at special wordpieces."""
         padded = np.array([*values, fill], dtype=np.int64)
         return padded[self.source]
 
@@ -99,19 +101,19 @@ class TextWriter:
         tokens = self.tokenizer.tokenize(text)
         return self.tokenizer.convert_tokens_to_ids(mirror_words(tokens) if mirrored else tokens)
 
-    def single(self, pieces: Sequence[int]) -> LaidText:
+    def single(self, pieces: Pieces) -> LaidText:
         """One text; what is too long loses its last pieces."""
         return self._cut(self.layout.single, pieces)
 
-    def question(self, pieces: Sequence[int]) -> LaidText:
+    def question(self, pieces: Pieces) -> LaidText:
         """One text with a place for its answer; what is too long loses its last pieces."""
         return self._cut(self.layout.question, pieces)
 
-    def pair(self, first: Sequence[int], second: Sequence[int]) -> LaidText:
+    def pair(self, first: Pieces, second: Pieces) -> LaidText:
         """Two texts; cutting them is the caller's business."""
         return lay(self.layout.pair, (first, second), self.tokenizer)
 
-    def bare(self, pieces: Sequence[int]) -> LaidText:
+    def bare(self, pieces: Pieces) -> LaidText:
         """Wordpieces without special ones."""
         return lay(BARE, (pieces,), self.tokenizer)
 
@@ -122,13 +124,13 @@ class TextWriter:
                 f"data.max_text_length is {self.max_length}, but the special wordpieces alone need {template.extra}."
             )
 
-    def _cut(self, template: Template, pieces: Sequence[int]) -> LaidText:
+    def _cut(self, template: Template, pieces: Pieces) -> LaidText:
         kept = len(pieces) if self.max_length is None else max(self.max_length - template.extra, 0)
         laid = lay(template, (pieces[:kept],), self.tokenizer)
         return dataclasses.replace(laid, num_cut=max(len(pieces) - kept, 0))
 
 
-def lay(template: Template, texts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> LaidText:
+def lay(template: Template, texts: Sequence[Pieces], tokenizer: PreTrainedTokenizerBase) -> LaidText:
     """Fill a template with the pieces of its texts."""
     starts = np.concatenate([[0], np.cumsum([len(pieces) for pieces in texts])]).astype(np.int64)
     ids: list[int] = []

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -116,6 +116,7 @@ class ChoiceText(SampleText):
     choices: tuple[Sentence, ...] = ()
 
 
+@runtime_checkable
 class TextPool(Protocol):
     """Texts to draw from, such as a corpus."""
 
@@ -145,6 +146,7 @@ class Sample:
     is_asked: bool = False
 
 
+@runtime_checkable
 class DataFacts(Protocol):
     """What a task may ask about the training data as a whole; every data set offers it."""
 

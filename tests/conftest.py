@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import jaxtyping
 import pytest
+import torchvision.ops  # noqa: F401  (before the hook below: a library first imported under it is compiled anew)
 
-from e2e_vl.config import RunConfig, load_config
+from tests import shape_checker
+
+# ---- Shapes. Annotations such as Float[Tensor, "N 3 H W"] in these modules and packages are enforced while the tests
+# run: calls and dataclasses that break one raise jaxtyping.TypeCheckError. Add a module by its dotted name. The hook
+# must be in place before a module is imported, so it comes before all imports of this project's code; processes that a
+# test spawns do not have it. In a call every axis name stands for one size, except names that begin with an underscore;
+# of a list, one random entry is checked. The fixture `unchecked_shapes` switches the checks off.
+CHECKED = (
+    "detector",
+    *(
+        f"e2e_vl.{name}"
+        for name in ("encoders", "examples", "hiding", "layout", "model", "structures", "targets", "tasks")
+    ),
+)
+sys.modules["shape_checker"] = shape_checker  # the hook imports it by a plain name
+jaxtyping.install_import_hook(CHECKED, "shape_checker.check_shapes")
+
+
+@pytest.fixture
+def unchecked_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of errors that users get for wrong shapes: without it the annotations are violated first."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+# ---- End of shapes.
+
+from e2e_vl.config import RunConfig, load_config  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 # Six objects in every scene: all texts then have the same number of annotated regions.
@@ -33,7 +63,7 @@ def golden_root(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="session")
 def tiny_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """`key=value` words that run configs/tiny/refcoco.yaml on a data set that is drawn once for all tests."""
-    from e2e_vl.engine.build import make_synthetic_data
+    from e2e_vl.engine.build_data import make_synthetic_data
 
     words = [
         f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
@@ -65,34 +95,47 @@ def own_log_handlers() -> Iterator[None]:
             logging.root.removeHandler(handler)
 
 
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A fresh Accelerator on the CPU, and one thread: sums in a fixed order, and no contention on small machines."""
+@contextlib.contextmanager
+def cpu_with_one_thread() -> Iterator[None]:
+    """A fresh Accelerator on the CPU, fixed random numbers, and one thread.
+
+    With one thread sums have a fixed order, and tests do not fight for the cores of a small machine. Two runs on one
+    machine are then equal bit by bit, because every convolution and matrix product reads memory of torch's allocator,
+    which is always aligned alike; with several threads, or on two machines, they differ by rounding.
+    """
     import torch
     from accelerate.state import AcceleratorState
+    from accelerate.utils import set_seed
 
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(reset_partial_state=True)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        torch.set_num_threads(1)
+        set_seed(0)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """See `cpu_with_one_thread`."""
+    with cpu_with_one_thread():
+        yield
 
 
 @pytest.fixture(scope="session")
 def trained_run(tiny_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """One tiny training run: its `path`, `config`, `metrics`, and the `model` as it was in memory at the end."""
-    from accelerate.state import AcceleratorState
-
     from e2e_vl.engine import train as training
 
     path = tmp_path_factory.mktemp("trained") / "run"
     config = load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", [*tiny_words, f"output={path}"])
     kept = SimpleNamespace(path=path, config=config)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(reset_partial_state=True)
+    with cpu_with_one_thread(), pytest.MonkeyPatch.context() as patch:
         build = training.build_run
 
         def build_and_keep(config: RunConfig):
@@ -101,6 +144,5 @@ def trained_run(tiny_words: list[str], tmp_path_factory: pytest.TempPathFactory)
 
         patch.setattr(training, "build_run", build_and_keep)
         kept.metrics = training.train(config)
-        AcceleratorState._reset_state(reset_partial_state=True)
     kept.model = kept.run.model
     return kept

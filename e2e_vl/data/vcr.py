@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 
@@ -126,7 +126,7 @@ class VCRDataset(VLDataset):
         return self.settings.question == "rationale" and self.settings.condition_on == "right"
 
     @classmethod
-    def open(cls, files: DataFiles, options: VCROptions, split: str, wants: Wants) -> Self:
+    def open(cls, files: DataFiles, options: VCROptions, split: str, wants: Wants) -> VCRDataset:
         """`data.files` holds `images` and `questions`, in which {split} is the split."""
         images, questions = files.path("images", split=split), files.path("questions", split=split)
         return cls(images, questions, options, training=wants.training)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,9 +16,9 @@ from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
 class Encoder(PreTrainedModel):
     """texts + regions -> one vector per wordpiece, one per region and one for all.
 
-    A subclass sets `config_class`; its config has the fields `hidden_size` and `uses_whole_image`. It declares how texts
-    are laid out, and says with `abilities` or `lacks` what it can do. Saving and loading (`save_pretrained`, `from_pretrained`) come
-    from transformers.
+    A subclass sets `config_class`; its config has the fields `hidden_size` and `uses_whole_image`. It declares how
+    texts are laid out, and says with `abilities` or `lacks` what it can do. Saving and loading (`save_pretrained`,
+    `from_pretrained`) come from transformers.
     """
 
     layout: ClassVar[TextLayout] = TextLayout()
@@ -63,20 +64,22 @@ class Encoder(PreTrainedModel):
             output_attentions: also return the attention maps.
 
         Returns:
-            `EncoderOutput` with text [M, L, E] and regions [M, R, E], zero at padding.
+            `EncoderOutput` with vectors that are zero at padding.
         """
         raise NotImplementedError
 
 
-def read_summary(text: Tensor, pooled: Tensor | None, place: Tensor | None) -> Tensor | None:
+def read_summary(
+    text: Float[Tensor, "M L E"], pooled: Float[Tensor, "M E"] | None, place: Int64[Tensor, " M"] | None
+) -> Float[Tensor, "M E"] | None:
     """The summary of each text: its state at the place of its answer, or the pooled vector where it has no such place.
 
     Args:
-        text: float [M, L, E], output states of the wordpieces.
-        pooled: float [M, E]; None: the encoder has no pooler.
-        place: int64 [M], `TextBatch.summary`.
+        text: output states of the wordpieces.
+        pooled: None: the encoder has no pooler.
+        place: `TextBatch.summary`.
 
     Returns:
-        float [M, E], or None without a place and without a pooler.
+        None without a place and without a pooler.
     """
     return pooled if place is None else text[torch.arange(len(place), device=place.device), place]

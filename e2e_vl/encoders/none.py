@@ -53,7 +53,7 @@ class NoEncoder(Encoder):
         return torch.float32
 
     def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
-        """`regions` [M, R, D] unchanged, `text` zeros [M, L, D]; no summary and no attention maps."""
+        """`regions` unchanged, `text` zeros; no summary and no attention maps."""
         text = regions.features.new_zeros(*texts.input_ids.shape, self.hidden_size)
         return EncoderOutput(text=text, regions=regions.features)
 

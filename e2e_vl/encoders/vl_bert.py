@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import BertConfig
 from transformers import initialization as init
@@ -158,8 +159,10 @@ class VLBertLayer(GradientCheckpointingLayer):
         self.intermediate = BertIntermediate(config)
         self.output = BertOutput(config)
 
-    def forward(self, hidden: Tensor, mask: Tensor, output_attentions: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Args: float [M, Z, E]; additive mask, broadcast to [M, heads, Z, Z]. Returns: [M, Z, E] and attention."""
+    def forward(
+        self, hidden: Float[Tensor, "M Z E"], mask: Float[Tensor, "M _ _ Z"], output_attentions: bool = False
+    ) -> tuple[Float[Tensor, "M Z E"], Float[Tensor, "M heads Z Z"] | None]:
+        """Args: hidden states; additive mask. Returns: hidden states, and attention if asked for."""
         attention, output = self.attention.output, self.output
         attended_to = attention.LayerNorm(hidden) if self.norm_first else hidden
         probabilities = attention_probabilities(self.attention.self, attended_to, mask) if output_attentions else None
@@ -172,8 +175,10 @@ class VLBertLayer(GradientCheckpointingLayer):
         return output(self.intermediate(hidden), hidden), probabilities
 
 
-def attention_probabilities(attention: BertSelfAttention, hidden: Tensor, mask: Tensor) -> Tensor:
-    """Attention maps [M, heads, Z, Z] before dropout, computed apart because fused attention does not return them."""
+def attention_probabilities(
+    attention: BertSelfAttention, hidden: Float[Tensor, "M Z E"], mask: Float[Tensor, "M _ _ Z"]
+) -> Float[Tensor, "M heads Z Z"]:
+    """Attention maps before dropout, computed apart because fused attention does not return them."""
     split = (*hidden.shape[:-1], -1, attention.attention_head_size)
     query = attention.query(hidden).view(split).transpose(1, 2)
     key = attention.key(hidden).view(split).transpose(1, 2)
@@ -181,13 +186,13 @@ def attention_probabilities(attention: BertSelfAttention, hidden: Tensor, mask: 
 
 
 class VLBertPooler(nn.Module):
-    """tanh(Linear(first position)): [M, Z, E] -> [M, E]."""
+    """tanh(Linear(first position))."""
 
     def __init__(self, config: VLBertConfig):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Float[Tensor, "M Z E"]) -> Float[Tensor, "M E"]:
         return torch.tanh(self.dense(hidden[:, 0]))
 
 
@@ -262,11 +267,10 @@ class VLBertModel(Encoder):
         Args:
             texts: M wordpiece sequences.
             regions: their regions; with `config.uses_whole_image`, row 0 is the whole image.
-            output_attentions: also return each layer's attention, float [M, heads, L + R + 1, L + R + 1] (query, key).
+            output_attentions: also return each layer's attention (query, key).
 
         Returns:
-            text [M, L, E] and regions [M, R, E], zero at padding; summary [M, E] where an answer has its place or with
-            `config.with_pooler`.
+            Vectors that are zero at padding; a summary where an answer has its place or with `config.with_pooler`.
 
         Raises:
             ValueError: see `VLBertEmbeddings.forward`.
@@ -285,18 +289,22 @@ class VLBertModel(Encoder):
         )
 
     def encode(
-        self, hidden: Tensor, layout: SequenceLayout, regions: TextRegions | None, output_attentions: bool = False
-    ) -> tuple[Tensor, list[Tensor]]:
+        self,
+        hidden: Float[Tensor, "M Z E"],
+        layout: SequenceLayout,
+        regions: TextRegions | None,
+        output_attentions: bool = False,
+    ) -> tuple[Float[Tensor, "M Z E"], list[Float[Tensor, "M heads Z Z"] | None]]:
         """Run the layers over the packed sequence.
 
         Args:
-            hidden: float [M, Z, E].
+            hidden: the packed input.
             layout: which positions are real.
             regions: for the pairwise geometry; not used without it.
             output_attentions: collect attention maps.
 
         Returns:
-            float [M, Z, E], and a map [M, heads, Z, Z] per layer if asked for.
+            The output, and an attention map per layer (None unless asked for).
         """
         mask = torch.zeros(layout.attend.shape, dtype=hidden.dtype, device=hidden.device)
         mask = mask.masked_fill(~layout.attend, torch.finfo(hidden.dtype).min)[:, None, None, :]

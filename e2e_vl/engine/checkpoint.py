@@ -30,8 +30,8 @@ from detector.weight_files import read_tensors
 from e2e_vl.config import VERSION, RunConfig, differences, load_config, load_overrides, save_config, saved_version
 from e2e_vl.data.formats.vqa_files import ANSWERS_FILE, write_answers
 from e2e_vl.engine.build import build_model, detector_yaml, task_class
-from e2e_vl.engine.logging import write_json
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run_files import write_json
 from e2e_vl.tasks.base import Task
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.start import check_answers, check_vocabulary
@@ -116,6 +116,9 @@ def saved_settings(run_dir: Path, overrides: list[str] | None = None) -> RunConf
 def _upgrade(content: dict[str, Any]) -> None:
     """The settings of an earlier version in today's form, in place."""
     if "task" in content and "data" in content:
+        resize = content["data"].get("resize") or {}
+        if resize.get("rounding", "detectron2") != "detectron2":  # the other one had another name
+            resize["rounding"] = "truncate"
         task_class(content["task"]["name"]).upgrade(content["task"].setdefault("config", {}), content["data"])
 
 
@@ -245,8 +248,8 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     folder = complete[-1]
     if saved_version(folder / "model" / "config.yaml") != VERSION:
         raise ValueError(
-            f"Cannot resume from {folder}: it was saved by an earlier version of this project; evaluate it, start a new "
-            f"run from it with encoder.weights={output}, or choose another `output`."
+            f"Cannot resume from {folder}: it was saved by an earlier version of this project; evaluate it, start a "
+            f"new run from it with encoder.weights={output}, or choose another `output`."
         )
     written = load_config(folder / "model" / "config.yaml")
     as_saved = dataclasses.replace(written.detector, config=str(folder / "model/detector/config.yaml"), overrides={})

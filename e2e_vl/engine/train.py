@@ -24,13 +24,14 @@ from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.loading.batches import BatchLoader
 from e2e_vl.data.loading.grouping import GroupedBatchSampler
 from e2e_vl.engine import checkpoint
-from e2e_vl.engine.build import Run, build_eval_data, build_run, resolve
+from e2e_vl.engine.build import resolve
 from e2e_vl.engine.evaluate import evaluate_splits
 from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.engine.logging import RunLog, write_json
 from e2e_vl.engine.optim import build_optimizer, build_schedule
-from e2e_vl.engine.report import write_report
+from e2e_vl.engine.run import Run, build_eval_data, build_run
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.report.page import write_report
+from e2e_vl.run_files import RunLog, write_json
 from e2e_vl.structures import Batch
 
 
@@ -321,7 +322,7 @@ class _Training:
         if self.accelerator.is_main_process:
             checkpoint.save_model(self.output / "model", self.config, model, self.built.tokenizer)
             write_json(self.output / "metrics.json", summary)
-            write_report(self.output, self.config)
+            write_report(self.output, self.config, model.task)
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         return summary

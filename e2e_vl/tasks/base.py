@@ -28,9 +28,8 @@ def check_choices(config: Any) -> None:
     """Raises ValueError for a field of `task.config` whose type lists its values (`Literal`) and that has another."""
     for name, hint in typing.get_type_hints(type(config)).items():
         if typing.get_origin(hint) is Literal and getattr(config, name) not in typing.get_args(hint):
-            raise ValueError(
-                f'task.config.{name} is "{getattr(config, name)}"; it must be one of {", ".join(typing.get_args(hint))}.'
-            )
+            allowed = ", ".join(typing.get_args(hint))
+            raise ValueError(f'task.config.{name} is "{getattr(config, name)}"; it must be one of {allowed}.')
 
 
 def check_dropout(name: str, value: float) -> None:
@@ -63,11 +62,24 @@ class HeadStart:
         copies: in the other head -> in this one.
         difference: (in the other head, in this one): row 1 minus row 0 of a classifier of two classes becomes a score.
         random: of this head, may keep its random start.
+        region_classes: of this head, has a row per region class; `task.config.has_background_last` says which of them
+            is the background.
     """
 
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     difference: tuple[str, str] | None = None
     random: tuple[str, ...] = ()
+    region_classes: tuple[str, ...] = ()
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """What it reads of the other head."""
+        return (*self.copies, *(self.difference or ())[:1])
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """All parts of this head."""
+        return (*self.copies.values(), *(self.difference or ())[1:], *self.random)
 
 
 class Task(nn.Module, abc.ABC):
@@ -85,6 +97,7 @@ class Task(nn.Module, abc.ABC):
     chooses_answers: ClassVar[bool] = False  # its config has `answers`, a list that may be built from the data
     blind_without_boxes: ClassVar[bool] = False  # the control without image sees no candidate boxes either
     starts_from: ClassVar[HeadStart | None] = None  # how its head starts from another task's; None: not at all
+    lends: ClassVar[tuple[str, ...]] = ()  # prefixes of its parameters from which heads of other tasks may start
     # a second text segment starts as a copy of the first, which alone was trained before (official VL-BERT code)
     copies_first_segment: ClassVar[bool] = False
     renamed: ClassVar[Mapping[str, str]] = {}  # prefixes of parameter names in models that were saved before -> now

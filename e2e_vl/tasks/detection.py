@@ -16,10 +16,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int64
 from torch import Tensor
 
+from detector.average_precision import coco_metrics
 from detector.boxes import pairwise_iou, rescale_detections
-from detector.evaluation import coco_metrics
 from detector.images import load_image
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.examples import ImageExample, TextExample
@@ -55,7 +56,7 @@ class DetectionConfig:
 class CategoryTargets(Targets):
     """What the classes of the detector are called in the data set."""
 
-    category_ids: Tensor | None = stacked()  # int64 [M, K]
+    category_ids: Int64[np.ndarray, " K"] | Int64[Tensor, "M K"] | None = stacked()
 
 
 class DetectionWording(Wording):
@@ -144,7 +145,7 @@ class DetectionTask(Task):
         return 2 * hits / (len(shown) + len(objects))
 
     def metrics(self, records: list[dict[str, Any]]) -> dict[str, float | None]:
-        """COCO average precision, see `detector.evaluation.coco_metrics`."""
+        """COCO average precision, see `detector.average_precision.coco_metrics`."""
         return coco_metrics(records)
 
     def draw(self, record: dict[str, Any]) -> np.ndarray:

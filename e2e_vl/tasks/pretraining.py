@@ -119,7 +119,10 @@ class PretrainingWording(Wording):
 class PretrainingTask(Task):
     """The objectives of a run. Each loss is a mean over all labelled items of the batch, 0 if there is none."""
 
-    starts_from = HeadStart(copies={"word_head.": "word_head."}, random=("",))
+    lends = ("",)
+    starts_from = HeadStart(
+        copies={"word_head.": "word_head."}, random=("",), region_classes=("masked_regions.output.",)
+    )
     renamed: ClassVar[Mapping[str, str]] = {
         "mlm.": "word_head.",
         "region_classifier.": "masked_regions.",
@@ -172,6 +175,8 @@ class PretrainingTask(Task):
     def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:
         """Objectives were keys of `task.config`; masking and exchanging of texts were options of the reader."""
         options = data.setdefault("config", {})
+        if options.get("source", "coco") not in ("coco", "shards"):  # the third one had another name
+            options["source"] = "json_lines"
         masking = {
             "probability": options.pop("word_probability", 0.15),
             "always_mask": options.pop("always_mask", False),

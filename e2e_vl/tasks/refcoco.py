@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from detector.boxes import pairwise_iou
@@ -80,7 +81,8 @@ class ReferringConfig:
 class ReferringTargets(Targets):
     """The box that each expression refers to."""
 
-    box: Tensor | None = stacked()  # float32 [M, 4], in pixels of the resized image (scaled and flipped, not clamped)
+    # in pixels of the resized image (scaled and flipped, not clamped)
+    box: Float[np.ndarray, " 4"] | Float[Tensor, "M 4"] | None = stacked()
 
 
 class ReferringWording(Wording):
@@ -101,7 +103,7 @@ class ReferringWording(Wording):
 
 
 class ReferringHead(nn.Module):
-    """Linear + GELU, dropout, Linear to one score: [M, R, E] -> [M, R]."""
+    """Linear + GELU, dropout, Linear to one score."""
 
     def __init__(self, hidden_size: int, dropout: float, new_layers: NewLayers = "official"):
         super().__init__()
@@ -110,7 +112,7 @@ class ReferringHead(nn.Module):
         self.output = nn.Linear(hidden_size, 1)
         start_head((self.transform["dense"], self.output), new_layers)
 
-    def forward(self, regions: Tensor) -> Tensor:
+    def forward(self, regions: Float[Tensor, "M R E"]) -> Float[Tensor, "M R"]:
         return self.output(self.dropout(F.gelu(self.transform["dense"](regions)))).squeeze(-1)
 
 
@@ -156,25 +158,29 @@ class ReferringTask(Task):
             losses["referring"] = loss(scores, positive, candidates)
         return TaskOutput(losses=losses, logits=scores.masked_fill(~candidates, -torch.inf))
 
-    def candidates(self, regions: TextRegions) -> Tensor:
-        """bool [M, R]: regions that may be the answer."""
+    def candidates(self, regions: TextRegions) -> Bool[Tensor, "M R"]:
+        """Regions that may be the answer."""
         if self.config.whole_image_can_win:
             return regions.attend
         others = regions.attend & ~regions.is_whole_image
         return torch.where(others.any(dim=1, keepdim=True), others, regions.attend)
 
-    def positive_regions(self, regions: TextRegions, referred: Tensor) -> Tensor:
-        """bool [M, R]: regions whose IoU with the referred boxes [M, 4] is above `positive_iou`."""
+    def positive_regions(self, regions: TextRegions, referred: Float[Tensor, "M 4"]) -> Bool[Tensor, "M R"]:
+        """Regions whose IoU with the referred boxes is above `positive_iou`."""
         iou_of_each = torch.vmap(functools.partial(pairwise_iou, plus_one=self.config.plus_one))
         return iou_of_each(regions.boxes, referred[:, None])[..., 0] > self.config.positive_iou
 
-    def _binary_loss(self, scores: Tensor, positive: Tensor, candidates: Tensor) -> Loss:
+    def _binary_loss(
+        self, scores: Float[Tensor, "M R"], positive: Bool[Tensor, "M R"], candidates: Bool[Tensor, "M R"]
+    ) -> Loss:
         weight = scores.new_tensor(self.config.positive_weight)
         truth = positive.to(scores.dtype)
         each = F.binary_cross_entropy_with_logits(scores, truth, pos_weight=weight, reduction="none")
         return Loss(total=(each * candidates).sum(), count=candidates.sum().float())
 
-    def _softmax_loss(self, scores: Tensor, positive: Tensor, candidates: Tensor) -> Loss:
+    def _softmax_loss(
+        self, scores: Float[Tensor, "M R"], positive: Bool[Tensor, "M R"], candidates: Bool[Tensor, "M R"]
+    ) -> Loss:
         labelled = positive.any(dim=1)
         # the lowest number instead of -inf: rows that are left out must not turn gradients into NaN
         lowest = torch.finfo(scores.dtype).min
@@ -217,7 +223,7 @@ class ReferringTask(Task):
             predictions.append({**(batch.records[row] if batch.records else {}), **answer})
         return predictions
 
-    def _check_candidates(self, batch: Batch, candidates: Tensor) -> None:
+    def _check_candidates(self, batch: Batch, candidates: Bool[Tensor, "M R"]) -> None:
         for row in (~candidates.any(dim=1)).nonzero().flatten().tolist():
             images = [batch.images.names[index] for index in batch.looks_at[row].tolist() if index >= 0]
             raise ValueError(

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from detector.interface import Detector
@@ -106,7 +107,8 @@ class VCRConfig:
 class VCRTargets(Targets):
     """Which choices are right."""
 
-    is_right: Tensor | None = stacked()  # float32 [M], 1 for the right choice of each four
+    # 1 for the right choice of each four
+    is_right: float | np.float32 | Float[Tensor, " M"] | None = stacked()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +176,7 @@ class VCRWording(Wording):
 
 
 class ChoiceHead(nn.Module):
-    """Dropout and a Linear: [M, E] -> [M]."""
+    """Dropout and a Linear."""
 
     def __init__(self, hidden_size: int, dropout: float, new_layers: NewLayers = "official"):
         super().__init__()
@@ -182,12 +184,12 @@ class ChoiceHead(nn.Module):
         self.output = nn.Linear(hidden_size, 1)
         start_head((self.output,), new_layers)
 
-    def forward(self, summary: Tensor) -> Tensor:
+    def forward(self, summary: Float[Tensor, "M E"]) -> Float[Tensor, " M"]:
         return self.output(self.dropout(summary)).squeeze(-1)
 
 
 class ObjectClassifier(nn.Module):
-    """Linear + GELU, dropout, Linear: [..., E] -> [..., C]."""
+    """Linear + GELU, dropout, Linear."""
 
     def __init__(self, hidden_size: int, num_classes: int, dropout: float, std: float):
         super().__init__()
@@ -198,7 +200,7 @@ class ObjectClassifier(nn.Module):
             nn.init.normal_(linear.weight, std=std)
             nn.init.zeros_(linear.bias)
 
-    def forward(self, regions: Tensor) -> Tensor:
+    def forward(self, regions: Float[Tensor, "*shape E"]) -> Float[Tensor, "*shape C"]:
         return self.output(self.dropout(F.gelu(self.transform["dense"](regions))))
 
 
@@ -332,14 +334,14 @@ class VCRTask(Task):
                 losses["region_class"] = self._region_loss(batch, regions, encoded.regions)
         return TaskOutput(losses=losses, logits=logits)
 
-    def _choice_loss(self, logits: Tensor, is_right: Tensor) -> Loss:
+    def _choice_loss(self, logits: Float[Tensor, "U 4"], is_right: Float[Tensor, "U 4"]) -> Loss:
         if self.config.loss == "sigmoid":
             total = F.binary_cross_entropy_with_logits(logits, is_right.to(logits.dtype), reduction="sum")
             return Loss(total=total, count=total.new_tensor(float(logits.numel())).detach())
         total = F.cross_entropy(logits, is_right.argmax(dim=1), reduction="sum")
         return Loss(total=total, count=total.new_tensor(float(len(logits))).detach())
 
-    def _region_loss(self, batch: Batch, regions: TextRegions, states: Tensor) -> Loss:
+    def _region_loss(self, batch: Batch, regions: TextRegions, states: Float[Tensor, "M R E"]) -> Loss:
         """Every region of every text counts, the whole image as class 0."""
         kept = regions.attend
         classes = regions.gather(batch.region_labels.classes, fill=-1)[kept] + 1

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -52,11 +53,11 @@ class VQAConfig:
 
     Attributes:
         answers: the possible answers, the position in the list is the class. In settings also a file, see
-            `e2e_vl.data.formats.vqa_files.read_answers`; None = `data.files.answers`, or else built from the annotations of
-            the training split. Of an answer that is listed twice the first counts; `<unk>` is never a target and never
-            predicted.
-        min_answer_count: a list built from annotations holds what is the most frequent answer to at least this number of
-            questions; 9 gives the usual 3,129 answers of VQA v2's train and val.
+            `e2e_vl.data.formats.vqa_files.read_answers`; None: `data.files.answers`, or built from the annotations
+            of the training split. Of an answer that is listed twice the first counts; `<unk>` is never a target and
+            never predicted.
+        min_answer_count: a list built from annotations holds what is the most frequent answer to at least this number
+            of questions; 9 gives the usual 3,129 answers of VQA v2's train and val.
         dropout: dropout before the last Linear.
         loss: "binary": a binary cross entropy per answer with soft targets, summed over the answers (official).
             "softmax": a cross entropy with the most frequent answer as truth (paper, section 4.2.2); texts without a
@@ -89,8 +90,10 @@ class VQAConfig:
 class VQATargets(Targets):
     """How good each answer is, and the best one."""
 
-    scores: Tensor | None = stacked()  # float32 [M, Y], soft targets
-    best: Tensor | None = stacked()  # int64 [M], class of the most frequent known answer; -1: none is known
+    scores: Float[np.ndarray, " Y"] | Float[Tensor, "M Y"] | None = stacked()  # soft targets
+    best: int | np.int64 | Int64[Tensor, " M"] | None = (
+        stacked()
+    )  # class of the most frequent answer; -1: none is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +163,7 @@ class AnswerList:
 
 
 class AnswerHead(nn.Module):
-    """Linear + GELU + LayerNorm (BERT's masked-word transform), dropout, Linear: [M, E] -> [M, Y]."""
+    """Linear + GELU + LayerNorm (BERT's masked-word transform), dropout, Linear."""
 
     def __init__(self, hidden_size: int, num_answers: int, dropout: float, new_layers: NewLayers = "official"):
         super().__init__()
@@ -171,7 +174,7 @@ class AnswerHead(nn.Module):
         self.output = nn.Linear(hidden_size, num_answers)
         start_head((self.transform["dense"], self.output), new_layers)
 
-    def forward(self, states: Tensor) -> Tensor:
+    def forward(self, states: Float[Tensor, "M E"]) -> Float[Tensor, "M Y"]:
         states = self.transform["norm"](F.gelu(self.transform["dense"](states)))
         return self.output(self.dropout(states))
 
@@ -271,7 +274,7 @@ class VQATask(Task):
             losses["vqa"] = self._loss(logits, batch.targets)
         return TaskOutput(losses=losses, logits=logits)
 
-    def _loss(self, logits: Tensor, targets: VQATargets) -> Loss:
+    def _loss(self, logits: Float[Tensor, "M Y"], targets: VQATargets) -> Loss:
         if self.config.loss == "binary":
             total = F.binary_cross_entropy_with_logits(logits, targets.scores.to(logits), reduction="sum")
             return Loss(total=total, count=logits.new_tensor(float(len(logits))))

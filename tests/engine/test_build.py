@@ -12,8 +12,9 @@ import torch
 
 from detector.checkpoint import save_pretrained, save_weights
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.examples import Request
-from e2e_vl.engine.build import build_dataset, build_detector, build_tokenizer, make_synthetic_data
+from e2e_vl.data.loading.requests import Request
+from e2e_vl.engine.build import build_detector, build_model
+from e2e_vl.engine.build_data import build_examples, build_tokenizer, make_synthetic_data
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,5 +60,6 @@ def test_data_under_the_home_folder(monkeypatch, tmp_path, name):
     make_synthetic_data(config)
     assert (tmp_path / "home" / "drawn" / "synthetic.json").is_file()
     tokenizer = build_tokenizer(config)
-    dataset = build_dataset(config, tokenizer, "train", boxes=config.data.boxes.train, training=True)
-    assert len(dataset[Request(0, (dataset.groups[0][0],))].images) == 1
+    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
+    examples = build_examples(config, model, tokenizer, "train", boxes=config.data.boxes.train, training=True)
+    assert len(examples[Request(0, (examples.groups[0][0],))].images) == 1

@@ -11,17 +11,17 @@ import torch
 import yaml
 
 from detector.config import DetectorConfig
-from e2e_vl.config import load_config
-from e2e_vl.data.caption_settings import CaptionConfig
-from e2e_vl.data.files import read_options
-from e2e_vl.data.vcr_options import VCROptions
-from e2e_vl.engine.build import build_dataset, build_model, take_sizes_of_detector
+from e2e_vl.config import RunConfig, load_config
+from e2e_vl.data.base import open_options
+from e2e_vl.engine.build import build_model, build_objectives, named_parts, resolve, task_config
+from e2e_vl.engine.build_data import build_examples
+from e2e_vl.tasks.objectives.base import Objective, Sizes
 from e2e_vl.text import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").rglob("*.yaml"))
 VOCABULARY = 1000
-OBJECTIVES = {"masked_words": 1.0, "masked_regions": 1.0, "relationship": 0.0, "masked_text": 1.0}  # and defaults
+OBJECTIVES = ("masked_words", "masked_regions", "relationship", "masked_text")
 
 
 def is_run(path: Path) -> bool:
@@ -55,36 +55,45 @@ def test_detector_files_load_and_come_back_equal(path):
     assert DetectorConfig.from_yaml(yaml.safe_load(config.to_yaml())) == config
 
 
+def without_files(config: RunConfig) -> RunConfig:
+    """Settings of a model that starts at random, with a list of answers if it needs one, which comes with the data."""
+    task = config.task
+    if task.name == "vqa":
+        task = dataclasses.replace(task, config={**task.config, "answers": ["yes", "no"]})
+    return dataclasses.replace(
+        config,
+        detector=dataclasses.replace(config.detector, weights=None),
+        encoder=dataclasses.replace(config.encoder, weights=None),
+        task=task,
+    )
+
+
 @pytest.mark.parametrize("path", RUNS, ids=name_of)
 def test_the_model_of_a_run_can_be_built(path):
     """On the meta device: every parameter has its shape, and none takes memory."""
     missing = [] if "root" in yaml.safe_load(path.read_text()).get("data", {}) else ["data.root=DATA"]
-    config = load_config(path, missing)
-    config = dataclasses.replace(
-        config,
-        detector=dataclasses.replace(config.detector, weights=None),
-        encoder=dataclasses.replace(config.encoder, weights=None),
-    )
-    if config.task.name == "vqa":  # the list of answers comes with the data
-        config = dataclasses.replace(config, task=dataclasses.replace(config.task, config={"answers": ["yes", "no"]}))
+    config = without_files(load_config(path, missing))
     with torch.device("meta"):
         model = build_model(config, vocab_size=VOCABULARY)
     assert model.encoder.config.feature_dim == model.detector.feature_dim
     if config.encoder.name != "none":
         assert model.encoder.get_input_embeddings().weight.shape[0] == VOCABULARY
     assert any(parameter.requires_grad for parameter in model.parameters())
-    if config.task.name == "pretraining":  # objectives, encoder and detector fit each other; needs no words
-        model.task.initialise(None, model.encoder, model.detector)
-        frozen_copy = config.task.config.get("teacher", "frozen") == "frozen" and model.task.config.masked_regions > 0
-        assert (model.task.teacher is not None) == frozen_copy
-    if config.task.name in ("pretraining", "vcr"):  # and the data fit them
-        kind = CaptionConfig if config.task.name == "pretraining" else VCROptions
-        options = read_options(kind, config.data.config, "data.config")
+    if config.task.name in ("pretraining", "vcr"):  # objectives, encoder, detector and data fit each other
+        model.task.initialise(None, model.encoder, model.detector)  # needs no words
+        options = open_options(named_parts(config).dataset, config.data)[1]
         has_corpus = "corpus" in config.data.files and getattr(options, "use_corpus", False)
-        data = types.SimpleNamespace(config=options, options=options, corpus="corpus" if has_corpus else None)
-        if kind is VCROptions:
-            model.task.initialise(None, model.encoder, model.detector)
-        model.task.check_data(data, model.detector)
+        facts = types.SimpleNamespace(
+            groups=[[0], [1]],
+            class_names=getattr(options, "class_names", None),
+            corpus="corpus" if has_corpus else None,
+            truths=list,
+        )
+        model.task.check_data(facts, model.detector)
+    frozen_copy = (
+        config.task.name == "pretraining" and model.task.config.teacher == "frozen" and model.task.hiding.hides
+    )
+    assert (model.teacher is not None) == frozen_copy
 
 
 @pytest.mark.parametrize("path", RUNS, ids=name_of)
@@ -92,11 +101,13 @@ def test_missing_data_are_named(path, tmp_path):
     """All options of the data are accepted, and the first file that is not there is named."""
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red"]))
-    config = load_config(path, [f"data.root={tmp_path / 'nowhere'}"])
-    take_sizes_of_detector(config)
+    config = resolve(load_config(path, [f"data.root={tmp_path / 'nowhere'}"]))
+    with torch.device("meta"):
+        model = build_model(without_files(config), vocab_size=VOCABULARY)
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        build_dataset(
+        build_examples(
             config,
+            model,
             load_tokenizer(str(vocabulary)),
             config.data.train_split,
             boxes=config.data.boxes.train,
@@ -110,22 +121,26 @@ def test_the_ablations_differ_in_their_switches_only():
         name: load_config(ROOT / "configs" / "pretraining" / f"{name}.yaml", ["data.root=DATA", "output=RUN"])
         for name in ("vl_bert_base_e2e", *(f"ablation_{letter}" for letter in ("a", "b", "c", "d", "full")))
     }
+
+    def objectives_of(name: str) -> dict[str, Objective]:
+        return build_objectives(task_config(runs[name]).objectives, Sizes(hidden_size=8, vocab_size=10))
+
     switches = {
         name.removeprefix("ablation_"): (
-            *(config.task.config.get(key, default) for key, default in OBJECTIVES.items()),
-            config.data.config.get("relationship", 0.0) > 0,
+            *(objectives_of(name)[key].config.weight if key in objectives_of(name) else 0 for key in OBJECTIVES),
             config.data.config.get("use_corpus", True),
             config.detector.freeze,
         )
         for name, config in runs.items()
     }
+    assert objectives_of("ablation_c")["relationship"].config.probability == 0.5
     assert switches == {
-        "a": (1, 0, 0, 0, False, False, True),
-        "b": (1, 1, 0, 0, False, False, True),
-        "c": (1, 1, 1, 0, True, False, True),
-        "d": (1, 1, 0, 1, False, True, True),
-        "full": (1, 1, 0, 1, False, True, False),
-        "vl_bert_base_e2e": (1, 1, 0, 1, False, True, False),
+        "a": (1, 0, 0, 0, False, True),
+        "b": (1, 1, 0, 0, False, True),
+        "c": (1, 1, 1, 0, False, True),
+        "d": (1, 1, 0, 1, True, True),
+        "full": (1, 1, 0, 1, True, False),
+        "vl_bert_base_e2e": (1, 1, 0, 1, True, False),
     }
     assert all(config.train == runs["vl_bert_base_e2e"].train for config in runs.values())
 
@@ -145,4 +160,4 @@ def test_what_a_run_reads_is_drawn(path):
 @pytest.mark.parametrize("path", RUNS, ids=name_of)
 def test_a_run_names_its_command(path):
     comment = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
-    assert any("tools/" in line and (name_of(path) in line or "benchmark.py" in line) for line in comment)
+    assert any("tools/" in line and (name_of(path) in line or "/benchmark.py" in line) for line in comment)

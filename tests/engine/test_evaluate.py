@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from detector.selection import SelectionRule
-from e2e_vl.engine.build import Run, build_dataset
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.engine.build_data import build_examples
 from e2e_vl.engine.checkpoint import load_model
-from e2e_vl.engine.evaluate import METRIC_SUFFIX, evaluate, evaluate_run
-from e2e_vl.engine.extract import extractor_of_run
+from e2e_vl.engine.evaluate import evaluate, evaluate_run
 from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.engine.run import Run
 from e2e_vl.engine.train import train
 from e2e_vl.evaluation.refexp import hits
+from e2e_vl.extraction.detectors import detector_of_run
+from tests.same import assert_same
 from tools import evaluate as tool
 
 BOXES = ("gt", "detections", "online")
@@ -35,21 +37,21 @@ def test_a_saved_model_is_the_model_in_memory(trained_run):
     assert set(saved) == set(kept)
     assert all(torch.equal(value, kept[name]) for name, value in saved.items())
     assert model.detector.config == trained_run.model.detector.config
-    dataset = build_dataset(config, tokenizer, "val", boxes="online")
+    examples = build_examples(config, model, tokenizer, "val", boxes="online")
     accelerator = make_accelerator("no")
     answers = [
-        evaluate(config, Run(one, tokenizer, None, trained_run.run.collate), one, dataset, accelerator)
+        evaluate(config, Run(one, tokenizer, None, trained_run.run.collate), one, examples, accelerator)
         for one in (model, trained_run.model)
     ]
-    assert answers[0] == answers[1]
+    assert_same(answers[0], answers[1])
 
 
 @pytest.mark.parametrize("boxes", BOXES)
 def test_evaluating_a_run_gives_the_numbers_of_its_training(trained_run, boxes, tmp_path):
     metrics, path = evaluate_run(trained_run.path, split="val", boxes=boxes, output=tmp_path / "deep" / "p.json")
     assert len(metrics) > 3
-    assert metrics == {name: trained_run.metrics[name] for name in metrics}
-    assert predictions(path) == predictions(trained_run.path / f"predictions_val_{boxes}.json")
+    assert_same(metrics, {name: trained_run.metrics[name] for name in metrics})
+    assert_same(predictions(path), predictions(trained_run.path / f"predictions_val_{boxes}.json"))
 
 
 def test_boxes_of_a_detector_that_never_learned_to_find_any_are_warned_of(tiny_config, caplog):
@@ -61,20 +63,20 @@ def test_boxes_of_a_detector_that_never_learned_to_find_any_are_warned_of(tiny_c
     assert "random" not in caplog.text
     evaluate_run(run, split="val", boxes="online", output=run / "online.json")
     assert "The detector's own boxes are random" in caplog.text
-    assert extractor_of_run(run, SelectionRule()).warning.startswith("The run's detector learned to describe given")
+    assert detector_of_run(run).warning.startswith("The run's detector learned to describe given")
 
 
 def test_boxes_of_a_trained_detector_are_not_warned_of(trained_run, tmp_path, caplog):
     evaluate_run(trained_run.path, split="val", boxes="online", output=tmp_path / "again.json")
     assert "random" not in caplog.text
-    assert extractor_of_run(trained_run.path, SelectionRule()).warning == ""
+    assert detector_of_run(trained_run.path).warning == ""
 
 
 @pytest.mark.parametrize("boxes", BOXES)
 def test_predictions_say_what_was_counted(trained_run, boxes):
     records = predictions(trained_run.path / f"predictions_val_{boxes}.json")
     metrics = trained_run.metrics
-    suffix = METRIC_SUFFIX[boxes]
+    suffix = BoxSource(boxes).metric_suffix
     assert metrics[f"val/count_{suffix}"] == len(records)
     assert metrics[f"val/accuracy_{suffix}"] == pytest.approx(np.mean([record["correct"] for record in records]))
     families = {record["family"] for record in records}
@@ -91,20 +93,20 @@ def test_predictions_say_what_was_counted(trained_run, boxes):
 
 def test_the_first_images_only(trained_run):
     config, model, tokenizer = load_model(trained_run.path)
-    dataset = build_dataset(config, tokenizer, "val", boxes="gt")
+    examples = build_examples(config, model, tokenizer, "val", boxes="gt")
     run = Run(model, tokenizer, None, trained_run.run.collate)
-    records = evaluate(config, run, model, dataset, make_accelerator("no"), max_images=2)
-    assert [record["text_index"] for record in records] == sorted(dataset.groups[0] + dataset.groups[1])
+    records = evaluate(config, run, model, examples, make_accelerator("no"), max_images=2)
+    assert [record["text_index"] for record in records] == sorted(examples.groups[0] + examples.groups[1])
 
 
 def test_texts_that_are_predicted_twice_are_an_error(trained_run):
     config, model, tokenizer = load_model(trained_run.path)
-    dataset = build_dataset(config, tokenizer, "val", boxes="gt")
+    examples = build_examples(config, model, tokenizer, "val", boxes="gt")
     run = Run(model, tokenizer, None, trained_run.run.collate)
     task, predict = model.task, model.task.predict
     task.predict = lambda batch, output: predict(batch, output) * 2
     with pytest.raises(RuntimeError, match="some are missing or double"):
-        evaluate(config, run, model, dataset, make_accelerator("no"))
+        evaluate(config, run, model, examples, make_accelerator("no"))
 
 
 # tools/evaluate.py
@@ -123,7 +125,7 @@ def test_the_tool_prints_accuracy_and_ceiling_of_every_convention(trained_run, c
     assert tool.main([*arguments, "--output", str(output)]) == 0
     values = printed(capsys)
     records = predictions(output)
-    suffix = METRIC_SUFFIX[boxes]
+    suffix = BoxSource(boxes).metric_suffix
     for name, key in (("accuracy", lambda r: [r["box"]]), ("ceiling", lambda r: r["candidate_boxes"])):
         right = [
             hits(np.array(key(record)), np.array(record["gt_box"]), iou, record["image_size"]).any()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
 import pytest
 
 from e2e_vl.config import ResizeSettings, differences, load_config, save_config
-from e2e_vl.data import collate
-from e2e_vl.data.asked import Asked
-from e2e_vl.data.examples import Request
-from e2e_vl.engine.build import build_run, take_sizes_of_detector
+from e2e_vl.data.loading import collate
+from e2e_vl.data.loading.requests import Request
+from e2e_vl.engine.build import resolve
 from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.predict import answer_text, predict_split
+from e2e_vl.engine.predict import answer_question, predict_split
+from e2e_vl.engine.run import build_run
+from e2e_vl.engine.train import train
+from e2e_vl.samples import Question
 
 ROOT = Path(__file__).parents[2]
 TESTED_AT_96 = "{MIN_SIZE_TRAIN: [96, 112, 128], MAX_SIZE_TRAIN: 160, MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 160}"
@@ -22,31 +25,34 @@ TESTED_AT_96 = "{MIN_SIZE_TRAIN: [96, 112, 128], MAX_SIZE_TRAIN: 160, MIN_SIZE_T
 def test_the_sizes_are_those_of_the_yaml_file_and_are_saved_with_the_run(tiny_config):
     config = tiny_config("data.resize=null", f"detector.overrides.INPUT={TESTED_AT_96}")
     assert config.data.resize is None
-    build_run(config)  # testing takes the last size
-    assert config.data.resize == ResizeSettings([112, 128, 96], 160, "detectron2")
-    before = config.data.resize
-    take_sizes_of_detector(config)
-    assert config.data.resize is before
+    resolved = resolve(config)
+    assert resolved.data.resize == ResizeSettings([112, 128, 96], 160, "detectron2")  # testing takes the last
+    assert resolve(resolved) == resolved
+    assert config.data.resize is None  # settings never change
+    train_data = build_run(resolved).train_data
+    assert {rule.short_edge for rule in train_data.loader.rules.resize} == {112, 128, 96}
+    short = dataclasses.replace(config.train, max_steps=1)
+    train(dataclasses.replace(config, train=short, eval=dataclasses.replace(config.eval, boxes=["gt"])))
+    for name in ("config.yaml", "model/config.yaml"):
+        assert load_config(Path(config.output) / name).data.resize == resolved.data.resize
 
 
 def test_a_range_is_every_size_in_it(tiny_config):
     sizes = TESTED_AT_96.replace("[96, 112, 128]", "[94, 97]").replace("{", "{MIN_SIZE_TRAIN_SAMPLING: range, ")
     config = tiny_config("data.resize=null", f"detector.overrides.INPUT={sizes}")
-    take_sizes_of_detector(config)
-    assert config.data.resize.short_edge == [94, 95, 97, 96]
+    assert resolve(config).data.resize.short_edge == [94, 95, 97, 96]
 
 
 @pytest.mark.parametrize("change", [("MIN_SIZE_TEST: 96", "MIN_SIZE_TEST: 100"), ("TEST: 160", "TEST: 200")])
 def test_sizes_that_cannot_be_expressed_are_an_error(tiny_config, change):
     config = tiny_config("data.resize=null", f"detector.overrides.INPUT={TESTED_AT_96.replace(*change)}")
     with pytest.raises(ValueError, match=r"tests at other sizes than it trains at .*write data.resize yourself"):
-        build_run(config)
+        resolve(config)
 
 
 def test_the_detection_config_trains_at_the_sizes_of_detectron2(monkeypatch):
     monkeypatch.chdir(ROOT)
-    config = load_config(ROOT / "configs" / "detection" / "R_50_C4_1x.yaml", ["data.root=unused"])
-    take_sizes_of_detector(config)
+    config = resolve(load_config(ROOT / "configs" / "detection" / "R_50_C4_1x.yaml", ["data.root=unused"]))
     assert config.data.resize == ResizeSettings([640, 672, 704, 736, 768, 800], 1333, "detectron2")
     own = load_config(
         ROOT / "configs" / "detection" / "R_50_C4_1x.yaml", ["data.root=unused", "data.resize.short_edge=[600]"]
@@ -58,7 +64,7 @@ def test_the_detection_config_trains_at_the_sizes_of_detectron2(monkeypatch):
 def test_the_canvas_of_the_settings_reaches_the_batches(tiny_config):
     for canvas, expected in (("null", None), ("[200,240]", (200, 240))):
         run = build_run(tiny_config(f"data.canvas={canvas}"))
-        images = run.collate([run.train_dataset[Request(0, (run.train_dataset.groups[0][0],))]]).images
+        images = run.collate([run.train_data[Request(0, (run.train_data.groups[0][0],))]]).images
         assert images.pixels.shape[2:] == (expected or tuple(images.sizes[0].tolist()))
 
 
@@ -81,7 +87,7 @@ def test_a_trained_model_sees_images_on_the_canvas_of_its_settings(trained_run, 
     for action in (
         lambda: evaluate_run(run, split="val", boxes="gt"),
         lambda: predict_split(run, split="val", boxes="gt", output=tmp_path / "val.json"),
-        lambda: answer_text(run, Asked(image, "the circle")),
+        lambda: answer_question(run, Question(image, "the circle")),
     ):
         seen.clear()
         action()

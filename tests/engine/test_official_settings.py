@@ -14,7 +14,8 @@ import pytest
 from detector.config import DetectorConfig
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.encoders.vl_bert import VLBertConfig
-from e2e_vl.engine.build import TASKS
+from e2e_vl.engine.build import TASKS, build_objectives
+from e2e_vl.tasks.objectives.base import Sizes
 
 ROOT = Path(__file__).parents[2]
 VCR_QUESTIONS = 212_923  # of the training split
@@ -178,10 +179,19 @@ def test_detector_and_images(name):
 def test_pretraining(name):
     config = load(name)
     task, with_texts = task_config(config), OFFICIAL[name].texts > 0
-    weights = (task.masked_words, task.masked_regions, task.masked_text, task.relationship)
-    assert weights == (1.0, 1.0, float(with_texts), 0.0)
+    objectives = build_objectives(task.objectives, Sizes(hidden_size=8, vocab_size=10))
+    weights = {objective: module.config.weight for objective, module in objectives.items()}
+    assert weights == {"masked_words": 1.0, "masked_regions": 1.0} | ({"masked_text": 1.0} if with_texts else {})
     assert config.data.config.get("use_corpus", True) == with_texts
-    assert (config.data.config["corpus_words"], config.data.config["corpus_length"], task.max_length) == (64, 64, 64)
+    if with_texts:
+        corpus = objectives["masked_text"].config
+        assert (corpus.min_words, corpus.max_length, corpus.special_tokens) == (64, 64, False)
+    masking = [
+        (one.probability, one.always_mask)
+        for one in (objectives[key].config for key in weights if key != "masked_regions")
+    ]
+    assert set(masking) == {(0.15, False)}
+    assert task.max_length == 64
     assert task.hide_pixels == ("prec" not in name)  # MASK_RAW_PIXELS cannot hide what is precomputed
 
 

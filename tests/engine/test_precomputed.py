@@ -12,14 +12,17 @@ import torch
 from detector.images import ResizeRule
 from detector.precomputed import PrecomputedDetector
 from detector.structures import ImageBatch, PrecomputedFeatures
-from e2e_vl.data.examples import Request
-from e2e_vl.data.features.stores import open_features
-from e2e_vl.data.image_lists import list_images, read_given_boxes
-from e2e_vl.engine.build import build_run
-from e2e_vl.engine.bulk_extract import Extraction, extract_features, make_stamp
+from e2e_vl.data.formats.image_lists import list_images, read_given_boxes
+from e2e_vl.data.loading.requests import Request
+from e2e_vl.data.storage.features.stores import open_features
 from e2e_vl.engine.checkpoint import load_model
-from e2e_vl.engine.describe import DescribeSettings
+from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.engine.run import build_run
 from e2e_vl.engine.train import train
+from e2e_vl.extraction.bulk import ExtractionJob, extract_images
+from e2e_vl.extraction.chain import ExtractionSettings
+from e2e_vl.extraction.detectors import LoadedDetector
+from e2e_vl.extraction.stamp import make_stamp
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 LIVE = ("detector.loss_weight=0", "detector.freeze=true", "data.boxes.train=gt")
@@ -33,14 +36,14 @@ def make_features(tiny_config, tmp_path: Path):
         data = live.config.data
         instances = Path(data.root) / data.files["instances"]
         resize = ResizeRule(data.resize.short_edge[-1], data.resize.long_edge, data.resize.rounding)
-        settings = DescribeSettings("given", image_feature=image_feature)
-        detector = live.model.detector
+        settings = ExtractionSettings("given", image_feature=image_feature)
+        source = LoadedDetector(live.model.detector, resize)
         output = tmp_path / {"npz": "features", "hdf5": "features.h5"}.get(layout, f"features.{layout}")
-        stamp = make_stamp(detector, resize, settings, weights=None, seed=0, boxes_file=instances)
+        stamp = make_stamp(source, settings, boxes_file=instances)
         images = list_images(instances, Path(data.root) / data.files["images"])
         given = read_given_boxes(instances)
-        job = Extraction(images, output, layout, detector, resize, settings, given, stamp, workers=0)
-        assert not extract_features(job).failures
+        job = ExtractionJob(images, output, layout, source, settings, given, stamp, workers=0)
+        assert not extract_images(job, make_accelerator("no")).failures
         return output
 
     return make
@@ -78,13 +81,13 @@ def test_losses_and_gradients_are_those_of_the_live_detector(layout, live, make_
         getattr(run.model, name).load_state_dict(getattr(live.model, name).state_dict())
     for one in (live, run):
         one.model.train()
-    groups = live.train_dataset.groups
-    assert run.train_dataset.groups == groups
+    groups = live.train_data.groups
+    assert run.train_data.groups == groups
     for group in range(4):
         request = Request(group, tuple(groups[group][:3]))
         outputs = []
         for one in (live, run):
-            output = one.model(one.collate([one.train_dataset[request]]))
+            output = one.model(one.collate([one.train_data[request]]))
             one.model.zero_grad()
             output.losses["referring"].mean.backward()
             outputs.append(output)
@@ -117,7 +120,7 @@ def test_a_run_on_precomputed_features(live, make_features, precomputed_config):
 
 def test_the_whole_image_is_missing(live, make_features, precomputed_config):
     run = build_run(precomputed_config(make_features(live, image_feature=False)))
-    batch = run.collate([run.train_dataset[Request(0, (run.train_dataset.groups[0][0],))]])
+    batch = run.collate([run.train_data[Request(0, (run.train_data.groups[0][0],))]])
     with pytest.raises(ValueError, match="extract the features with --image-feature"):
         run.model(batch)
 
@@ -128,13 +131,17 @@ def test_the_whole_image_is_missing(live, make_features, precomputed_config):
         (["data.boxes.train=gt"], "The box source is gt and detector.backend is precomputed"),
         (["detector.backend=builtin"], "The box source is precomputed and detector.backend is builtin"),
         (["detector.loss_weight=1"], "there is no network"),
-        (["data.flip=0.5"], "set data.flip to 0"),
         (["data.files.features=nowhere.tsv"], r"nowhere\.tsv"),
     ],
 )
 def test_settings_that_do_not_fit(words, message, precomputed_config, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         build_run(precomputed_config(tmp_path, *words))
+
+
+def test_saved_features_are_not_mirrored(live, make_features, precomputed_config):
+    with pytest.raises(ValueError, match=r"set data\.flip to 0"):
+        build_run(precomputed_config(make_features(live), "data.flip=0.5"))
 
 
 def test_features_of_other_images(live, make_features, precomputed_config):

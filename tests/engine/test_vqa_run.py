@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from e2e_vl.config import load_config
-from e2e_vl.data.examples import Request
-from e2e_vl.engine.build import build_run, build_tokenizer, make_synthetic_data
+from e2e_vl.data.loading.requests import Request
+from e2e_vl.engine.build_data import build_tokenizer, make_synthetic_data
 from e2e_vl.engine.checkpoint import load_model
 from e2e_vl.engine.evaluate import evaluate_run
+from e2e_vl.engine.run import build_run
 from e2e_vl.engine.train import train
 from e2e_vl.evaluation.vqa import vqa_accuracy, vqa_submission
+from tests.same import assert_same
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +58,7 @@ def test_a_run_trains_evaluates_and_is_loaded_with_its_answers(config_of, tmp_pa
     again, path = evaluate_run(moved, split="val", boxes="gt", output=tmp_path / "p.json")
     assert again["val/accuracy_gt_boxes"] == metrics["val/accuracy_gt_boxes"]
     records = json.loads(path.read_text())
-    assert records == json.loads((moved / "predictions_val_gt.json").read_text())
+    assert_same(records, json.loads((moved / "predictions_val_gt.json").read_text()))
     assert {record["answer"] for record in records} <= set(answers)
     report = vqa_accuracy(vqa_submission(records), records, 12)
     assert report["overall"] == pytest.approx(100 * metrics["val/accuracy_gt_boxes"], abs=1e-9)
@@ -99,8 +101,8 @@ def test_the_vocabulary_has_questions_and_answers(config_of):
 @pytest.mark.parametrize("boxes", ["gt", "online"])
 def test_controls_train(config_of, control, boxes):
     run = build_run(config_of(control, f"data.boxes.train={boxes}"))
-    dataset = run.train_dataset
-    batch = run.collate([dataset[Request(group, tuple(dataset.groups[group][:3]))] for group in range(2)])
+    examples = run.train_data
+    batch = run.collate([examples[Request(group, tuple(examples.groups[group][:3]))] for group in range(2)])
     output = run.model(batch)
     output.losses["vqa"].mean.backward()
     assert torch.isfinite(output.losses["vqa"].mean)

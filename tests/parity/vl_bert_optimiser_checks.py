@@ -51,10 +51,9 @@ def settings_of(name: str, options: dict) -> TrainSettings:
         return TrainSettings(
             optimizer="adamw_official", betas=adamw["betas"], eps=adamw["eps"], schedule="triangle", **common
         )
-    sgd = options["sgd"]
-    return TrainSettings(
-        optimizer="sgd", momentum=sgd["momentum"], schedule="steps", decay_steps=sgd["milestones"], **common
-    )
+    sgd, milestones = options["sgd"], options["sgd"]["milestones"]
+    schedule = "steps" if milestones else "constant"
+    return TrainSettings(optimizer="sgd", momentum=sgd["momentum"], schedule=schedule, decay_steps=milestones, **common)
 
 
 @pytest.mark.parametrize("resumed", [False, True])

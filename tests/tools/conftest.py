@@ -8,22 +8,18 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.config import load_config
+from tests.conftest import cpu_with_one_thread
 
 ROOT = Path(__file__).parents[2]
 
 
 def trained(folder: Path, name: str, *words: str) -> Path:
-    from accelerate.state import AcceleratorState
-
     from e2e_vl.engine.train import train
 
     own = [f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}", f"output={folder / 'run'}", *words]
     config = load_config(ROOT / "configs" / "tiny" / f"{name}.yaml", [*own, "train.max_steps=1"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        AcceleratorState._reset_state(reset_partial_state=True)
+    with cpu_with_one_thread():
         train(config)
-        AcceleratorState._reset_state(reset_partial_state=True)
     return folder / "run"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -11,18 +12,27 @@ import pytest
 import torch
 from PIL import Image
 
-from e2e_vl.data.examples import Request
-from e2e_vl.engine.build import build_collate, build_dataset
+from e2e_vl.data.loading.requests import Request
+from e2e_vl.engine.build_data import build_collate, build_examples
 from e2e_vl.engine.checkpoint import load_model
-from e2e_vl.evaluation import vcr
+from tests.leaderboard import read_leaderboard
+from tests.same import assert_same
 from tests.tools.calls import ask, data_root, first_image, gt_corners, is_picture, refused, saved, split, tagged, told
 from tools import predict as tool
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
+def margin(scores: list[float], *, of_all: bool = False) -> float:
+    """How far the best score is above the second; of all: the least distance of two neighbours."""
+    ordered = sorted(scores, reverse=True)
+    gaps = [one - other for one, other in itertools.pairwise(ordered)]
+    return min(gaps if of_all else gaps[:1], default=1.0)
+
+
 def test_a_phrase_gets_the_box_of_the_evaluation(trained_run, tmp_path, capsys):
-    record = saved(trained_run.path, "predictions_val_online.json")[0]
+    records = saved(trained_run.path, "predictions_val_online.json")
+    record = max(records, key=lambda record: margin(record["candidate_scores"]))
     words = ask(trained_run.path, record["file_name"], record["sent"], "--output", tmp_path)
     assert tool.main(words) == 0
     answer = json.loads((tmp_path / "answer.json").read_text())
@@ -46,12 +56,13 @@ def test_a_phrase_among_given_boxes(trained_run, tmp_path):
         more = ["--boxes", *words, "--output", tmp_path / "out"]
         assert tool.main(ask(trained_run.path, record["file_name"], record["sent"], *more)) == 0
         found.append(json.loads((tmp_path / "out" / "answer.json").read_text()))
-    assert all(one == found[0] for one in found)
+    for one in found[1:]:
+        assert_same(one, found[0])
     np.testing.assert_allclose(found[0]["regions"], given, atol=1e-3)
 
 
 def test_a_question_gets_its_best_answers(vqa_run, tmp_path, capsys):
-    record = saved(vqa_run)[0]
+    record = max(saved(vqa_run), key=lambda record: margin([score for _, score in record["top_answers"]], of_all=True))
     source = json.loads((data_root(vqa_run) / "refcoco+" / "instances.json").read_text())
     corners = [
         f"{x},{y},{x + w},{y + h}"
@@ -75,7 +86,7 @@ def test_choices_get_the_probabilities_of_the_evaluation(vcr_runs, tmp_path, cap
     assert tool.main(split(vcr_runs[0], "val", tmp_path / "val.csv", "--rationale-run", vcr_runs[1])) == 0
     root = data_root(run) / "vcr"
     question = json.loads((root / "val.jsonl").read_text().splitlines()[0])
-    expected = vcr.read_submission(tmp_path / "val.csv")
+    expected = read_leaderboard(tmp_path / "val.csv")
     more = ["--boxes", root / "vcr1images" / question["metadata_fn"], "--output", tmp_path / "out"]
     more += ["--choices", *(tagged(choice) for choice in question[f"{kind}_choices"])]
     rows = expected.answers[0]
@@ -136,16 +147,15 @@ def test_what_cannot_be_answered(trained_run, vqa_run, tmp_path, capsys):
 
 
 def test_masked_words_get_what_the_model_says_there(pretraining_run, tmp_path, capsys):
-    config, model, tokenizer = load_model(pretraining_run, overrides=["data.config.word_probability=0"])
-    dataset = build_dataset(config, tokenizer, "val", boxes="gt")
-    example = dataset[Request(0, (0,))]
+    words = ["task.config.objectives.masked_words.probability=0", "task.config.region_probability=0"]
+    config, model, tokenizer = load_model(pretraining_run, overrides=words)
+    example = build_examples(config, model, tokenizer, "val", boxes="gt")[Request(0, (0,))]
     [text] = example.texts
     words = text.record["sent"].split()
-    text.input_ids[2], text.targets["mlm_labels"][2] = tokenizer.mask_token_id, 0
-    batch = build_collate(model)([example])
-    model.task.config.region_probability = 0.0
+    text.laid.input_ids[2], text.targets.parts["masked_words"].labels[2] = tokenizer.mask_token_id, 0
+    batch = build_collate(config, model)([example])
     with torch.no_grad():
-        shares = model(batch).task.logits[0].softmax(dim=0)
+        [shares] = model(batch).task.parts["masked_words"].softmax(dim=1)
 
     asked = " ".join([words[0], "[MASK]", *words[2:]])
     more = ["--boxes", *gt_corners(pretraining_run, int(text.record["image_id"])), "--output", tmp_path]
@@ -192,7 +202,8 @@ def test_a_hidden_region_is_named_without_its_pixels(pretraining_run, tmp_path, 
         np.testing.assert_allclose(answer["regions"][0], [float(value) for value in corners[0].split(",")], atol=0.1)
     [[first], [second]] = [answer.pop("hidden") for answer in answers]
     seen = [first.pop("seen"), second.pop("seen")]
-    assert first == second and answers[0]["masks"] == answers[1]["masks"]
+    assert_same(first, second)
+    assert_same(answers[0]["masks"], answers[1]["masks"])
     assert seen[0] != seen[1]
     names = {"circle", "square", "triangle", "star", "cross", "diamond", "background"}
     assert len(first["classes"]) == 5 and {name for name, _ in [*first["classes"], *seen]} <= names
@@ -200,7 +211,7 @@ def test_a_hidden_region_is_named_without_its_pixels(pretraining_run, tmp_path, 
     assert line.startswith(f"hidden region 1: {first['classes'][0][0]} {first['classes'][0][1]:.3f}, ")
     assert line.endswith(f"(not hidden: {seen[0][0]} {seen[0][1]:.3f})")
     with Image.open(tmp_path / "first" / "answer.png") as one, Image.open(tmp_path / "second" / "answer.png") as two:
-        assert np.array_equal(np.array(one), np.array(two))
+        assert np.mean(np.array(one) != np.array(two)) < 0.01  # a rounded number may have another last digit
     assert is_picture(tmp_path / "first" / "answer.png")
 
 
@@ -237,7 +248,6 @@ def test_what_pretraining_needs(pretraining_run, vqa_run, vcr_runs, trained_run,
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("data: {name: coco_detection}", "does not answer a text"),
         ("data: {blank_text: true}", "without seeing any text"),
         ("data: {blank_image: true}", "without seeing any image"),
     ],

@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from e2e_vl.data.storage.archives import ArchivedFiles
 from e2e_vl.data.formats.caption_sources import CaptionSource
+from e2e_vl.data.loading.grouping import ConsecutiveGroups
+from e2e_vl.data.storage.archives import ArchivedFiles
 from e2e_vl.data.storage.corpus import TextLines
 from e2e_vl.data.storage.files import require_keys
-from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.samples import CandidateBoxes, EncodedImage
 
 

@@ -22,9 +22,7 @@ def instance_mask(outlines: Sequence[np.ndarray], box: np.ndarray, side: int = 1
     `skimage.draw.polygon`. So the mask is a little narrower than the object: points, not cells, are looked at.
 
     Args:
-        outlines: float [P, 2] (x, y) each, in the pixels of `box`.
-        box: [4] xyxy.
-        side: S.
+        outlines: float [P, 2] (x, y) each, in the pixels of `box` [4] xyxy.
 
     Returns:
         float32 [S, S] of 0 and 1; all 0 without an outline.

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -70,8 +71,8 @@ class Draft:
     sample: Sample
     has_image: bool = True
     pieces: list[list[int]] = dataclasses.field(default_factory=list)  # wordpieces of each word, before masking
-    ids: np.ndarray | None = None  # int64 [number of pieces], after masking
-    labels: np.ndarray | None = None  # int64 [number of pieces], the masked wordpieces; `NO_LABEL` elsewhere
+    ids: Int64[np.ndarray, " pieces"] | None = None  # after masking
+    labels: Int64[np.ndarray, " pieces"] | None = None  # the masked wordpieces; `NO_LABEL` elsewhere
     is_match: bool = True  # the text belongs to its image
     record: dict[str, Any] = dataclasses.field(default_factory=dict)  # what the objectives add to the record
 
@@ -102,9 +103,9 @@ class ObjectiveOutput:
     """Loss and count of one objective."""
 
     loss: Loss  # weighted
-    text: Tensor  # int64 [items], which text an item belongs to
-    is_right: Tensor  # bool [items], whether its truth was found
-    logits: Tensor  # float32 [items, ...]
+    text: Int64[Tensor, " items"]  # which text an item belongs to
+    is_right: Bool[Tensor, " items"]  # whether its truth was found
+    logits: Float[Tensor, "items ..."]
 
 
 class WordHead(nn.Module):
@@ -117,8 +118,8 @@ class WordHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocab_size))
         start_layers(self.transform["dense"])
 
-    def forward(self, states: Tensor, word_table: Tensor) -> Tensor:
-        """States [..., E] and the word table [V, E] -> logits [..., V]."""
+    def forward(self, states: Float[Tensor, "*shape E"], word_table: Float[Tensor, "V E"]) -> Float[Tensor, "*shape V"]:
+        """States and the encoder's word table -> logits."""
         states = self.transform["norm"](F.gelu(self.transform["dense"](states)))
         return F.linear(states, word_table, self.bias)
 
@@ -163,7 +164,9 @@ class Objective(nn.Module, abc.ABC):
         return []
 
 
-def best_columns(probabilities: Tensor, number: int = 5) -> tuple[list[list[float]], list[list[int]]]:
+def best_columns(
+    probabilities: Float[Tensor, "rows columns"], number: int = 5
+) -> tuple[list[list[float]], list[list[int]]]:
     """Values and indices of the best columns of each row, best first."""
     values, indices = probabilities.topk(min(number, probabilities.shape[1]), dim=1)
     return values.tolist(), indices.tolist()

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -74,8 +75,8 @@ class MaskedRegions(Objective):
                 f"{detector.num_classes} classes and the background; make them agree."
             )
 
-    def classify(self, states: Tensor) -> Tensor:
-        """States [..., E] -> logits float32 [..., C]."""
+    def classify(self, states: Float[Tensor, "*shape E"]) -> Float[Tensor, "*shape C"]:
+        """States -> logits."""
         return at_least_float32(self.output(F.gelu(self.transform["dense"](states))))
 
     def forward(
@@ -104,8 +105,8 @@ class MaskedRegions(Objective):
         loss = Loss(self.config.weight * each.sum(), each.new_tensor(float(len(each))))
         return ObjectiveOutput(loss, text, logits.argmax(dim=1) == best, logits)
 
-    def _probabilities(self, batch: Batch, regions: TextRegions) -> Tensor:
-        """float [M, R, C]; zero where nothing is known."""
+    def _probabilities(self, batch: Batch, regions: TextRegions) -> Float[Tensor, "M R C"]:
+        """Zero where nothing is known."""
         known = batch.region_labels.class_probs
         if known is None:
             return regions.boxes.new_zeros(*regions.attend.shape, self.config.classes)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
+from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -60,7 +61,8 @@ class MaskedWordsConfig(ObjectiveConfig):
 class WordLabels(Targets):
     """The masked wordpieces."""
 
-    labels: Tensor | None = per_wordpiece(fill=NO_LABEL)  # int64 [M, L], -1 = nothing to predict
+    # of one text, or of a batch; -1 = nothing to predict
+    labels: Int64[np.ndarray, " L"] | Int64[Tensor, "M L"] | None = per_wordpiece(fill=NO_LABEL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +111,7 @@ def mask_words(
     vocab_size: int,
     probability: float = 0.15,
     always_mask: bool = False,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"]]:
     """Hide some words of a text (official VL-BERT code).
 
     Whole words are chosen, before they are split into wordpieces. Of the chosen ones, 80 % become [MASK] at all of
@@ -125,7 +127,7 @@ def mask_words(
         always_mask: every chosen word becomes [MASK], as the paper (section 3.3) has it.
 
     Returns:
-        Two int64 arrays, one entry per wordpiece: the ids after masking; the original id at every piece of a chosen
+        One entry per wordpiece: the ids after masking; the original id at every piece of a chosen
         word and `NO_LABEL` elsewhere.
     """
     lengths = np.array([len(word) for word in words], dtype=np.int64)

@@ -11,6 +11,7 @@ import dataclasses
 
 import numpy as np
 import torch.nn.functional as F
+from jaxtyping import Int64
 from torch import Tensor, nn
 
 from detector.interface import Detector
@@ -51,7 +52,8 @@ class RelationshipConfig(ObjectiveConfig):
 class MatchTargets(Targets):
     """Whether each text belongs to its image."""
 
-    is_match: Tensor | None = stacked()  # int64 [M], 1 = its own caption, 0 = another image's, -1 = no image
+    # 1 = its own caption, 0 = another image's, -1 = no image
+    is_match: int | np.int64 | Int64[Tensor, " M"] | None = stacked()
 
 
 @dataclasses.dataclass(frozen=True)

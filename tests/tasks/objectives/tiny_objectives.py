@@ -46,7 +46,9 @@ def make_inputs(looks_at: list[list[int]] | None = None) -> Inputs:
         boxes=[rows[1:] for rows in regions.boxes],
         texts=TextBatch(ids, ids, ids.bool()),
         looks_at=looks_at,
-        hidden=HiddenRegions([torch.tensor([True, False]), torch.tensor([True])], [torch.zeros(2), torch.zeros(1)]),
+        hidden=HiddenRegions(
+            [torch.tensor([True, False]), torch.tensor([True])], [torch.zeros(n, dtype=torch.bool) for n in (2, 1)]
+        ),
     )
     encoded = EncoderOutput(
         text=torch.randn(3, LENGTH, HIDDEN, generator=generator).requires_grad_(),
