@@ -55,7 +55,8 @@ def draw_boxes(
         raise ValueError(f"{len(boxes)} boxes, {len(labels)} labels and {len(colours)} colours: numbers must be equal.")
     font = ImageFont.load_default(_FONT_SIZE)
     lines = _wrap(title, max(_picture_size(image)[0], _MIN_SIDE), font) if title else []
-    picture, scale, top = _canvas(image, header=len(lines) * (_FONT_SIZE + 6))
+    top = len(lines) * (_FONT_SIZE + 6)
+    picture, scale = _canvas(image, header=top)
     draw = ImageDraw.Draw(picture)
     for number, line in enumerate(lines):
         draw.text((4, 2 + number * (_FONT_SIZE + 6)), line, fill=(0, 0, 0), font=font)
@@ -77,8 +78,8 @@ def _picture_size(image: np.ndarray) -> tuple[int, int]:
     return max(round(width * factor), 1), max(round(height * factor), 1)
 
 
-def _canvas(image: np.ndarray, header: int) -> tuple[Image.Image, np.ndarray, int]:
-    """The enlarged or shrunken image on its margin, its (x, y) scale, and the pixel row where it starts."""
+def _canvas(image: np.ndarray, header: int) -> tuple[Image.Image, np.ndarray]:
+    """The enlarged or shrunken image on its margin below the header, and its (x, y) scale."""
     width, height = _picture_size(image)
     # Enlarged pixels stay squares, so that the picture shows what the network saw.
     enlarged = width > image.shape[1]
@@ -87,7 +88,7 @@ def _canvas(image: np.ndarray, header: int) -> tuple[Image.Image, np.ndarray, in
     )
     picture = Image.new("RGB", (max(width, _MIN_SIDE), header + max(height, _MIN_SIDE)), _MARGIN)
     picture.paste(content, (0, header))
-    return picture, np.array([width / image.shape[1], height / image.shape[0]]), header
+    return picture, np.array([width / image.shape[1], height / image.shape[0]])
 
 
 def _rectangle(draw: ImageDraw.ImageDraw, box: list[float], colour: Colour) -> None:

@@ -27,7 +27,10 @@ from e2e_vl.targets import Targets
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How pixels of a stored image became pixels of the resized one."""
+    """How pixels of a stored image became pixels of the resized one.
+
+    Boxes are given as float [R, 4] xyxy in pixels of the stored image, and come back in pixels of the resized image.
+    """
 
     original_size: tuple[int, int]  # (height, width)
     size: tuple[int, int]  # (height, width) after the resize
@@ -39,11 +42,8 @@ class Placement:
         A flip is x' = width - 1 - x on both corners as they are stored (official VL-BERT code), width being that of the
         resized image.
 
-        Args:
-            boxes: float [R, 4], xyxy in pixels of the stored image.
-
         Returns:
-            float64 [R, 4], xyxy in pixels of the resized image.
+            float64 [R, 4].
         """
         width = self.size[1]
         moved = self._scaled(boxes)
@@ -56,11 +56,8 @@ class Placement:
 
         For the targets of detection losses. (`move_and_clamp_boxes` follows the official VL-BERT code.)
 
-        Args:
-            boxes: float64 [G, 4], xyxy in pixels of the stored image.
-
         Returns:
-            float32 [G, 4], xyxy in pixels of the resized image.
+            float32 [G, 4].
         """
         height, width = self.size
         moved = self._scaled(boxes)
@@ -75,11 +72,10 @@ class Placement:
         pixel, becomes one pixel wide or high there: boxes never have zero area.
 
         Args:
-            boxes: float [R, 4], xyxy in pixels of the stored image.
             name: names the boxes in the error.
 
         Returns:
-            float32 [R, 4], xyxy in pixels of the resized image.
+            float32 [R, 4].
 
         Raises:
             ValueError: a box lies outside the stored image.

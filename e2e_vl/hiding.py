@@ -4,13 +4,10 @@ Masked RoI classification (VL-BERT, section 3.3) hides regions in the pixels; on
 replaced. `e2e_vl/model.py` calls the three steps in the order in which they stand here.
 
 Shape legend
-    N   images in the batch
     M   texts in the batch
-    I   images that one text looks at, at most
     L   wordpieces of the longest text
     R   regions (candidate boxes) of one image
     Q   boxes hidden in one image
-    C   region classes, background included
 """
 
 from __future__ import annotations
@@ -34,31 +31,22 @@ SAME_IOU = 0.5  # a candidate that overlaps a hidden box this much is the same o
 
 @dataclasses.dataclass(frozen=True)
 class HidingRule:
-    """What is hidden, how, and who says what it was.
+    """What is hidden, how, and who says what it was."""
 
-    Attributes:
-        hides: regions are predicted and hidden at all; False leaves the own boxes and the cut.
-        probability: chance of a region to be predicted; every region is chosen on its own, none is forced.
-        hide_probability: chance of a region that is to be predicted to be hidden.
-        pixels: hide a region in the image, before the detector. False: only its feature, which the encoder replaces.
-        colour: what hidden pixels become. "mean": zero in the network's input, which is the mean colour. "black": zero
-            in the image, before the mean is subtracted.
-        teacher: who labels the regions: "frozen", a copy of the detector as it was when training began; "current", the
-            detector in training; "file", the data.
-        background_first: class distributions of a detector get the background's column in front.
-        max_own_regions: most boxes when a detector finds them; None = all its detections.
-        max_length: wordpieces and regions of a text together; None = no cut.
-    """
-
-    hides: bool = True
-    probability: float = 0.15
-    hide_probability: float = 0.9
+    hides: bool = True  # regions are predicted and hidden at all; False leaves the own boxes and the cut
+    probability: float = 0.15  # chance of a region to be predicted; every region is chosen on its own, none is forced
+    hide_probability: float = 0.9  # chance of a region that is to be predicted to be hidden
+    # hide a region in the image, before the detector. False: only its feature, which the encoder replaces.
     pixels: bool = True
+    # what hidden pixels become. "mean": zero in the network's input, which is the mean colour. "black": zero in the
+    # image, before the mean is subtracted.
     colour: Literal["mean", "black"] = "mean"
+    # who labels the regions: "frozen", a copy of the detector as it was when training began; "current", the detector in
+    # training; "file", the data
     teacher: Literal["frozen", "current", "file"] = "frozen"
-    background_first: bool = False
-    max_own_regions: int | None = 100
-    max_length: int | None = 64
+    background_first: bool = False  # class distributions of a detector get the background's column in front
+    max_own_regions: int | None = 100  # most boxes when a detector finds them; None = all its detections
+    max_length: int | None = 64  # wordpieces and regions of a text together; None = no cut
 
 
 def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: HidingRule) -> Batch:
@@ -97,10 +85,8 @@ def describe_regions(
 ) -> tuple[list[Float[Tensor, "_R 4"]], RegionLabels]:
     """Boxes, their class distributions and features from a detector that sees the whole images.
 
-    Args:
-        teacher: in evaluation mode for this pass, whatever mode it is in.
-        images: without anything hidden.
-        boxes: None: the teacher's own detections, best score first, at most `rule.max_own_regions`.
+    The teacher is in evaluation mode for this pass. `boxes` None: its own detections, best score first, at most
+    `rule.max_own_regions`.
     """
     was_training = [(module, module.training) for module in teacher.modules()]
     teacher.eval()
@@ -177,7 +163,7 @@ def choose_regions(
 
     Args:
         count: R, candidate boxes without the whole image.
-        generator: source of randomness; one number is drawn for each region.
+        generator: one number is drawn for each region.
         probability: chance of a region to be chosen.
         hide: chance of a chosen region to be hidden.
 
@@ -234,7 +220,6 @@ def cut_to_length(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
 
     Args:
         batch: with candidate boxes.
-        limit: positions.
         whole_image: whole images stand in the sequence.
     """
     lengths = batch.texts.attend.sum(dim=1).tolist()

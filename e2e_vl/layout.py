@@ -24,16 +24,12 @@ CLS, SEP, MASK = "cls_token_id", "sep_token_id", "mask_token_id"  # attributes o
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """A sequence of special wordpieces and places for texts.
+    """A sequence of special wordpieces and places for texts."""
 
-    Attributes:
-        parts: `CLS`, `SEP` or `MASK` for that wordpiece; a number for the text of that number, from 0.
-        segments: segment id of each part.
-        summary: the part whose output state is the summary of text and image; None: the encoder's pooled vector.
-    """
-
+    # `CLS`, `SEP` or `MASK` for that wordpiece; a number for the text of that number, from 0
     parts: tuple[str | int, ...]
-    segments: tuple[int, ...]
+    segments: tuple[int, ...]  # segment id of each part
+    # the part whose output state is the summary of text and image; None: the encoder's pooled vector
     summary: int | None = None
 
     @property
@@ -44,16 +40,11 @@ class Template:
 
 @dataclasses.dataclass(frozen=True)
 class TextLayout:
-    """The forms of text that an encoder was made for. The defaults are BERT's.
+    """The forms of text that an encoder was made for. The defaults are BERT's."""
 
-    Attributes:
-        single: one text.
-        question: one text whose answer is read at a place of its own.
-        pair: two texts, such as a question and one of its answers.
-    """
-
-    single: Template = Template((CLS, 0, SEP), (0, 0, 0))
-    question: Template = Template((CLS, 0, SEP), (0, 0, 0))
+    single: Template = Template((CLS, 0, SEP), (0, 0, 0))  # one text
+    question: Template = Template((CLS, 0, SEP), (0, 0, 0))  # one text whose answer is read at a place of its own
+    # two texts, such as a question and one of its answers
     pair: Template = Template((CLS, 0, SEP, 1, SEP), (0, 0, 0, 1, 1))
 
 
@@ -78,21 +69,13 @@ class LaidText:
 
 @dataclasses.dataclass(frozen=True)
 class TextWriter:
-    """Puts texts into wordpieces, in the layout that the encoder declares.
+    """Puts texts into wordpieces, in the layout that the encoder declares."""
 
-    Attributes:
-        tokenizer: of the encoder.
-        layout: of the encoder.
-        max_length: longest sequence in wordpieces, special ones included; None: no limit.
-        is_blank: drop all words: the control that sees no text.
-        training: random choices are made that only training makes.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    layout: TextLayout = dataclasses.field(default_factory=TextLayout)
-    max_length: int | None = None
-    is_blank: bool = False
-    training: bool = False
+    tokenizer: PreTrainedTokenizerBase  # of the encoder
+    layout: TextLayout = dataclasses.field(default_factory=TextLayout)  # of the encoder
+    max_length: int | None = None  # longest sequence in wordpieces, special ones included; None: no limit
+    is_blank: bool = False  # drop all words: the control that sees no text
+    training: bool = False  # random choices are made that only training makes
 
     def pieces(self, text: str, *, mirrored: bool = False) -> list[int]:
         """Wordpiece ids of a text; of a mirrored image "left" and "right" change places (official VL-BERT code)."""

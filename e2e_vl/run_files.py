@@ -11,7 +11,6 @@ class RunLog:
     """Appends to `log.jsonl`.
 
     Args:
-        path: the file.
         enabled: True on the main process only; the other processes write nothing.
         resume_step: drop the lines beyond this step, because its successors are about to be computed again; None starts
             a new file.

@@ -110,23 +110,6 @@ class TextRegions(Movable):
     row: Int64[Tensor, "M R"]  # row of the region among its image's candidate boxes; -1 = whole image, or padding
     is_hidden: Bool[Tensor, "M R"]  # see `HiddenRegions`
 
-    @classmethod
-    def of_own_images(
-        cls, features: Tensor, boxes: Tensor, image_sizes: Tensor, attend: Tensor, image_slot: Tensor
-    ) -> TextRegions:
-        """For texts that share no image: `image` is the text's own row, `row` counts its regions, none is hidden."""
-        number, position = (torch.arange(length, device=attend.device) for length in attend.shape)
-        return cls(
-            features,
-            boxes,
-            image_sizes,
-            attend,
-            image_slot,
-            image=number[:, None].expand_as(attend).masked_fill(~attend, -1),
-            row=position.expand_as(attend).masked_fill(~attend, -1),
-            is_hidden=torch.zeros_like(attend),
-        )
-
     @property
     def is_whole_image(self) -> Bool[Tensor, "M R"]:
         """The region is a whole image, put in front because the encoder asked for it."""
@@ -137,11 +120,9 @@ class TextRegions(Movable):
         return dataclasses.replace(self, attend=self.attend & ~self.is_whole_image)
 
     def gather(self, values: list[Shaped[Tensor, "_R ..."]], fill: float) -> Shaped[Tensor, "M R ..."]:
-        """Copy what is known about the candidate boxes to the texts that read them.
+        """Copy what is known about the candidate boxes of N images to the texts that read them.
 
-        Args:
-            values: of N images, a row per candidate box.
-            fill: stands at whole images and padding.
+        `fill` stands at whole images and padding.
         """
         counts = torch.tensor([len(rows) for rows in values], device=self.row.device)
         starts = counts.cumsum(0) - counts
@@ -207,11 +188,8 @@ def gather_regions(
     """Copy each text's regions out of the images it looks at; gradients of all texts add up in the shared regions.
 
     Args:
-        regions: regions of N images.
         image_sizes: (height, width) of the resized images.
-        looks_at: image index or -1.
         whole_image: row 0 of every image's regions is the whole image.
-        hidden: candidate boxes that are hidden.
         limit: see `Batch.region_limit`.
 
     Returns:
@@ -221,11 +199,11 @@ def gather_regions(
     device = regions.features[0].device
     counts = torch.tensor([len(boxes) for boxes in regions.boxes], device=device)
     padded = max(max((len(boxes) for boxes in regions.boxes), default=0), 1)
-    rows_features, rows_boxes = torch.cat(regions.features), torch.cat(regions.boxes)
+    all_features, all_boxes = torch.cat(regions.features), torch.cat(regions.boxes)
 
     # index[n, r] = row of region r of image n in the concatenated rows
     position = torch.arange(padded, device=device)
-    index = ((counts.cumsum(0) - counts)[:, None] + position).clamp(max=max(len(rows_features) - 1, 0))
+    index = ((counts.cumsum(0) - counts)[:, None] + position).clamp(max=max(len(all_features) - 1, 0))
     image = looks_at.clamp(min=0)  # [M, I]
     attend = (position < counts[:, None])[image] & (looks_at >= 0)[..., None]  # [M, I, R]
     if limit is not None:
@@ -235,16 +213,12 @@ def gather_regions(
     columns = [t.flatten(1) for t in (attend, slot, index[image], candidate, image[..., None].expand_as(attend))]
     attend, slot, rows, candidate, image_row = _without_gaps(columns)
 
-    empty = len(rows_features) == 0
-    features = rows_features.new_zeros(*rows.shape, rows_features.shape[1]) if empty else rows_features[rows]
-    boxes = rows_boxes.new_zeros(*rows.shape, 4) if empty else rows_boxes[rows]
-    sizes = image_sizes.to(torch.float32)[image_row]
     result = TextRegions(
-        features=features * attend[..., None],
-        boxes=boxes * attend[..., None],
-        image_sizes=torch.where(attend[..., None], sizes, torch.ones_like(sizes)),
+        features=_taken(all_features, rows, attend),
+        boxes=_taken(all_boxes, rows, attend),
+        image_sizes=torch.where(attend[..., None], image_sizes.to(torch.float32)[image_row], 1.0),
         attend=attend,
-        image_slot=torch.where(attend, slot, torch.zeros_like(slot)),
+        image_slot=slot.masked_fill(~attend, 0),
         image=image_row.masked_fill(~attend, -1),
         row=candidate.masked_fill(~attend, -1),
         is_hidden=torch.zeros_like(attend),
@@ -252,6 +226,13 @@ def gather_regions(
     if hidden is not None:
         result.is_hidden = result.gather(hidden.is_hidden, fill=False)
     return result
+
+
+def _taken(
+    values: Float[Tensor, "all columns"], rows: Int64[Tensor, "M R"], attend: Bool[Tensor, "M R"]
+) -> Float[Tensor, "M R columns"]:
+    """Rows of the values, zero at padding; there may be no value at all."""
+    return values[rows] * attend[..., None] if len(values) else values.new_zeros(*rows.shape, values.shape[1])
 
 
 def _without_gaps(columns: list[Shaped[Tensor, "M entries"]]) -> list[Shaped[Tensor, "M R"]]:

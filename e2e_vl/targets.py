@@ -70,12 +70,7 @@ class Targets(Movable):
         return cls(**joined)
 
     def cut(self, index: Int64[Tensor, "M L"], attend: Bool[Tensor, "M L"]) -> Targets:
-        """A copy for shortened texts.
-
-        Args:
-            index: the old position of each wordpiece that stays.
-            attend: real wordpieces.
-        """
+        """A copy for shortened texts; `index` holds the old position of each wordpiece that stays."""
         changes = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -88,6 +88,11 @@ class VLDataset(abc.ABC):
         """Texts are about a question and an answer that is given, as reasons for an answer are."""
         return False
 
+    @classmethod
+    def narrowed(cls, sample: Sample, options: Any) -> Sample:
+        """A user's sample with the candidate boxes that the options leave of those that were given."""
+        return sample
+
     @abc.abstractmethod
     def __len__(self) -> int:
         """Number of texts."""

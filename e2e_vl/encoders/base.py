@@ -56,15 +56,9 @@ class Encoder(PreTrainedModel):
             getattr(self, next(name for name in names if hasattr(self, name)))({"use_reentrant": False})
 
     def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
-        """Encode M texts together with the regions they look at.
+        """Encode M texts together with the regions they look at; vectors are zero at padding.
 
-        Args:
-            texts: M wordpiece sequences, padded to L.
-            regions: their regions, padded to R.
-            output_attentions: also return the attention maps.
-
-        Returns:
-            `EncoderOutput` with vectors that are zero at padding.
+        With `output_attentions` the output has the attention maps too.
         """
         raise NotImplementedError
 
@@ -74,12 +68,7 @@ def read_summary(
 ) -> Float[Tensor, "M E"] | None:
     """The summary of each text: its state at the place of its answer, or the pooled vector where it has no such place.
 
-    Args:
-        text: output states of the wordpieces.
-        pooled: None: the encoder has no pooler.
-        place: `TextBatch.summary`.
-
-    Returns:
-        None without a place and without a pooler.
+    `text` are the output states of the wordpieces, and `place` is `TextBatch.summary`. None without a place and without
+    a pooler.
     """
     return pooled if place is None else text[torch.arange(len(place), device=place.device), place]

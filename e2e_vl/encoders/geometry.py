@@ -3,7 +3,6 @@
 Shape legend
     M   texts in the batch
     R   regions of the text with the most regions
-    Z   positions of the longest packed sequence
 
 Boxes are xyxy in pixels of the resized image; image sizes are (height, width) of that image without padding.
 """
@@ -27,7 +26,6 @@ def sinusoids(values: Float[Tensor, "*shape"], wavelengths: int) -> Float[Tensor
 
     Relation Networks (Hu et al., CVPR 2018, section 3) take this embedding from the Transformer; the factors 100 and
     1000 are those of its code and of the official VL-BERT code.
-
     """
     exponents = torch.arange(wavelengths, device=values.device, dtype=values.dtype) / wavelengths
     angles = 100.0 * values[..., None] / 1000.0**exponents
@@ -43,8 +41,6 @@ def geometry_embedding(
     """Position and size of a box within its image.
 
     Args:
-        boxes: xyxy in pixels.
-        image_sizes: (height, width) in pixels.
         dim: width of the result, a multiple of 8: four coordinates, sine and cosine of dim / 8 wavelengths each.
         kind: "centre_size" embeds (centre x, centre y, width, height) as the official VL-BERT code does; "corners"
             embeds (x1, y1, x2, y2) as the paper's section 3.2 says. Both are divided by the image's width and height.
@@ -62,9 +58,6 @@ def geometry_embedding(
 
 def relative_geometry(boxes: Float[Tensor, "M R 4"]) -> Float[Tensor, "M R R 4"]:
     """How every region n lies relative to every region m (Relation Networks, below equation 5).
-
-    Args:
-        boxes: xyxy in pixels.
 
     Returns:
         Entry [n, m] is log(|x_m - x_n| / w_m), log(|y_m - y_n| / h_m), log(w_n / w_m),

@@ -3,9 +3,6 @@
 For tasks that need no text (detection), and as the control of any task that reads one vector per region.
 
 Shape legend
-    M   texts in the batch
-    L   wordpieces of the longest text
-    R   regions of the text with the most regions
     D   width of a region feature, here also the hidden size
 """
 

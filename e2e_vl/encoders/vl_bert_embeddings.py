@@ -122,12 +122,9 @@ class VLBertEmbeddings(nn.Module):
         self.segment_embeddings = nn.Embedding(config.type_vocab_size, hidden)
         self.region_word_embedding = nn.Embedding(1, hidden)
         self.hidden_region_word_embedding = nn.Embedding(1, hidden) if config.hidden_region_embedding else None
-        self.hidden_region_feature = None
-        if config.hidden_region_feature:
-            self.hidden_region_feature = HiddenRegionFeature(config.feature_dim)
-        self.image_slot_embeddings = None
-        if config.image_slots > 1:
-            self.image_slot_embeddings = ImageSlotEmbedding(config.image_slots, hidden)
+        self.hidden_region_feature = HiddenRegionFeature(config.feature_dim) if config.hidden_region_feature else None
+        slots = config.image_slots
+        self.image_slot_embeddings = ImageSlotEmbedding(slots, hidden) if slots > 1 else None
         self.end_embedding = nn.Embedding(1, hidden)
         self.text_only_embedding = nn.Embedding(1, visual) if config.text_only_embedding else None
         self.region_projection = RegionProjection(
@@ -176,12 +173,8 @@ class VLBertEmbeddings(nn.Module):
     ) -> Float[Tensor, "M _ F"] | None:
         """The region vector each word carries: that of the whole image, or of the region of the first image it names.
 
-        Of several images it is the mean of the whole images' vectors.
-
-        Args:
-            texts: M texts; `region_of_token` may name a region.
-            vectors: region vectors.
-            regions: the regions; row 0 is the first image as a whole.
+        Of several images it is the mean of the whole images' vectors. Row 0 of the regions is the first image as a
+        whole.
 
         Returns:
             One entry where all words of a text carry the same; None in a model whose words have
@@ -220,11 +213,8 @@ class VLBertEmbeddings(nn.Module):
         """Add up the embeddings and pack them.
 
         Args:
-            texts: M texts.
             word_vectors: region vector that each word carries, or None.
             region_words: what stands in a region's place of a word.
-            vectors: region vectors.
-            region_attend: True at the regions of the sequence.
             image_slot: which of the text's images a region comes from; None: there is one.
 
         Returns:

@@ -259,11 +259,7 @@ def build_task(config: RunConfig, sizes: Sizes) -> Task:
 
 
 def build_objectives(settings: dict[str, Any], sizes: Sizes) -> dict[str, Objective]:
-    """All objectives whose weight is not 0, in the order of `OBJECTIVES`.
-
-    Args:
-        settings: name -> settings, or only the weight; what is not named has its default weight.
-    """
+    """All objectives whose weight is not 0, in the order of `OBJECTIVES`; see `PretrainingConfig.objectives`."""
     where = "task.config.objectives"
     check_keys(OBJECTIVES, settings, where)
     objectives = {}

@@ -22,6 +22,7 @@ from e2e_vl.data.loading.example_dataset import ExampleDataset
 from e2e_vl.engine.build import named_parts, task_config
 from e2e_vl.layout import TextWriter
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.samples import Sample
 from e2e_vl.structures import Batch
 from e2e_vl.synthetic import FORMATS, LanguageConfig, SceneConfig, make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
@@ -80,6 +81,12 @@ def wants_given_answer(config: RunConfig) -> bool:
     """Texts of the run stand behind an answer that is given."""
     dataset = named_parts(config).dataset
     return dataset.wants_given_answer(open_options(dataset, config.data)[1])
+
+
+def narrowed(config: RunConfig, sample: Sample) -> Sample:
+    """A user's sample with the candidate boxes that `data.config` leaves."""
+    dataset = named_parts(config).dataset
+    return dataset.narrowed(sample, open_options(dataset, config.data)[1])
 
 
 def build_examples(

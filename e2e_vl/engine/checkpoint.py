@@ -32,13 +32,11 @@ from e2e_vl.data.formats.vqa_files import ANSWERS_FILE, write_answers
 from e2e_vl.engine.build import build_model, detector_yaml, task_class
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import write_json
-from e2e_vl.tasks.base import Task
 from e2e_vl.text import load_tokenizer
-from e2e_vl.weights.start import check_answers, check_vocabulary
+from e2e_vl.weights.start import TEACHER, check_answers, check_vocabulary, todays_names
 
 logger = logging.getLogger(__name__)
 # Settings that a trained model has no use for.
-TEACHER = "teacher."  # in the task's file of models of an earlier version
 OWN_START = ("detector.config", "detector.weights", "encoder.weights", "encoder.fallback_weights", "task.weights")
 
 
@@ -146,16 +144,12 @@ def _load_task(model: VisionLanguageModel, folder: Path) -> None:
     path = folder / "task" / "model.safetensors"
     tensors = read_tensors(path)
     teacher = {name.removeprefix(TEACHER): value for name, value in tensors.items() if name.startswith(TEACHER)}
-    own = {_renamed(name, model.task): value for name, value in tensors.items() if not name.startswith(TEACHER)}
+    own = todays_names(tensors, type(model.task))
     own = {name: value for name, value in own.items() if name in model.task.state_dict() or name in tensors}
     load_weights(model.task, own, path)
     if model.teacher is not None:
         path = path if teacher else folder / "teacher" / "model.safetensors"
         load_weights(model.teacher, teacher or read_tensors(path), path)
-
-
-def _renamed(name: str, task: Task) -> str:
-    return next((new + name.removeprefix(old) for old, new in task.renamed.items() if name.startswith(old)), name)
 
 
 def save_state(

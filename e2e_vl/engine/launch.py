@@ -19,10 +19,7 @@ def make_accelerator(mixed_precision: str, **options: Any) -> Accelerator:
 
     On the CPU, processes of `torchrun` find each other. `accelerate launch` leaves each process one thread; the
     processes share all cores here unless `--num_cpu_threads_per_process` gives them more.
-
-    Args:
-        mixed_precision: no, bf16 or fp16.
-        options: further arguments of `Accelerator`.
+    `mixed_precision` is no, bf16 or fp16.
 
     Raises:
         ValueError: `accelerate launch` was asked for several processes and started one.

@@ -19,6 +19,7 @@ from e2e_vl.engine.build_data import (
     build_loader,
     build_writer,
     class_names,
+    narrowed,
     wants_given_answer,
     warn_of_random_boxes,
 )
@@ -63,7 +64,6 @@ def predict_split(
     Args:
         run_dir: run directory of tools/train.py, or a saved model folder.
         split: any split of the run's data set, also one without labels.
-        boxes: source of the candidate boxes.
         output: the file; written by the main process.
         second_run_dir: the run for the other half of the file, for a task that has `Task.second_run`.
         overrides: `key=value` settings, the same for both runs.
@@ -146,7 +146,7 @@ def answer_question(run_dir: Path, question: Question, *, points_at_box: bool = 
     if question.boxes is None:
         warn_of_random_boxes(saved_settings(run_dir).detector)
     question = dataclasses.replace(question, class_names=class_names(config), wants_answer=wants_given_answer(config))
-    return answer(config, model, tokenizer, model.task.question(question))
+    return answer(config, model, tokenizer, narrowed(config, model.task.question(question)))
 
 
 def answer(config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Answer:

@@ -30,17 +30,12 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     train_data: ExampleDataset | None  # None when only evaluating
     collate: Callable[..., Batch]
-    eval_data: dict[tuple[str, BoxSource], ExampleDataset] = dataclasses.field(
-        default_factory=dict
-    )  # by split and boxes
+    # by split and boxes
+    eval_data: dict[tuple[str, BoxSource], ExampleDataset] = dataclasses.field(default_factory=dict)
 
 
 def build_run(config: RunConfig) -> Run:
-    """Data (drawn first if the settings ask for it), tokenizer and a model with its starting weights.
-
-    Args:
-        config: as `resolve` returns it.
-    """
+    """Data (drawn first if the settings ask for it), tokenizer and model of settings as `resolve` returns them."""
     make_synthetic_data(config)
     tokenizer = build_tokenizer(config)
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)

@@ -34,13 +34,13 @@ from e2e_vl.report.page import write_report
 from e2e_vl.run_files import RunLog, write_json
 from e2e_vl.structures import Batch
 
+POSITION = ("step", "steps_summed", "loss_sums", "seconds_training")  # attributes of a run that a checkpoint keeps
+
 
 def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
-    """Train as the config says.
+    """Train as the config says; `config.output` becomes the run directory.
 
-    Args:
-        config: the resolved settings; `config.output` becomes the run directory.
-        resume: continue from the newest checkpoint of the run directory, exactly as if the run had not stopped.
+    With `resume`, training continues from the newest checkpoint there, exactly as if the run had not stopped.
 
     Returns:
         What `metrics.json` holds.
@@ -130,9 +130,7 @@ class _Training:
         self.rates: dict[str, float] = {}  # learning rates of the last step
         if resume_from:
             position = checkpoint.load_state(accelerator, optimizer, resume_from)
-            self.step = position["step"]
-            self.steps_summed, self.loss_sums = position["steps_summed"], position["loss_sums"]
-            self.seconds_training = position["seconds_training"]
+            vars(self).update({name: position[name] for name in POSITION})
         self.schedule = build_schedule(optimizer, settings, self.total_steps, steps_done=self.step)
         self.log = RunLog(
             self.output / "log.jsonl",
@@ -296,12 +294,7 @@ class _Training:
             self.config,
             self.built.model,
             self.built.tokenizer,
-            position={
-                "step": self.step,
-                "steps_summed": self.steps_summed,
-                "loss_sums": self.loss_sums,
-                "seconds_training": self.seconds_training,
-            },
+            position={name: getattr(self, name) for name in POSITION},
             keep=self.config.train.keep_checkpoints,
         )
 

@@ -18,21 +18,15 @@ from e2e_vl.model import VisionLanguageModel
 
 @dataclasses.dataclass(frozen=True)
 class ModelWeights:
-    """Weights by our names, and what is known about the model that they come from.
+    """Weights by our names, and what is known about the model that they come from."""
 
-    Attributes:
-        detector, encoder, task: of the three parts; empty where the file has nothing of a part.
-        task_name: of our task that has such a head; None: there is none, or the file has no head.
-        lends: see `Task.lends`.
-        background_last: place of the background among the region classes of the head; None: unknown.
-    """
-
+    # of the three parts; empty where the file has nothing of a part
     detector: dict[str, Tensor]
     encoder: dict[str, Tensor]
     task: dict[str, Tensor]
-    task_name: str | None = None
-    lends: tuple[str, ...] = ()
-    background_last: bool | None = None
+    task_name: str | None = None  # of our task that has such a head; None: there is none, or the file has no head
+    lends: tuple[str, ...] = ()  # see `Task.lends`
+    background_last: bool | None = None  # place of the background among region classes of the head; None: unknown
 
 
 class WeightAdapter(abc.ABC):
@@ -54,11 +48,7 @@ class WeightAdapter(abc.ABC):
 
     @abc.abstractmethod
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        """The weights by our names, in float32.
-
-        Args:
-            tensors: what `detector.weight_files.read_tensors` gives.
-            source: the file's name, for error messages.
+        """What `detector.weight_files.read_tensors` gave, by our names in float32; `source` is for error messages.
 
         Raises:
             ValueError: a name that the format does not have, or a damaged file.

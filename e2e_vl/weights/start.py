@@ -37,16 +37,11 @@ TEACHER = "teacher."  # a frozen detector, which heads of an earlier version of 
 
 @dataclasses.dataclass(frozen=True)
 class StartRules:
-    """What says how encoder and task of a run start.
+    """What says how encoder and task of a run start."""
 
-    Attributes:
-        task_name: the run's task.
-        tasks: name of every task -> the classes of its config and of itself.
-        adapters: those of the run's encoder. What they say of the encoder holds for our own runs too.
-    """
-
-    task_name: str
-    tasks: Mapping[str, tuple[type, type[Task]]]
+    task_name: str  # the run's task
+    tasks: Mapping[str, tuple[type, type[Task]]]  # name of every task -> the classes of its config and of itself
+    # those of the run's encoder. What they say of the encoder holds for our own runs too.
     adapters: Sequence[WeightAdapter] = ()
 
     def stated(self, what: str) -> tuple[str, ...]:
@@ -88,7 +83,7 @@ def read_source(path: str | Path, part: Literal["encoder", "task"], rules: Start
     config_class, task_class = rules.tasks.get(name or rules.task_name, (object, Task))
     background_last = None
     if part == "task":
-        tensors = _todays_names(tensors, task_class)
+        tensors = todays_names(tensors, task_class)
         if settings and hasattr(config_class, "has_background_last"):
             where = f"{file.parent.parent / 'config.yaml'}: task.config"
             background_last = from_dict(config_class, settings.get("config") or {}, where).has_background_last
@@ -99,10 +94,8 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> Loa
     """Start an encoder.
 
     As in the official VL-BERT code, a task that says so (`Task.copies_first_segment`) starts from pre-training with its
-    second text segment as a copy of the first, and what only some tasks train may be missing or left over.
-
-    Args:
-        path: see the top of this file.
+    second text segment as a copy of the first, and what only some tasks train may be missing or left over. The top
+    of this file says what `path` may be.
 
     Raises:
         FileNotFoundError, ValueError: nothing there, or it does not fit, or the `config.json` beside it differs from
@@ -131,10 +124,9 @@ def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_or
     """Start a task's head: of the same task as it is, of another one by the rule in `Task.starts_from`.
 
     Region classes are put into the task's order of background and classes. What belongs to a part of the head that is
-    switched off in the task may be left over.
+    switched off in the task may be left over. The top of this file says what `path` may be.
 
     Args:
-        path: see the top of this file.
         knows_class_order: False: the order of the task's answers was made up. Files of other projects do not name
             their answers, so the same list in the same order must be given.
 
@@ -194,8 +186,7 @@ def _start_from_other(task: Task, source: Source, rule: HeadStart) -> LoadReport
             copied.append(f"{start[:-1]} row 1 minus row 0 -> {to[:-1]}")
     random = [name for name in own if name.startswith(rule.random) and not name.startswith(tuple(copies.values()))]
     report = load_weights(task, tensors, source.path, may_miss=random, layout=source.layout)
-    used = (*copies, *(rule.difference or ())[:1])
-    left = [name for name in source.tensors if not name.startswith(used)]
+    left = [name for name in source.tensors if not name.startswith((*copies, *(rule.difference or ())[:1]))]
     return dataclasses.replace(report, unexpected=[*report.unexpected, *left], copied=copied)
 
 
@@ -208,14 +199,12 @@ def _modules(names: Iterable[str]) -> set[str]:
     return {name.split(".")[0] for name in names}
 
 
-def _todays_names(tensors: Mapping[str, Tensor], task_class: type[Task]) -> dict[str, Tensor]:
+def todays_names(tensors: Mapping[str, Tensor], task_class: type[Task]) -> dict[str, Tensor]:
     """Parameters of a head that this project saved, perhaps in an earlier version."""
-    renamed = {}
-    for name, value in tensors.items():
-        old = next((old for old in task_class.renamed if name.startswith(old)), None)
-        if not name.startswith(TEACHER):
-            renamed[name if old is None else task_class.renamed[old] + name.removeprefix(old)] = value
-    return renamed
+    own = {name: value for name, value in tensors.items() if not name.startswith(TEACHER)}
+    for old, new in task_class.renamed.items():
+        own = {(new + name.removeprefix(old) if name.startswith(old) else name): own[name] for name in own}
+    return own
 
 
 def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None:

@@ -175,11 +175,7 @@ def _check_detector(detector: Detector, path: Path) -> None:
 
 
 def from_official(tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-    """Take an official state dict apart, cast to float32.
-
-    Args:
-        tensors: what `detector.weight_files.read_weights` gives.
-        source: the file's name, for error messages.
+    """Take an official state dict apart, cast to float32; see `WeightAdapter.convert`.
 
     Raises:
         ValueError: a name that no official model has, or two copies of one thing that differ.

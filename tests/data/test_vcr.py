@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from e2e_vl.converter import from_dict
 from e2e_vl.data.base import open_options
 from e2e_vl.data.vcr import CLASS_NAMES, VCRDataset, VCROptions, mentioned_objects, relevant_objects
-from e2e_vl.samples import RightChoice
+from e2e_vl.samples import AnnotatedObjects, ChoiceText, RightChoice, Sample, SampleImage
 from tests.data.roads import examples, open_dataset
 from tests.data.tiny_vcr import BOXES, OBJECTS, TinyVCR
 
@@ -219,3 +220,13 @@ def test_what_is_known_without_opening_a_split(tiny):
     assert VCRDataset.class_names_of(*options, "val") == CLASS_NAMES
     assert not VCRDataset.wants_given_answer(options[1])
     assert VCRDataset.wants_given_answer(VCROptions(question="rationale"))
+
+
+@pytest.mark.parametrize(("which", "kept"), [("all", None), ("mentioned", (2, 1)), ("r2c", (1, 2))])
+def test_a_users_boxes_are_narrowed_as_the_options_say(which: str, kept: tuple[int, ...] | None) -> None:
+    objects = AnnotatedObjects(np.eye(3, 4), "--boxes", names=("person", "dog", "cat"))
+    text = ChoiceText(0, "Why ?", {}, query=(["Why", [2], "?"],), choices=(["Because", [1]],))
+    sample = Sample((SampleImage("a", Path("a.jpg"), objects=objects),), (text,), is_asked=True)
+    narrowed = VCRDataset.narrowed(sample, VCROptions(objects=which))
+    assert narrowed.images[0].candidates == kept
+    assert narrowed.texts == sample.texts

@@ -12,6 +12,7 @@ from torch import nn
 
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.structures import TextBatch, TextRegions
+from tests.regions import regions_of_own_images
 
 SMALL = {
     "vocab_size": 40,
@@ -58,7 +59,7 @@ def make_inputs(lengths=(6, 3, 5), counts=(2, 4, 0), seed=1) -> tuple[TextBatch,
     features = torch.randn(texts, count, SMALL["feature_dim"], generator=generator)
     return (
         TextBatch(ids * attend_text, (torch.arange(length) > 2).long() * attend_text, attend_text),
-        TextRegions.of_own_images(
+        regions_of_own_images(
             features=features * attend[..., None],
             boxes=torch.cat([corner, corner + side], dim=-1) * attend[..., None],
             image_sizes=torch.where(attend[..., None], torch.tensor([60.0, 80.0]), torch.ones(2)),

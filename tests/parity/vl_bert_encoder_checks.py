@@ -12,7 +12,7 @@ from e2e_vl.encoders.geometry import geometry_embedding
 from e2e_vl.encoders.sequence import SequenceLayout
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.structures import Batch, TextRegions
+from e2e_vl.structures import Batch
 from e2e_vl.tasks.refcoco import ReferringTargets
 from tests.parity import vl_bert_common as common
 from tests.parity.vl_bert_common import (
@@ -32,6 +32,7 @@ from tests.parity.vl_bert_common import (
     recorded_texts,
     without_pooler,
 )
+from tests.regions import regions_of_own_images
 
 golden = common.golden
 
@@ -74,7 +75,7 @@ def region_vectors(
     model: VisionLanguageModel, features: Tensor, boxes: Tensor, im_info: Tensor, mask: Tensor
 ) -> Tensor:
     sizes = im_info[:, None, [1, 0]].expand(*mask.shape, 2)
-    regions = TextRegions.of_own_images(features, boxes, sizes, mask, torch.zeros_like(mask, dtype=torch.long))
+    regions = regions_of_own_images(features, boxes, sizes, mask, torch.zeros_like(mask, dtype=torch.long))
     return model.encoder.embeddings.region_vectors(regions) * mask[..., None]
 
 

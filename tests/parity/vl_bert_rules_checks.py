@@ -12,7 +12,7 @@ from torch import Tensor
 
 from detector.structures import ImageBatch
 from e2e_vl.hiding import cut_to_length
-from e2e_vl.structures import Batch, EncoderOutput, HiddenRegions, RegionLabels, TextBatch, TextRegions
+from e2e_vl.structures import Batch, EncoderOutput, HiddenRegions, RegionLabels, TextBatch
 from e2e_vl.targets import Targets
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.tasks.objectives.masked_regions import MaskedRegions, MaskedRegionsConfig
@@ -20,6 +20,7 @@ from e2e_vl.tasks.objectives.masked_words import WordLabels
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
 from e2e_vl.text import SPECIAL_TOKENS, load_tokenizer, split_words
 from tests.parity import vl_bert_common as common
+from tests.regions import regions_of_own_images
 
 golden = common.golden
 
@@ -45,7 +46,7 @@ def region_loss(logits: Tensor, truth: Tensor) -> Tensor:
         region_labels=RegionLabels(class_probs=[truth]),
     )
     attend = torch.ones(1, count).bool()
-    regions = TextRegions.of_own_images(
+    regions = regions_of_own_images(
         torch.zeros(1, count, 1),
         torch.zeros(1, count, 4),
         torch.ones(1, count, 2),

@@ -19,13 +19,14 @@ from detector.faster_rcnn import FasterRCNN
 from detector.precomputed import PrecomputedDetector
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.structures import TextBatch, TextRegions
+from e2e_vl.structures import TextBatch
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.weights.base import ModelWeights
 from e2e_vl.weights.start import load_encoder, load_task
 from e2e_vl.weights.vl_bert import OfficialVLBert, from_official, to_official
+from tests.regions import regions_of_own_images
 from tests.weights.official_detector import OFFICIAL_DETECTOR
 from tests.weights.starts import pretraining_task, rules
 
@@ -212,7 +213,7 @@ def test_img_stands_in_both_places_of_a_file(tmp_path):
     save_official(paper, "pretraining", tmp_path / "x.model")
     load_all(official, tmp_path / "x.model", "pretraining")
     texts = TextBatch(torch.tensor([[1, 2, 3]]), torch.zeros(1, 3).long(), torch.ones(1, 3).bool())
-    regions = TextRegions.of_own_images(
+    regions = regions_of_own_images(
         features=torch.rand(1, 3, paper.encoder.config.feature_dim),
         boxes=torch.tensor([[[0.0, 0, 9, 9], [1, 1, 4, 4], [2, 2, 7, 8]]]),
         image_sizes=torch.full((1, 3, 2), 10.0),

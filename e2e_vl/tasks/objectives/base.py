@@ -1,7 +1,6 @@
 """One part of pre-training: how it words a text, what it hides and labels, its loss, its metric and its answer.
 
 Shape legend
-    M   texts in the batch
     E   hidden size of the encoder
     V   wordpieces of the vocabulary
     D   width of a region feature
@@ -29,7 +28,9 @@ from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import DataFacts, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions
 from e2e_vl.targets import Targets
+from e2e_vl.tasks.heads import Transform, start_head
 
+MASK = "[MASK]"  # a hidden wordpiece in a text
 NO_LABEL = -1
 
 
@@ -113,22 +114,13 @@ class WordHead(nn.Module):
 
     def __init__(self, hidden_size: int, vocab_size: int):
         super().__init__()
-        self.transform = nn.ModuleDict({"dense": nn.Linear(hidden_size, hidden_size)})
-        self.transform["norm"] = nn.LayerNorm(hidden_size, eps=1e-12)
+        self.transform = Transform(hidden_size, norm=True)
         self.bias = nn.Parameter(torch.zeros(vocab_size))
-        start_layers(self.transform["dense"])
+        start_head([self.transform["dense"]], "normal")
 
     def forward(self, states: Float[Tensor, "*shape E"], word_table: Float[Tensor, "V E"]) -> Float[Tensor, "*shape V"]:
         """States and the encoder's word table -> logits."""
-        states = self.transform["norm"](F.gelu(self.transform["dense"](states)))
-        return F.linear(states, word_table, self.bias)
-
-
-def start_layers(*linears: nn.Linear) -> None:
-    """BERT's start values: N(0, 0.02) and zero biases."""
-    for linear in linears:
-        nn.init.normal_(linear.weight, std=0.02)
-        nn.init.zeros_(linear.bias)
+        return F.linear(self.transform(states), word_table, self.bias)
 
 
 class Objective(nn.Module, abc.ABC):
@@ -164,12 +156,10 @@ class Objective(nn.Module, abc.ABC):
         return []
 
 
-def best_columns(
-    probabilities: Float[Tensor, "rows columns"], number: int = 5
-) -> tuple[list[list[float]], list[list[int]]]:
-    """Values and indices of the best columns of each row, best first."""
-    values, indices = probabilities.topk(min(number, probabilities.shape[1]), dim=1)
-    return values.tolist(), indices.tolist()
+def best_columns(probabilities: Float[Tensor, "rows columns"]) -> list[list[list[Any]]]:
+    """The five best columns of each row as [number, probability], best first."""
+    values, numbers = probabilities.topk(min(5, probabilities.shape[1]), dim=1)
+    return [list(map(list, zip(*row, strict=True))) for row in zip(numbers.tolist(), values.tolist(), strict=True)]
 
 
 def listed(pairs: list[list[Any]]) -> str:

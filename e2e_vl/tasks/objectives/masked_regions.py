@@ -24,6 +24,7 @@ from e2e_vl.hiding import HidingRule
 from e2e_vl.samples import DataFacts
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets
+from e2e_vl.tasks.heads import Transform, start_head
 from e2e_vl.tasks.objectives.base import (
     Objective,
     ObjectiveConfig,
@@ -32,22 +33,17 @@ from e2e_vl.tasks.objectives.base import (
     WordHead,
     best_columns,
     listed,
-    start_layers,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskedRegionsConfig(ObjectiveConfig):
-    """The defaults are those of the official code.
-
-    Attributes:
-        classes: C; 1601 for Visual Genome's.
-        labels: "distribution": the whole class distribution (official code). "class": its best class (paper).
-    """
+    """The defaults are those of the official code."""
 
     name = "masked_regions"
     weight: float = 1.0
-    classes: int = 1601
+    classes: int = 1601  # C; 1601 for Visual Genome's
+    # "distribution": the whole class distribution (official code). "class": its best class (paper).
     labels: Literal["distribution", "class"] = "distribution"
 
 
@@ -63,9 +59,9 @@ class MaskedRegions(Objective):
 
     def __init__(self, sizes: Sizes, config: MaskedRegionsConfig):
         super().__init__(sizes, config)
-        self.transform = nn.ModuleDict({"dense": nn.Linear(sizes.hidden_size, sizes.hidden_size)})
+        self.transform = Transform(sizes.hidden_size)
         self.output = nn.Linear(sizes.hidden_size, config.classes)
-        start_layers(self.transform["dense"], self.output)
+        start_head((self.transform["dense"], self.output), "normal")
 
     def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
         """Raises ValueError unless a detector that labels regions has the objective's classes."""
@@ -77,7 +73,7 @@ class MaskedRegions(Objective):
 
     def classify(self, states: Float[Tensor, "*shape E"]) -> Float[Tensor, "*shape C"]:
         """States -> logits."""
-        return at_least_float32(self.output(F.gelu(self.transform["dense"](states))))
+        return at_least_float32(self.output(self.transform(states)))
 
     def forward(
         self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
@@ -132,11 +128,10 @@ class MaskedRegions(Objective):
         boxes = (batch.boxes[0] / torch.cat([scales, scales]))[is_hidden].tolist()
         known = batch.region_labels.class_probs
         seen = [None] * len(boxes) if known is None else [_best(row) for row in known[0][is_hidden]]
-        best = zip(*best_columns(shares), strict=True)
         return {
             "hidden": [
-                {"box": box, "classes": [list(pair) for pair in zip(numbers, values, strict=True)], "seen": whole}
-                for box, (values, numbers), whole in zip(boxes, best, seen, strict=True)
+                {"box": box, "classes": classes, "seen": whole}
+                for box, classes, whole in zip(boxes, best_columns(shares), seen, strict=True)
             ]
         }
 

@@ -23,6 +23,7 @@ from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, per_wordpiece
 from e2e_vl.tasks.objectives.base import (
+    MASK,
     NO_LABEL,
     Draft,
     Objective,
@@ -34,22 +35,15 @@ from e2e_vl.tasks.objectives.base import (
     listed,
 )
 
-MASK = "[MASK]"
-
 
 @dataclasses.dataclass(frozen=True)
 class MaskedWordsConfig(ObjectiveConfig):
-    """The defaults are those of the official code.
-
-    Attributes:
-        probability: chance of a word to be masked.
-        always_mask: every chosen word becomes [MASK] (paper), not 80 % of them (official code).
-    """
+    """The defaults are those of the official code."""
 
     name = "masked_words"
     weight: float = 1.0
-    probability: float = 0.15
-    always_mask: bool = False
+    probability: float = 0.15  # chance of a word to be masked
+    always_mask: bool = False  # every chosen word becomes [MASK] (paper), not 80 % of them (official code)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,8 +114,6 @@ def mask_words(
 
     Args:
         words: wordpiece ids of each word, without special tokens.
-        generator: source of randomness.
-        mask_id: wordpiece id of [MASK].
         vocab_size: V; random entries are drawn from 0 .. V - 1.
         probability: chance of a word to be chosen.
         always_mask: every chosen word becomes [MASK], as the paper (section 3.3) has it.
@@ -175,8 +167,8 @@ class MaskedWords(Objective):
                 "the text."
             )
         masks = [
-            [[word, value] for word, value in zip(tokenizer.convert_ids_to_tokens(ids), values, strict=True)]
-            for values, ids in zip(*best_columns(logits.softmax(dim=1)), strict=True)
+            [[*tokenizer.convert_ids_to_tokens([number]), value] for number, value in row]
+            for row in best_columns(logits.softmax(dim=1))
         ]
         first, *rest = text.split(MASK)
         best = (words[0][0].removeprefix("##") for words in masks)

@@ -2,7 +2,6 @@
 
 Shape legend
     M   texts in the batch
-    E   hidden size of the encoder
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import DataFacts
 from e2e_vl.structures import Ability, Batch, EncoderOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
+from e2e_vl.tasks.heads import start_head
 from e2e_vl.tasks.objectives.base import (
     Draft,
     Objective,
@@ -29,18 +29,15 @@ from e2e_vl.tasks.objectives.base import (
     ObjectiveWording,
     Sizes,
     WordHead,
-    start_layers,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class RelationshipConfig(ObjectiveConfig):
-    """Attributes:
-    probability: chance that a text is the caption of another image; the official option uses 0.5.
-    """
+    """How often texts and images are exchanged."""
 
     name = "relationship"
-    probability: float = 0.5
+    probability: float = 0.5  # chance that a text is the caption of another image; the official option uses 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,6 +63,8 @@ class CaptionExchange(ObjectiveWording):
         sample = draft.sample
         if sample.is_asked or not generator.random() < self.config.probability:
             return
+        if len(sample.own) >= len(sample.pool):
+            raise ValueError("Captions of other images need at least two images.")
         while index in sample.own:
             index = int(generator.integers(len(sample.pool)))
         draft.words, draft.is_match = sample.pool[index], False
@@ -84,7 +83,7 @@ class Relationship(Objective):
     def __init__(self, sizes: Sizes, config: RelationshipConfig):
         super().__init__(sizes, config)
         self.head = nn.Linear(sizes.hidden_size, 2)
-        start_layers(self.head)
+        start_head([self.head], "normal")
 
     def wording(self, writer: TextWriter) -> CaptionExchange:
         return CaptionExchange(writer, self.config)
