@@ -282,8 +282,8 @@ def test_whole_image_feature_leaves_out_hidden_regions():
     features = torch.tensor([[1.0, 2.0], [3.0, 4.0], [100.0, 100.0]])
     images = ImageBatch(
         torch.zeros(1, 3, 0, 0),
-        torch.ones(1, 2),
-        torch.ones(1, 2),
+        torch.tensor([[60, 90]]),
+        torch.tensor([[60, 90]]),
         ["image"],
         PrecomputedFeatures([features], torch.zeros(1, 2)),
     )

@@ -106,7 +106,8 @@ def pairs_of(counts: tuple[int, int], length: int) -> Batch:
     position = torch.arange(length)[None]
     texts = dataclasses.replace(batch.texts, input_ids=position, segment_ids=position * 0, attend=position >= 0)
     boxes = [torch.zeros(count, 4) for count in counts]
-    return dataclasses.replace(batch, texts=texts, boxes=boxes, looks_at=torch.tensor([[0, 1]]), targets=None)
+    looks_at = torch.tensor([[0, 1]])
+    return dataclasses.replace(batch, texts=texts, boxes=boxes, looks_at=looks_at, targets=None, seeds=batch.seeds[:1])
 
 
 def shares_one_by_one(first: int, second: int, total: int) -> tuple[int, int]:

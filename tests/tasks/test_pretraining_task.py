@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+from e2e_vl.engine.build import OBJECTIVES as BUILDABLE
 from e2e_vl.hiding import HidingRule
 from e2e_vl.structures import Ability, HiddenRegions, RegionLabels
 from e2e_vl.tasks.objectives.base import Sizes
@@ -170,7 +171,7 @@ def test_the_rule_of_hiding_follows_the_settings():
     [
         ({"objectives": {"masked_regions": {"classes": 7}}}, "classes is 7, but the detector has 4 classes"),
         ({"hide_pixels": False}, "encoder.config.hidden_region_feature to true"),
-        ({"objectives": {"masked_words": -1}}, "must not be negative"),
+        ({"objectives": {"masked_words": -1}}, "objectives.masked_words.weight is -1.0; it must not be negative"),
         ({"objectives": {"masked_verbs": 1}}, "task.config.objectives has the unknown key 'masked_verbs'"),
         (
             {"objectives": {"masked_words": {"rate": 1}}},
@@ -194,6 +195,10 @@ def test_the_rule_of_hiding_follows_the_settings():
 def test_settings_that_cannot_work(options, message):
     with pytest.raises(ValueError, match=message):
         make_model(**options)
+
+
+def test_messages_name_an_objective_as_settings_do():
+    assert {name: config.name for name, (config, _) in BUILDABLE.items()} == {name: name for name in BUILDABLE}
 
 
 def test_the_size_of_the_vocabulary_is_needed():

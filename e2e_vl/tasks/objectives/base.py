@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.interface import Detector
 from detector.structures import Loss
+from e2e_vl.converter import check_numbers
 from e2e_vl.hiding import HidingRule
 from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import DataFacts, Sample
@@ -38,11 +39,16 @@ class ObjectiveConfig:
         ValueError: a negative weight.
     """
 
+    name: ClassVar[str] = "<name>"  # in settings, for error messages
     weight: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.weight >= 0:
-            raise ValueError(f"The weight of an objective is {self.weight}; it must not be negative.")
+        check_numbers(self, self.key(""), not_negative=("weight",))
+
+    @classmethod
+    def key(cls, field: str) -> str:
+        """The dotted key of a setting."""
+        return f"task.config.objectives.{cls.name}.{field}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,6 +36,7 @@ from e2e_vl.tasks.objectives.base import (
 class MaskedRegionsConfig(ObjectiveConfig):
     """The defaults are those of the official code."""
 
+    name = "masked_regions"
     weight: float = 1.0
     classes: int = 1601  # C; 1601 for Visual Genome's
     # "distribution": the whole class distribution (official code). "class": its best class (paper).

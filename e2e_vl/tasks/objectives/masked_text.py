@@ -20,6 +20,7 @@ from e2e_vl.text import word_pieces
 class MaskedTextConfig(MaskedWordsConfig):
     """The defaults are those of the official code."""
 
+    name = "masked_text"
     min_words: int = 64  # words that a text of the corpus has at least; following lines are added until it has
     max_length: int = 64  # wordpieces that it has at most
     # texts of the corpus are `[CLS] text [SEP]` (the paper starts with [CLS]) instead of words alone (official code)
@@ -27,11 +28,9 @@ class MaskedTextConfig(MaskedWordsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.min_words < 1 or self.max_length < (3 if self.special_tokens else 1):
-            raise ValueError(
-                f"Texts of the corpus of at least {self.min_words} words and at most {self.max_length} wordpieces make "
-                "no sense."
-            )
+        for field, least in (("min_words", 1), ("max_length", 3 if self.special_tokens else 1)):
+            if getattr(self, field) < least:
+                raise ValueError(f"{self.key(field)} is {getattr(self, field)}; it must be at least {least}.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,6 +37,7 @@ from e2e_vl.tasks.objectives.base import (
 class MaskedWordsConfig(ObjectiveConfig):
     """The defaults are those of the official code."""
 
+    name = "masked_words"
     weight: float = 1.0
     probability: float = 0.15  # chance of a word to be masked
     always_mask: bool = False  # every chosen word becomes [MASK] (paper), not 80 % of them (official code)
@@ -44,7 +45,7 @@ class MaskedWordsConfig(ObjectiveConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.probability <= 1:
-            raise ValueError(f"The probability of masked words is {self.probability}; it must be from 0 to 1.")
+            raise ValueError(f"{self.key('probability')} is {self.probability}; it must be from 0 to 1.")
 
 
 @dataclasses.dataclass

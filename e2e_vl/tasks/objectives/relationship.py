@@ -35,14 +35,13 @@ from e2e_vl.tasks.objectives.base import (
 class RelationshipConfig(ObjectiveConfig):
     """How often texts and images are exchanged."""
 
+    name = "relationship"
     probability: float = 0.5  # chance that a text is the caption of another image; the official option uses 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.probability < 1:
-            raise ValueError(
-                f"The probability of captions of other images is {self.probability}; it must be above 0 and below 1."
-            )
+            raise ValueError(f"{self.key('probability')} is {self.probability}; it must be above 0 and below 1.")
 
 
 @dataclasses.dataclass

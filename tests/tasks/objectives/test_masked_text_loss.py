@@ -41,9 +41,16 @@ def test_the_corpus_must_be_there():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"min_words": 0}, {"max_length": 0}, {"max_length": 2, "special_tokens": True}, {"probability": -1}]
+    ("settings", "message"),
+    [
+        ({"min_words": 0}, "min_words is 0; it must be at least 1"),
+        ({"max_length": 0}, "max_length is 0; it must be at least 1"),
+        ({"max_length": 2, "special_tokens": True}, "max_length is 2; it must be at least 3"),
+        ({"probability": -1}, "probability is -1; it must be from 0 to 1"),
+        ({"weight": -1}, "weight is -1; it must not be negative"),
+    ],
 )
-def test_settings_that_do_not_fit(settings):
-    with pytest.raises(ValueError, match=r"no sense|from 0 to 1"):
+def test_settings_that_do_not_fit(settings, message):
+    with pytest.raises(ValueError, match=rf"^task\.config\.objectives\.masked_text\.{message}"):
         MaskedTextConfig(**settings)
     MaskedTextConfig(max_length=2)

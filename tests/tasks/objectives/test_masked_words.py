@@ -75,7 +75,7 @@ def test_the_same_generator_gives_the_same_mask():
 
 
 def test_a_probability_above_one():
-    with pytest.raises(ValueError, match="probability of masked words is 15"):
+    with pytest.raises(ValueError, match=r"masked_words\.probability is 15; it must be from 0 to 1"):
         MaskedWordsConfig(probability=15)
 
 

@@ -72,8 +72,11 @@ def test_the_head_has_no_layer_of_its_own_for_words():
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"weight": -0.5}, "is -0.5; it must not be negative"), ({"probability": 15}, "is 15; it")],
+    [
+        ({"weight": -0.5}, "weight is -0.5; it must not be negative"),
+        ({"probability": 15}, "probability is 15; it must be from 0 to 1"),
+    ],
 )
 def test_settings_that_do_not_fit(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"^task\.config\.objectives\.masked_words\.{message}"):
         MaskedWordsConfig(**settings)

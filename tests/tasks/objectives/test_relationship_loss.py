@@ -53,5 +53,6 @@ def test_captions_of_other_images_need_other_images():
 
 @pytest.mark.parametrize("probability", [0, 1, 1.5])
 def test_some_texts_must_match_and_some_not(probability):
-    with pytest.raises(ValueError, match=f"is {probability}; it must be above 0 and below 1"):
+    message = rf"relationship\.probability is {probability}; it must be above 0 and below 1"
+    with pytest.raises(ValueError, match=message):
         RelationshipConfig(probability=probability)
