@@ -47,8 +47,9 @@ def test_vcr_accuracies_of_predictions(root, expected, questions, labels):
 
 def test_vcr_accuracies_of_the_leaderboard_file(root, expected, questions, labels):
     submission = read_leaderboard(root / "submission.csv")
-    assert submission.annot_ids == questions.annot_ids
-    ours = vcr_accuracies(submission.answers, submission.rationales, *labels)
+    assert sorted(submission.annot_ids) == sorted(questions.annot_ids)
+    rows = [submission.annot_ids.index(annot_id) for annot_id in questions.annot_ids]
+    ours = vcr_accuracies(submission.answers[rows], submission.rationales[rows], *labels)
     assert ours == expected["from_submission_csv_re_derived"]
 
 
