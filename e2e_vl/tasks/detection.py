@@ -1,7 +1,8 @@
 """Object detection: the boxes and classes that the detector itself finds.
 
 Reads `batch.targets["category_ids"]`, int64 [M, K], the data set's category id of each class, and from the records what
-`detector.average_precision` reads of an image. Each image has one text, which nobody reads; `encoder.name: none` goes with it.
+`detector.average_precision` reads of an image. Each image has one text that is not read; `encoder.name: none` goes with
+it.
 
 Shape legend
     N   images in the batch
@@ -16,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from detector.boxes import pairwise_iou, rescale_detections
 from detector.average_precision import coco_metrics
+from detector.boxes import pairwise_iou, rescale_detections
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.base import Task
 
