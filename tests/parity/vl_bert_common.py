@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,8 @@ def assert_near(ours: Tensor, recorded: Tensor, name: str, relative: float = REL
     assert difference <= relative * scale, f"{name}: differs by {difference:.3g}, largest value {scale:.3g}"
 
 
-def encoder_config(golden: Golden, name: str) -> VLBertConfig:
+def encoder_config(golden: Golden, name: str, **fields: Any) -> VLBertConfig:
+    """The encoder of a recorded model; `fields` are those that no recorded config has."""
     recorded, visual = golden.meta["configs"][name], golden.meta["configs"]["visual"]
     recorded = recorded.get("VLBERT", recorded)
     return VLBertConfig(
@@ -88,6 +90,7 @@ def encoder_config(golden: Golden, name: str) -> VLBertConfig:
         visual_layer_norm=recorded["visual_ln"],
         feature_dim=visual["feature_dim"],
         geometry_dim=visual["coordinate_dim"],
+        **fields,
     )
 
 

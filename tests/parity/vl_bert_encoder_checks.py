@@ -271,7 +271,7 @@ def test_refcoco_official_predictions_are_ours_with_padding_as_a_candidate(golde
     batch, mask = refcoco_batch(golden), recorded["vlbert_in.object_mask"]
     with torch.no_grad():
         logits = model(batch).task.logits
-        logits[~mask] = model.task.head(torch.zeros(1, model.encoder.hidden_size))
+        logits[~mask] = model.task.head(torch.zeros(1, 1, model.encoder.hidden_size)).squeeze()
     assert_near(logits, recorded["out.label_logits"], "label_logits with padding")
     best = logits.argmax(dim=1)
     assert best.tolist() == golden.meta["values"]["refcoco"]["argmax_official"]

@@ -47,14 +47,12 @@ def make_objectives(network: dict, config: VLBertConfig) -> dict[str, Objective]
 def make_model(golden, keys, name: str) -> VisionLanguageModel:
     network = golden.meta["configs"][name]
     precomputed = network["IMAGE_FEAT_PRECOMPUTED"]
-    fields = common.encoder_config(golden, name).to_dict()
-    config = VLBertConfig(
-        **fields
-        | {
-            "text_only_embedding": True,
-            "hidden_region_embedding": True,
-            "hidden_region_feature": precomputed or not network["MASK_RAW_PIXELS"],
-        }
+    config = common.encoder_config(
+        golden,
+        name,
+        text_only_embedding=True,
+        hidden_region_embedding=True,
+        hidden_region_feature=precomputed or not network["MASK_RAW_PIXELS"],
     )
     task = PretrainingTask(
         config.hidden_size, PretrainingConfig(vocab_size=config.vocab_size), make_objectives(network, config)
