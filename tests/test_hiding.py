@@ -219,6 +219,19 @@ def test_region_labels_are_the_teachers_view_of_the_whole_image():
     assert batch.hidden is None and batch.region_labels == RegionLabels()  # the caller's batch is untouched
 
 
+@pytest.mark.parametrize("teacher", ["current", "file"])
+def test_annotated_classes_stay_beside_what_a_teacher_says(teacher):
+    model = make_model(teacher=teacher).eval()
+    classes = [torch.arange(len(rows)) for rows in BOXES]
+    known = RegionLabels(classes=classes, class_probs=[torch.rand(len(rows), CLASSES) for rows in BOXES])
+    labels = model.hide(dataclasses.replace(make_batch(), region_labels=known)).region_labels
+    assert labels.classes is classes
+    assert (labels.class_probs is known.class_probs) == (teacher == "file")
+    hide = [torch.tensor([[6.0, 6.0, 40.0, 40.0]]), torch.zeros(0, 4)]
+    hidden = model.hide(dataclasses.replace(make_batch(), region_labels=known, hide=hide))
+    assert hidden.region_labels.classes is None  # the boxes are others now
+
+
 def test_own_boxes_come_from_the_teacher():
     model = make_model(max_own_regions=4, region_probability=0.5).train()
     batch = model.hide(make_batch(boxes=False))
