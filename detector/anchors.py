@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
-from detector.config import AnchorConfig
+from detector.detector_config import AnchorConfig
 
 
 def make_cell_anchors(sizes: Sequence[float], aspect_ratios: Sequence[float]) -> Float32[Tensor, "cell_anchors 4"]:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
 from detector.box_losses import box_regression_loss
-from detector.config import AttributeConfig, ROIHeadsConfig
+from detector.detector_config import AttributeConfig, ROIHeadsConfig
 from detector.structures import Loss
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from detector.anchors import configured_cell_anchors
 from detector.box_predictor import AttributeHead
-from detector.config import OUR_KEYS, DetectorConfig, ResNetConfig
 from detector.config_file import nest
+from detector.detector_config import OUR_KEYS, DetectorConfig, ResNetConfig
 from detector.detectron2_config import Detectron2Config
 from detector.faster_rcnn import TwoStageDetector
 from detector.pixel_masking import mask_pixels

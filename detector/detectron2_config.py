@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from detector.config import (
+from detector.config_file import FIXED, decode, flatten, load_tree, merge_bases, nest
+from detector.detector_config import (
     OUR_KEYS,
     AnchorConfig,
     AttributeConfig,
@@ -22,7 +23,6 @@ from detector.config import (
     ROIHeadsConfig,
     RPNConfig,
 )
-from detector.config_file import FIXED, decode, flatten, load_tree, merge_bases, nest
 
 C4_HEADS = "Res5ROIHeads"
 BOX_HEADS = "StandardROIHeads"

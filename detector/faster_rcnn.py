@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from detector.boxes import check_boxes, is_larger, prepend, whole_image_boxes
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.interface import Detector
 from detector.pixel_masking import mask_pixels
 from detector.resnet import ResNet, recompute_activations

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from detector.boxes import prepend, whole_image_boxes
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.interface import Detector
 from detector.structures import DetectionTargets, ImageBatch, Regions
 

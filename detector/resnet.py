@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from detector.config import ResNetConfig
+from detector.detector_config import ResNetConfig
 from detector.norms import freeze, make_norm
 from detector.structures import FeatureMap
 

@@ -15,7 +15,7 @@ from torchvision.ops import batched_nms, roi_pool
 
 from detector.box_predictor import BoxPredictor
 from detector.boxes import clip, decode_deltas, pairwise_iou
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.matching import match, subsample
 from detector.resnet import make_res5
 from detector.roi_align import align_rois

@@ -16,7 +16,7 @@ from torchvision.ops import nms
 from detector.anchors import AnchorGenerator, configured_cell_anchors
 from detector.box_losses import box_regression_loss
 from detector.boxes import clip, decode_deltas, is_larger, pairwise_iou
-from detector.config import DetectorConfig, RPNConfig
+from detector.detector_config import DetectorConfig, RPNConfig
 from detector.matching import match, subsample
 from detector.structures import DetectionTargets, FeatureMap, ImageBoxes, ImageSizes, Loss, PerImage
 

@@ -71,7 +71,9 @@ def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: Hid
         boxes = [_with_hidden(rows, hide) for rows, hide in zip(boxes, batch.hide, strict=True)]
         labels = RegionLabels()
     if uses_detector:
+        classes = labels.classes  # annotated, so they stay what they are
         boxes, labels = describe_regions(teacher, batch.images, boxes, rule)
+        labels.classes = classes
     return dataclasses.replace(batch, boxes=boxes, region_labels=labels)
 
 

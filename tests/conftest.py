@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import jaxtyping
 import pytest
 import torchvision.ops  # noqa: F401  (before the hook below: a library first imported under it is compiled anew)
+from transformers import PreTrainedConfig
 
 from tests import shape_checker
 
@@ -27,6 +28,7 @@ CHECKED = (
         for name in ("encoders", "examples", "hiding", "layout", "model", "structures", "targets", "tasks")
     ),
 )
+PreTrainedConfig.__no_type_check__ = True  # its constructors take more keys than their signatures say
 sys.modules["shape_checker"] = shape_checker  # the hook imports it by a plain name
 jaxtyping.install_import_hook(CHECKED, "shape_checker.check_shapes")
 

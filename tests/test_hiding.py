@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from detector.config import InputConfig
+from detector.detector_config import InputConfig
 from detector.images import make_image_batch
 from detector.structures import ImageBatch, PrecomputedFeatures
 from e2e_vl.hiding import (
@@ -217,6 +217,19 @@ def test_region_labels_are_the_teachers_view_of_the_whole_image():
         torch.testing.assert_close(features, wanted)
         assert not probs.requires_grad and not features.requires_grad
     assert batch.hidden is None and batch.region_labels == RegionLabels()  # the caller's batch is untouched
+
+
+@pytest.mark.parametrize("teacher", ["current", "file"])
+def test_annotated_classes_stay_beside_what_a_teacher_says(teacher):
+    model = make_model(teacher=teacher).eval()
+    classes = [torch.arange(len(rows)) for rows in BOXES]
+    known = RegionLabels(classes=classes, class_probs=[torch.rand(len(rows), CLASSES) for rows in BOXES])
+    labels = model.hide(dataclasses.replace(make_batch(), region_labels=known)).region_labels
+    assert labels.classes is classes
+    assert (labels.class_probs is known.class_probs) == (teacher == "file")
+    hide = [torch.tensor([[6.0, 6.0, 40.0, 40.0]]), torch.zeros(0, 4)]
+    hidden = model.hide(dataclasses.replace(make_batch(), region_labels=known, hide=hide))
+    assert hidden.region_labels.classes is None  # the boxes are others now
 
 
 def test_own_boxes_come_from_the_teacher():

@@ -14,7 +14,7 @@ from jaxtyping import TypeCheckError
 
 import detector
 from detector import boxes
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.matching import match
 from detector.pixel_masking import mask_pixels
 from detector.precomputed import PrecomputedDetector

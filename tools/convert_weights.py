@@ -39,14 +39,14 @@ from detector.checkpoint import (
     load_converted,
     save_weights,
 )
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.config import load_config
 from e2e_vl.engine.answer_lists import OFFICIAL_SUFFIX, official_lines
 from e2e_vl.engine.build import ADAPTERS, build_model, resolve
 from e2e_vl.engine.build_data import build_tokenizer
-from e2e_vl.engine.checkpoint import load_model, save_model
+from e2e_vl.engine.saving import load_model, save_model
 
 
 @says_errors

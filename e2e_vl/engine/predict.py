@@ -23,10 +23,10 @@ from e2e_vl.engine.build_data import (
     wants_given_answer,
     warn_of_random_boxes,
 )
-from e2e_vl.engine.checkpoint import load_model, saved_settings
 from e2e_vl.engine.evaluate import evaluate, named_metrics
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.run import Run
+from e2e_vl.engine.saving import load_model, saved_settings
 from e2e_vl.examples import Example
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.samples import BrokenImageError, Question, Sample

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from detector.box_predictor import BoxPredictor
-from detector.config import AttributeConfig, ROIHeadsConfig
+from detector.detector_config import AttributeConfig, ROIHeadsConfig
 
 K, A, D = 3, 4, 6
 ATTRIBUTES = AttributeConfig(num_classes=A, embedding_dim=5, hidden_dim=7, loss_weight=0.5)

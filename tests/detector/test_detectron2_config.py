@@ -5,7 +5,7 @@ import copy
 import pytest
 import yaml
 
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.detectron2_config import Detectron2Config
 
 FPN = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.base import open_options
 from e2e_vl.engine.build import build_model, build_objectives, named_parts, resolve, task_config

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from detector.checkpoint import save_weights
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.loading.requests import Request

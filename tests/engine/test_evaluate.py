@@ -10,10 +10,10 @@ import torch
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.engine.build_data import build_examples
-from e2e_vl.engine.checkpoint import load_model
 from e2e_vl.engine.evaluate import evaluate, evaluate_run
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.run import Run
+from e2e_vl.engine.saving import load_model
 from e2e_vl.engine.train import train
 from e2e_vl.evaluation.refexp import hits
 from e2e_vl.extraction.detectors import detector_of_run

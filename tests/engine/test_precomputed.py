@@ -15,9 +15,9 @@ from detector.structures import ImageBatch, PrecomputedFeatures
 from e2e_vl.data.formats.image_lists import list_images, read_given_boxes
 from e2e_vl.data.loading.requests import Request
 from e2e_vl.data.storage.features.stores import open_features
-from e2e_vl.engine.checkpoint import load_model
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.run import build_run
+from e2e_vl.engine.saving import load_model
 from e2e_vl.engine.train import train
 from e2e_vl.extraction.bulk import ExtractionJob, extract_images
 from e2e_vl.extraction.chain import ExtractionSettings

@@ -15,9 +15,9 @@ from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.loading.requests import Request
 from e2e_vl.engine import train as training
 from e2e_vl.engine.build_data import build_collate, build_examples, make_synthetic_data
-from e2e_vl.engine.checkpoint import load_model
 from e2e_vl.engine.optim import build_optimizer
 from e2e_vl.engine.run import build_run
+from e2e_vl.engine.saving import load_model
 from e2e_vl.engine.train import train
 from e2e_vl.run_files import read_log
 from tests.engine.two_processes import start, wait

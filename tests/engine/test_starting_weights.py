@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel
 from e2e_vl.config import RunConfig
 from e2e_vl.engine.build import build_detector_config, build_model
 from e2e_vl.engine.build_data import build_tokenizer
-from e2e_vl.engine.checkpoint import load_model, save_model
+from e2e_vl.engine.saving import load_model, save_model
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.pretraining import PretrainingTask
 from e2e_vl.text import load_tokenizer

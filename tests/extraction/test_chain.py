@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from detector.boxes import is_larger, pairwise_iou
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.images import make_image_batch
 from detector.selection import SelectionRule

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule
 from detector.selection import SelectionRule

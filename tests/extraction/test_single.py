@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from detector.boxes import pairwise_iou
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule, load_image, make_image_batch, resize_boxes, resize_image
 from detector.selection import SelectionRule

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import ImageBatch
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel

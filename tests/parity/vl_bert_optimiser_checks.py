@@ -69,7 +69,7 @@ def test_optimiser_every_update(recorded, options, name, resumed):
             state = optimizer.state_dict()
             optimizer = build_optimizer(model, settings)
             optimizer.load_state_dict(state)
-            for group in optimizer.param_groups:  # as engine/checkpoint.py: rates are those of the settings
+            for group in optimizer.param_groups:  # as engine/saving.py: rates are those of the settings
                 group["lr"] = settings.lr
             schedule = build_schedule(optimizer, settings, steps, steps_done=step)
         a.grad, b.grad = recorded["in.grads_a"][step].clone(), recorded["in.grads_b"][step].clone()

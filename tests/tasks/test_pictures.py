@@ -8,8 +8,9 @@ import cv2
 import numpy as np
 import pytest
 
+from e2e_vl.drawing import BLUE, GREEN, RED
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
-from e2e_vl.tasks.refcoco import RIGHT, TRUTH, WRONG, ReferringTask
+from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vcr import VCRTask
 
 
@@ -31,9 +32,9 @@ def coloured(picture: np.ndarray, colour: tuple[int, int, int]) -> np.ndarray:
 @pytest.mark.parametrize(
     ("changes", "seen", "unseen"),
     [
-        ({}, (TRUTH, RIGHT), (WRONG,)),
-        ({"correct": 0.0}, (TRUTH, WRONG), (RIGHT,)),
-        ({"box": None}, (TRUTH,), (RIGHT, WRONG)),
+        ({}, (GREEN, BLUE), (RED,)),
+        ({"correct": 0.0}, (GREEN, RED), (BLUE,)),
+        ({"box": None}, (GREEN,), (BLUE, RED)),
     ],
 )
 def test_truth_is_green_right_is_blue_and_wrong_is_red(grey, changes, seen, unseen):
@@ -44,7 +45,7 @@ def test_truth_is_green_right_is_blue_and_wrong_is_red(grey, changes, seen, unse
 
 def test_the_truth_is_drawn_where_it_is(grey):
     picture = ReferringTask(8).draw(record(grey, box=None))
-    rows, columns = np.nonzero(coloured(picture, TRUTH))
+    rows, columns = np.nonzero(coloured(picture, GREEN))
     scale = picture.shape[1] / 90
     assert columns.max() == pytest.approx(40 * scale, abs=4)
     assert rows.max() == pytest.approx(40 * scale, abs=4)

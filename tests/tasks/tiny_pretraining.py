@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import ImageBatch
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel

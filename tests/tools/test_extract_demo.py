@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.config import (
     DataSettings,
@@ -23,8 +23,8 @@ from e2e_vl.config import (
     TaskSettings,
 )
 from e2e_vl.engine.build import build_model
-from e2e_vl.engine.checkpoint import save_model
 from e2e_vl.engine.predict import answer_question
+from e2e_vl.engine.saving import save_model
 from e2e_vl.samples import Question
 from e2e_vl.text import build_vocabulary, load_tokenizer
 

@@ -20,7 +20,7 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 
 from detector.checkpoint import save_weights
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.config import load_config
 from e2e_vl.data.storage.features.stores import open_features

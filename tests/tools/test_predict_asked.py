@@ -14,7 +14,7 @@ from PIL import Image
 
 from e2e_vl.data.loading.requests import Request
 from e2e_vl.engine.build_data import build_collate, build_examples
-from e2e_vl.engine.checkpoint import load_model
+from e2e_vl.engine.saving import load_model
 from tests.leaderboard import read_leaderboard
 from tests.same import assert_same
 from tests.tools.calls import ask, data_root, first_image, gt_corners, is_picture, refused, saved, split, tagged, told

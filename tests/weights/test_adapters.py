@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from e2e_vl.config import RunConfig
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.engine import build
-from e2e_vl.engine.checkpoint import load_model, save_model
+from e2e_vl.engine.saving import load_model, save_model
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Ability, EncoderOutput
 from e2e_vl.text import build_vocabulary
