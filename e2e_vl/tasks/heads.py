@@ -63,7 +63,7 @@ class Head(nn.Module):
         self.is_score = outputs is None
         start_head([self.output] if transform is None else [transform["dense"], self.output], start)
 
-    def forward(self, states: Float[Tensor, "*shape E"]) -> Float[Tensor, ...]:
+    def forward(self, states: Float[Tensor, "*shape E"]) -> Float[Tensor, "*scores"]:
         if self.transform is not None:
             states = self.transform(states)
         scores = self.output(self.dropout(states))
