@@ -51,11 +51,11 @@ def run_python(code: str) -> subprocess.CompletedProcess:
 
 def test_without_detectron2_choosing_it_says_how_to_install_it():
     done = run_python(
-        IMPORT + "from e2e_vl.config import RunConfig\n"
+        IMPORT + "from e2e_vl.config import load_config\n"
         "from e2e_vl.engine.build import named_parts\n"
-        "config = RunConfig()\n"
-        "named_parts(config)\n"  # the built-in detector needs nothing
-        "config.detector.backend = 'detectron2'\n"
+        "path = 'configs/tiny/refcoco.yaml'\n"
+        "named_parts(load_config(path))\n"  # the built-in detector needs nothing
+        "config = load_config(path, ['detector.backend=detectron2'])\n"
         "try:\n    named_parts(config)\n"
         "except ValueError as error:\n    print(error)\n"
     )

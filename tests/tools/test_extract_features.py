@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -179,7 +180,7 @@ def test_the_tiny_run_on_precomputed_features(tool, trained_run, tmp_path):
         f"output={tmp_path / 'run'}",
     ]
     config = load_config(ROOT / "configs" / "tiny" / "precomputed.yaml", own)
-    config.data.synthetic = data.synthetic
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, synthetic=data.synthetic))
     metrics = train(config)
     assert metrics["val/count_precomputed_boxes"] > 0
     assert not (tmp_path / "run" / "model" / "detector" / "model.safetensors").stat().st_size > 1000

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from e2e_vl.config import RunConfig
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.engine import build
+from e2e_vl.engine.build_data import build_tokenizer
 from e2e_vl.engine.saving import load_model, save_model
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Ability, EncoderOutput
@@ -110,7 +111,7 @@ def config_of(monkeypatch, tmp_path, tiny_config: Callable[..., RunConfig]) -> C
 
 def made(config: RunConfig, seed: int = 0) -> VisionLanguageModel:
     torch.manual_seed(seed)
-    tokenizer = build.build_tokenizer(config)
+    tokenizer = build_tokenizer(config)
     return build.build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
 
 
@@ -156,7 +157,7 @@ def test_a_task_that_takes_nothing_of_what_the_file_lends(config_of, published, 
 
 def test_what_the_adapter_says_of_the_encoder_holds_for_own_runs(config_of, tmp_path):
     config = config_of("refcoco")
-    save_model(tmp_path / "run" / "model", config, made(config, seed=1), build.build_tokenizer(config))
+    save_model(tmp_path / "run" / "model", config, made(config, seed=1), build_tokenizer(config))
     start = f"encoder.weights={tmp_path / 'run'}"
     started = made(config_of("vcr", start, with_summary=True, with_noise=True), seed=2).encoder
     assert torch.equal(started.regions.weight, load_model(tmp_path / "run")[1].encoder.regions.weight)
@@ -169,7 +170,7 @@ def test_what_the_adapter_says_of_the_encoder_holds_for_own_runs(config_of, tmp_
 def test_the_tool_writes_the_format_and_a_run_starts_from_it(config_of, tmp_path, capsys):
     config, written = config_of("refcoco"), tmp_path / "x.average"
     model = made(config, seed=1)
-    save_model(tmp_path / "run", config, model, build.build_tokenizer(config))
+    save_model(tmp_path / "run", config, model, build_tokenizer(config))
     assert convert_weights.main([str(tmp_path / "run"), "--output", str(written)]) == 0
     assert "\n  detector.backbone.stem.conv1.weight\n" in capsys.readouterr().out
     assert {name.split(".")[0] for name in torch.load(written, weights_only=True)} == {"w", "s", "r", "score"}
