@@ -57,5 +57,5 @@ def test_errors_of_the_run_are_those_of_the_user(tmp_path):
         benchmark_training_memory(CONFIG, tmp_path, sizes=[(1, 0)], steps=1, images_per_batch=1, workers=0)
     config = tmp_path / "config.yaml"
     config.write_text(f"base: {CONFIG}\ntask: {{config: {{objectives: {{masked_regions: {{classes: 3}}}}}}}}\n")
-    with pytest.raises(ValueError, match="masked_regions.classes is 3"):
+    with pytest.raises(ValueError, match=r"masked_regions\.classes is 3"):
         benchmark_training_memory(config, tmp_path, sizes=[(1, 2)], steps=1, images_per_batch=1, workers=0)
