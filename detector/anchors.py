@@ -1,8 +1,6 @@
 """Anchors of a single feature map: one set of cell anchors, repeated at every position.
 
-Shape legend
-    C     anchors per cell = sizes * aspect ratios
-    h, w  height and width of the feature map
+Shape legend: see `detector/structures.py`; cell_anchors = sizes * aspect ratios.
 """
 
 from __future__ import annotations
@@ -11,13 +9,14 @@ import math
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
-from detector.config import AnchorConfig
+from detector.detector_config import AnchorConfig
 
 
-def make_cell_anchors(sizes: Sequence[float], aspect_ratios: Sequence[float]) -> Tensor:
-    """float32 [C, 4], anchors centred on (0, 0): sizes in the outer loop, ratios (height / width) in the inner one.
+def make_cell_anchors(sizes: Sequence[float], aspect_ratios: Sequence[float]) -> Float32[Tensor, "cell_anchors 4"]:
+    """Anchors centred on (0, 0): sizes in the outer loop, ratios (height / width) in the inner one.
 
     A size is the square root of the area in pixels of the network input. Corners are not rounded (torchvision's are).
     """
@@ -30,8 +29,8 @@ def make_cell_anchors(sizes: Sequence[float], aspect_ratios: Sequence[float]) ->
     return torch.tensor(anchors)
 
 
-def configured_cell_anchors(config: AnchorConfig, level: int = 0) -> Tensor:
-    """float32 [C, 4]: CELL_ANCHORS where given, otherwise from SIZES and ASPECT_RATIOS of a feature map."""
+def configured_cell_anchors(config: AnchorConfig, level: int = 0) -> Float32[Tensor, "cell_anchors 4"]:
+    """CELL_ANCHORS where given, otherwise made from SIZES and ASPECT_RATIOS of a feature map."""
     if config.cell_anchors:
         return torch.tensor(config.cell_anchors)
     ratios = config.aspect_ratios[level if len(config.aspect_ratios) > 1 else 0]
@@ -47,10 +46,10 @@ class AnchorGenerator(nn.Module):
 
     cell_anchors: Tensor
 
-    def __init__(self, cell_anchors: Tensor, *, stride: int, offset: float = 0.0) -> None:
+    def __init__(self, cell_anchors: Float32[Tensor, "cell_anchors 4"], *, stride: int, offset: float = 0.0) -> None:
         """
         Args:
-            cell_anchors: float32 [C, 4], relative to the centre of a cell's first anchor.
+            cell_anchors: corners relative to the centre of a cell's first anchor.
             stride: pixels of the network input per cell of the feature map.
             offset: place of the first anchor's centre, as a fraction of the stride.
         """
@@ -62,8 +61,8 @@ class AnchorGenerator(nn.Module):
     def __len__(self) -> int:
         return len(self.cell_anchors)
 
-    def forward(self, height: int, width: int) -> Tensor:
-        """float32 [h * w * C, 4], rows ordered by (y, x, cell anchor), the last running fastest."""
+    def forward(self, height: int, width: int) -> Float[Tensor, "B 4"]:
+        """Anchors of a map of height x width cells, ordered by (y, x, cell anchor), the cell anchor running fastest."""
         options = {"dtype": torch.float32, "device": self.cell_anchors.device}
         start = self.offset * self.stride
         x = torch.arange(start, start + width * self.stride, self.stride, **options)[:width]

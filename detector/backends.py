@@ -1,4 +1,4 @@
-"""The detectors that look at pixels, by name."""
+"""The detectors that compute their features from pixels, by name."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ def detector_class(backend: str) -> type[TwoStageDetector]:
     """The class of a backend; its `config_class` reads the settings it is built from.
 
     Raises:
-        ValueError: there is no such backend, or Detectron2 is not installed.
+        ValueError: the backend does not exist, or Detectron2 is not installed.
     """
     if backend == "builtin":
         return FasterRCNN
     if backend != "detectron2":
-        raise ValueError(f"There is no detector '{backend}'; it must be one of {', '.join(BACKENDS)}.")
+        raise ValueError(f"There is no detector backend '{backend}'; use one of {', '.join(BACKENDS)}.")
     try:
         from detector.detectron2_adapter import Detectron2Detector  # imported only when it is chosen
     except ImportError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor
 from torchvision.ops import complete_box_iou_loss, distance_box_iou_loss, generalized_box_iou_loss
 
@@ -14,20 +15,26 @@ IOU_LOSSES = {"giou": generalized_box_iou_loss, "diou": distance_box_iou_loss, "
 
 
 def box_regression_loss(
-    deltas: Tensor, boxes: Tensor, targets: Tensor, *, weights: Sequence[float], kind: str, smooth_l1_beta: float
-) -> Tensor:
-    """Sum over positive boxes of how far their predicted deltas are from the annotated boxes.
+    deltas: Float[Tensor, "positives 4"],
+    boxes: Float[Tensor, "positives 4"],
+    targets: Float[Tensor, "positives 4"],
+    *,
+    weights: Sequence[float],
+    kind: str,
+    smooth_l1_beta: float,
+) -> Float[Tensor, ""]:
+    """Sum over positive boxes of the distance between their predicted deltas and the annotated boxes.
 
     Args:
-        deltas: float [P, 4], predicted for P positive anchors or proposals.
-        boxes: float [P, 4], the anchors or proposals.
-        targets: float [P, 4], the annotated box of each.
+        deltas: predicted for the positive anchors or proposals.
+        boxes: the anchors or proposals.
+        targets: the annotated box of each.
         weights: of the box coder.
         kind: "smooth_l1" compares deltas; "giou", "diou" and "ciou" compare decoded boxes.
         smooth_l1_beta: where L1 becomes L2; 0 is plain L1.
 
     Returns:
-        scalar; 0 (with a gradient of 0) when P is 0.
+        the sum; 0 (with a gradient of 0) where there are no positives.
     """
     if kind == "smooth_l1":
         wanted = encode_deltas(boxes, targets, weights)

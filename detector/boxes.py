@@ -1,7 +1,9 @@
 """Box arithmetic: areas, overlaps, clipping, the box coder, and checks of boxes that come from outside.
 
-Boxes are xyxy and continuous: a box covers [x1, x2) x [y1, y2), so its width is x2 - x1. Functions take and return
-NumPy arrays or torch tensors (the type of the first argument comes back); the box coder works on tensors only.
+Boxes are xyxy and continuous: a box covers [x1, x2) x [y1, y2), so its width is x2 - x1. Functions of an `Array` take
+and return NumPy arrays or torch tensors (the type of the first argument comes back).
+
+Shape legend: see `detector/structures.py`; R stands for any number of boxes here.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float, Float32, Int64, Num
 from torch import Tensor
 
 Array = TypeVar("Array", np.ndarray, Tensor)
@@ -19,14 +22,16 @@ Array = TypeVar("Array", np.ndarray, Tensor)
 MAX_LOG_SCALE = math.log(1000.0 / 16)  # upper clamp of dw and dh (Detectron2's scale_clamp): 16 px may become 1000 px
 
 
-def area(boxes: Array, plus_one: bool = False) -> Array:
-    """Areas [...] of boxes [..., 4]; `plus_one` counts inclusive pixels, (x2 - x1 + 1) * (y2 - y1 + 1)."""
+def area(boxes: Num[Array, "*R 4"], plus_one: bool = False) -> Num[Array, "*R"]:
+    """Areas of boxes; `plus_one` counts inclusive pixels, (x2 - x1 + 1) * (y2 - y1 + 1)."""
     extra = 1 if plus_one else 0
     return (boxes[..., 2] - boxes[..., 0] + extra) * (boxes[..., 3] - boxes[..., 1] + extra)
 
 
-def pairwise_iou(boxes1: Array, boxes2: Array, plus_one: bool = False) -> Array:
-    """Intersection over union of every pair, [R1, 4] and [R2, 4] -> [R1, R2]; 0 where boxes do not overlap.
+def pairwise_iou(
+    boxes1: Num[Array, "rows 4"], boxes2: Num[Array, "columns 4"], plus_one: bool = False
+) -> Float[Array, "rows columns"]:
+    """Intersection over union of every pair; 0 where boxes do not overlap.
 
     Args:
         plus_one: treat coordinates as inclusive pixel indices (VOC, RefCOCO's official evaluation, VL-BERT's labels).
@@ -43,8 +48,8 @@ def pairwise_iou(boxes1: Array, boxes2: Array, plus_one: bool = False) -> Array:
     return iou.numpy() if is_numpy else iou
 
 
-def clip(boxes: Array, size: Sequence[int] | Tensor) -> Array:
-    """Boxes [..., 4] clipped to an image of (height, width): x into 0..width, y into 0..height."""
+def clip(boxes: Num[Array, "*R 4"], size: Sequence[int] | Int64[Tensor, " 2"]) -> Num[Array, "*R 4"]:
+    """Boxes clipped to an image of (height, width): x into 0..width, y into 0..height."""
     height, width = size[0], size[1]
     if isinstance(boxes, np.ndarray):
         x, y = boxes[..., 0::2].clip(0, width), boxes[..., 1::2].clip(0, height)
@@ -53,18 +58,20 @@ def clip(boxes: Array, size: Sequence[int] | Tensor) -> Array:
     return torch.stack((x[..., 0], y[..., 0], x[..., 1], y[..., 1]), dim=-1)
 
 
-def is_larger(boxes: Array, side: float = 0.0) -> Array:
-    """bool [R]: both sides of the box exceed `side`."""
+def is_larger(boxes: Num[Array, "*R 4"], side: float = 0.0) -> Bool[Array, "*R"]:
+    """Whether both sides of a box exceed `side`."""
     return (boxes[..., 2] - boxes[..., 0] > side) & (boxes[..., 3] - boxes[..., 1] > side)
 
 
-def rescale_detections(boxes: Tensor, size: Sequence[int], output_size: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Detections of an image of (height, width) `size` in pixels of the same image at `output_size`.
+def rescale_detections(
+    boxes: Float[Tensor, "R 4"], size: Sequence[int], output_size: Sequence[int]
+) -> tuple[Float[Tensor, "kept 4"], Int64[Tensor, " kept"]]:
+    """Detections in an image of (height, width) `size`, in pixels of the same image at `output_size`.
 
     The two axes are scaled separately, boxes are clipped, boxes without area dropped (Detectron2's post-processing).
 
     Returns:
-        boxes float [kept, 4] and the kept rows, int64 [kept].
+        the boxes that are left, and their rows.
     """
     scale_y, scale_x = float(output_size[0]) / float(size[0]), float(output_size[1]) / float(size[1])
     scaled = clip(boxes * boxes.new_tensor([scale_x, scale_y, scale_x, scale_y]), output_size)
@@ -72,8 +79,10 @@ def rescale_detections(boxes: Tensor, size: Sequence[int], output_size: Sequence
     return scaled[kept], kept
 
 
-def encode_deltas(boxes: Tensor, targets: Tensor, weights: Sequence[float]) -> Tensor:
-    """Deltas (dx, dy, dw, dh) [R, 4] that move `boxes` onto `targets` (R-CNN, appendix C), times `weights`.
+def encode_deltas(
+    boxes: Float[Tensor, "*R 4"], targets: Float[Tensor, "*R 4"], weights: Sequence[float]
+) -> Float[Tensor, "*R 4"]:
+    """Deltas (dx, dy, dw, dh) that move `boxes` onto `targets` (R-CNN, appendix C), times `weights`.
 
     The order of the operations is Detectron2's, so that the results are equal bit for bit.
     """
@@ -83,16 +92,14 @@ def encode_deltas(boxes: Tensor, targets: Tensor, weights: Sequence[float]) -> T
     return torch.cat((weights[:2] * shifts / sizes, weights[2:] * torch.log(target_sizes / sizes)), dim=-1)
 
 
-def decode_deltas(deltas: Tensor, boxes: Tensor, weights: Sequence[float]) -> Tensor:
-    """Boxes moved by their deltas, not clipped to the image.
+def decode_deltas(
+    deltas: Float[Tensor, "... deltas"], boxes: Float[Tensor, "... 4"], weights: Sequence[float]
+) -> Float32[Tensor, "... deltas"]:
+    """Boxes moved by their deltas, not clipped to the image; deltas and boxes are broadcast.
 
     Args:
-        deltas: float [..., 4 * k], k deltas per box (one per class).
-        boxes: float [..., 4].
+        deltas: 4 columns, or 4 for each of several classes.
         weights: divisors of (dx, dy, dw, dh). dw and dh are clamped from above only, as in Detectron2.
-
-    Returns:
-        float32 [..., 4 * k].
     """
     deltas = deltas.float().unflatten(-1, (-1, 4)) / torch.tensor(weights, dtype=torch.float32, device=deltas.device)
     boxes = boxes.float()[..., None, :]
@@ -102,12 +109,28 @@ def decode_deltas(deltas: Tensor, boxes: Tensor, weights: Sequence[float]) -> Te
     return torch.cat((centres - half, centres + half), dim=-1).flatten(-2)
 
 
+def whole_image_boxes(sizes: Int64[Tensor, "N 2"]) -> list[Float32[Tensor, "1 4"]]:
+    """[0, 0, width - 1, height - 1] of each image of (height, width): VL-BERT's box of the whole image."""
+    corner = sizes.flip(1).float() - 1
+    return list(torch.cat((torch.zeros_like(corner), corner), dim=1)[:, None])
+
+
+def prepend(
+    first: list[Float[Tensor, "1 columns"]], rest: list[Float[Tensor, "_R columns"]]
+) -> list[Float[Tensor, "_R columns"]]:
+    """Put one row in front of the rows of each image."""
+    return [torch.cat(pair) for pair in zip(first, rest, strict=True)]
+
+
 def check_boxes(boxes: Array, name: str, what: str = "box") -> None:
-    """Raise a ValueError that names the image and the row if a box [R, 4] is not finite or has no area.
+    """Check boxes that come from outside.
 
     Args:
-        name: of the image (or file) the boxes belong to.
+        name: the image (or file) that the boxes belong to.
         what: the word for a row of these boxes, e.g. "annotated box".
+
+    Raises:
+        ValueError: not [R, 4], or a box that is not finite or has no area; the message names the image and the row.
     """
     if boxes.ndim != 2 or boxes.shape[1] != 4:
         raise ValueError(f"{name}: {what} rows must have shape [R, 4], got {list(boxes.shape)}.")

@@ -1,8 +1,8 @@
 """Saving and loading detectors; the one strict loader of weights.
 
-A saved detector is a folder of `config.yaml` (Detectron2 keys) and `model.safetensors`. What is loaded can also be a
-published checkpoint: see `detector.weight_files` for the kinds of files and `detector.weight_names` for the layouts.
-Nothing is copied into a model before every key of the file has found its place.
+A saved detector is a folder of `config.yaml` (Detectron2 keys) and `model.safetensors`. Published checkpoints can be
+loaded too: see `detector.weight_files` for the kinds of files and `detector.weight_names` for the layouts. Nothing is
+copied into a model before every key of the file has found its place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from detector.anchors import configured_cell_anchors
 from detector.backends import detector_class
-from detector.config import DetectorConfig
+from detector.detectron2_config import AnyDetectorConfig
 from detector.faster_rcnn import TwoStageDetector
 from detector.interface import Detector
 from detector.weight_files import WEIGHTS_NAME, read_tensors, read_weights
@@ -29,20 +29,23 @@ TOLERANCE = 1e-3  # pixels or grey levels, between buffers of old checkpoints an
 
 TRUNK = ("backbone.", "roi_heads.res5.")
 ATTRIBUTE_HEAD = tuple(f"{PREDICTOR}{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
-# What a file must hold of the detector; the rest keeps its values, and the rest of the file is not used.
+# The part of the detector that a file must hold. The rest of the detector keeps its values, the rest of the file is not
+# used.
 EXPECT = ("all", "no_attributes", "backbone")
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """How the keys of a weights file and of a model fit together."""
+    """How the keys of a weights file fit the keys of a model."""
 
     matched: list[str]
     missing: list[str]  # in the model, not in the file
     unexpected: list[str]  # in the file, not in the model (or not asked for)
-    mismatched: list[str]  # in both, with other shapes: "key [file shape] -> [model shape]"
-    layout: str = "this detector"  # whose names and conventions the file had
-    copied: list[str] = dataclasses.field(default_factory=list)  # "from -> to": values taken over under other names
+    mismatched: list[str]  # in both, with different shapes: "key [file shape] -> [model shape]"
+    layout: str = "this detector"  # the software whose names and conventions the file has
+    copied: list[str] = dataclasses.field(
+        default_factory=list
+    )  # "from -> to": values that were loaded under a different name
 
     @property
     def is_complete(self) -> bool:
@@ -61,7 +64,7 @@ class LoadReport:
         return ", ".join(parts)
 
     def __str__(self) -> str:
-        """All of it, one key a line but for the matched ones, which are counted."""
+        """The whole report, one key per line; matched keys are only counted."""
         lines = [f"layout: {self.layout}", f"matched: {len(self.matched)}"]
         for kind in ("missing", "unexpected", "mismatched"):
             keys = getattr(self, kind)
@@ -73,7 +76,7 @@ class LoadReport:
 def compare_keys(module: nn.Module, tensors: dict[str, Tensor]) -> LoadReport:
     """Match a state dict with a module, without loading it.
 
-    `num_batches_tracked` of batch norms takes no part: it changes nothing, and a frozen batch norm does not have it.
+    `num_batches_tracked` of batch norms is left out: no output depends on it, and a frozen batch norm does not have it.
     """
     own = module.state_dict()
     names = [name for name in own if not name.endswith("num_batches_tracked")]
@@ -100,13 +103,13 @@ def load_weights(
     only: Sequence[str] = ("",),
     layout: str = LoadReport.layout,
 ) -> LoadReport:
-    """Load a state dict; all of it must fit, or nothing is loaded.
+    """Load a state dict; every key must fit, or nothing is loaded.
 
     Buffers of old Detectron2 checkpoints that repeat a detector's config are compared with it.
 
     Args:
         source: the file's name, for the error message.
-        may_miss, may_exceed: prefixes of keys that may be missing from the file, or be in it without a use.
+        may_miss, may_exceed: prefixes of keys that may be missing from the file, or be in it without being used.
         only: prefixes of the keys to load; others are listed as missing and unexpected, and permitted.
         layout: for the report.
 
@@ -114,7 +117,7 @@ def load_weights(
         the report, in which the permitted misfits are listed too.
 
     Raises:
-        ValueError: other misfits, or buffers that contradict the config.
+        ValueError: any other misfit, or buffers that contradict the config.
     """
     wanted = tuple(only)
     if isinstance(module, Detector):
@@ -138,7 +141,7 @@ def load_weights(
 
 
 def load_strictly(module: nn.Module, path: str | Path) -> LoadReport:
-    """Load a file of the module's own names; every key must be there, in its shape, and no other.
+    """Load a file with the module's own names; it must hold every key in its shape, and no other key.
 
     Raises:
         FileNotFoundError, ValueError: the file is missing or damaged, or does not fit.
@@ -152,18 +155,18 @@ def load_checkpoint(detector: Detector, path: str | Path, *, expect: str = "all"
     Args:
         detector: a detector with Detectron2's names and a `config`.
         path: a file or a folder, see `read_weights`.
-        expect: what the file must hold. "all": every parameter. "no_attributes": all but the attribute head, which
-            may be missing from the file or from the detector. "backbone": stem to res5; RPN and box predictor keep
-            their values, also if the file has some.
+        expect: the part of the detector that the file must hold. "all": every parameter. "no_attributes": all but the
+            attribute head, which may be missing from the file or from the detector. "backbone": stem to res5; RPN and
+            box predictor keep their values even where the file holds some.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, not weights, not of a known layout, or they do not fit.
+        FileNotFoundError, ValueError: the file does not exist, is damaged, has an unknown layout, or does not fit.
     """
     return load_converted(detector, convert_checkpoint(detector, path), path, expect=expect)
 
 
 def convert_checkpoint(detector: Detector, path: str | Path) -> Renamed:
-    """Tensors of a file in the detector's names and conventions, and the layout of the file. Nothing is loaded."""
+    """The tensors of a file in the detector's names and conventions, and the layout of the file. Nothing is loaded."""
     return to_detector_names(read_weights(path), detector.state_dict(), detector.config)
 
 
@@ -180,14 +183,14 @@ def _permitted(expect: str) -> dict[str, Sequence[str]]:
         return {"may_exceed": (*LEFTOVERS, *ATTRIBUTE_HEAD), "may_miss": ATTRIBUTE_HEAD}
     if expect == "backbone":
         return {"only": TRUNK}
-    raise ValueError(f"Weights may be expected to hold {', '.join(EXPECT)}, not '{expect}'.")
+    raise ValueError(f"Weights cannot be expected to hold '{expect}'; use one of {', '.join(EXPECT)}.")
 
 
 def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
     """Write tensors as a `.safetensors` file, or as a `.pth` that Detectron2 loads ({"model": state dict}).
 
     Raises:
-        ValueError: another suffix.
+        ValueError: a different suffix.
     """
     path = Path(path)
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
@@ -197,7 +200,7 @@ def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
     elif path.suffix == ".pth":
         torch.save({"model": plain}, path)
     else:
-        raise ValueError(f"{path}: weights are written as .pth or .safetensors.")
+        raise ValueError(f"{path}: weights are written as .pth or .safetensors; use one of these suffixes.")
 
 
 def save_pretrained(detector: TwoStageDetector, directory: str | Path) -> None:
@@ -212,11 +215,11 @@ def load_detector(directory: str | Path, backend: str = "builtin") -> TwoStageDe
     """A detector as `save_pretrained` wrote it, on CPU and in evaluation mode.
 
     Args:
-        backend: builtin or detectron2; either reads what the other wrote.
+        backend: builtin or detectron2; each reads the files of the other.
 
     Raises:
-        FileNotFoundError, ValueError: a file is missing or damaged, the weights do not fit the config, or there is no
-            such backend.
+        FileNotFoundError, ValueError: a file is missing or damaged, the weights do not fit the config, or the backend
+            does not exist.
     """
     directory = Path(directory)
     cls = detector_class(backend)
@@ -225,7 +228,9 @@ def load_detector(directory: str | Path, backend: str = "builtin") -> TwoStageDe
     return detector.eval()
 
 
-def _drop_config_buffers(config: DetectorConfig, tensors: dict[str, Tensor], source: str | Path) -> dict[str, Tensor]:
+def _drop_config_buffers(
+    config: AnyDetectorConfig, tensors: dict[str, Tensor], source: str | Path
+) -> dict[str, Tensor]:
     expected = {
         "pixel_mean": (torch.tensor(config.input.pixel_mean), "MODEL.PIXEL_MEAN"),
         "pixel_std": (torch.tensor(config.input.pixel_std), "MODEL.PIXEL_STD"),

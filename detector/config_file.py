@@ -1,4 +1,4 @@
-"""Reading Detectron2 YAML: `_BASE_` files, dotted keys, values written as Python literals, keys that are not built."""
+"""Reading Detectron2 YAML: `_BASE_` files, dotted keys, Python literals as values, keys that are not supported."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+# Keys that have one possible value here.
 FIXED: dict[str, Any] = {
     "VERSION": 2,
     "MODEL.META_ARCHITECTURE": "GeneralizedRCNN",
@@ -30,7 +31,7 @@ FIXED: dict[str, Any] = {
     "TEST.AUG.ENABLED": False,
 }
 
-# Keys of the bottom-up attention ports, and how they are written here.
+# Keys of the bottom-up attention ports, and how the same setting is written here.
 PORT_KEYS: dict[str, str] = {
     "MODEL.CAFFE_MAXPOOL": "MODEL.RESNETS.STEM_POOL: caffe_max",
     "MODEL.PROPOSAL_GENERATOR.HID_CHANNELS": "MODEL.RPN.CONV_DIMS: [512]",
@@ -40,7 +41,7 @@ PORT_KEYS: dict[str, str] = {
     "MODEL.BUA.CAFFE": "configs/detector/bottom_up_attention_caffe.yaml",
 }
 
-# Prefixes of keys (or whole keys) that do not change what this model computes.
+# Prefixes of keys (or whole keys) that do not change the output of this model.
 IGNORED: tuple[str, ...] = (
     "CUDNN_BENCHMARK",
     "DATALOADER.",
@@ -86,12 +87,12 @@ def load_tree(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: it is no YAML mapping, or it is its own base.
+        ValueError: it is not a YAML mapping, or it is its own base.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such config file" + (f" (_BASE_ of {chain[-1]})." if chain else "."))
     if path.resolve() in chain:
-        raise ValueError(f"{path}: _BASE_ leads back to this file.")
+        raise ValueError(f"{path}: _BASE_ leads back to this file; remove it from one of the files.")
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
@@ -102,7 +103,7 @@ def load_tree(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def merge_bases(tree: dict[str, Any], folder: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """`tree` on top of the files its `_BASE_` names (one or a list), which lie relative to `folder`."""
+    """`tree` on top of the files (one or a list) in its `_BASE_`, whose paths are relative to `folder`."""
     tree = dict(tree)
     bases = tree.pop("_BASE_", [])
     merged: dict[str, Any] = {}
@@ -140,7 +141,7 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode(value: Any) -> Any:
-    """Detectron2 files write tuples as strings, "(640, 672)": read them as Python literals, like Detectron2."""
+    """A value in which strings such as "(640, 672)" are read as Python literals, as in Detectron2."""
     if isinstance(value, str):
         try:
             value = ast.literal_eval(value)
@@ -150,7 +151,11 @@ def decode(value: Any) -> Any:
 
 
 def convert(value: Any, hint: Any, name: str) -> Any:
-    """A YAML value as the type of its field; `name` begins the ValueError for a value of another type."""
+    """A YAML value as the type of its field.
+
+    Raises:
+        ValueError: a value of a different type; the message begins with `name`.
+    """
     if hint is str:
         if isinstance(value, str):
             return value
@@ -166,7 +171,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
             item = hint.__args__[0]
             if isinstance(value, list):
                 return tuple(convert(part, item, name) for part in value)
-            if item is int and isinstance(value, int):  # Detectron2 takes a single size too
+            if item is int and isinstance(value, int):  # Detectron2 accepts a single size too
                 return (value,)
     shown = hint.__name__ if isinstance(hint, type) else str(hint)
     raise ValueError(f"{name} = {value!r} has the wrong type; expected {shown}.")

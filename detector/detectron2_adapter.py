@@ -1,12 +1,7 @@
 """The Detectron2 backend: the real Detectron2 model behind this project's detector interface.
 
-Shape legend
-    N     images
-    R     RoIs of all images; rows are [image, x1, y1, x2, y2]
-    P     proposals or sampled RoIs of one image
-    S     side of the res5 map of a RoI
-    D     width of a region feature: channels of res5, or the box head's output before the last layers
-    K     foreground classes, background is class K
+Shape legend: see `detector/structures.py`. B counts the anchors on one feature map; D is the number of channels
+of res5, or the width of the box head's output before the last layers.
 
 The network's parts are Detectron2's, called in the order of its `GeneralizedRCNN`; `FasterRCNN` takes the same steps.
 Parameter names are Detectron2's in both backends, so their checkpoints are interchangeable.
@@ -18,18 +13,19 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
 from detector.anchors import configured_cell_anchors
-from detector.config import OUR_KEYS, DetectorConfig, ResNetConfig
+from detector.box_predictor import AttributeHead
 from detector.config_file import nest
+from detector.detector_config import OUR_KEYS, DetectorConfig, ResNetConfig
 from detector.detectron2_config import Detectron2Config
 from detector.faster_rcnn import TwoStageDetector
 from detector.pixel_masking import mask_pixels
-from detector.predictor import AttributeHead
 from detector.resnet import BLOCKS_PER_STAGE
 from detector.roi_heads import Detections, mask_maps, to_rois
-from detector.structures import DetectionTargets, ImageBatch, Loss
+from detector.structures import DetectionTargets, FeatureMap, ImageBatch, ImageBoxes, ImageSizes, Loss
 
 try:
     from detectron2.config import CfgNode, get_cfg
@@ -49,26 +45,25 @@ except ImportError as error:
 DEEPEST_BASIC = 34  # ResNet-18 and -34 have basic blocks
 
 
-class RPNOutput(NamedTuple):
-    """What the network says about every anchor, one entry per feature map."""
+class LevelOutputs(NamedTuple):
+    """The region proposal network's output for every anchor, one entry per feature map."""
 
     anchors: list[Boxes]
-    objectness: list[Tensor]  # float32 [N, A], logits
-    deltas: list[Tensor]  # float32 [N, A, 4]
+    objectness: list[Float32[Tensor, "N _B"]]  # logits
+    deltas: list[Float32[Tensor, "N _B 4"]]
 
 
-class SampledRoIs(NamedTuple):
-    """The RoIs the box head is trained on, with Detectron2's labels."""
+class SampledInstances(NamedTuple):
+    """The RoIs of N images that the box head is trained on, with Detectron2's labels."""
 
-    boxes: list[Tensor]  # N x float32 [P, 4]
+    boxes: list[Float32[Tensor, "_P 4"]]
     instances: list[Instances]
 
 
 class OutputLayers(AttributeHead, FastRCNNOutputLayers):
     """Detectron2's box predictor, with room for the attribute head."""
 
-    def class_logits(self, features: Tensor) -> Tensor:
-        """[R, D] -> float32 [R, K + 1]."""
+    def class_logits(self, features: Float[Tensor, "J D"]) -> Float32[Tensor, "J K_plus_1"]:
         return self.cls_score(features).float()
 
 
@@ -80,8 +75,8 @@ class Stem(nn.Module):
         self.conv1 = conv1
         self.pool = pool
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, 3, H, W] -> [N, C, H/4, W/4] (H/2, W/2 without a pool)."""
+    def forward(self, x: Float[Tensor, "N 3 H W"]) -> FeatureMap:
+        """A map of H/4, W/4 cells (H/2, W/2 without a pool)."""
         x = F.relu_(self.conv1(x))
         return x if self.pool == "none" else F.max_pool2d(x, kernel_size=3, stride=2, padding=0, ceil_mode=True)
 
@@ -89,8 +84,8 @@ class Stem(nn.Module):
 class Detectron2Detector(TwoStageDetector):
     """A Faster R-CNN of Detectron2: C4 (`Res5ROIHeads`) or with a box head (`StandardROIHeads`, e.g. FPN).
 
-    Images come normalised, so Detectron2's own preprocessing (`GeneralizedRCNN.preprocess_image`) has no part in this.
-    Features of a model with a box head are what its last linear layers read.
+    Images come normalised, so Detectron2's own preprocessing (`GeneralizedRCNN.preprocess_image`) is not used. The
+    features of a model with a box head are the input of its last linear layers.
     """
 
     config_class = Detectron2Config
@@ -114,7 +109,7 @@ class Detectron2Detector(TwoStageDetector):
         predictor.add_attribute_layers(self.feature_dim, self.config.attributes)
         self.roi_heads.box_predictor = predictor
 
-    def features(self, images: ImageBatch, pixel_masks: list[Tensor] | None = None) -> dict[str, Tensor]:
+    def features(self, images: ImageBatch, pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None) -> dict[str, Tensor]:
         """Feature maps by name: `res4` of a C4 model, `p2` .. `p6` of an FPN."""
         pixels = images.pixels
         if pixel_masks is not None:
@@ -125,42 +120,45 @@ class Detectron2Detector(TwoStageDetector):
             pixels = F.pad(pixels, (0, -width % multiple, 0, -height % multiple))
         return self.backbone(pixels)
 
-    def run_rpn(self, features: dict[str, Tensor]) -> RPNOutput:
+    def run_rpn(self, features: dict[str, Tensor]) -> LevelOutputs:
         rpn = self.proposal_generator
         maps = [features[name] for name in rpn.in_features]
         objectness, deltas = rpn.rpn_head(maps)
-        return RPNOutput(
+        return LevelOutputs(
             anchors=rpn.anchor_generator(maps),
             objectness=[scores.float().permute(0, 2, 3, 1).flatten(1) for scores in objectness],
             deltas=[
-                rows.float().unflatten(1, (-1, 4)).permute(0, 3, 4, 1, 2).flatten(1, 3)  # [N, A * 4, h, w]
+                rows.float()
+                .unflatten(1, (-1, 4))
+                .permute(0, 3, 4, 1, 2)
+                .flatten(1, 3)  # [N, cell_anchors * 4, h, w] -> [N, B, 4]
                 for rows in deltas
             ],
         )
 
-    def propose(self, rpn_output: RPNOutput, sizes: list[tuple[int, int]]) -> list[Tensor]:
+    def propose(self, rpn_output: LevelOutputs, sizes: ImageSizes) -> ImageBoxes:
         found = self.proposal_generator.predict_proposals(*rpn_output, sizes)
         return [instances.proposal_boxes.tensor for instances in found]
 
-    def rpn_losses(
-        self, rpn_output: RPNOutput, targets: DetectionTargets, sizes: list[tuple[int, int]]
-    ) -> dict[str, Loss]:
+    def rpn_losses(self, rpn_output: LevelOutputs, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
         rpn = self.proposal_generator
-        with EventStorage():  # Detectron2 logs into one; nothing here reads it
+        with EventStorage():  # Detectron2 logs into it; nothing here reads it
             labels, matched = rpn.label_and_sample_anchors(rpn_output.anchors, to_instances(targets, sizes))
             losses = rpn.losses(rpn_output.anchors, rpn_output.objectness, labels, rpn_output.deltas, matched)
         return to_sums(losses, rpn.batch_size_per_image * len(sizes))
 
-    def sample(self, proposals: list[Tensor], targets: DetectionTargets, sizes: list[tuple[int, int]]) -> SampledRoIs:
+    def sample(self, proposals: ImageBoxes, targets: DetectionTargets, sizes: ImageSizes) -> SampledInstances:
         candidates = [
             Instances(size, proposal_boxes=Boxes(boxes), objectness_logits=boxes.new_zeros(len(boxes)))
             for size, boxes in zip(sizes, proposals, strict=True)
         ]
         with EventStorage():
             instances = self.roi_heads.label_and_sample_proposals(candidates, to_instances(targets, sizes))
-        return SampledRoIs([rows.proposal_boxes.tensor for rows in instances], instances)
+        return SampledInstances([rows.proposal_boxes.tensor for rows in instances], instances)
 
-    def head_losses(self, pooled: Tensor, sampled: SampledRoIs, targets: DetectionTargets) -> dict[str, Loss]:
+    def head_losses(
+        self, pooled: Float[Tensor, "J D"], sampled: SampledInstances, targets: DetectionTargets
+    ) -> dict[str, Loss]:
         predictor = self.roi_heads.box_predictor
         with EventStorage():
             losses = predictor.losses(predictor(pooled), sampled.instances)
@@ -174,8 +172,8 @@ class Detectron2Detector(TwoStageDetector):
             losses["loss_attribute"] = predictor.attribute_loss(pooled, classes, torch.cat(labels))
         return losses
 
-    def pool(self, features: dict[str, Tensor], rois: Tensor) -> Tensor:
-        """RoI maps [R, channels, resolution, resolution]; the rows of `rois` are ordered by image."""
+    def pool(self, features: dict[str, Tensor], rois: Float[Tensor, "J 5"]) -> Float[Tensor, "J channels S S"]:
+        """RoI maps; the rows of `rois` are ordered by image."""
         heads = self.roi_heads
         maps = [features[name] for name in heads.in_features]
         maps = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in maps]  # as the built-in detector pools
@@ -183,7 +181,9 @@ class Detectron2Detector(TwoStageDetector):
         boxes = [Boxes(rows) for rows in rois[:, 1:].split(counts)]
         return (heads.pooler if self.config.is_c4 else heads.box_pooler)(maps, boxes)
 
-    def describe(self, features: dict[str, Tensor], rois: Tensor, masks: Tensor | None = None) -> Tensor:
+    def describe(
+        self, features: dict[str, Tensor], rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None = None
+    ) -> Float[Tensor, "J D"]:
         if masks is not None and not self.config.is_c4:
             raise ValueError("roi_masks need the res5 maps of a C4 model; this one has a box head.")
         order = rois[:, 0].argsort(stable=True)
@@ -196,8 +196,8 @@ class Detectron2Detector(TwoStageDetector):
         return maps.mean(dim=(2, 3))[order.argsort()]
 
     def detect(
-        self, features: dict[str, Tensor], proposals: list[Tensor], sizes: list[tuple[int, int]]
-    ) -> tuple[Detections, list[Tensor] | None]:
+        self, features: dict[str, Tensor], proposals: ImageBoxes, sizes: ImageSizes
+    ) -> tuple[Detections, list[Float[Tensor, "_R D"]] | None]:
         """See `TwoStageDetector.detect`."""
         keep_features = self.config.roi_heads.features_of == "proposal"
         with torch.set_grad_enabled(torch.is_grad_enabled() and keep_features):
@@ -221,7 +221,7 @@ class Detectron2Detector(TwoStageDetector):
 
 
 def make_cfg(config: Detectron2Config) -> CfgNode:
-    """Detectron2's own config of the same keys. What stock Detectron2 cannot build has its default; see `adapt`.
+    """Detectron2's own config of the same keys. Settings that it cannot build keep their default there; see `adapt`.
 
     Raises:
         KeyError, ValueError: Detectron2 does not know a key, or expects another type.
@@ -239,8 +239,8 @@ def make_cfg(config: Detectron2Config) -> CfgNode:
 def build_parts(cfg: CfgNode, resnet: ResNetConfig) -> tuple[nn.Module, nn.Module, nn.Module]:
     """Backbone, proposal generator and RoI heads of `build_model`.
 
-    `build_model` takes ResNet-18 and -34 with RES2_OUT_CHANNELS 64 only; of other widths they are put together here
-    from the same classes.
+    `build_model` builds ResNet-18 and -34 with RES2_OUT_CHANNELS 64 only; networks of other widths are put together
+    here from the same classes.
     """
     if resnet.depth > DEEPEST_BASIC or resnet.res2_out_channels == 64:
         model = build_model(cfg)
@@ -265,13 +265,13 @@ def build_parts(cfg: CfgNode, resnet: ResNetConfig) -> tuple[nn.Module, nn.Modul
 
 
 def adapt(backbone: nn.Module, rpn: nn.Module, heads: nn.Module, config: Detectron2Config) -> None:
-    """Apply what stock Detectron2 ignores or lacks: another stem pool, dilated res5, frozen res5, cell anchors."""
+    """Apply the settings that stock Detectron2 ignores or lacks: stem pool, dilated res5, frozen res5, cell anchors."""
     settings = config.resnet
     if config.is_c4 and settings.freeze_at >= 5:
         for block in heads.res5:
             block.freeze()
     for module in (*backbone.modules(), *heads.modules()):
-        if isinstance(module, FrozenBatchNorm2d):  # one that was frozen keeps a counter that means nothing any more
+        if isinstance(module, FrozenBatchNorm2d):  # a frozen norm keeps a counter that nothing reads
             module.num_batches_tracked = None
     if settings.stem_pool != "max":
         resnet = getattr(backbone, "bottom_up", backbone)
@@ -291,7 +291,7 @@ def adapt(backbone: nn.Module, rpn: nn.Module, heads: nn.Module, config: Detectr
             block.conv2.padding = block.conv2.dilation = (2, 2)
 
 
-def to_instances(targets: DetectionTargets, sizes: list[tuple[int, int]]) -> list[Instances]:
+def to_instances(targets: DetectionTargets, sizes: ImageSizes) -> list[Instances]:
     """Annotated objects as Detectron2's `Instances`, one per image."""
     rows = []
     for number, (size, boxes, classes) in enumerate(zip(sizes, targets.boxes, targets.classes, strict=True)):
@@ -301,5 +301,5 @@ def to_instances(targets: DetectionTargets, sizes: list[tuple[int, int]]) -> lis
 
 
 def to_sums(losses: dict[str, Tensor], count: int) -> dict[str, Loss]:
-    """Detectron2 divides its losses already; undo that, so that several processes can add theirs up."""
+    """Losses that Detectron2 has divided by `count`, as sums again, so that several processes can add them up."""
     return {name: Loss(value * count, value.detach().new_tensor(float(count))) for name, value in losses.items()}

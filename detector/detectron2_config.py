@@ -1,7 +1,7 @@
 """Settings of the Detectron2 backend: Detectron2 YAML of a two-stage detector, C4 or with a box head (FPN).
 
 A C4 file is read as strictly as for the built-in detector, so that both backends accept the same files. A file with
-`ROI_HEADS.NAME: StandardROIHeads` may use any key of Detectron2; Detectron2 itself checks those that are not ours.
+`ROI_HEADS.NAME: StandardROIHeads` may use any key of Detectron2; Detectron2 itself checks its own keys.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from detector.config import (
+from detector.config_file import FIXED, decode, flatten, load_tree, merge_bases, nest
+from detector.detector_config import (
     OUR_KEYS,
     AnchorConfig,
     AttributeConfig,
@@ -22,7 +23,6 @@ from detector.config import (
     ROIHeadsConfig,
     RPNConfig,
 )
-from detector.config_file import FIXED, decode, flatten, load_tree, merge_bases, nest
 
 C4_HEADS = "Res5ROIHeads"
 BOX_HEADS = "StandardROIHeads"
@@ -51,10 +51,10 @@ REQUIRED: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Detectron2Config:
-    """Dotted keys for Detectron2, and the groups of them that both backends understand."""
+    """Dotted keys for Detectron2, and the groups of settings that both backends understand."""
 
-    flat: dict[str, Any]  # every key that was given (C4: every key there is), those of ours included
-    common: DetectorConfig  # for models with a box head: without anchors, which lie on several feature maps
+    flat: dict[str, Any]  # every key that was given (C4: every key that exists), our keys included
+    common: DetectorConfig  # for models with a box head: without their anchors, which lie on several maps
 
     @classmethod
     def from_yaml(cls, source: str | Path | dict[str, Any]) -> Detectron2Config:
@@ -117,9 +117,12 @@ class Detectron2Config:
         return self.common.attributes
 
     def to_flat(self) -> dict[str, Any]:
-        """Dotted keys, those of ours included."""
+        """Dotted keys, our keys included."""
         return dict(self.flat)
 
     def to_yaml(self) -> str:
         """YAML text that `from_yaml` reads back to an equal config."""
         return yaml.safe_dump(nest(self.flat), default_flow_style=None, sort_keys=True)
+
+
+AnyDetectorConfig = DetectorConfig | Detectron2Config

@@ -1,76 +1,76 @@
-"""The built-in detector: a C4 ResNet Faster R-CNN that gives the numbers of Detectron2's, on torchvision's operators.
+"""The built-in detector: a C4 ResNet Faster R-CNN that gives Detectron2's numbers, on torchvision's operators.
 
-Shape legend
-    N     images
-    H, W  height and width of the padded batch
-    R     regions of one image
-    D     width of a region feature = channels of res5
-    K     foreground classes, background is class K
+Shape legend: see `detector/structures.py`. D is the number of channels of res5.
 
-One forward pass runs the trunk once, and res5 once for everything described: whole images, regions, RoIs of the losses.
+One forward pass runs the trunk once, and res5 once for all boxes together: whole images, regions, RoIs of the losses.
 (Where the detector finds its own boxes, a pass over the proposals comes before.)
 """
 
 from __future__ import annotations
 
 import abc
+import dataclasses
 import math
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from detector.boxes import check_boxes, is_larger
-from detector.config import DetectorConfig
+from detector.boxes import check_boxes, is_larger, prepend, whole_image_boxes
+from detector.detector_config import DetectorConfig
 from detector.interface import Detector
 from detector.pixel_masking import mask_pixels
 from detector.resnet import ResNet, recompute_activations
 from detector.roi_heads import Detections, Res5ROIHeads, SampledRoIs, to_rois
 from detector.rpn import RPN, RPNOutput
-from detector.structures import DetectionTargets, ImageBatch, Loss, Regions
+from detector.structures import DetectionTargets, FeatureMap, ImageBatch, ImageBoxes, ImageSizes, Loss, Regions
 
 
 class TwoStageDetector(Detector):
     """What both backends share: the order of the steps of a forward pass. The steps are methods of the subclasses.
 
-    The feature maps and the outputs of `run_rpn` and `sample` may have any type: they only go from step to step.
+    The feature maps and the outputs of `run_rpn` and `sample` may have any type: they are only handed from step to
+    step. `sizes` holds N (height, width) of the images without padding.
     """
 
     config: Any  # has `attributes`
 
     @abc.abstractmethod
-    def features(self, images: ImageBatch, pixel_masks: list[Tensor] | None = None) -> Any:
+    def features(self, images: ImageBatch, pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None) -> Any:
         """Feature maps of the padded batch; `pixel_masks` as in `Detector.forward`."""
 
     @abc.abstractmethod
     def run_rpn(self, features: Any) -> Any:
-        """What the region proposal network says about every anchor."""
+        """Output of the region proposal network for every anchor."""
 
     @abc.abstractmethod
-    def propose(self, rpn_output: Any, sizes: list[tuple[int, int]]) -> list[Tensor]:
-        """Proposals, N x float32 [P, 4], best first; `sizes` holds (height, width) without padding."""
+    def propose(self, rpn_output: Any, sizes: ImageSizes) -> ImageBoxes:
+        """Proposals of each image, best first."""
 
     @abc.abstractmethod
-    def rpn_losses(self, rpn_output: Any, targets: DetectionTargets, sizes: list[tuple[int, int]]) -> dict[str, Loss]:
+    def rpn_losses(self, rpn_output: Any, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
         """`loss_rpn_cls` and `loss_rpn_loc`."""
 
     @abc.abstractmethod
-    def sample(self, proposals: list[Tensor], targets: DetectionTargets, sizes: list[tuple[int, int]]) -> Any:
-        """RoIs to train the head on; has at least `boxes`, N x [P, 4]."""
+    def sample(self, proposals: ImageBoxes, targets: DetectionTargets, sizes: ImageSizes) -> Any:
+        """RoIs to train the box head on; the result has at least `boxes`, N x [P, 4]."""
 
     @abc.abstractmethod
-    def head_losses(self, pooled: Tensor, sampled: Any, targets: DetectionTargets) -> dict[str, Loss]:
-        """`loss_cls`, `loss_box_reg` (and `loss_attribute`) of the sampled RoIs' features [sum of P, D]."""
+    def head_losses(self, pooled: Float[Tensor, "J D"], sampled: Any, targets: DetectionTargets) -> dict[str, Loss]:
+        """`loss_cls`, `loss_box_reg` (and `loss_attribute`) from the features of the sampled RoIs."""
 
     @abc.abstractmethod
-    def describe(self, features: Any, rois: Tensor, masks: Tensor | None = None) -> Tensor:
-        """Features [R, D] of rois [R, 5] (image, x1, y1, x2, y2); `masks` [R, S, S] as in `Detector.forward`."""
+    def describe(
+        self, features: Any, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None = None
+    ) -> Float[Tensor, "J D"]:
+        """Features of RoIs; `masks` as in `Detector.forward`."""
 
     @abc.abstractmethod
     def detect(
-        self, features: Any, proposals: list[Tensor], sizes: list[tuple[int, int]]
-    ) -> tuple[Detections, list[Tensor] | None]:
-        """Final boxes from proposals (N x [P, 4]), and the features of the proposals they came from.
+        self, features: Any, proposals: ImageBoxes, sizes: ImageSizes
+    ) -> tuple[Detections, list[Float[Tensor, "_R D"]] | None]:
+        """Final boxes from proposals, and the features of the proposals that they came from.
 
         The features are None where FEATURES_OF is "final": then nothing here is differentiable.
         """
@@ -78,24 +78,24 @@ class TwoStageDetector(Detector):
     def forward(
         self,
         images: ImageBatch,
-        boxes: list[Tensor] | None = None,
+        boxes: list[Float[Tensor, "_R 4"]] | None = None,
         targets: DetectionTargets | None = None,
         *,
-        pixel_masks: list[Tensor] | None = None,
-        roi_masks: list[Tensor] | None = None,
+        pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None,
+        roi_masks: list[Float[Tensor, "_R S S"]] | None = None,
         whole_image: bool = False,
     ) -> Regions:
         """See `Detector.forward`.
 
-        Scores and classes of RoIs sampled in training are those of their best foreground class; a whole-image row has
-        score 1 and class K (background). Losses whose `mean` is Detectron2's value, weights included.
+        The score and class of a RoI sampled in training belong to its best foreground class; a whole-image row has
+        score 1 and class K (background). The `mean` of each loss is Detectron2's value, weights included.
         """
         self._check_input(images, boxes, targets, roi_masks)
         sizes = [(height, width) for height, width in images.sizes.tolist()]
         features = self.features(images, pixel_masks)
 
         losses = {}
-        sampled = detections = None
+        sampled = detections = proposal_features = None
         if boxes is None or targets is not None:
             rpn_output = self.run_rpn(features)
             proposals = self.propose(rpn_output, sizes)
@@ -107,7 +107,7 @@ class TwoStageDetector(Detector):
 
         groups: dict[str, list[Tensor]] = {}
         if whole_image:
-            groups["whole"] = _whole_image_boxes(images.sizes)
+            groups["whole"] = whole_image_boxes(images.sizes)
         if boxes is not None:
             groups["regions"] = boxes
         elif detections is not None and proposal_features is None:
@@ -118,25 +118,22 @@ class TwoStageDetector(Detector):
 
         if sampled is not None:
             losses |= self.head_losses(torch.cat(pooled["sampled"]), sampled, targets)
-        if boxes is not None:
-            region_boxes, region_features = boxes, pooled["regions"]
-        elif detections is None:
-            region_boxes, region_features = sampled.boxes, pooled["sampled"]
+        if proposal_features is not None:
+            region_boxes, region_features = detections.boxes, proposal_features
         else:
-            region_boxes = detections.boxes
-            region_features = pooled["regions"] if proposal_features is None else proposal_features
+            group = "regions" if "regions" in groups else "sampled"
+            region_boxes, region_features = groups[group], pooled[group]
         if whole_image:
-            region_boxes = _prepend(groups["whole"], region_boxes)
-            region_features = _prepend(pooled["whole"], region_features)
+            region_boxes = prepend(groups["whole"], region_boxes)
+            region_features = prepend(pooled["whole"], region_features)
         regions = self._make_regions(region_boxes, region_features)
-        regions.losses = losses
         if boxes is None:
-            self._add_scores(regions, detections, whole_image)
-        return regions
+            regions = self._with_scores(regions, detections, whole_image)
+        return dataclasses.replace(regions, losses=losses)
 
     def _describe(
-        self, features: Tensor, groups: dict[str, list[Tensor]], roi_masks: list[Tensor] | None
-    ) -> dict[str, list[Tensor]]:
+        self, features: Any, groups: dict[str, list[Float[Tensor, "_R 4"]]], roi_masks: list[Tensor] | None
+    ) -> dict[str, list[Float[Tensor, "_R D"]]]:
         """Pooled features of several groups of N x [R, 4] boxes in one pass; masks belong to the group "regions"."""
         if not groups:
             return {}
@@ -153,7 +150,7 @@ class TwoStageDetector(Detector):
         split = iter(pooled.split([len(rows) for boxes in groups.values() for rows in boxes]))
         return {name: [next(split) for _ in boxes] for name, boxes in groups.items()}
 
-    def _make_regions(self, boxes: list[Tensor], features: list[Tensor]) -> Regions:
+    def _make_regions(self, boxes: list[Float[Tensor, "_R 4"]], features: list[Float[Tensor, "_R D"]]) -> Regions:
         counts = [len(rows) for rows in boxes]
         joined = torch.cat(features)
         predictor = self.roi_heads.box_predictor
@@ -169,7 +166,7 @@ class TwoStageDetector(Detector):
         )
 
     @torch.no_grad()
-    def _add_scores(self, regions: Regions, detections: Detections | None, whole_image: bool) -> None:
+    def _with_scores(self, regions: Regions, detections: Detections | None, whole_image: bool) -> Regions:
         if detections is None:
             best = [logits.softmax(dim=1)[:, :-1].max(dim=1) for logits in regions.class_logits]
             scores, classes = [pair.values for pair in best], [pair.indices for pair in best]
@@ -180,7 +177,7 @@ class TwoStageDetector(Detector):
         if whole_image:
             scores = [torch.cat((rows.new_ones(1), rows)) for rows in scores]
             classes = [torch.cat((rows.new_full((1,), self.num_classes), rows)) for rows in classes]
-        regions.scores, regions.classes = scores, classes
+        return dataclasses.replace(regions, scores=scores, classes=classes)
 
     def _check_input(
         self,
@@ -222,36 +219,38 @@ class FasterRCNN(TwoStageDetector):
         """See `Detector.recompute_activations`."""
         recompute_activations(self)
 
-    def features(self, images: ImageBatch, pixel_masks: list[Tensor] | None = None) -> Tensor:
-        """res4 of the padded batch, float [N, channels, H / stride, W / stride]."""
+    def features(self, images: ImageBatch, pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None) -> FeatureMap:
+        """res4 of the padded batch; h, w = H, W / stride."""
         pixels = images.pixels
         if pixel_masks is not None:
             pixels = mask_pixels(pixels, images.sizes, pixel_masks)
         return self.backbone(pixels.contiguous(memory_format=torch.channels_last))
 
-    def run_rpn(self, features: Tensor) -> RPNOutput:
+    def run_rpn(self, features: FeatureMap) -> RPNOutput:
         return self.proposal_generator(features)
 
-    def propose(self, rpn_output: RPNOutput, sizes: list[tuple[int, int]]) -> list[Tensor]:
+    def propose(self, rpn_output: RPNOutput, sizes: ImageSizes) -> ImageBoxes:
         return self.proposal_generator.propose(rpn_output, sizes).boxes
 
-    def rpn_losses(
-        self, rpn_output: RPNOutput, targets: DetectionTargets, sizes: list[tuple[int, int]]
-    ) -> dict[str, Loss]:
+    def rpn_losses(self, rpn_output: RPNOutput, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
         return self.proposal_generator.losses(rpn_output, targets, sizes)
 
-    def sample(self, proposals: list[Tensor], targets: DetectionTargets, sizes: list[tuple[int, int]]) -> SampledRoIs:
+    def sample(self, proposals: ImageBoxes, targets: DetectionTargets, sizes: ImageSizes) -> SampledRoIs:
         return self.roi_heads.label_and_sample(proposals, targets)
 
-    def head_losses(self, pooled: Tensor, sampled: SampledRoIs, targets: DetectionTargets) -> dict[str, Loss]:
+    def head_losses(
+        self, pooled: Float[Tensor, "J D"], sampled: SampledRoIs, targets: DetectionTargets
+    ) -> dict[str, Loss]:
         return self.roi_heads.losses(pooled, sampled, targets)
 
-    def describe(self, features: Tensor, rois: Tensor, masks: Tensor | None = None) -> Tensor:
+    def describe(
+        self, features: FeatureMap, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None = None
+    ) -> Float[Tensor, "J D"]:
         return self.roi_heads.describe(features, rois, masks)
 
     def detect(
-        self, features: Tensor, proposals: list[Tensor], sizes: list[tuple[int, int]]
-    ) -> tuple[Detections, list[Tensor] | None]:
+        self, features: FeatureMap, proposals: ImageBoxes, sizes: ImageSizes
+    ) -> tuple[Detections, list[Float[Tensor, "_R D"]] | None]:
         """See `TwoStageDetector.detect`."""
         keep_features = self.config.roi_heads.features_of == "proposal"
         with torch.set_grad_enabled(torch.is_grad_enabled() and keep_features):
@@ -264,19 +263,9 @@ class FasterRCNN(TwoStageDetector):
         return detections, [rows[index] for rows, index in zip(split, detections.proposal_index, strict=True)]
 
 
-def _whole_image_boxes(sizes: Tensor) -> list[Tensor]:
-    """N x [1, 4]: [0, 0, width - 1, height - 1], VL-BERT's box of the whole image."""
-    corner = sizes.flip(1).float() - 1
-    return list(torch.cat((torch.zeros_like(corner), corner), dim=1)[:, None])
-
-
-def _prepend(first: list[Tensor], rest: list[Tensor]) -> list[Tensor]:
-    return [torch.cat(pair) for pair in zip(first, rest, strict=True)]
-
-
 def _check_all_boxes(boxes: list[Tensor], names: list[str], what: str) -> None:
     if len(boxes) != len(names):
-        raise ValueError(f"{len(boxes)} lists of boxes were given for {len(names)} images.")
+        raise ValueError(f"{len(boxes)} lists of boxes were given for {len(names)} images; give one list per image.")
     if all(rows.ndim == 2 and rows.shape[1] == 4 for rows in boxes):  # one synchronisation for the whole batch
         joined = torch.cat(boxes)
         if bool((torch.isfinite(joined).all(dim=1) & is_larger(joined)).all()):
@@ -288,10 +277,13 @@ def _check_all_boxes(boxes: list[Tensor], names: list[str], what: str) -> None:
 def _check_labels(
     labels: list[Tensor], boxes: list[Tensor], names: list[str], what: str, lowest: int, number: int
 ) -> None:
-    """Labels N x [G, ...] must lie in lowest .. number - 1, one row per annotated box."""
+    """Labels (N entries, [G] or [G, T]) must lie in lowest .. number - 1, one row per annotated box."""
     for rows, image_boxes, name in zip(labels, boxes, names, strict=True):
         if len(rows) != len(image_boxes):
-            raise ValueError(f"{name}: {len(image_boxes)} annotated boxes, but {len(rows)} rows of {what} labels.")
+            raise ValueError(
+                f"{name}: {len(image_boxes)} annotated boxes, but {len(rows)} rows of {what} labels; give one row per "
+                "box."
+            )
     joined = torch.cat([rows.flatten() for rows in labels])
     if bool(((joined >= lowest) & (joined < number)).all()):
         return

@@ -1,13 +1,10 @@
 """From an image file to the pixels a network sees: reading, resizing, normalising, padding.
 
-An image is a uint8 array [h, w, 3]. Images are resized as uint8 with PIL's antialiased bilinear filter, as Detectron2
-and the official VL-BERT code do; filters without antialiasing change the features of a shrunken photo by a fifth.
+An image is a uint8 array [height, width, 3]. Images are resized as uint8 with PIL's antialiased bilinear filter, as in
+Detectron2 and the official VL-BERT code; filters without antialiasing change the features of a shrunken photo by a
+fifth.
 
-Shape legend
-    N        images in the batch
-    h, w     height and width of one image
-    H, W     height and width of the padded batch
-    R        boxes of one image
+Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations
@@ -18,20 +15,23 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
+from jaxtyping import Float, UInt8
 from PIL import Image, JpegImagePlugin, PngImagePlugin
 
+from detector.boxes import Array
 from detector.structures import ImageBatch
 
-MAX_PIXELS = 2**29  # of one file, about 23000 x 23000; a decoded pixel takes 4 bytes, so 2 GiB (twice that if rotated)
+Pixels = UInt8[np.ndarray, "height width 3"]
+
+MAX_PIXELS = 2**29  # of one file, about 23000 x 23000; decoded pixels take 4 bytes: 2 GiB (4 GiB if rotated)
 
 _CHANNEL_ORDERS = ("BGR", "RGB")
-_ROUNDINGS = ("detectron2", "vl_bert")
+_ROUNDINGS = ("detectron2", "truncate")
 _EXIF_ORIENTATION = 0x0112
-_UPRIGHT = {  # EXIF orientation -> what turns the stored pixels upright; 1 is upright already
+_UPRIGHT = {  # EXIF orientation -> the turn that makes the stored pixels upright; 1 is upright already
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -40,7 +40,7 @@ _UPRIGHT = {  # EXIF orientation -> what turns the stored pixels upright; 1 is u
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# What PIL raises for a damaged file, depending on the format and on where the damage is.
+# PIL's errors for a damaged file, depending on the format and on the place of the damage.
 _DAMAGED = (OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, struct.error, zlib.error)
 
 
@@ -51,12 +51,12 @@ class ResizeRule:
     Args:
         short_edge: wanted length of the short edge, pixels.
         long_edge: limit for the long edge, pixels.
-        rounding: "detectron2" (`ResizeShortestEdge`: both edges are rounded) or "vl_bert" (the official VL-BERT code: a
-            short edge that had to give way is cut to an integer first, the other edge is computed from it and cut too,
-            so that it may end just under `long_edge`).
+        rounding: "detectron2" (`ResizeShortestEdge`: both edges are rounded) or "truncate" (the official VL-BERT code:
+            a short edge that had to shrink is cut to an integer first, then the other edge is computed from it and
+            cut too, so that it may end just under `long_edge`).
 
     Raises:
-        ValueError: an edge that is not positive, a long edge shorter than the short one, or an unknown rounding.
+        ValueError: an edge that is not positive, a long edge shorter than the short edge, or an unknown rounding.
     """
 
     short_edge: int = 800
@@ -67,16 +67,16 @@ class ResizeRule:
         if self.short_edge < 1 or self.long_edge < self.short_edge:
             raise ValueError(
                 f"Resize rule: short_edge {self.short_edge} and long_edge {self.long_edge} must be positive, "
-                "and the long edge must not be the shorter one."
+                "and long_edge must not be below short_edge."
             )
         if self.rounding not in _ROUNDINGS:
             raise ValueError(f"Resize rule: rounding '{self.rounding}' is unknown; use one of {', '.join(_ROUNDINGS)}.")
 
     def target_size(self, h: int, w: int) -> tuple[int, int]:
-        """(height, width) after resizing an image of h x w pixels; no side is ever less than 1."""
+        """(height, width) after resizing an image of height h and width w; no side becomes less than 1."""
         if h < 1 or w < 1:
             raise ValueError(f"An image of {w} x {h} pixels cannot be resized.")
-        new_h, new_w = self._detectron2(h, w) if self.rounding == "detectron2" else self._vl_bert(h, w)
+        new_h, new_w = self._detectron2(h, w) if self.rounding == "detectron2" else self._truncate(h, w)
         return max(new_h, 1), max(new_w, 1)
 
     def _detectron2(self, h: int, w: int) -> tuple[int, int]:
@@ -87,7 +87,7 @@ class ResizeRule:
             new_h, new_w = new_h * (self.long_edge / longer), new_w * (self.long_edge / longer)
         return int(new_h + 0.5), int(new_w + 0.5)
 
-    def _vl_bert(self, h: int, w: int) -> tuple[int, int]:
+    def _truncate(self, h: int, w: int) -> tuple[int, int]:
         short, long = min(h, w), max(h, w)
         new_short = self.short_edge
         if long * new_short > self.long_edge * short:
@@ -96,33 +96,33 @@ class ResizeRule:
         return (new_long, new_short) if w < h else (new_short, new_long)
 
 
-def load_image(path: str | Path, channel_order: str = "BGR") -> np.ndarray:
+def load_image(path: str | Path, channel_order: str = "BGR") -> Pixels:
     """Read a JPEG or PNG file at its full size.
 
     Every kind becomes three 8-bit channels: grey is repeated, palettes are looked up, CMYK is converted, 16-bit values
-    keep their upper byte, and transparency is dropped, not blended (stored colours stay, as Detectron2's reader does).
-    The EXIF orientation is applied; an unreadable EXIF block counts as upright. The file's content decides about its
-    format, not its name. Other formats than JPEG and PNG are read if PIL can read them.
+    keep their upper byte, and transparency is dropped, not blended (the stored colours stay, as in Detectron2's
+    reader). The EXIF orientation is applied; an unreadable EXIF block counts as upright. The format is read from the
+    file's content, not from its name. Formats other than JPEG and PNG are read if PIL can read them.
 
     Args:
         path: the file.
         channel_order: "BGR" or "RGB".
 
     Returns:
-        uint8 [h, w, 3], contiguous.
+        a contiguous array.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: the file does not exist.
         ValueError: the file is empty, damaged, cut off, not an image, or has more than `MAX_PIXELS` pixels.
     """
     return _to_array(_read(path), channel_order)
 
 
-def load_resized(path: str | Path, rule: ResizeRule, channel_order: str = "BGR") -> tuple[np.ndarray, tuple[int, int]]:
+def load_resized(path: str | Path, rule: ResizeRule, channel_order: str = "BGR") -> tuple[Pixels, tuple[int, int]]:
     """Read a file and resize it: `load_image` and `resize_image` in one, with less memory for very large files.
 
     Returns:
-        The resized image, uint8 [new_h, new_w, 3], and the (height, width) of the file's image after its rotation.
+        the resized image, and the (height, width) of the file's image after its rotation.
 
     Raises:
         FileNotFoundError, ValueError: as `load_image`.
@@ -132,7 +132,7 @@ def load_resized(path: str | Path, rule: ResizeRule, channel_order: str = "BGR")
 
 def decode_resized(
     content: bytes, name: str, rule: ResizeRule, channel_order: str = "BGR"
-) -> tuple[np.ndarray, tuple[int, int]]:
+) -> tuple[Pixels, tuple[int, int]]:
     """`load_resized` for the content of a file, such as a member of an archive; `name` names it in errors.
 
     Raises:
@@ -143,27 +143,30 @@ def decode_resized(
     return _resized(_decode(io.BytesIO(content), name), rule, channel_order)
 
 
-def _resized(image: Image.Image, rule: ResizeRule, channel_order: str) -> tuple[np.ndarray, tuple[int, int]]:
+def _resized(image: Image.Image, rule: ResizeRule, channel_order: str) -> tuple[Pixels, tuple[int, int]]:
     size = (image.height, image.width)
     return _to_array(_resize(image, rule.target_size(*size)), channel_order), size
 
 
-def resize_image(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Resize a uint8 image [h, w, 3] to (new_h, new_w) with PIL's antialiased bilinear filter."""
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-        raise ValueError(f"An image must be uint8 [h, w, 3]; this one is {image.dtype} {list(image.shape)}.")
+def resize_image(image: np.ndarray, size: tuple[int, int]) -> Pixels:
+    """Resize an image to `size`, (height, width), with PIL's antialiased bilinear filter.
+
+    Raises:
+        ValueError: not uint8 [height, width, 3].
+    """
+    _check_pixels(image, "An image to be resized")
     return np.array(_resize(Image.fromarray(np.ascontiguousarray(image)), size))
 
 
-def resize_boxes(boxes, size: tuple[int, int], new_size: tuple[int, int]):
-    """Move boxes along when their image is resized: x by new_w / w and y by new_h / h, with the rounded new size.
+def resize_boxes(boxes: Float[Array, "*R 4"], size: tuple[int, int], new_size: tuple[int, int]) -> Float[Array, "*R 4"]:
+    """Move boxes along when their image is resized.
 
     Args:
-        boxes: array or tensor [..., 4], float, xyxy in pixels of the image before.
+        boxes: xyxy in pixels of the image before.
         size, new_size: (height, width) of the image before and after; exchange them to go back.
 
     Returns:
-        New boxes of the same type, in pixels of the image after.
+        new boxes of the same type, in pixels of the image after.
     """
     x, y = new_size[1] / size[1], new_size[0] / size[0]
     factors = boxes.new_tensor([x, y, x, y]) if isinstance(boxes, torch.Tensor) else np.array([x, y, x, y], boxes.dtype)
@@ -181,24 +184,21 @@ def make_image_batch(
     """Normalise images and put them into one batch, padded with zeros (the mean colour) at the right and the bottom.
 
     Args:
-        images: N resized images, uint8 [h, w, 3].
+        images: N resized images, uint8 [height, width, 3].
         original_sizes: N (height, width) before the resize.
         names: N names for error messages.
         pixel_mean, pixel_std: 3 values in grey levels, in the images' channel order.
-        pad_to: (H, W) of the batch; None = that of its largest image, as Detectron2 does. A box's features depend a
+        pad_to: (H, W) of the batch; None = the size of its largest image, as in Detectron2. A box's features depend a
             little on the padding, so a fixed size makes them independent of the other images in the batch.
 
     Raises:
-        ValueError: an image of another type or shape, or one that is larger than `pad_to`; the message has its name.
+        ValueError: an image of a different type or shape, or one that is larger than `pad_to`; the message names it.
     """
     assert len(images) == len(original_sizes) == len(names)
     if not images:
         raise ValueError("A batch needs at least one image.")
     for image, name in zip(images, names, strict=True):
-        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
-            raise ValueError(
-                f"{name}: an image must be uint8 [h, w, 3]; this one is {image.dtype} {list(image.shape)}."
-            )
+        _check_pixels(image, name)
         if pad_to is not None and (image.shape[0] > pad_to[0] or image.shape[1] > pad_to[1]):
             raise ValueError(
                 f"{name}: the resized image has {image.shape[0]} x {image.shape[1]} pixels (height x width) and does "
@@ -215,11 +215,16 @@ def make_image_batch(
     return ImageBatch(pixels, sizes, torch.tensor([tuple(size) for size in original_sizes]), list(names))
 
 
+def _check_pixels(image: np.ndarray, name: str) -> None:
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
+        raise ValueError(f"{name} must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}.")
+
+
 def _resize(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     return image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
 
 
-def _to_array(image: Image.Image, channel_order: str) -> np.ndarray:
+def _to_array(image: Image.Image, channel_order: str) -> Pixels:
     if channel_order not in _CHANNEL_ORDERS:
         raise ValueError(f"Channel order '{channel_order}' is unknown; use one of {', '.join(_CHANNEL_ORDERS)}.")
     pixels = np.array(image)
@@ -239,7 +244,7 @@ def _read(path: str | Path) -> Image.Image:
         return _decode(stream, str(path))
 
 
-def _decode(stream: BinaryIO, name: str) -> Image.Image:
+def _decode(stream: io.BufferedIOBase, name: str) -> Image.Image:
     """An upright RGB image from the content of a file."""
     try:
         image = _open(stream)
@@ -259,9 +264,12 @@ def _decode(stream: BinaryIO, name: str) -> Image.Image:
     return rgb if turn is None else rgb.transpose(turn)
 
 
-def _open(stream: BinaryIO) -> Image.Image:
-    """Read the header. JPEG and PNG skip `Image.open`, whose size limit (a warning at 89 million pixels, an error at
-    twice that) can only be changed for the whole process; `MAX_PIXELS` is checked instead."""
+def _open(stream: io.BufferedIOBase) -> Image.Image:
+    """Read the header.
+
+    JPEG and PNG skip `Image.open`, whose size limit (a warning at 89 million pixels, an error at twice as many) can
+    only be changed for the whole process; `MAX_PIXELS` is checked instead.
+    """
     signature = stream.read(8)
     stream.seek(0)
     if signature == b"\x89PNG\r\n\x1a\n":
@@ -280,11 +288,11 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode.startswith("I"):  # 16-bit grey; PIL's own conversion would clip it at 255
         values = np.asarray(image)
         if image.mode == "I" and (values.min() < 0 or values.max() > 65535):
-            raise ValueError(f"Image {name} has 32-bit pixels; save it with 8 or 16 bits a channel.")
+            raise ValueError(f"Image {name} has 32-bit pixels; save it with 8 or 16 bits per channel.")
         return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
     if image.mode == "F":
-        raise ValueError(f"Image {name} has floating-point pixels; save it with 8 or 16 bits a channel.")
-    if "transparency" in image.info:  # PIL warns about dropping this kind at once
+        raise ValueError(f"Image {name} has floating-point pixels; save it with 8 or 16 bits per channel.")
+    if "transparency" in image.info:  # converting this kind to RGB in one step makes PIL warn
         image = image.convert("RGBA")
     return image.convert("RGB")
 
@@ -292,5 +300,5 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     try:
         return image.getexif().get(_EXIF_ORIENTATION, 1)
-    except Exception:  # whatever is wrong inside an EXIF block, the picture itself is fine
+    except Exception:  # a damaged EXIF block raises many kinds of errors, and the picture itself is fine
         return 1

@@ -1,10 +1,14 @@
-"""The one interface of every detector: images (and boxes) in, `Regions` out."""
+"""The one interface of every detector: images (and boxes) in, `Regions` out.
+
+Shape legend: see `detector/structures.py`.
+"""
 
 from __future__ import annotations
 
 import abc
 from typing import ClassVar
 
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from detector.structures import DetectionTargets, ImageBatch, Regions
@@ -13,16 +17,16 @@ from detector.structures import DetectionTargets, ImageBatch, Regions
 class Detector(nn.Module, abc.ABC):
     """images (+ boxes) -> regions with differentiable features, and detection losses from the same backbone pass."""
 
-    config_class: ClassVar[type]  # of the one argument of the constructor; has `from_yaml`, `to_yaml` and `input`
-    feature_dim: int  # D, width of a region feature
-    num_classes: int  # K, foreground classes
-    map_size: int | None = None  # S, side of the last RoI map; None: not known before it is there
+    config_class: ClassVar[type]  # of the constructor's one argument; it has `from_yaml`, `to_yaml` and `input`
+    feature_dim: int  # D
+    num_classes: int  # K
+    map_size: int | None = None  # S of the last RoI map; None where it is unknown before the map is computed
 
     def recompute_activations(self) -> None:
         """Save memory in training: compute activations again in the backward pass instead of keeping them.
 
         Raises:
-            ValueError: this detector cannot.
+            ValueError: this detector cannot do that.
         """
         raise ValueError(
             f"{type(self).__name__} has no activation checkpointing; switch train.activation_checkpointing off or use "
@@ -33,29 +37,29 @@ class Detector(nn.Module, abc.ABC):
     def forward(
         self,
         images: ImageBatch,
-        boxes: list[Tensor] | None = None,
+        boxes: list[Float[Tensor, "_R 4"]] | None = None,
         targets: DetectionTargets | None = None,
         *,
-        pixel_masks: list[Tensor] | None = None,
-        roi_masks: list[Tensor] | None = None,
+        pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None,
+        roi_masks: list[Float[Tensor, "_R S S"]] | None = None,
         whole_image: bool = False,
     ) -> Regions:
         """One backbone pass over all images.
 
         Args:
             images: N resized and normalised images.
-            boxes: N x [R, 4] boxes to describe (R may be 0), or None: the detector proposes them itself. Without boxes,
-                in training mode with `targets`, the regions are the RoIs its head was trained on in this step
-                (sampled proposals with the annotated boxes appended, Faster R-CNN section 3.2); otherwise they are its
-                final detections, best score first.
+            boxes: N entries, the boxes to describe (R may be 0), or None: the detector proposes them itself. Without
+                boxes, in training mode with `targets`, the regions are the RoIs that the box head was trained on in
+                this step (sampled proposals with the annotated boxes appended, Faster R-CNN section 3.2); otherwise
+                they are the detector's final detections, best score first.
             targets: annotated objects; adds `loss_rpn_cls`, `loss_rpn_loc`, `loss_cls`, `loss_box_reg` (and
                 `loss_attribute` with an attribute head) to the result.
-            pixel_masks: N x [P, 4] boxes whose pixels become 0 in the network input (that is the mean colour)
-                before the backbone sees them.
-            roi_masks: N x [R, S, S] instance masks in 0..1 that multiply the last RoI map (S = its side) before it is
-                averaged; the divisor stays S * S (VL-BERT on VCR). Only together with `boxes`.
+            pixel_masks: N entries, boxes whose pixels become 0 in the network input (that is the mean colour) before
+                the backbone sees them.
+            roi_masks: N entries, instance masks in 0..1 that multiply the last RoI map before it is averaged; the
+                divisor stays S * S (VL-BERT on VCR). Only together with `boxes`.
             whole_image: put the box [0, 0, width - 1, height - 1] in front of each image's regions as row 0.
 
         Raises:
-            ValueError: a box that is not finite or has no area, naming the image and the row.
+            ValueError: a box that is not finite or has no area; the message names the image and the row.
         """

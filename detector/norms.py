@@ -16,7 +16,7 @@ BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)  # SyncBatchNorm below is a Bat
 class SyncBatchNorm(nn.BatchNorm2d):
     """Batch norm over the samples of all processes, on any device.
 
-    (torch's own refuses CPU tensors, and DistributedDataParallel refuses CPU models that hold its class.)
+    (torch's class refuses CPU tensors, and DistributedDataParallel refuses CPU models that contain it.)
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,12 +42,15 @@ def make_norm(name: str, channels: int) -> nn.Module:
     """A normalisation layer of `channels` channels.
 
     Args:
-        name: FrozenBN (fixed affine map), BN, SyncBN (statistics of all processes) or GN (32 groups; where 32 does
-            not divide the channels, which Detectron2 refuses, the greatest common divisor).
+        name: FrozenBN (fixed affine map), BN, SyncBN (statistics of all processes) or GN (32 groups, or the greatest
+            common divisor of 32 and the channels where 32 does not divide them; Detectron2 refuses that).
+
+    Raises:
+        ValueError: a different name.
     """
     if name == "FrozenBN":
         norm = FrozenBatchNorm2d(channels)
-        norm.running_var -= norm.eps  # as Detectron2: exactly the identity until statistics are loaded
+        norm.running_var -= norm.eps  # as in Detectron2: exactly the identity until statistics are loaded
         return norm
     if name == "BN":
         return nn.BatchNorm2d(channels)
@@ -55,11 +58,11 @@ def make_norm(name: str, channels: int) -> nn.Module:
         return SyncBatchNorm(channels)
     if name == "GN":
         return nn.GroupNorm(math.gcd(GROUPS, channels), channels)
-    raise ValueError(f"MODEL.RESNETS.NORM = {name!r} is not supported.")
+    raise ValueError(f"MODEL.RESNETS.NORM = {name!r} is not supported; use FrozenBN, BN, SyncBN or GN.")
 
 
 def freeze(module: nn.Module) -> None:
-    """Take all gradients from a module and turn its batch norms into FrozenBN, as Detectron2's `freeze`."""
+    """Switch off all gradients of a module and turn its batch norms into FrozenBN, as Detectron2's `freeze`."""
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     for parent in list(module.modules()):

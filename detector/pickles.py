@@ -1,8 +1,8 @@
-"""Reading pickles of numpy arrays without running what is in them.
+"""Reading pickles of numpy arrays without running any code in them.
 
 Detectron2's `.pkl` files are pickles, and a pickle may name any function to be called. Here only numbers, strings,
-plain containers and numeric numpy arrays exist, and those arrays are rebuilt from their bytes by the classes below:
-neither a function of the file's choice nor numpy's own unpickling, which trusts the file about memory, is ever called.
+plain containers and numeric numpy arrays are allowed, and the classes below rebuild the arrays from their bytes: no
+function named by the file is called, and neither is numpy's own unpickling, which trusts the file about memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NUMERIC_KINDS = "biuf"  # bool, signed, unsigned, float
 
 
 class _Dtype:
-    """Stands for `numpy.dtype`; takes numbers only."""
+    """Stands for `numpy.dtype`; accepts numeric types only."""
 
     def __init__(self, code: str | bytes, align: object = False, copy: object = False) -> None:
         name = code.decode("ascii") if isinstance(code, bytes) else code
@@ -46,13 +46,13 @@ class _Array:
 def _to_array(data: Any, dtype: Any, shape: tuple[int, ...], order: str) -> np.ndarray:
     if not isinstance(dtype, _Dtype):
         raise pickle.UnpicklingError("an array without a type")
-    raw = data.encode("latin1") if isinstance(data, str) else bytes(data)  # Python 2 wrote its bytes as a str
+    raw = data.encode("latin1") if isinstance(data, str) else bytes(data)  # Python 2 writes bytes as a str
     return np.frombuffer(raw, dtype.value).reshape(shape, order=order).copy()
 
 
 def _reconstruct(kind: object, *_: object) -> _Array:
     if kind is not _Array:
-        raise pickle.UnpicklingError("an array of a class of its own")
+        raise pickle.UnpicklingError("an array of an unknown class")
     return _Array()
 
 
@@ -98,8 +98,8 @@ def load_arrays(path: str | Path) -> Any:
     """The content of a pickle: numbers, strings, lists, tuples, dicts and numpy arrays. Strings of Python 2 are latin1.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: damaged, or it holds anything else; nothing of it was executed.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged or holds anything else; nothing in it is executed.
     """
     path = Path(path)
     if not path.is_file():
@@ -109,14 +109,14 @@ def load_arrays(path: str | Path) -> Any:
             return _plain(_Unpickler(file, encoding="latin1").load())
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path}: not a plain pickle of arrays, it holds {str(error)[:100]}; nothing of it was executed."
+            f"{path}: not a plain pickle of arrays, it holds {str(error)[:100]}; nothing in it was executed."
         ) from error
     except Exception as error:  # a damaged pickle can break anything
         raise ValueError(f"{path}: cannot be read as a pickle of arrays: {type(error).__name__}: {error}") from error
 
 
 def _plain(value: Any) -> Any:
-    """Arrays in place of their stand-ins."""
+    """The value with arrays in place of their stand-ins."""
     if isinstance(value, _Array):
         if value.value is None:
             raise pickle.UnpicklingError("an array without content")

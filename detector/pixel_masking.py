@@ -1,39 +1,42 @@
 """Hide boxes from the detector by zeroing their pixels before the backbone sees them.
 
 Masked RoI classification (VL-BERT section 3.3) asks for the class of a region from its surroundings and the text.
-Hiding only its feature is not enough: neighbouring features and the whole-image feature have seen the pixels too.
+Hiding only its feature is not enough: neighbouring features and the whole-image feature are computed from the same
+pixels.
 
-Shape legend
-    N, H, W   images of the batch, padded height and width
-    P         boxes to hide in one image
+Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
-_ROUNDINGS = ("outward", "vl_bert")
+_ROUNDINGS = ("outward", "truncate")
 
 
-def mask_rectangles(boxes: Tensor, size: tuple[int, int], rounding: str = "outward") -> Tensor:
+def mask_rectangles(
+    boxes: Float[Tensor, "Q 4"], size: Sequence[int], rounding: str = "outward"
+) -> Int64[Tensor, "Q 4"]:
     """Whole-pixel rectangles that boxes hide.
 
     Args:
-        boxes: float [P, 4], xyxy in pixels of the resized image.
+        boxes: xyxy in pixels of the resized image.
         size: (height, width) of that image without padding.
-        rounding: "outward" takes every pixel the box touches (floor, floor, ceil, ceil); "vl_bert" does as the official
-            VL-BERT code: rows int(y1) to int(y2) and columns int(x1) to int(x2), the last ones included.
+        rounding: "outward" takes every pixel that the box touches (floor, floor, ceil, ceil); "truncate" does as the
+            official VL-BERT code: rows int(y1) to int(y2) and columns int(x1) to int(x2), the last ones included.
 
     Returns:
-        int64 [P, 4] x1, y1, x2, y2, half-open (pixels [y1:y2, x1:x2]) and clipped to the image.
+        x1, y1, x2, y2, half-open (pixels [y1:y2, x1:x2]) and clipped to the image.
 
     Raises:
         ValueError: a box that is not finite or is inverted, or an unknown rounding.
     """
     if rounding not in _ROUNDINGS:
         raise ValueError(f"Pixel masking: rounding '{rounding}' is unknown; use one of {', '.join(_ROUNDINGS)}.")
-    boxes = boxes.reshape(-1, 4)
     is_bad = ~boxes.isfinite().all(1) | (boxes[:, 2:] < boxes[:, :2]).any(1)
     if is_bad.any():
         row = int(is_bad.nonzero()[0])
@@ -50,19 +53,20 @@ def mask_rectangles(boxes: Tensor, size: tuple[int, int], rounding: str = "outwa
 
 
 def mask_pixels(
-    pixels: Tensor, sizes: Tensor, masks: list[Tensor], rounding: str = "outward", fill: Tensor | None = None
-) -> Tensor:
-    """Paint the pixels of boxes in a normalised batch with one colour.
+    pixels: Float[Tensor, "N 3 H W"],
+    sizes: Int64[Tensor, "N 2"],
+    masks: list[Float[Tensor, "_Q 4"]],
+    rounding: str = "outward",
+    fill: Float[Tensor, " 3"] | None = None,
+) -> Float[Tensor, "N 3 H W"]:
+    """A copy of a normalised batch in which the pixels of boxes have one colour.
 
     Args:
-        pixels: float [N, 3, H, W], network input after normalisation; it is not changed.
-        sizes: int64 [N, 2], (height, width) of each image without padding.
-        masks: N x float [P, 4], xyxy in pixels of the resized image; P may be 0.
+        pixels: network input after normalisation.
+        sizes: (height, width) of each image without padding.
+        masks: N entries, xyxy in pixels of the resized image; Q may be 0.
         rounding: see `mask_rectangles`.
-        fill: float [3], the colour after normalisation; None = 0, which is the mean colour.
-
-    Returns:
-        A new tensor like `pixels`.
+        fill: the colour after normalisation; None = 0, which is the mean colour.
 
     Raises:
         ValueError: see `mask_rectangles`; the message has the image's number in the batch.

@@ -1,17 +1,15 @@
 """A detector that computes nothing: it hands over features that came with the images.
 
-Shape legend
-    N   images in the batch
-    R   regions of one image
-    D   width of a region feature
+Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations
 
-import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from detector.config import DetectorConfig
+from detector.boxes import prepend, whole_image_boxes
+from detector.detector_config import DetectorConfig
 from detector.interface import Detector
 from detector.structures import DetectionTargets, ImageBatch, Regions
 
@@ -32,24 +30,24 @@ class PrecomputedDetector(Detector):
         self.num_classes = config.roi_heads.num_classes
 
     def recompute_activations(self) -> None:
-        """Nothing is computed, so nothing is kept."""
+        """There are no activations to keep."""
 
     def forward(
         self,
         images: ImageBatch,
-        boxes: list[Tensor] | None = None,
+        boxes: list[Float[Tensor, "_R 4"]] | None = None,
         targets: DetectionTargets | None = None,
         *,
-        pixel_masks: list[Tensor] | None = None,
-        roi_masks: list[Tensor] | None = None,
+        pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None,
+        roi_masks: list[Float[Tensor, "_R S S"]] | None = None,
         whole_image: bool = False,
     ) -> Regions:
-        """See `Detector.forward`; `boxes` are those that the features belong to, row by row.
+        """See `Detector.forward`; `boxes` are the boxes that the features belong to, row by row.
 
         The class logits have no column: feature files do not hold them.
 
         Raises:
-            ValueError: no features, features of another width or number, or something only a network can do.
+            ValueError: no features, features of a different width or number, or an argument for networks only.
         """
         if targets is not None or pixel_masks is not None or roi_masks is not None:
             raise ValueError(
@@ -64,8 +62,8 @@ class PrecomputedDetector(Detector):
         for rows, image_boxes, name in zip(features, boxes, images.names, strict=True):
             if len(rows) != len(image_boxes) or (len(rows) and rows.shape[1] != self.feature_dim):
                 raise ValueError(
-                    f"{name}: precomputed features {list(rows.shape)} for {len(image_boxes)} boxes of width "
-                    f"{self.feature_dim} by the detector's config; use the config that they were made with."
+                    f"{name}: precomputed features {list(rows.shape)} for {len(image_boxes)} boxes, but width "
+                    f"{self.feature_dim} in the detector's config; use the config that they were made with."
                 )
         features = [rows.reshape(len(rows), self.feature_dim) for rows in features]
         if whole_image:
@@ -74,8 +72,6 @@ class PrecomputedDetector(Detector):
                 raise ValueError(
                     "The encoder needs the feature of the whole image; extract the features with --image-feature."
                 )
-            corner = images.sizes.flip(1).float() - 1
-            corners = torch.cat((torch.zeros_like(corner), corner), dim=1)
-            boxes = [torch.cat((first[None], rows)) for first, rows in zip(corners, boxes, strict=True)]
-            features = [torch.cat((first[None], rows)) for first, rows in zip(whole, features, strict=True)]
+            boxes = prepend(whole_image_boxes(images.sizes), boxes)
+            features = prepend(list(whole[:, None]), features)
         return Regions(boxes=boxes, features=features, class_logits=[rows.new_zeros(len(rows), 0) for rows in features])

@@ -1,11 +1,8 @@
 """ResNet trunk up to res4, and the res5 stage of the RoI head, with Detectron2's module and parameter names.
 
-Shape legend
-    N     images (or RoIs, for res5)
-    H, W  height and width of the padded batch
-    C     channels; stage s has RES2_OUT_CHANNELS * 2 ** (s - 2)
+Shape legend: see `detector/structures.py`. Stage s has RES2_OUT_CHANNELS * 2 ** (s - 2) channels.
 
-All feature maps are kept in channels-last memory: convolutions on CPU run markedly faster so.
+All feature maps are kept in channels-last memory, in which convolutions on CPU run markedly faster.
 """
 
 from __future__ import annotations
@@ -14,18 +11,20 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from detector.config import ResNetConfig
+from detector.detector_config import ResNetConfig
 from detector.norms import freeze, make_norm
+from detector.structures import FeatureMap
 
 BLOCKS_PER_STAGE = {18: (2, 2, 2), 34: (3, 4, 6), 50: (3, 4, 6), 101: (3, 4, 23), 152: (3, 8, 36)}
 RES5_BLOCKS = 3
 FROZEN_BRANCH_SCALE = 0.2  # of residual branches under FrozenBN, see `ResidualBlock`
 
-Pooling = Callable[[Tensor, int], Tensor]  # feature map [N, C, h, w], stride on the RoI maps -> RoI maps [R, C, S, S]
+Pooling = Callable[[Tensor, int], Tensor]  # FeatureMap, stride on the RoI maps -> RoI maps [J, channels, S, S]
 
 
 class ConvNorm(nn.Conv2d):
@@ -50,8 +49,8 @@ class ConvNorm(nn.Conv2d):
     def forward_pooled(self, x: Tensor, pool: Pooling) -> Tensor:
         """`self(pool(x))` of a 1x1 convolution, with the convolution before the pooling.
 
-        Both are linear, one per cell and one per channel, so they can be exchanged exactly. The feature map of an
-        image has far fewer cells than the maps of many RoIs.
+        Both are linear, one per cell and one per channel, so their order can be exchanged exactly. The feature map of
+        an image has far fewer cells than the maps of many RoIs.
         """
         weight, stride = self.weight, self.stride[0]
         if not isinstance(self.norm, FrozenBatchNorm2d):
@@ -71,8 +70,8 @@ class BasicStem(nn.Module):
         self.pool = config.stem_pool
         self.conv1 = ConvNorm(3, config.stem_out_channels, 7, norm=config.norm, stride=2, padding=3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, 3, H, W] -> [N, C, H/4, W/4] (or H/2, W/2 without a pool)."""
+    def forward(self, x: Float[Tensor, "N 3 H W"]) -> FeatureMap:
+        """A map of H/4, W/4 cells (H/2, W/2 without a pool)."""
         x = F.relu_(self.conv1(x))
         if self.pool == "none":
             return x
@@ -84,8 +83,8 @@ class BasicStem(nn.Module):
 class ResidualBlock(nn.Module):
     """Common part of both block types: shortcut, sum, ReLU.
 
-    A network that is trained from scratch needs a norm that learns; with FrozenBN a random network has nothing to keep
-    its activations in range, so its residual branches start scaled down. Loaded weights replace this.
+    A network that is trained from scratch needs a norm that learns. With FrozenBN nothing keeps the activations of a
+    random network in range, so its residual branches start scaled down; loaded weights replace this.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int, norm: str) -> None:
@@ -93,7 +92,6 @@ class ResidualBlock(nn.Module):
         self.shortcut = (
             ConvNorm(in_channels, out_channels, 1, norm=norm, stride=stride) if in_channels != out_channels else None
         )
-
         self.recompute = False  # see `recompute_activations`
 
     def branch(self, x: Tensor) -> Tensor:
@@ -190,24 +188,26 @@ class ResNet(nn.Module):
             if level <= config.freeze_at:
                 freeze(getattr(self, name))
 
-    def stages(self, pixels: Tensor) -> dict[str, Tensor]:
-        """Outputs of stem (stride 4), res2 (4), res3 (8) and res4 (16) for pixels [N, 3, H, W]."""
+    def stages(self, pixels: Float[Tensor, "N 3 H W"]) -> dict[str, Float[Tensor, "N _channels _h _w"]]:
+        """Outputs of stem (stride 4), res2 (4), res3 (8) and res4 (16)."""
         outputs = {}
         x = pixels
         for name in ("stem", "res2", "res3", "res4"):
             x = outputs[name] = getattr(self, name)(x)
         return outputs
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """[N, 3, H, W] -> res4 [N, C, H/16, W/16]."""
+    def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMap:
+        """res4, a map of H/16, W/16 cells (H/8, W/8 without a pool in the stem)."""
         return self.stages(pixels)["res4"]
 
 
 class Res5(nn.Sequential):
     """Three bottleneck blocks on RoI maps."""
 
-    def forward(self, x: Tensor, pool: Pooling | None = None) -> Tensor:
-        """RoI maps [R, C, S, S], or feature maps of images and the linear pooling to be put in -> [R, D, S, S]."""
+    def forward(
+        self, x: Float[Tensor, "_maps _channels _h _w"], pool: Pooling | None = None
+    ) -> Float[Tensor, "J D S S"]:
+        """From RoI maps, or from the feature maps of images and the linear pooling that turns them into RoI maps."""
         first, *rest = self
         x = first(x, pool)
         for block in rest:
@@ -219,7 +219,7 @@ def recompute_activations(module: nn.Module) -> None:
     """Keep only the input of each residual block for the backward pass, and compute the rest again ("checkpointing").
 
     Raises:
-        ValueError: batch norms that learn would count every batch twice.
+        ValueError: the network has batch norms that learn; they would count every batch twice.
     """
     for block in module.modules():
         if not isinstance(block, ResidualBlock):
@@ -233,7 +233,7 @@ def recompute_activations(module: nn.Module) -> None:
 
 
 def make_res5(config: ResNetConfig) -> Res5:
-    """The res5 stage of the RoI head: always three bottleneck blocks, as in Detectron2, also for depths 18 and 34.
+    """The res5 stage of the RoI head: three bottleneck blocks, as in Detectron2, also for depths 18 and 34.
 
     With RES5_DILATION 2 all blocks have stride 1 and dilation 2, so the output keeps the side of the RoI map. (Stock
     Detectron2 ignores that key in `Res5ROIHeads`; VL-BERT and bottom-up attention need it.) FREEZE_AT 5 freezes res5.

@@ -1,50 +1,45 @@
 """RoIAlign (He et al., Mask R-CNN, section 3) that gives torchvision's numbers and is fast on CPU in both directions.
 
 A cell of a RoI map is a weighted sum of a few cells of the feature map. With the feature map as a table of rows (one
-row of C channels per cell), that is `embedding_bag`: it reads whole rows of a channels-last map, where torchvision's
+row of channels per cell), that is `embedding_bag`: it reads whole rows of a channels-last map, where torchvision's
 CPU kernel walks through one channel after the other; its backward pass takes about ten times as long.
 
-Shape legend
-    N     images
-    C     channels
-    h, w  height and width of the feature map
-    R     RoIs; rows are [image, x1, y1, x2, y2] in pixels of the resized image
-    S     side of the RoI map
-    n     samples per cell of the RoI map along one axis
-    W     cells of the feature map that a cell of the RoI map reaches along one axis
+Shape legend: see `detector/structures.py`; `reach` is the number of feature map cells that a cell of the RoI map
+reads along one axis.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torchvision.ops import roi_align
 
+from detector.structures import FeatureMap
+
 
 def align_rois(
-    features: Tensor,
-    rois: Tensor,
+    features: FeatureMap,
+    rois: Float[Tensor, "J 5"],
     side: int,
     spatial_scale: float,
     *,
     sampling_ratio: int,
     aligned: bool,
     stride: int = 1,
-) -> Tensor:
+) -> Float[Tensor, "J channels S S"]:
     """Pool RoIs bilinearly.
 
     Args:
-        features: float [N, C, h, w].
-        rois: float [R, 5].
         side: cells of the RoI map along each axis.
         spatial_scale: cells of the feature map per pixel.
-        sampling_ratio: n; 0 or less = as many as the cell is wide, rounded up.
+        sampling_ratio: samples per cell of the RoI map along one axis; 0 or less = the width of the cell, rounded up.
         aligned: half-pixel shift (Detectron2's ROIAlignV2); without it RoIs are at least one cell of the map large.
-        stride: only every so many cells of the RoI map are computed, from the first.
+        stride: 1 computes all cells of the RoI map, 2 every second cell from the first on, and so on.
 
     Returns:
-        float [R, C, S, S] with S = side / stride rounded up, in channels-last memory on CPU.
+        RoI maps with S = side / stride rounded up, in channels-last memory on CPU.
     """
     if features.device.type != "cpu":
         maps = roi_align(features, rois, (side, side), spatial_scale, sampling_ratio, aligned)
@@ -57,7 +52,9 @@ def align_rois(
     columns, column_weights = _axis(x1, (x2 - x1).clamp(min=smallest), side, stride, sampling_ratio, width)
 
     image = rois[:, 0].long()[:, None, None, None, None]
-    cells = (image * height + rows[:, :, None, :, None]) * width + columns[:, None, :, None, :]  # [R, S, S, W, W]
+    cells = (image * height + rows[:, :, None, :, None]) * width + columns[
+        :, None, :, None, :
+    ]  # [J, S, S, reach, reach]
     weights = row_weights[:, :, None, :, None] * column_weights[:, None, :, None, :]
     cells, weights = cells.flatten(0, 2).flatten(1), weights.flatten(0, 2).flatten(1)
     used = weights != 0
@@ -71,16 +68,16 @@ def align_rois(
 
 
 def _axis(
-    start: Tensor, length: Tensor, side: int, stride: int, sampling_ratio: int, limit: int
-) -> tuple[Tensor, Tensor]:
+    start: Float[Tensor, " J"], length: Float[Tensor, " J"], side: int, stride: int, sampling_ratio: int, limit: int
+) -> tuple[Int64[Tensor, "J S reach"], Float[Tensor, "J S reach"]]:
     """Which cells of the feature map each cell of the RoI map averages along one axis.
 
     Args:
-        start, length: float [R], in cells of the feature map.
+        start, length: of the RoIs, in cells of the feature map.
         limit: cells of the feature map along the axis.
 
     Returns:
-        index int64 [R, S, W] and weight float [R, S, W]; weights are 0 where there is nothing to read.
+        indices of the cells, and their weights, which are 0 where there is nothing to read.
     """
     size = length / side
     samples = torch.full_like(size, sampling_ratio) if sampling_ratio > 0 else size.ceil().clamp(min=0)
@@ -97,7 +94,7 @@ def _axis(
     upper = point - low  # weight of the cell after `low`
     share = inside / samples.clamp(min=1)[:, None, None]
 
-    # samples lie at most one cell apart unless `sampling_ratio` says so: they share cells, which are read only once
+    # samples lie at most one cell apart unless `sampling_ratio` is small: they share cells, which are read only once
     first = low[..., :1]
     reach = int((low - first).max()) + 2 if low.numel() else 2
     if reach > 2 * most:

@@ -1,52 +1,49 @@
 """Region proposal network on one feature map (Faster R-CNN, section 3.1), with Detectron2's arithmetic.
 
-Shape legend
-    N     images
-    h, w  height and width of the feature map (res4)
-    C     anchors per cell
-    A     anchors of an image = h * w * C, ordered by (y, x, cell anchor)
-    G     annotated objects of one image
-    P     proposals of one image
+Shape legend: see `detector/structures.py`. The B = h * w * cell_anchors anchors are ordered by (y, x, cell anchor).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Float32, Int8, Int64
 from torch import Tensor, nn
 from torchvision.ops import nms
 
 from detector.anchors import AnchorGenerator, configured_cell_anchors
 from detector.box_losses import box_regression_loss
 from detector.boxes import clip, decode_deltas, is_larger, pairwise_iou
-from detector.config import DetectorConfig, RPNConfig
-from detector.sampling import match, subsample
-from detector.structures import DetectionTargets, Loss
+from detector.detector_config import DetectorConfig, RPNConfig
+from detector.matching import match, subsample
+from detector.structures import DetectionTargets, FeatureMap, ImageBoxes, ImageSizes, Loss, PerImage
 
 
-class RPNOutput(NamedTuple):
-    """What the network says about every anchor."""
+@dataclasses.dataclass
+class RPNOutput:
+    """The network's output for every anchor."""
 
-    anchors: Tensor  # float32 [A, 4], shared by all images
-    objectness: Tensor  # float32 [N, A], logits
-    deltas: Tensor  # float32 [N, A, 4]
-
-
-class Proposals(NamedTuple):
-    """Proposed boxes of N images, best first. No gradient flows through them."""
-
-    boxes: list[Tensor]  # N x float32 [P, 4], clipped to the image
-    objectness: list[Tensor]  # N x float32 [P], logits
-    anchor_index: list[Tensor]  # N x int64 [P], row of the anchor each proposal came from
+    anchors: Float[Tensor, "B 4"]  # shared by all images
+    objectness: Float32[Tensor, "N B"]  # logits
+    deltas: Float32[Tensor, "N B 4"]
 
 
-class AnchorLabels(NamedTuple):
+@dataclasses.dataclass
+class Proposals(PerImage):
+    """Proposed boxes of N images, clipped to the image, best first. No gradient flows through them."""
+
+    objectness: list[Float32[Tensor, " _P"]]  # logits
+    anchor_index: list[Int64[Tensor, " _P"]]  # row of the anchor that each proposal came from
+
+
+@dataclasses.dataclass
+class AnchorLabels:
     """Training targets of every anchor."""
 
-    labels: Tensor  # int8 [N, A]: 1 positive, 0 negative, -1 ignored
-    matched: Tensor  # int64 [N, A], row of the object an anchor overlaps most (0 if there is none)
+    labels: Int8[Tensor, "N B"]  # 1 positive, 0 negative, -1 ignored
+    matched: Int64[Tensor, "N B"]  # row of the object that an anchor overlaps most (0 if there is no object)
 
 
 class RPNHead(nn.Module):
@@ -73,8 +70,10 @@ class RPNHead(nn.Module):
                 nn.init.normal_(layer.weight, std=0.01)
                 nn.init.zeros_(layer.bias)
 
-    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, channels, h, w] -> objectness [N, C, h, w], deltas [N, 4 * C, h, w] (channel = anchor * 4 + delta)."""
+    def forward(
+        self, features: FeatureMap
+    ) -> tuple[Float[Tensor, "N cell_anchors h w"], Float[Tensor, "N 4*cell_anchors h w"]]:
+        """Objectness and deltas; the channel of a delta is anchor * 4 + delta."""
         x = features
         for conv in self.conv if isinstance(self.conv, nn.Sequential) else [self.conv]:
             x = F.relu_(conv(x))
@@ -94,8 +93,8 @@ class RPN(nn.Module):
         )
         self.rpn_head = RPNHead(config.resnet.res4_channels, len(self.anchor_generator), config.rpn.conv_dims)
 
-    def forward(self, features: Tensor) -> RPNOutput:
-        """features [N, channels, h, w] of res4."""
+    def forward(self, features: FeatureMap) -> RPNOutput:
+        """Run the network on res4."""
         objectness, deltas = self.rpn_head(features)
         num_images, _, height, width = objectness.shape
         return RPNOutput(
@@ -105,11 +104,11 @@ class RPN(nn.Module):
         )
 
     @torch.no_grad()
-    def propose(self, output: RPNOutput, sizes: list[tuple[int, int]]) -> Proposals:
+    def propose(self, output: RPNOutput, sizes: ImageSizes) -> Proposals:
         """Choose proposals: top-k by logit, decode, clip, drop sides not above MIN_SIZE, NMS, cut.
 
         Args:
-            sizes: N x (height, width) of the images without padding.
+            sizes: N (height, width) of the images without padding.
 
         Raises:
             FloatingPointError: a proposal is not finite in training mode, that is, the training has diverged. In
@@ -126,21 +125,19 @@ class RPN(nn.Module):
         decoded = decode_deltas(chosen, output.anchors[index], config.box_weights)
         is_finite = torch.isfinite(decoded).all(dim=2) & torch.isfinite(scores)
         if self.training and not bool(is_finite.all()):
-            raise FloatingPointError("Proposals are NaN or infinite: the training has diverged; lower the rate.")
-        proposals = Proposals([], [], [])
+            raise FloatingPointError("Proposals are NaN or infinite: the training has diverged; lower train.lr.")
+        images = []
         for boxes, logits, rows, finite, size in zip(decoded, scores, index, is_finite, sizes, strict=True):
             boxes = clip(boxes, size)
             usable = finite & is_larger(boxes, config.min_size)
             boxes, logits, rows = boxes[usable], logits[usable], rows[usable]
             kept = nms(boxes, logits, config.nms_thresh)[:after]
-            proposals.boxes.append(boxes[kept])
-            proposals.objectness.append(logits[kept])
-            proposals.anchor_index.append(rows[kept])
-        return proposals
+            images.append((boxes[kept], logits[kept], rows[kept]))
+        return Proposals(*map(list, zip(*images, strict=True)))
 
     @torch.no_grad()
-    def label_anchors(self, anchors: Tensor, objects: list[Tensor], sizes: list[tuple[int, int]]) -> AnchorLabels:
-        """Compare all anchors with each image's annotated boxes (N x [G, 4]); no sampling yet."""
+    def label_anchors(self, anchors: Float[Tensor, "B 4"], objects: ImageBoxes, sizes: ImageSizes) -> AnchorLabels:
+        """Compare all anchors with the annotated boxes of each image; no sampling yet."""
         labels, matches = [], []
         for boxes, size in zip(objects, sizes, strict=True):
             matched, label = match(
@@ -156,8 +153,8 @@ class RPN(nn.Module):
         return AnchorLabels(torch.stack(labels), torch.stack(matches))
 
     @torch.no_grad()
-    def sample(self, labels: Tensor) -> Tensor:
-        """Ignore all but a random, limited set of positives and negatives of each image: int8 [N, A]."""
+    def sample(self, labels: Int8[Tensor, "N B"]) -> Int8[Tensor, "N B"]:
+        """Ignore all but a random, limited set of positives and negatives of each image."""
         sampled = torch.full_like(labels, -1)
         for row, label in zip(sampled, labels, strict=True):
             positive, negative = subsample(
@@ -167,7 +164,7 @@ class RPN(nn.Module):
             row[negative] = 0
         return sampled
 
-    def losses(self, output: RPNOutput, targets: DetectionTargets, sizes: list[tuple[int, int]]) -> dict[str, Loss]:
+    def losses(self, output: RPNOutput, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
         """`loss_rpn_cls` and `loss_rpn_loc`, both divided by BATCH_SIZE_PER_IMAGE * N (not by the sampled number)."""
         anchor_labels = self.label_anchors(output.anchors, targets.boxes, sizes)
         labels = self.sample(anchor_labels.labels)
@@ -192,7 +189,7 @@ class RPN(nn.Module):
         }
 
 
-def _is_inside(anchors: Tensor, size: tuple[int, int], margin: float) -> Tensor:
-    """bool [A]: the anchor reaches at most `margin` pixels beyond an image of (height, width)."""
+def _is_inside(anchors: Float[Tensor, "B 4"], size: tuple[int, int], margin: float) -> Bool[Tensor, " B"]:
+    """Whether the anchor reaches at most `margin` pixels beyond an image of (height, width)."""
     height, width = size
     return (anchors[:, :2] >= -margin).all(dim=1) & (anchors[:, 2] < width + margin) & (anchors[:, 3] < height + margin)

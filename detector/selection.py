@@ -1,8 +1,6 @@
 """Which of a detector's boxes are kept.
 
-Shape legend
-    R   boxes, detections or proposals of one image
-    K   foreground classes
+Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torchvision.ops import clip_boxes_to_image, nms
 
@@ -42,15 +41,13 @@ class SelectionRule:
             raise ValueError(f"Selection rule: min_score {self.min_score} must be a finite number.")
 
 
-def select_regions(scores: Tensor | np.ndarray, rule: SelectionRule) -> Tensor:
+def select_regions(
+    scores: Float[Tensor, " R"] | Float[np.ndarray, " R"], rule: SelectionRule
+) -> Int64[Tensor, " kept"]:
     """VL-BERT's rule: the boxes that score high enough, filled up or cut by score.
 
-    Args:
-        scores: float [R].
-        rule: the numbers.
-
     Returns:
-        int64 [kept] rows by falling score, equal scores in their given order, on the device of `scores`. Fewer than
+        the kept rows by falling score, equal scores in their given order, on the device of `scores`. Fewer than
         `rule.min_regions` only where R is smaller.
 
     Raises:
@@ -60,17 +57,19 @@ def select_regions(scores: Tensor | np.ndarray, rule: SelectionRule) -> Tensor:
     return scores.argsort(descending=True, stable=True)[: _kept(scores, rule)]
 
 
-def select_max_conf(boxes: Tensor, class_probs: Tensor, rule: SelectionRule, nms_threshold: float = 0.3) -> Tensor:
+def select_max_conf(
+    boxes: Float[Tensor, "R 4"], class_probs: Float[Tensor, "R K"], rule: SelectionRule, nms_threshold: float = 0.3
+) -> Int64[Tensor, " kept"]:
     """Bottom-up attention's rule (its Caffe code): proposals by their best probability that survives class-wise NMS.
 
     Args:
-        boxes: float [R, 4], proposals (not refined boxes), xyxy in pixels of the original image.
-        class_probs: float [R, K], softmax probabilities without the background's column.
-        rule: the numbers; the original uses `SelectionRule(0.2, 10, 100)` or 36 and 36.
+        boxes: proposals (not refined boxes), xyxy in pixels of the original image.
+        class_probs: softmax probabilities without the background's column.
+        rule: the original uses `SelectionRule(0.2, 10, 100)` or 36 and 36.
         nms_threshold: boxes of one class that overlap more are suppressed, with areas counted as (x2 - x1 + 1).
 
     Returns:
-        int64 [kept] rows: in the order of the proposals when their number lies within the rule's bounds, otherwise
+        the kept rows: in the order of the proposals when their number lies within the rule's bounds, otherwise
         (filled up or cut) by falling confidence.
     """
     confidence = max_conf(boxes, class_probs, nms_threshold)
@@ -80,12 +79,13 @@ def select_max_conf(boxes: Tensor, class_probs: Tensor, rule: SelectionRule, nms
     return confidence.argsort(descending=True, stable=True)[: _kept(confidence, rule)]
 
 
-def max_conf(boxes: Tensor, class_probs: Tensor, nms_threshold: float = 0.3) -> Tensor:
+def max_conf(
+    boxes: Float[Tensor, "R 4"], class_probs: Float[Tensor, "R K"], nms_threshold: float = 0.3
+) -> Float[Tensor, " R"]:
     """Each proposal's best class probability after class-wise NMS; 0 where it was suppressed in every class.
 
-    Arguments as in `select_max_conf`. Returns float [R].
+    Arguments as in `select_max_conf`.
     """
-    assert boxes.shape[0] == class_probs.shape[0]
     _checked(class_probs)
     # NMS with inclusive corners is NMS of boxes whose far corners lie one pixel further.
     inclusive = boxes.float() + boxes.new_tensor([0, 0, 1, 1])
@@ -96,16 +96,17 @@ def max_conf(boxes: Tensor, class_probs: Tensor, nms_threshold: float = 0.3) -> 
     return confidence
 
 
-def select_max_nms(boxes: Tensor, scores: Tensor, rule: SelectionRule) -> tuple[Tensor, float]:
+def select_max_nms(
+    boxes: Float[Tensor, "R 4"], scores: Float[Tensor, " R"], rule: SelectionRule
+) -> tuple[Int64[Tensor, " kept"], float]:
     """The rule behind LXMERT's 36 boxes (airsplay/py-bottom-up-attention): class-agnostic NMS, loosened as needed.
 
     Args:
-        boxes: float [R, 4], one refined box per proposal, see `best_class_boxes`.
-        scores: float [R], their scores.
-        rule: the numbers; `min_score` is not applied, as in the original.
+        boxes: one refined box per proposal, see `best_class_boxes`.
+        rule: `min_score` is not applied, as in the original.
 
     Returns:
-        int64 [kept] rows by falling score, and the IoU threshold used: the first of 0.3, 0.4, ... 0.9 that keeps
+        the kept rows by falling score, and the IoU threshold used: the first of 0.3, 0.4, ... 0.9 that keeps
         `rule.min_regions` boxes (0.9 where none does).
     """
     _checked(scores)
@@ -116,16 +117,20 @@ def select_max_nms(boxes: Tensor, scores: Tensor, rule: SelectionRule) -> tuple[
     return kept[: rule.max_regions], threshold
 
 
-def best_class_boxes(class_probs: Tensor, class_boxes: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+def best_class_boxes(
+    class_probs: Float[Tensor, "R K"],
+    class_boxes: Float[Tensor, "R K 4"] | Float[Tensor, "R 4*K"],
+    size: tuple[int, int],
+) -> tuple[Float[Tensor, "R 4"], Float[Tensor, " R"], Int64[Tensor, " R"]]:
     """Each proposal's most probable foreground class and the box refined for it.
 
     Args:
-        class_probs: float [R, K], without the background's column.
-        class_boxes: float [R, K, 4] (or [R, 4 * K]), refined boxes of every class.
+        class_probs: probabilities without the background's column.
+        class_boxes: refined boxes of every class.
         size: (height, width) of the image; boxes are clipped to it.
 
     Returns:
-        boxes float [R, 4], scores float [R], classes int64 [R].
+        boxes, scores and classes.
     """
     scores, classes = class_probs.max(1)
     boxes = class_boxes.reshape(len(class_probs), -1, 4)[torch.arange(len(classes), device=classes.device), classes]
@@ -140,5 +145,5 @@ def _kept(scores: Tensor, rule: SelectionRule) -> int:
 
 def _checked(scores: Tensor) -> Tensor:
     if scores.isnan().any():
-        raise ValueError("Selection: a score is not a number (NaN); the detector has diverged or its input is broken.")
+        raise ValueError("Selection: a score is not a number (NaN); check the detector's weights and its input.")
     return scores

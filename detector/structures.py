@@ -1,37 +1,55 @@
-"""What goes into a detector and what comes out of it.
+"""Input and output of a detector.
 
-Shape legend
-    N   images in the batch
-    H,W height and width of the padded batch, pixels of the network input
-    R   regions of one image (differs from image to image, so regions are lists of N tensors)
-    G   annotated objects of one image
-    D   width of a region feature
-    K   foreground classes; class logits have K + 1 columns, background last
+Shape legend of the whole package
+    N     images in the batch
+    H, W  height and width of the padded batch, pixels of the network input
+    h, w  height and width of a feature map, cells
+    R     regions (candidate boxes) of one image; differs from image to image, so regions are lists of N tensors
+    G     annotated objects of one image
+    P     proposals or sampled RoIs of one image
+    Q     boxes hidden in one image
+    B     anchors of one image
+    J     RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
+    S     side of a RoI map
+    D     width of a region feature
+    K     foreground classes; K is also the label of the background
+    A     attributes
+    T     attribute slots of an object
 
-All boxes are xyxy, float32, in pixels of the *resized* image, continuous: a box covers [x1, x2) x [y1, y2).
+`K_plus_1` is K + 1: class logits have the background in their last column; `A_plus_1`: "no attribute" comes last. Words
+(`channels`, `kept`) are sizes without a letter. A leading underscore (`_R`) marks a size that may differ from entry to
+entry of a list. The tests enforce these annotations.
+
+All boxes are xyxy, in pixels of the *resized* image, continuous: a box covers [x1, x2) x [y1, y2).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from jaxtyping import Float, Float32, Int64, Num
 from torch import Tensor
 
+FeatureMap = Float[Tensor, "N channels h w"]
+ImageBoxes = list[Float[Tensor, "_R 4"]]  # one entry per image
+ImageSizes = list[tuple[int, int]]  # one (height, width) per image, without padding
 
-class Loss(NamedTuple):
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
     """A loss before its mean is taken.
 
-    Keeping sum and count apart lets several processes, each with another number of regions or words, divide by the
-    count of *all* of them: two processes then give exactly the gradient of one with the joined batch.
+    Sum and count are kept apart so that several processes, each with a different number of regions or words, can divide
+    by the count of *all* of them: two processes then give exactly the gradient of one process with the joined batch.
     """
 
-    total: Tensor  # scalar, with gradient
-    count: Tensor  # scalar float, without gradient; 0 when nothing was labelled
+    total: Float[Tensor, ""]  # with gradient
+    count: Float[Tensor, ""]  # without gradient; 0 when nothing was labelled
 
     @property
-    def mean(self) -> Tensor:
+    def mean(self) -> Float[Tensor, ""]:
         """total / count; exactly 0 (with a gradient of 0) when nothing was labelled, never NaN."""
         return self.total / self.count.clamp(min=1)
 
@@ -57,29 +75,46 @@ class Movable:
 
 
 @dataclasses.dataclass
+class PerImage(Movable):
+    """A dataclass whose lists hold one tensor per image, each with as many rows as that image has boxes."""
+
+    boxes: list[Float[Tensor, "_R 4"]]
+
+    def __post_init__(self) -> None:
+        rows = [len(boxes) for boxes in self.boxes]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, list) and [len(tensor) for tensor in value] != rows:
+                raise ValueError(
+                    f"{type(self).__name__}.{field.name} must have as many rows per image as boxes, {rows}, but has "
+                    f"{[len(tensor) for tensor in value]}."
+                )
+
+
+@dataclasses.dataclass
 class PrecomputedFeatures(Movable):
     """Features of given boxes that were extracted before and read from a file."""
 
-    features: list[Tensor]  # N x float32 [R, D], row by row those of the boxes
-    image_features: Tensor | None = None  # float32 [N, D], of the whole images
+    features: list[Float[Tensor, "_R D"]]  # N entries, row by row the features of the boxes
+    image_features: Float[Tensor, "N D"] | None = None  # of the whole images
 
 
 @dataclasses.dataclass
 class ImageBatch(Movable):
     """N images as the network sees them: resized, mean-subtracted, zero-padded at the right and the bottom."""
 
-    pixels: Tensor  # float32 [N, 3, H, W], channel order of the detector's config (BGR unless it says otherwise)
-    sizes: Tensor  # int64 [N, 2], (height, width) of each resized image without padding
-    original_sizes: Tensor  # int64 [N, 2], (height, width) of each image as stored (after its EXIF rotation)
+    pixels: Float[Tensor, "N 3 H W"]  # channel order of the detector's config (BGR by default)
+    sizes: Int64[Tensor, "N 2"]  # (height, width) of each resized image without padding
+    original_sizes: Num[Tensor, "N 2"]  # (height, width) of each image as stored (after its EXIF rotation)
     names: list[str]  # N names (usually paths) for error messages
-    precomputed: PrecomputedFeatures | None = None  # then `pixels` is empty, [N, 3, 0, 0]: nothing was read
+    precomputed: PrecomputedFeatures | None = None  # if given, nothing was read and `pixels` is empty, [N, 3, 0, 0]
 
     def __len__(self) -> int:
         return self.pixels.shape[0]
 
     @property
-    def scales(self) -> Tensor:
-        """float32 [N, 2]: (x, y) factors from original to resized pixels."""
+    def scales(self) -> Float32[Tensor, "N 2"]:
+        """(x, y) factors from original to resized pixels."""
         return (self.sizes.float() / self.original_sizes.float()).flip(1)
 
 
@@ -87,21 +122,24 @@ class ImageBatch(Movable):
 class DetectionTargets(Movable):
     """Annotated objects of N images, for the detection losses."""
 
-    boxes: list[Tensor]  # N x float32 [G, 4]
-    classes: list[Tensor]  # N x int64 [G], 0 .. K-1
-    attributes: list[Tensor] | None = None  # N x int64 [G, A], attribute labels of each object, -1 = none in this slot
+    boxes: list[Float[Tensor, "_G 4"]]
+    classes: list[Int64[Tensor, " _G"]]  # 0 .. K-1
+    attributes: list[Int64[Tensor, "_G T"]] | None = None  # attribute labels 0 .. A-1, -1 = none in this slot
 
 
 @dataclasses.dataclass
-class Regions(Movable):
-    """What a detector says about N images: one row per region, in each image's own order."""
+class Regions(PerImage):
+    """A detector's output for N images: one row per region, in each image's own order.
 
-    boxes: list[Tensor]  # N x float32 [R, 4]
-    features: list[Tensor]  # N x float [R, D], differentiable
-    class_logits: list[Tensor]  # N x float [R, K + 1], background last
-    scores: list[Tensor] | None = None  # N x float [R], detection score; None when the boxes were given
-    classes: list[Tensor] | None = None  # N x int64 [R], detected class; None when the boxes were given
-    attribute_logits: list[Tensor] | None = None  # N x float [R, attributes], if the detector has an attribute head
+    Raises:
+        ValueError: lists that do not have the same rows.
+    """
+
+    features: list[Float[Tensor, "_R D"]]  # differentiable
+    class_logits: list[Float[Tensor, "_R K_plus_1"]]  # background last; no column where they are unknown
+    scores: list[Float[Tensor, " _R"]] | None = None  # detection score; None when the boxes were given
+    classes: list[Int64[Tensor, " _R"]] | None = None  # detected class; None when the boxes were given
+    attribute_logits: list[Float[Tensor, "_R A"]] | None = None  # only with an attribute head
     losses: dict[str, Loss] = dataclasses.field(default_factory=dict)  # detection losses, when targets were passed
 
     def __len__(self) -> int:

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from detector.pickles import load_arrays
 
-# Where a folder keeps its detector: a saved detector, a saved model, a run directory, a Detectron2 output directory.
+# Where the detector is in a folder: a saved detector, a saved model, a run directory, a Detectron2 output directory.
 WEIGHTS_NAME = "model.safetensors"
 IN_FOLDERS = (WEIGHTS_NAME, f"detector/{WEIGHTS_NAME}", f"model/detector/{WEIGHTS_NAME}", "model_final.pth")
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightsFile:
-    """What a file holds, under the names it uses."""
+    """The content of a file, under the names that it uses."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -34,11 +34,11 @@ def read_weights(path: str | Path) -> WeightsFile:
     """Read a `.safetensors` file, a pickle of arrays (`.pkl`), or a `.pth` / `.model` / `.bin` file of torch.
 
     A pickle holds arrays by name: bare, under `model` (Detectron2) or under `blobs` (Caffe2; the optimiser's momentum
-    is left out). A torch file holds a state dict: bare, or under `model` (Detectron2) or `state_dict`. Of a folder, the
-    detector in it is read.
+    is left out). A torch file holds a state dict: bare, or under `model` (Detectron2) or `state_dict`. If `path` is a
+    folder, the detector in it is read.
 
     Raises:
-        FileNotFoundError, ValueError: the file is missing, damaged, of another kind, or holds more than tensors.
+        FileNotFoundError, ValueError: the file is missing, damaged, of an unknown kind, or holds more than tensors.
     """
     path = find_weights(path)
     loaded: Any
@@ -60,7 +60,7 @@ def read_weights(path: str | Path) -> WeightsFile:
     for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise ValueError(
-                f"{path}: expected a state dict of tensors, bare or under the key `model`; {name!r} is no tensor."
+                f"{path}: expected a state dict of tensors, bare or under the key `model`; {name!r} is not a tensor."
             )
     heuristics = bool(loaded.get("matching_heuristics", False)) or author == "Caffe2"
     return WeightsFile(path, tensors, author=author, matching_heuristics=heuristics)
@@ -72,12 +72,16 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
 
 
 def find_weights(path: str | Path) -> Path:
-    """A file as it is; of a folder, the weights of the detector in it."""
+    """The path of a file as it is; for a folder, the path of the detector's weights in it.
+
+    Raises:
+        FileNotFoundError: the file does not exist, or the folder holds no weights.
+    """
     path = Path(path)
     if path.is_dir():
         found = next((path / name for name in IN_FOLDERS if (path / name).is_file()), None)
         if found is None:
-            raise FileNotFoundError(f"{path}: holds no detector's weights ({', '.join(IN_FOLDERS)}).")
+            raise FileNotFoundError(f"{path}: holds no detector's weights; expected one of {', '.join(IN_FOLDERS)}.")
         return found
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such weights file.")
@@ -91,5 +95,5 @@ def _load_torch(path: Path) -> Any:
         raise ValueError(f"{path}: cannot be read as weights: {str(error).splitlines()[0]}") from error
     except Exception as error:  # torch raises pickle errors of several kinds for a file that is not plain tensors
         raise ValueError(
-            f"{path}: not a plain file of tensors ({type(error).__name__}); it was not executed."
+            f"{path}: not a plain file of tensors ({type(error).__name__}); nothing in it was executed."
         ) from error

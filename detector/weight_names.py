@@ -1,24 +1,22 @@
-"""Names and conventions of published checkpoints, turned into this detector's (which are Detectron2's).
+"""Names and conventions of published checkpoints, turned into the ones of this detector (which are Detectron2's).
 
 Layouts:
 
-- Detectron2: used as it is. So are the `.pkl` files of "py-bottom-up-attention" (the Detectron2 port of bottom-up
-  attention): plain dictionaries with these names and an attribute head.
+- Detectron2: used as it is. The `.pkl` files of "py-bottom-up-attention" (the Detectron2 port of bottom-up attention)
+  have it too: plain dictionaries with these names and an attribute head.
 - Caffe2 (Detectron, and Detectron2's ImageNet models): `res2_0_branch2a_w`. Background is class 0 there.
-- torchvision: `layer1.0.conv1.weight`; VL-BERT's `resnet101-pt-vgbua-0000.model` has them too.
+- torchvision: `layer1.0.conv1.weight`; VL-BERT's `resnet101-pt-vgbua-0000.model` has such names too.
 - VL-BERT: `image_feature_extractor.backbone.layer1.0.conv1.weight`, the network up to res5 in a `.model` file of the
   official VL-BERT code, beside its encoder and heads, which are left out here.
 - partial: `stem.conv1.weight`, `res2.0.conv1.weight`, matched with the ends of the model's names.
 - Caffe bottom-up attention: the `.pth` files of "bottom-up-attention.pytorch" in its caffe mode (ResNet-101). Their
-  numbers are rearranged exactly. The box arithmetic of that code is no matter of weights and is not reproduced: it
+  numbers are rearranged exactly. The box arithmetic of that code is not part of the weights and is not reproduced: it
   clips proposals to width - 1, counts a box's last pixel as inside in NMS (x2 - x1 + 1), and decodes final boxes from
-  proposals one pixel wider. Features of given boxes are not affected.
+  proposals that are one pixel wider. Features of given boxes are not affected.
 
 Facts from the code of Detectron2 (`c2_model_loading.py`, `convert-torchvision-to-d2.py`) and of the two ports.
 
-Shape legend
-    A   anchors per cell = S sizes * R ratios
-    K   foreground classes
+Shape legend: see `detector/structures.py`; cell_anchors = sizes * ratios.
 """
 
 from __future__ import annotations
@@ -31,15 +29,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from detector.config import DetectorConfig
+from detector.detectron2_config import AnyDetectorConfig
 from detector.weight_files import WeightsFile
 
 FULL_PREFIXES = ("backbone.", "proposal_generator.", "roi_heads.")
 RPN_HEAD = "proposal_generator.rpn_head."
 PREDICTOR = "roi_heads.box_predictor."
-# Detectron2 saved these as buffers until May 2021, one of each feature map. They repeat the config.
+# Detectron2 saved these as buffers until May 2021, one per feature map. They repeat the config.
 CELL_ANCHORS = "proposal_generator.anchor_generator.cell_anchors."
-# ImageNet classifiers, and the bias that Caffe's first convolution has before its norm: no detector uses them, and
+# ImageNet classifiers, and the bias that Caffe's first convolution has before its norm. No detector uses them, and
 # Detectron2 leaves them out too.
 LEFTOVERS = ("fc.", "stem.fc.", "fc1000.", "pred.", "stem.conv1.bias")
 FOLDED_VARIANCE = 1 - 1e-5  # with the epsilon of the batch norms: exactly 1
@@ -82,15 +80,15 @@ class Renamed(NamedTuple):
     layout: str  # for people
 
 
-def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: DetectorConfig) -> Renamed:
+def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: AnyDetectorConfig) -> Renamed:
     """Recognise a checkpoint's layout by its names, and convert it.
 
     Args:
         model_names: keys of the detector's state dict; names without a prefix are matched with their ends.
-        config: anchors and box weights, which the Caffe layout of bottom-up attention is expressed in.
+        config: the anchors and box weights to which the Caffe layout of bottom-up attention is converted.
 
     Raises:
-        ValueError: no known layout, or a name that fits two of the detector's.
+        ValueError: an unknown layout, or a name that fits two of the detector's.
     """
     source, tensors = weights.path, weights.tensors
     if tensors and all(name.startswith("module.") for name in tensors):  # DataParallel's prefix
@@ -112,7 +110,7 @@ def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: 
         converted, layout = tensors, "Detectron2 without prefixes"
     else:
         raise ValueError(
-            f"{source}: its names are of no known layout ({', '.join(list(tensors)[:3])}, ...); expected those of "
+            f"{source}: its names are of no known layout ({', '.join(list(tensors)[:3])}, ...); use a file of "
             "Detectron2, Caffe2, torchvision or VL-BERT."
         )
     return Renamed(match_ends(converted, model_names, str(source)), layout)
@@ -121,7 +119,7 @@ def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: 
 def match_ends(tensors: dict[str, Tensor], model_names: Iterable[str], source: str) -> dict[str, Tensor]:
     """Give each name the full name in the model that ends with it, after a dot; the longest such name wins.
 
-    (Detectron2's matching heuristics.) What matches nothing keeps its name.
+    (Detectron2's matching heuristics.) A name without a match is kept.
 
     Raises:
         ValueError: one name is the best match of two of the model's.
@@ -140,7 +138,7 @@ def match_ends(tensors: dict[str, Tensor], model_names: Iterable[str], source: s
 
 
 def from_caffe2(blobs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Blobs of Caffe2 -> names to be matched by their ends; background from first to last class.
+    """Blobs of Caffe2 -> names to be matched by their ends; the background class moves from first to last.
 
     Batch norms of Detectron are folded to a scale and a bias: they get mean 0 and variance 1.
     """
@@ -177,7 +175,7 @@ def _caffe2_name(blob: str) -> str:
 
 
 def from_torchvision(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`layer1.0.bn1.weight` -> `res2.0.conv1.norm.weight`, to be matched by its end; `fc.` keeps its name."""
+    """`layer1.0.bn1.weight` -> `res2.0.conv1.norm.weight`, to be matched by its end; names in `fc.` are kept."""
     return {_torchvision_name(name): value for name, value in tensors.items()}
 
 
@@ -199,8 +197,8 @@ def from_vl_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[str,
     encoder, heads, and `image_feature_extractor.obj_downsample`, which is part of our encoder.
 
     Raises:
-        ValueError: no such network (files for precomputed features have none), an unknown part of it, or two copies of
-            res5 that differ.
+        ValueError: the file has no such network (files for precomputed features have none), an unknown part of it, or
+            two copies of res5 that differ.
     """
     renamed = {}
     for name, value in tensors.items():
@@ -215,11 +213,11 @@ def from_vl_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[str,
         elif name.startswith(VL_BERT) and rest.startswith("backbone."):
             renamed[f"backbone.{_torchvision_name(rest.removeprefix('backbone.'))}"] = _as_float(value)
         elif name.startswith(VL_BERT) and not rest.startswith("obj_downsample."):
-            raise ValueError(f"{source}: {name} is no name of an official VL-BERT model.")
+            raise ValueError(f"{source}: {name} is not a name of the official VL-BERT code; use a file that it wrote.")
     if not renamed:
         raise ValueError(
             f"{source}: this VL-BERT model was made for precomputed features and holds no detector; leave out "
-            "detector.weights, or give others."
+            "detector.weights, or name a different file."
         )
     return renamed
 
@@ -227,7 +225,7 @@ def from_vl_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[str,
 def to_vl_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The reverse of `from_vl_bert`, with res5 under both of its names and `num_batches_tracked` for every batch norm.
 
-    What the official model has no place for (RPN, box head) is left out.
+    RPN and box head, which the official model does not have, are left out.
     """
     official = {}
     for name, value in tensors.items():
@@ -253,28 +251,29 @@ def _as_float(value: Tensor) -> Tensor:
 
 
 def is_caffe_attention(tensors: dict[str, Tensor]) -> bool:
-    """Whether the RPN has two logits per anchor (and so 2 A of them for 4 A deltas)."""
+    """Whether the RPN has two logits per anchor, and so half as many logits as deltas."""
     logits, deltas = (tensors.get(f"{RPN_HEAD}{name}.bias") for name in ("objectness_logits", "anchor_deltas"))
     return logits is not None and deltas is not None and 2 * len(logits) == len(deltas)
 
 
-def from_caffe_attention(tensors: dict[str, Tensor], config: DetectorConfig, source: str) -> dict[str, Tensor]:
+def from_caffe_attention(tensors: dict[str, Tensor], config: AnyDetectorConfig, source: str) -> dict[str, Tensor]:
     """Caffe's conventions of bottom-up attention -> Detectron2's. Exact, apart from rounding in the objectness.
 
-    - objectness [2 A]: background logits, then foreground logits -> their difference [A] (its sigmoid is the softmax);
+    - objectness [2 * cell_anchors]: background logits, then foreground logits -> their difference [cell_anchors] (its
+      sigmoid is the softmax);
     - anchors: ratios outer, sizes inner -> sizes outer; cell anchors count their last pixel -> continuous corners;
     - classes, class embedding and attributes: row 0 (background, "no attribute") -> last row;
-    - box deltas: background's rows dropped; they are in units of the box, here multiplied by BBOX_REG_WEIGHTS.
+    - box deltas: rows of the background dropped; they are in units of the box, here multiplied by BBOX_REG_WEIGHTS.
 
     Raises:
-        ValueError: another number of anchors than the config's.
+        ValueError: the number of anchors differs from the config.
     """
     sizes, ratios = len(config.anchors.sizes[0]), len(config.anchors.aspect_ratios[0])
     number = len(tensors[f"{RPN_HEAD}objectness_logits.bias"]) // 2
     if number != sizes * ratios:
         raise ValueError(
             f"{source}: it has {number} anchors per cell, but MODEL.ANCHOR_GENERATOR gives {sizes} sizes x {ratios} "
-            "ratios; use the config it came with."
+            "ratios; use the config that it came with."
         )
 
     def sizes_outer(value: Tensor) -> Tensor:
@@ -313,5 +312,5 @@ def from_caffe_attention(tensors: dict[str, Tensor], config: DetectorConfig, sou
 
 
 def background_last(value: Tensor) -> Tensor:
-    """[K + 1, ...]: row 0 to the end."""
+    """Move row 0 of [K + 1, ...] to the end."""
     return torch.cat((value[1:], value[:1]))

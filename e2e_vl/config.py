@@ -60,7 +60,7 @@ class DetectorSettings:
 class EncoderSettings:
     """Which encoder, and the fields of its own config."""
 
-    name: str = "vl_bert"
+    name: str = MISSING  # a key of ENCODERS in e2e_vl/engine/build.py
     config: dict[str, Any] = field(default_factory=dict)  # fields of the encoder's config class
     weights: str | None = None  # start: a run, a folder, an official VL-BERT file or a BERT; None = random
     fallback_weights: str | None = None  # a BERT for what `weights` lacks: VCR's pooler, as in the official code
@@ -68,7 +68,7 @@ class EncoderSettings:
 
 @dataclass(frozen=True)
 class TaskSettings:
-    name: str = "refcoco"
+    name: str = MISSING  # a key of TASKS in e2e_vl/engine/build.py
     config: dict[str, Any] = field(default_factory=dict)  # fields of the task's config class
     weights: str | None = None  # start of the head: a run, an official VL-BERT file or a BERT; None = random
 
@@ -108,10 +108,10 @@ class BoxSettings:
 class ResizeSettings:
     short_edge: list[int] = field(default_factory=lambda: [600])  # pixels; training draws one, testing takes the last
     long_edge: int = 1000
-    rounding: str = "vl_bert"  # vl_bert | detectron2
+    rounding: str = "truncate"  # truncate (VL-BERT) | detectron2
 
     def __post_init__(self) -> None:
-        check_choice("data.resize.rounding", self.rounding, ("vl_bert", "detectron2"))
+        check_choice("data.resize.rounding", self.rounding, ("truncate", "detectron2"))
         check_numbers(self, "data.resize.", positive=["long_edge"])
         if not self.short_edge or min(self.short_edge) < 1:
             raise ValueError(f"data.resize.short_edge is {self.short_edge}; give positive sizes.")
@@ -119,7 +119,7 @@ class ResizeSettings:
 
 @dataclass(frozen=True)
 class DataSettings:
-    name: str = "refcoco"  # which reader
+    name: str = MISSING  # the reader, a key of DATASETS in e2e_vl/engine/build.py
     config: dict[str, Any] = field(default_factory=dict)  # the reader's own options, see its file
     root: str = MISSING  # folder of the data set
     files: dict[str, str] = field(default_factory=dict)  # the reader's files, relative to root

@@ -23,7 +23,6 @@ def from_dict(cls: type[Settings], values: Mapping[str, Any], where: str) -> Set
     dataclasses, alone or joined with `|`.
 
     Args:
-        cls: the dataclass.
         values: field name -> value; a field that is left out has its default.
         where: dotted name of the dict for messages, such as "task.config".
 

@@ -19,6 +19,7 @@ PALETTE: tuple[Colour, ...] = (
     (220, 70, 160),
     (120, 100, 20),
 )
+GREEN, BLUE, RED = (0, 160, 60), (0, 80, 200), (220, 30, 30)  # RGB: the truth, a right answer, a wrong answer
 SHORTEST, LONGEST = 480, 1280  # the long side of a picture, pixels: smaller images are enlarged, larger ones shrunk
 _MIN_SIDE = 160  # a very thin image gets a margin, so that labels have room
 _MARGIN = (235, 235, 235)
@@ -32,17 +33,20 @@ def draw_boxes(
     colours: Sequence[Colour] | None = None,
     title: str | None = None,
 ) -> np.ndarray:
-    """Draw boxes at a size at which lines and labels can be read, whatever the size of the image.
+    """Draw boxes at a size at which lines and labels are legible, for images of any size.
 
     Args:
         image: uint8 [h, w, 3]; it is not changed.
         boxes: [R, 4] xyxy in pixels of `image`; the first box is drawn last, on top.
-        labels: R texts, each written at its box's upper left corner; an empty text is left out.
-        colours: R colours in the image's own channel order; None = one after the other from `PALETTE`.
+        labels: R texts, each written at the upper left corner of its box; an empty text is left out.
+        colours: R colours in the image's own channel order; None = the colours of `PALETTE` in turn.
         title: a line of text above the picture.
 
     Returns:
         A new uint8 picture [h', w', 3] in the channel order of `image`; its long side has between 480 and 1280 pixels.
+
+    Raises:
+        ValueError: the numbers of boxes, labels and colours differ.
     """
     boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
     labels = [""] * len(boxes) if labels is None else list(labels)
@@ -51,7 +55,8 @@ def draw_boxes(
         raise ValueError(f"{len(boxes)} boxes, {len(labels)} labels and {len(colours)} colours: numbers must be equal.")
     font = ImageFont.load_default(_FONT_SIZE)
     lines = _wrap(title, max(_picture_size(image)[0], _MIN_SIDE), font) if title else []
-    picture, scale, top = _canvas(image, header=len(lines) * (_FONT_SIZE + 6))
+    top = len(lines) * (_FONT_SIZE + 6)
+    picture, scale = _canvas(image, header=top)
     draw = ImageDraw.Draw(picture)
     for number, line in enumerate(lines):
         draw.text((4, 2 + number * (_FONT_SIZE + 6)), line, fill=(0, 0, 0), font=font)
@@ -73,17 +78,17 @@ def _picture_size(image: np.ndarray) -> tuple[int, int]:
     return max(round(width * factor), 1), max(round(height * factor), 1)
 
 
-def _canvas(image: np.ndarray, header: int) -> tuple[Image.Image, np.ndarray, int]:
-    """The enlarged or shrunken image on its margin, its (x, y) scale, and how many pixels from the top it starts."""
+def _canvas(image: np.ndarray, header: int) -> tuple[Image.Image, np.ndarray]:
+    """The enlarged or shrunken image on its margin below the header, and its (x, y) scale."""
     width, height = _picture_size(image)
-    # Enlarged pixels stay squares: what the network saw is then what is shown.
+    # Enlarged pixels stay squares, so that the picture shows what the network saw.
     enlarged = width > image.shape[1]
     content = Image.fromarray(image).resize(
         (width, height), Image.Resampling.NEAREST if enlarged else Image.Resampling.BILINEAR
     )
     picture = Image.new("RGB", (max(width, _MIN_SIDE), header + max(height, _MIN_SIDE)), _MARGIN)
     picture.paste(content, (0, header))
-    return picture, np.array([width / image.shape[1], height / image.shape[0]]), header
+    return picture, np.array([width / image.shape[1], height / image.shape[0]])
 
 
 def _rectangle(draw: ImageDraw.ImageDraw, box: list[float], colour: Colour) -> None:

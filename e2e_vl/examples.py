@@ -1,15 +1,6 @@
 """One image (or pair) with its texts, ready to be joined into a batch: resized pixels, moved boxes, wordpieces.
 
-Shape legend
-    R   regions (candidate boxes) of one image
-    S   side of a RoI map
-    G   annotated objects of one image
-    T   attribute slots of an object
-    Q   boxes hidden in one image
-    D   width of a region feature
-    C   region classes, background included
-    L   wordpieces of the longest text, here of one text
-    H,W height and width, here of the resized image
+Shape legend: see `e2e_vl/structures.py`.
 
 Boxes are xyxy float32 in pixels of the resized image.
 """
@@ -20,6 +11,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Int64, UInt8
 
 from e2e_vl.layout import LaidText
 from e2e_vl.targets import Targets
@@ -27,7 +19,10 @@ from e2e_vl.targets import Targets
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How pixels of a stored image became pixels of the resized one."""
+    """How pixels of a stored image became pixels of the resized one.
+
+    Boxes are given as float [R, 4] xyxy in pixels of the stored image, and come back in pixels of the resized image.
+    """
 
     original_size: tuple[int, int]  # (height, width)
     size: tuple[int, int]  # (height, width) after the resize
@@ -39,11 +34,8 @@ class Placement:
         A flip is x' = width - 1 - x on both corners as they are stored (official VL-BERT code), width being that of the
         resized image.
 
-        Args:
-            boxes: float [R, 4], xyxy in pixels of the stored image.
-
         Returns:
-            float64 [R, 4], xyxy in pixels of the resized image.
+            float64 [R, 4].
         """
         width = self.size[1]
         moved = self._scaled(boxes)
@@ -56,11 +48,8 @@ class Placement:
 
         For the targets of detection losses. (`move_and_clamp_boxes` follows the official VL-BERT code.)
 
-        Args:
-            boxes: float64 [G, 4], xyxy in pixels of the stored image.
-
         Returns:
-            float32 [G, 4], xyxy in pixels of the resized image.
+            float32 [G, 4].
         """
         height, width = self.size
         moved = self._scaled(boxes)
@@ -75,11 +64,10 @@ class Placement:
         pixel, becomes one pixel wide or high there: boxes never have zero area.
 
         Args:
-            boxes: float [R, 4], xyxy in pixels of the stored image.
             name: names the boxes in the error.
 
         Returns:
-            float32 [R, 4], xyxy in pixels of the resized image.
+            float32 [R, 4].
 
         Raises:
             ValueError: a box lies outside the stored image.
@@ -111,27 +99,27 @@ class Placement:
 class DetectionObjects:
     """Annotated objects of one image, the targets of the detection losses."""
 
-    boxes: np.ndarray  # float32 [G, 4]
-    classes: np.ndarray  # int64 [G], 0 .. K-1
-    attributes: np.ndarray | None = None  # int64 [G, T], -1 = none in this slot
+    boxes: Float[np.ndarray, "G 4"]
+    classes: Int64[np.ndarray, " G"]  # 0 .. K-1
+    attributes: Int64[np.ndarray, "G T"] | None = None  # -1 = none in this slot
 
 
 @dataclasses.dataclass
 class ImageExample:
     """One resized image."""
 
-    pixels: np.ndarray  # uint8 [H, W, 3]; of precomputed features only its shape counts
+    pixels: UInt8[np.ndarray, "height width 3"]  # of precomputed features only its shape counts
     placement: Placement
     name: str  # for error messages, usually the path
-    boxes: np.ndarray | None = None  # float32 [R, 4] candidates; None: the detector proposes them
+    boxes: Float[np.ndarray, "R 4"] | None = None  # candidates; None: the detector proposes them
     box_ids: tuple[int, ...] | None = None  # annotation ids of the candidates, where all of them are annotated
-    box_classes: np.ndarray | None = None  # int64 [R], annotated classes of the candidates, where all are annotated
-    class_probs: np.ndarray | None = None  # float32 [R, C], class distributions of the candidates, from a file
+    box_classes: Int64[np.ndarray, " R"] | None = None  # annotated classes, where all candidates are annotated
+    class_probs: Float[np.ndarray, "R C"] | None = None  # class distributions of the candidates, from a file
     objects: DetectionObjects | None = None
-    roi_masks: np.ndarray | None = None  # float32 [R, S, S], instance masks in 0..1 on the RoI maps
-    hide: np.ndarray | None = None  # float32 [Q, 4], exactly these boxes are to be hidden; None: drawn at random
-    features: np.ndarray | None = None  # float32 [R, D], precomputed
-    image_feature: np.ndarray | None = None  # float32 [D], precomputed feature of the whole image
+    roi_masks: Float[np.ndarray, "R S S"] | None = None  # instance masks in 0..1 on the RoI maps
+    hide: Float[np.ndarray, "Q 4"] | None = None  # exactly these boxes are to be hidden; None: drawn at random
+    features: Float[np.ndarray, "R D"] | None = None  # precomputed
+    image_feature: Float[np.ndarray, " D"] | None = None  # precomputed feature of the whole image
 
     def without_boxes(self) -> ImageExample:
         """A copy without candidate boxes: their number and places tell about the image."""
@@ -151,7 +139,7 @@ class TextExample:
     record: dict[str, Any]  # plain JSON-able values: ids, text, truth in pixels of the original image
     targets: Targets | None = None  # a class of the task's own
     seed: int | None = None  # from which the model draws what is random about the text
-    region_of_token: np.ndarray | None = None  # int64 [L], row of the candidate box a wordpiece names; -1 = none
+    region_of_token: Int64[np.ndarray, " L"] | None = None  # row of the candidate box a wordpiece names; -1 = none
 
 
 @dataclasses.dataclass

@@ -3,14 +3,7 @@
 Masked RoI classification (VL-BERT, section 3.3) hides regions in the pixels; on saved features only the feature is
 replaced. `e2e_vl/model.py` calls the three steps in the order in which they stand here.
 
-Shape legend
-    N   images in the batch
-    M   texts in the batch
-    I   images that one text looks at, at most
-    L   wordpieces of the longest text
-    R   regions (candidate boxes) of one image
-    Q   boxes hidden in one image
-    C   region classes, background included
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from detector.boxes import pairwise_iou
@@ -33,31 +27,22 @@ SAME_IOU = 0.5  # a candidate that overlaps a hidden box this much is the same o
 
 @dataclasses.dataclass(frozen=True)
 class HidingRule:
-    """What is hidden, how, and who says what it was.
+    """What is hidden, how, and who says what it was."""
 
-    Attributes:
-        hides: regions are predicted and hidden at all; False leaves the own boxes and the cut.
-        probability: chance of a region to be predicted; every region is chosen on its own, none is forced.
-        hide_probability: chance of a region that is to be predicted to be hidden.
-        pixels: hide a region in the image, before the detector. False: only its feature, which the encoder replaces.
-        colour: what hidden pixels become. "mean": zero in the network's input, which is the mean colour. "black": zero
-            in the image, before the mean is subtracted.
-        teacher: who labels the regions: "frozen", a copy of the detector as it was when training began; "current", the
-            detector in training; "file", the data.
-        background_first: class distributions of a detector get the background's column in front.
-        max_own_regions: most boxes when a detector finds them; None = all its detections.
-        max_length: wordpieces and regions of a text together; None = no cut.
-    """
-
-    hides: bool = True
-    probability: float = 0.15
-    hide_probability: float = 0.9
+    hides: bool = True  # regions are predicted and hidden at all; False leaves the own boxes and the cut
+    probability: float = 0.15  # chance of a region to be predicted; every region is chosen on its own, none is forced
+    hide_probability: float = 0.9  # chance of a region that is to be predicted to be hidden
+    # hide a region in the image, before the detector. False: only its feature, which the encoder replaces.
     pixels: bool = True
+    # what hidden pixels become. "mean": zero in the network's input, which is the mean colour. "black": zero in the
+    # image, before the mean is subtracted.
     colour: Literal["mean", "black"] = "mean"
+    # who labels the regions: "frozen", a copy of the detector as it was when training began; "current", the detector in
+    # training; "file", the data
     teacher: Literal["frozen", "current", "file"] = "frozen"
-    background_first: bool = False
-    max_own_regions: int | None = 100
-    max_length: int | None = 64
+    background_first: bool = False  # class distributions of a detector get the background's column in front
+    max_own_regions: int | None = 100  # most boxes when a detector finds them; None = all its detections
+    max_length: int | None = 64  # wordpieces and regions of a text together; None = no cut
 
 
 def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: HidingRule) -> Batch:
@@ -86,20 +71,20 @@ def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: Hid
         boxes = [_with_hidden(rows, hide) for rows, hide in zip(boxes, batch.hide, strict=True)]
         labels = RegionLabels()
     if uses_detector:
+        classes = labels.classes  # annotated, so they stay what they are
         boxes, labels = describe_regions(teacher, batch.images, boxes, rule)
+        labels.classes = classes
     return dataclasses.replace(batch, boxes=boxes, region_labels=labels)
 
 
 @torch.no_grad()
 def describe_regions(
-    teacher: Detector, images: ImageBatch, boxes: list[Tensor] | None, rule: HidingRule
-) -> tuple[list[Tensor], RegionLabels]:
+    teacher: Detector, images: ImageBatch, boxes: list[Float[Tensor, "_R 4"]] | None, rule: HidingRule
+) -> tuple[list[Float[Tensor, "_R 4"]], RegionLabels]:
     """Boxes, their class distributions and features from a detector that sees the whole images.
 
-    Args:
-        teacher: in evaluation mode for this pass, whatever mode it is in.
-        images: without anything hidden.
-        boxes: N x [R, 4]; None: the teacher's own detections, best score first, at most `rule.max_own_regions`.
+    The teacher is in evaluation mode for this pass. `boxes` None: its own detections, best score first, at most
+    `rule.max_own_regions`.
     """
     was_training = [(module, module.training) for module in teacher.modules()]
     teacher.eval()
@@ -116,7 +101,7 @@ def describe_regions(
     return [rows[kept] for rows in regions.boxes], RegionLabels(class_probs=probabilities, features=features)
 
 
-def _with_hidden(candidates: Tensor, hide: Tensor) -> Tensor:
+def _with_hidden(candidates: Float[Tensor, "R 4"], hide: Float[Tensor, "Q 4"]) -> Float[Tensor, "all 4"]:
     if len(hide) and len(candidates):
         candidates = candidates[(pairwise_iou(candidates, hide) < SAME_IOU).all(dim=1)]
     return torch.cat([hide, candidates])
@@ -155,7 +140,7 @@ def hide_regions(batch: Batch, detector: Detector, rule: HidingRule) -> Batch:
     images, masks = batch.images, batch.pixel_masks
     if rule.pixels:
         rectangles = [
-            mask_rectangles(rows[is_hidden], size, "vl_bert").to(rows.dtype)
+            mask_rectangles(rows[is_hidden], size, "truncate").to(rows.dtype)
             for rows, is_hidden, size in zip(batch.boxes, chosen.is_hidden, images.sizes.tolist(), strict=True)
         ]
         if rule.colour == "mean":
@@ -168,7 +153,7 @@ def hide_regions(batch: Batch, detector: Detector, rule: HidingRule) -> Batch:
 
 def choose_regions(
     count: int, generator: np.random.Generator, probability: float = 0.15, hide: float = 0.9
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Bool[np.ndarray, " R"], Bool[np.ndarray, " R"]]:
     """Choose the regions whose class is to be predicted, and among them the ones that the model may not see.
 
     Every region is chosen on its own; none is ever forced. The whole image is never chosen, so it is not counted here.
@@ -176,12 +161,12 @@ def choose_regions(
 
     Args:
         count: R, candidate boxes without the whole image.
-        generator: source of randomness; one number is drawn for each region.
+        generator: one number is drawn for each region.
         probability: chance of a region to be chosen.
         hide: chance of a chosen region to be hidden.
 
     Returns:
-        Two bool arrays [R]: chosen (labelled), and chosen and hidden.
+        Chosen (labelled), and chosen and hidden.
     """
     drawn = generator.random(count)
     return drawn < probability, drawn < probability * hide
@@ -203,14 +188,14 @@ def _image_seeds(batch: Batch) -> list[int | None]:
     return found
 
 
-def _with_black_pixels(images: ImageBatch, masks: list[Tensor], detector: Detector) -> ImageBatch:
-    """A copy of the images whose pixels in whole-pixel boxes N x [Q, 4] are black before the mean is subtracted."""
+def _with_black_pixels(images: ImageBatch, masks: list[Float[Tensor, "_Q 4"]], detector: Detector) -> ImageBatch:
+    """A copy of the images whose pixels in whole-pixel boxes are black before the mean is subtracted."""
     settings = detector.config.input
     black = -torch.tensor(settings.pixel_mean) / torch.tensor(settings.pixel_std)
     return dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, masks, fill=black))
 
 
-def _without_hidden_features(images: ImageBatch, hidden: list[Tensor]) -> ImageBatch:
+def _without_hidden_features(images: ImageBatch, hidden: list[Bool[Tensor, " _R"]]) -> ImageBatch:
     """With saved features, the whole image's feature is the mean of the regions that are not hidden.
 
     (Otherwise it would give away what is hidden. The divisor is the official code's count + 1e-5.)
@@ -233,7 +218,6 @@ def cut_to_length(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
 
     Args:
         batch: with candidate boxes.
-        limit: positions.
         whole_image: whole images stand in the sequence.
     """
     lengths = batch.texts.attend.sum(dim=1).tolist()
@@ -286,11 +270,11 @@ def _shares(counts: list[int], total: int) -> list[int]:
     return kept
 
 
-def cut_texts(texts: TextBatch, kept: Tensor) -> tuple[TextBatch, Tensor]:
-    """Shorten texts to `kept` int64 [M] wordpieces: the first ones and the very last.
+def cut_texts(texts: TextBatch, kept: Int64[Tensor, " M"]) -> tuple[TextBatch, Int64[Tensor, "M L"]]:
+    """Shorten texts to `kept` wordpieces: the first ones and the very last.
 
     Returns:
-        The texts, and int64 [M, L] which old position each new one came from.
+        The texts, and which old position each new one came from.
     """
     last = texts.attend.sum(dim=1) - 1
     position = torch.arange(int(kept.max()), device=kept.device).expand(len(kept), -1)

@@ -3,8 +3,7 @@
 An encoder declares a `TextLayout`; a task puts its texts into one of the three forms with a `TextWriter` and never asks
 which encoder it is for.
 
-Shape legend
-    L   wordpieces of the longest text, here of one text
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -13,25 +12,23 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from jaxtyping import Int64
 from transformers import PreTrainedTokenizerBase
 
 from e2e_vl.text import mirror_words
 
+Pieces = Sequence[int] | np.ndarray  # wordpiece ids, or values of wordpieces
 CLS, SEP, MASK = "cls_token_id", "sep_token_id", "mask_token_id"  # attributes of a tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """A sequence of special wordpieces and places for texts.
+    """A sequence of special wordpieces and places for texts."""
 
-    Attributes:
-        parts: `CLS`, `SEP` or `MASK` for that wordpiece; a number for the text of that number, from 0.
-        segments: segment id of each part.
-        summary: the part whose output state is the summary of text and image; None: the encoder's pooled vector.
-    """
-
+    # `CLS`, `SEP` or `MASK` for that wordpiece; a number for the text of that number, from 0
     parts: tuple[str | int, ...]
-    segments: tuple[int, ...]
+    segments: tuple[int, ...]  # segment id of each part
+    # the part whose output state is the summary of text and image; None: the encoder's pooled vector
     summary: int | None = None
 
     @property
@@ -42,16 +39,11 @@ class Template:
 
 @dataclasses.dataclass(frozen=True)
 class TextLayout:
-    """The forms of text that an encoder was made for. The defaults are BERT's.
+    """The forms of text that an encoder was made for. The defaults are BERT's."""
 
-    Attributes:
-        single: one text.
-        question: one text whose answer is read at a place of its own.
-        pair: two texts, such as a question and one of its answers.
-    """
-
-    single: Template = Template((CLS, 0, SEP), (0, 0, 0))
-    question: Template = Template((CLS, 0, SEP), (0, 0, 0))
+    single: Template = Template((CLS, 0, SEP), (0, 0, 0))  # one text
+    question: Template = Template((CLS, 0, SEP), (0, 0, 0))  # one text whose answer is read at a place of its own
+    # two texts, such as a question and one of its answers
     pair: Template = Template((CLS, 0, SEP, 1, SEP), (0, 0, 0, 1, 1))
 
 
@@ -62,35 +54,27 @@ BARE = Template((0,), (0,))  # wordpieces alone
 class LaidText:
     """One text as wordpieces."""
 
-    input_ids: np.ndarray  # int64 [L]
-    segment_ids: np.ndarray  # int64 [L]
-    source: np.ndarray  # int64 [L], which of the given pieces stands here, all texts counted through; -1: a special one
+    input_ids: Int64[np.ndarray, " L"]
+    segment_ids: Int64[np.ndarray, " L"]
+    source: Int64[np.ndarray, " L"]  # which given piece stands here, all texts counted through; -1: a special one
     summary: int | None = None  # position of the summary; None: the encoder's pooled vector
     num_cut: int = 0  # pieces that were cut off
 
-    def place(self, values: Sequence[int] | np.ndarray, fill: int = -1) -> np.ndarray:
-        """int64 [L]: a value of each given piece at its position, `fill` at special wordpieces."""
+    def place(self, values: Pieces, fill: int = -1) -> Int64[np.ndarray, " L"]:
+        """A value of each given piece at its position, `fill` at special wordpieces."""
         padded = np.array([*values, fill], dtype=np.int64)
         return padded[self.source]
 
 
 @dataclasses.dataclass(frozen=True)
 class TextWriter:
-    """Puts texts into wordpieces, in the layout that the encoder declares.
+    """Puts texts into wordpieces, in the layout that the encoder declares."""
 
-    Attributes:
-        tokenizer: of the encoder.
-        layout: of the encoder.
-        max_length: longest sequence in wordpieces, special ones included; None: no limit.
-        is_blank: drop all words: the control that sees no text.
-        training: random choices are made that only training makes.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    layout: TextLayout = dataclasses.field(default_factory=TextLayout)
-    max_length: int | None = None
-    is_blank: bool = False
-    training: bool = False
+    tokenizer: PreTrainedTokenizerBase  # of the encoder
+    layout: TextLayout = dataclasses.field(default_factory=TextLayout)  # of the encoder
+    max_length: int | None = None  # longest sequence in wordpieces, special ones included; None: no limit
+    is_blank: bool = False  # drop all words: the control that sees no text
+    training: bool = False  # random choices are made that only training makes
 
     def pieces(self, text: str, *, mirrored: bool = False) -> list[int]:
         """Wordpiece ids of a text; of a mirrored image "left" and "right" change places (official VL-BERT code)."""
@@ -99,19 +83,19 @@ class TextWriter:
         tokens = self.tokenizer.tokenize(text)
         return self.tokenizer.convert_tokens_to_ids(mirror_words(tokens) if mirrored else tokens)
 
-    def single(self, pieces: Sequence[int]) -> LaidText:
+    def single(self, pieces: Pieces) -> LaidText:
         """One text; what is too long loses its last pieces."""
         return self._cut(self.layout.single, pieces)
 
-    def question(self, pieces: Sequence[int]) -> LaidText:
+    def question(self, pieces: Pieces) -> LaidText:
         """One text with a place for its answer; what is too long loses its last pieces."""
         return self._cut(self.layout.question, pieces)
 
-    def pair(self, first: Sequence[int], second: Sequence[int]) -> LaidText:
+    def pair(self, first: Pieces, second: Pieces) -> LaidText:
         """Two texts; cutting them is the caller's business."""
         return lay(self.layout.pair, (first, second), self.tokenizer)
 
-    def bare(self, pieces: Sequence[int]) -> LaidText:
+    def bare(self, pieces: Pieces) -> LaidText:
         """Wordpieces without special ones."""
         return lay(BARE, (pieces,), self.tokenizer)
 
@@ -122,13 +106,13 @@ class TextWriter:
                 f"data.max_text_length is {self.max_length}, but the special wordpieces alone need {template.extra}."
             )
 
-    def _cut(self, template: Template, pieces: Sequence[int]) -> LaidText:
+    def _cut(self, template: Template, pieces: Pieces) -> LaidText:
         kept = len(pieces) if self.max_length is None else max(self.max_length - template.extra, 0)
         laid = lay(template, (pieces[:kept],), self.tokenizer)
         return dataclasses.replace(laid, num_cut=max(len(pieces) - kept, 0))
 
 
-def lay(template: Template, texts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> LaidText:
+def lay(template: Template, texts: Sequence[Pieces], tokenizer: PreTrainedTokenizerBase) -> LaidText:
     """Fill a template with the pieces of its texts."""
     starts = np.concatenate([[0], np.cumsum([len(pieces) for pieces in texts])]).astype(np.int64)
     ids: list[int] = []

@@ -13,10 +13,6 @@ per text just before the encoder, and on the way back the gradients of all texts
 Shape legend
     N   images in the batch
     M   texts in the batch
-    I   images that one text looks at, at most
-    R   regions of the text with the most regions
-    D   width of a region feature
-    E   hidden size of the encoder
 """
 
 from __future__ import annotations
@@ -35,10 +31,8 @@ class VisionLanguageModel(nn.Module):
     """A detector, an encoder and a task, trained together.
 
     Args:
-        detector: images (+ boxes) -> regions with differentiable features.
-        encoder: texts + regions -> one vector per wordpiece and region. It says with `uses_whole_image` whether the
-            whole image is to be region 0, and with `whole_image_is_region` whether tasks see it among the regions.
-        task: batch + encoder output -> losses and predictions.
+        encoder: says with `uses_whole_image` whether the whole image is to be region 0, and with
+            `whole_image_is_region` whether tasks see it among the regions.
         teacher: labels the regions that a task hides; None: the detector itself does. It is not trained.
         freeze_detector: keep the detector exactly as it starts: no gradients, and no new batch statistics.
     """
@@ -80,13 +74,9 @@ class VisionLanguageModel(nn.Module):
     def forward(self, batch: Batch, *, output_attentions: bool = False) -> ModelOutput:
         """One pass over N images and the M texts that look at them.
 
-        Args:
-            batch: images, boxes (or None: the detector proposes them), texts, `looks_at` and targets.
-            output_attentions: also return the encoder's attention maps.
-
         Returns:
-            The task's losses and logits, the regions per image and per text, the encoder's output; detection losses
-            too when the batch carries detection targets.
+            The task's losses and logits, the regions per image and per text, the encoder's output (with
+            `output_attentions` its attention maps too); detection losses when the batch carries detection targets.
 
         Raises:
             ValueError: a text looks at several images, and the encoder cannot tell them apart.

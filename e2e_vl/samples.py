@@ -3,14 +3,7 @@
 A `Sample` knows nothing of tokenizers, pixels of the network, encoders or settings of a task. Boxes are float64 xyxy,
 continuous, in pixels of the image as it is stored (after its EXIF rotation).
 
-Shape legend
-    G   annotated objects of one image
-    R   regions (candidate boxes) of one image
-    T   attribute slots of an object
-    Q   boxes hidden in one image
-    J   points of an outline
-    D   width of a region feature
-    C   region classes, background included
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -46,7 +39,7 @@ class AnnotatedObjects:
     attributes: np.ndarray | None = None  # int64 [G, T], -1 = none in this slot; None: the file has no attributes
     ids: tuple[int, ...] | None = None  # G annotation ids
     names: tuple[str, ...] | None = None  # G class names
-    outlines: Sequence[list[np.ndarray]] | None = None  # G lists of float64 [J, 2] outlines (x, y)
+    outlines: Sequence[list[np.ndarray]] | None = None  # G lists of float64 [points, 2] outlines (x, y)
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -86,36 +79,26 @@ Sentence = list[str | list[int]]  # words, and lists of objects of the image tha
 
 @dataclasses.dataclass(frozen=True)
 class SampleText:
-    """One text of a data set, in words, and the truth about it.
+    """One text of a data set, in words, and the truth about it."""
 
-    Attributes:
-        index: its number in the data set.
-        words: as written.
-        facts: plain JSON-able values that go into the predictions: ids, truth in pixels of the stored image.
-        truth: one of the records below, or one of a task's own; None where it is unknown.
-        looks_at: rows of `Sample.images`; empty for a text without an image.
-    """
-
-    index: int
-    words: str
+    index: int  # its number in the data set
+    words: str  # as written
+    # plain JSON-able values that go into the predictions: ids, truth in pixels of the stored image
     facts: dict[str, Any]
-    truth: Any = None
-    looks_at: tuple[int, ...] = (0,)
+    truth: Any = None  # one of the records below, or one of a task's own; None where it is unknown
+    looks_at: tuple[int, ...] = (0,)  # rows of `Sample.images`; empty for a text without an image
 
 
 @dataclasses.dataclass(frozen=True)
 class ChoiceText(SampleText):
-    """A question with several possible answers; `words` is the question as plain text.
+    """A question with several possible answers; `words` is the question as plain text."""
 
-    Attributes:
-        query: sentences that stand before every choice, such as a question and the answer it was given.
-        choices: the possible answers.
-    """
-
+    # sentences that stand before every choice, such as a question and the answer it was given
     query: tuple[Sentence, ...] = ()
-    choices: tuple[Sentence, ...] = ()
+    choices: tuple[Sentence, ...] = ()  # the possible answers
 
 
+@runtime_checkable
 class TextPool(Protocol):
     """Texts to draw from, such as a corpus."""
 
@@ -126,25 +109,18 @@ class TextPool(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One image (or pair of images) with some of its texts.
+    """One image (or pair of images) with some of its texts."""
 
-    Attributes:
-        images: the images.
-        texts: the texts that look at them.
-        pool: all texts of the data set, those of other images among them, by their index; None: there are no others.
-        own: indices in `pool` of all texts about this image.
-        corpus: texts without images.
-        is_asked: a user made this sample: nothing is drawn at random.
-    """
-
-    images: tuple[SampleImage, ...]
-    texts: tuple[SampleText, ...]
+    images: tuple[SampleImage, ...]  # the images
+    texts: tuple[SampleText, ...]  # the texts that look at them
+    # all texts of the data set, those of other images among them, by their index; None: there are no others
     pool: TextPool | None = None
-    own: Sequence[int] = ()
-    corpus: TextPool | None = None
-    is_asked: bool = False
+    own: Sequence[int] = ()  # indices in `pool` of all texts about this image
+    corpus: TextPool | None = None  # texts without images
+    is_asked: bool = False  # a user made this sample: nothing is drawn at random
 
 
+@runtime_checkable
 class DataFacts(Protocol):
     """What a task may ask about the training data as a whole; every data set offers it."""
 
@@ -182,15 +158,10 @@ class RightChoice:
 
 @dataclasses.dataclass(frozen=True)
 class PhraseBoxes:
-    """The phrases of a text and the boxes that each of them names.
+    """The phrases of a text and the boxes that each of them names."""
 
-    Attributes:
-        spans: of each phrase the first and the last character plus one in the text's words.
-        boxes: of each phrase float64 [R, 4]; none where the phrase names nothing in the image.
-    """
-
-    spans: tuple[tuple[int, int], ...]
-    boxes: tuple[np.ndarray, ...]
+    spans: tuple[tuple[int, int], ...]  # of each phrase the first and the last character plus one in the text's words
+    boxes: tuple[np.ndarray, ...]  # of each phrase float64 [R, 4]; none where the phrase names nothing in the image
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,19 +176,13 @@ class Categories:
 
 @dataclasses.dataclass(frozen=True)
 class UserBoxes:
-    """Boxes from a user.
+    """Boxes from a user."""
 
-    Attributes:
-        boxes: float64 [R, 4].
-        names: R class names; None where they are unknown.
-        outlines: R lists of float64 [J, 2] outlines (x, y); None where they are unknown.
-        source: where they come from, for error messages.
-    """
-
-    boxes: np.ndarray
-    names: list[str] | None = None
+    boxes: np.ndarray  # float64 [R, 4]
+    names: list[str] | None = None  # R class names; None where they are unknown
+    # R lists of float64 [points, 2] outlines (x, y); None where they are unknown
     outlines: list[list[np.ndarray]] | None = None
-    source: str = "--boxes"
+    source: str = "--boxes"  # where they come from, for error messages
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -255,6 +220,12 @@ class Question:
             hide = np.zeros((0, 4)) if self.hidden is None else self.hidden.boxes
         image = SampleImage(str(self.image), self.image, objects=objects, boxes=boxes, hide=hide)
         return Sample((image,), (text,), is_asked=True)
+
+    def plain_sample(self, what: str) -> Sample:
+        """The sample of a text alone. Raises ValueError for choices, an answer or boxes to hide."""
+        self.refuse_choices(what)
+        self.refuse_hidden()
+        return self.sample(SampleText(0, self.text, {"sent": self.text}))
 
     def refuse_choices(self, what: str) -> None:
         """Raises ValueError if there are choices or an answer although the task takes none."""

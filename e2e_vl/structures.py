@@ -1,15 +1,19 @@
 """The batch that flows through the model, and what the encoder and the task give back.
 
-Shape legend
+Shape legend of the whole package; letters of `detector/structures.py` mean the same here
     N   images in the batch
     M   texts in the batch; several texts may look at the same image
     I   images that one text looks at, at most
     L   wordpieces of the longest text
-    R   regions (candidate boxes) of one image; of texts: regions of the text with the most regions
+    R   regions (candidate boxes) of one image; where padded: of the text or image with the most
+    Z   positions of the longest packed sequence
     D   width of a region feature
     E   hidden size of the encoder
+    F   width of a region vector
     V   wordpieces of the vocabulary
     C   region classes, background included
+    Y   possible answers
+    U   questions with four choices each
     Q   boxes hidden in one image
     S   side of a RoI map
 
@@ -23,6 +27,7 @@ import enum
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int64, Num, Shaped
 from torch import Tensor
 
 from detector.structures import DetectionTargets, ImageBatch, Loss, Movable, Regions
@@ -46,11 +51,11 @@ class Ability(enum.Enum):
 class TextBatch(Movable):
     """M wordpiece sequences, padded at the end."""
 
-    input_ids: Tensor  # int64 [M, L]
-    segment_ids: Tensor  # int64 [M, L], 0 or 1
-    attend: Tensor  # bool [M, L], True at real wordpieces
-    summary: Tensor | None = None  # int64 [M], where the summary of each text is read; None: the pooled vector
-    region_of_token: Tensor | None = None  # int64 [M, L], row of the candidate box a wordpiece names; -1 = none
+    input_ids: Int64[Tensor, "M L"]
+    segment_ids: Int64[Tensor, "M L"]  # 0 or 1
+    attend: Bool[Tensor, "M L"]  # True at real wordpieces
+    summary: Int64[Tensor, " M"] | None = None  # where the summary of each text is read; None: the pooled vector
+    region_of_token: Int64[Tensor, "M L"] | None = None  # row of the candidate box a wordpiece names; -1 = none
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -58,19 +63,19 @@ class TextBatch(Movable):
 
 @dataclasses.dataclass
 class RegionLabels(Movable):
-    """What is known about the candidate boxes of N images, row by row: annotated, read from a file, or from a detector."""
+    """What is known about the candidate boxes of N images, row by row: annotated, read, or from a detector."""
 
-    classes: list[Tensor] | None = None  # N x int64 [R], annotated class, 0 .. K-1
-    class_probs: list[Tensor] | None = None  # N x float32 [R, C], distributions over region classes
-    features: list[Tensor] | None = None  # N x float32 [R, D], from a detector that sees the whole image
+    classes: list[Int64[Tensor, " _R"]] | None = None  # annotated class, 0 .. K-1
+    class_probs: list[Float[Tensor, "_R C"]] | None = None  # distributions over region classes
+    features: list[Float[Tensor, "_R D"]] | None = None  # from a detector that sees the whole image
 
 
 @dataclasses.dataclass
 class HiddenRegions(Movable):
     """Which candidate boxes of N images are to be predicted, and which of them the model must not see."""
 
-    is_labelled: list[Tensor]  # N x bool [R]
-    is_hidden: list[Tensor]  # N x bool [R]
+    is_labelled: list[Bool[Tensor, " _R"]]
+    is_hidden: list[Bool[Tensor, " _R"]]
 
 
 @dataclasses.dataclass
@@ -78,18 +83,18 @@ class Batch(Movable):
     """Images, texts, and which text looks at which images."""
 
     images: ImageBatch
-    boxes: list[Tensor] | None  # N x float32 [R, 4]; None: the detector proposes them
+    boxes: list[Float[Tensor, "_R 4"]] | None  # None: the detector proposes them
     texts: TextBatch
-    looks_at: Tensor  # int64 [M, I], index of the image(s) each text is about; -1 = no image
+    looks_at: Int64[Tensor, "M I"]  # index of the image(s) each text is about; -1 = no image
     targets: Targets | None = None  # what the task learns from, a class of the task's own; None: nothing is known
     detection_targets: DetectionTargets | None = None  # annotated objects of the N images
     region_labels: RegionLabels = dataclasses.field(default_factory=RegionLabels)
-    roi_masks: list[Tensor] | None = None  # N x float32 [R, S, S], instance masks of the candidate boxes
-    seeds: Tensor | None = None  # int64 [M], from which the model draws what is random about a text
-    hide: list[Tensor] | None = None  # N x float32 [Q, 4], exactly these boxes are to be hidden; None: drawn at random
+    roi_masks: list[Float[Tensor, "_R S S"]] | None = None  # instance masks of the candidate boxes
+    seeds: Int64[Tensor, " M"] | None = None  # from which the model draws what is random about a text
+    hide: list[Float[Tensor, "_Q 4"]] | None = None  # exactly these boxes are to be hidden; None: drawn at random
     hidden: HiddenRegions | None = None  # candidate boxes that are predicted without being seen
-    pixel_masks: list[Tensor] | None = None  # N x float32 [Q, 4], boxes whose pixels are hidden from the detector
-    region_limit: Tensor | None = None  # int64 [M, I], a text reads only the first candidate boxes of each image
+    pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None  # boxes whose pixels are hidden from the detector
+    region_limit: Int64[Tensor, "M I"] | None = None  # a text reads only the first candidate boxes of each image
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # M plain dicts: ids, text, truth
 
     def __len__(self) -> int:
@@ -100,50 +105,28 @@ class Batch(Movable):
 class TextRegions(Movable):
     """Each text's regions, gathered from the images it looks at and padded at the end."""
 
-    features: Tensor  # float [M, R, D]
-    boxes: Tensor  # float32 [M, R, 4]; 0 at padding
-    image_sizes: Tensor  # float32 [M, R, 2], (height, width) of the resized image a region comes from; 1 at padding
-    attend: Tensor  # bool [M, R]
-    image_slot: Tensor  # int64 [M, R], which of the text's images a region comes from; 0 at padding
-    image: Tensor  # int64 [M, R], row of that image in the batch; -1 at padding
-    row: Tensor  # int64 [M, R], row of the region among its image's candidate boxes; -1 = whole image, or padding
-    is_hidden: Tensor  # bool [M, R], see `HiddenRegions`
-
-    @classmethod
-    def of_own_images(
-        cls, features: Tensor, boxes: Tensor, image_sizes: Tensor, attend: Tensor, image_slot: Tensor
-    ) -> TextRegions:
-        """For texts that share no image: `image` is the text's own row, `row` counts its regions, none is hidden."""
-        number, position = (torch.arange(length, device=attend.device) for length in attend.shape)
-        return cls(
-            features,
-            boxes,
-            image_sizes,
-            attend,
-            image_slot,
-            image=number[:, None].expand_as(attend).masked_fill(~attend, -1),
-            row=position.expand_as(attend).masked_fill(~attend, -1),
-            is_hidden=torch.zeros_like(attend),
-        )
+    features: Float[Tensor, "M R D"]
+    boxes: Float[Tensor, "M R 4"]  # 0 at padding
+    image_sizes: Float[Tensor, "M R 2"]  # (height, width) of the resized image a region comes from; 1 at padding
+    attend: Bool[Tensor, "M R"]
+    image_slot: Int64[Tensor, "M R"]  # which of the text's images a region comes from; 0 at padding
+    image: Int64[Tensor, "M R"]  # row of that image in the batch; -1 at padding
+    row: Int64[Tensor, "M R"]  # row of the region among its image's candidate boxes; -1 = whole image, or padding
+    is_hidden: Bool[Tensor, "M R"]  # see `HiddenRegions`
 
     @property
-    def is_whole_image(self) -> Tensor:
-        """bool [M, R]: the region is a whole image, put in front because the encoder asked for it."""
+    def is_whole_image(self) -> Bool[Tensor, "M R"]:
+        """The region is a whole image, put in front because the encoder asked for it."""
         return self.attend & (self.row < 0)
 
     def without_whole_image(self) -> TextRegions:
         """A copy in which whole images count as padding; they keep their rows, so padding may be in front."""
         return dataclasses.replace(self, attend=self.attend & ~self.is_whole_image)
 
-    def gather(self, values: list[Tensor], fill: float) -> Tensor:
-        """Copy what is known about the candidate boxes to the texts that read them.
+    def gather(self, values: list[Shaped[Tensor, "_R ..."]], fill: float) -> Shaped[Tensor, "M R ..."]:
+        """Copy what is known about the candidate boxes of N images to the texts that read them.
 
-        Args:
-            values: N x [R, ...], a row per candidate box.
-            fill: stands at whole images and padding.
-
-        Returns:
-            [M, R, ...].
+        `fill` stands at whole images and padding.
         """
         counts = torch.tensor([len(rows) for rows in values], device=self.row.device)
         starts = counts.cumsum(0) - counts
@@ -158,13 +141,12 @@ class TextRegions(Movable):
 class EncoderOutput:
     """One vector per wordpiece, one per region, one for all."""
 
-    text: Tensor  # float [M, L, E]
-    regions: Tensor  # float [M, R, E]
-    summary: Tensor | None = None  # float [M, E], text and regions in one vector; None: the encoder has none here
-    attentions: tuple[Tensor, ...] | None = None  # a layer: float [M, heads, L + R + 1, ...], only when asked for
-    word_table: Tensor | None = (
-        None  # float [V, E], the embedding of every wordpiece, which heads that name words share
-    )
+    text: Float[Tensor, "M L E"]
+    regions: Float[Tensor, "M R E"]
+    summary: Float[Tensor, "M E"] | None = None  # text and regions in one vector; None: the encoder has none here
+    # one map per layer, only when asked for; slots: L + R, and one more where a sequence has an end
+    attentions: tuple[Float[Tensor, "M heads slots slots"], ...] | None = None
+    word_table: Float[Tensor, "V E"] | None = None  # the embedding of every wordpiece; heads that name words share it
 
 
 @dataclasses.dataclass
@@ -172,7 +154,7 @@ class TaskOutput:
     """The same in training and in evaluation."""
 
     losses: dict[str, Loss]
-    logits: Tensor  # float, what the task predicts from; the task's file gives the shape
+    logits: Float[Tensor, "*shape"]  # what the task predicts from; the task's file gives the shape
     details: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # what else it predicts from, M rows each
     parts: dict[str, Tensor] = dataclasses.field(default_factory=dict)  # logits of each part of a task that is a sum
 
@@ -193,29 +175,26 @@ class ModelOutput:
         return {**self.task.losses, **self.regions.losses}
 
 
-def at_least_float32(values: Tensor) -> Tensor:
+def at_least_float32(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """The values in float32, or as they are if they are more precise: losses are never computed in half precision."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def gather_regions(
     regions: Regions,
-    image_sizes: Tensor,
-    looks_at: Tensor,
+    image_sizes: Num[Tensor, "N 2"],
+    looks_at: Int64[Tensor, "M I"],
     *,
     whole_image: bool = False,
     hidden: HiddenRegions | None = None,
-    limit: Tensor | None = None,
+    limit: Int64[Tensor, "M I"] | None = None,
 ) -> TextRegions:
     """Copy each text's regions out of the images it looks at; gradients of all texts add up in the shared regions.
 
     Args:
-        regions: regions of N images.
-        image_sizes: int64 [N, 2], (height, width) of the resized images.
-        looks_at: int64 [M, I], image index or -1.
+        image_sizes: (height, width) of the resized images.
         whole_image: row 0 of every image's regions is the whole image.
-        hidden: candidate boxes that are hidden.
-        limit: int64 [M, I], see `Batch.region_limit`.
+        limit: see `Batch.region_limit`.
 
     Returns:
         `TextRegions` with R = the largest number of regions of any text (at least 1, so that shapes stay valid).
@@ -224,11 +203,11 @@ def gather_regions(
     device = regions.features[0].device
     counts = torch.tensor([len(boxes) for boxes in regions.boxes], device=device)
     padded = max(max((len(boxes) for boxes in regions.boxes), default=0), 1)
-    rows_features, rows_boxes = torch.cat(regions.features), torch.cat(regions.boxes)
+    all_features, all_boxes = torch.cat(regions.features), torch.cat(regions.boxes)
 
     # index[n, r] = row of region r of image n in the concatenated rows
     position = torch.arange(padded, device=device)
-    index = ((counts.cumsum(0) - counts)[:, None] + position).clamp(max=max(len(rows_features) - 1, 0))
+    index = ((counts.cumsum(0) - counts)[:, None] + position).clamp(max=max(len(all_features) - 1, 0))
     image = looks_at.clamp(min=0)  # [M, I]
     attend = (position < counts[:, None])[image] & (looks_at >= 0)[..., None]  # [M, I, R]
     if limit is not None:
@@ -238,16 +217,12 @@ def gather_regions(
     columns = [t.flatten(1) for t in (attend, slot, index[image], candidate, image[..., None].expand_as(attend))]
     attend, slot, rows, candidate, image_row = _without_gaps(columns)
 
-    empty = len(rows_features) == 0
-    features = rows_features.new_zeros(*rows.shape, rows_features.shape[1]) if empty else rows_features[rows]
-    boxes = rows_boxes.new_zeros(*rows.shape, 4) if empty else rows_boxes[rows]
-    sizes = image_sizes.to(torch.float32)[image_row]
     result = TextRegions(
-        features=features * attend[..., None],
-        boxes=boxes * attend[..., None],
-        image_sizes=torch.where(attend[..., None], sizes, torch.ones_like(sizes)),
+        features=_taken(all_features, rows, attend),
+        boxes=_taken(all_boxes, rows, attend),
+        image_sizes=torch.where(attend[..., None], image_sizes.to(torch.float32)[image_row], 1.0),
         attend=attend,
-        image_slot=torch.where(attend, slot, torch.zeros_like(slot)),
+        image_slot=slot.masked_fill(~attend, 0),
         image=image_row.masked_fill(~attend, -1),
         row=candidate.masked_fill(~attend, -1),
         is_hidden=torch.zeros_like(attend),
@@ -257,8 +232,15 @@ def gather_regions(
     return result
 
 
-def _without_gaps(columns: list[Tensor]) -> list[Tensor]:
-    """Move padding to the end of each row and cut what is padding in all rows; the first column is True where it is real."""
+def _taken(
+    values: Float[Tensor, "all columns"], rows: Int64[Tensor, "M R"], attend: Bool[Tensor, "M R"]
+) -> Float[Tensor, "M R columns"]:
+    """Rows of the values, zero at padding; there may be no value at all."""
+    return values[rows] * attend[..., None] if len(values) else values.new_zeros(*rows.shape, values.shape[1])
+
+
+def _without_gaps(columns: list[Shaped[Tensor, "M entries"]]) -> list[Shaped[Tensor, "M R"]]:
+    """Move padding to the end of each row and cut what is padding in all rows; the first column says what is real."""
     attend = columns[0]
     order = (~attend).to(torch.uint8).argsort(dim=1, stable=True)
     longest = max(int(attend.sum(1).max()) if len(attend) else 0, 1)

@@ -4,23 +4,22 @@ A task declares a dataclass whose fields say how they are joined:
 
     @dataclasses.dataclass
     class ReferringTargets(Targets):
-        box: Tensor = stacked()
+        box: Float[Tensor, "M 4"] | Float[np.ndarray, " 4"] | None = stacked()
 
 An instance for one text holds arrays or numbers, the instance for a batch that `join` returns holds tensors.
 
-Shape legend
-    M   texts in the batch
-    L   wordpieces of the longest text
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Int64, Shaped
 from torch import Tensor
 
 from detector.structures import Movable
@@ -30,16 +29,16 @@ from detector.structures import Movable
 class Ragged(Movable):
     """Lists of different lengths, joined: `values` holds all entries, `counts` how many belong to each list."""
 
-    values: Tensor  # [sum of counts, ...]
-    counts: Tensor  # int64 [number of lists]
+    values: Shaped[Tensor, "entries ..."]  # entries: sum of counts
+    counts: Int64[Tensor, " lists"]
 
     def split(self) -> tuple[Tensor, ...]:
         """The lists."""
         return self.values.split(self.counts.tolist())
 
     @property
-    def owner(self) -> Tensor:
-        """int64 [sum of counts]: which list an entry belongs to."""
+    def owner(self) -> Int64[Tensor, " entries"]:
+        """Which list an entry belongs to."""
         return torch.repeat_interleave(torch.arange(len(self.counts), device=self.counts.device), self.counts)
 
 
@@ -48,7 +47,7 @@ class Targets(Movable):
     """Base class of a task's targets; subclasses are dataclasses with fields made by the functions below."""
 
     @classmethod
-    def join(cls, texts: Sequence[Self]) -> Self:
+    def join(cls, texts: Sequence[Targets]) -> Targets:
         """The targets of M texts, in their order.
 
         Raises:
@@ -68,13 +67,8 @@ class Targets(Movable):
             )
         return cls(**joined)
 
-    def cut(self, index: Tensor, attend: Tensor) -> Self:
-        """A copy for shortened texts.
-
-        Args:
-            index: int64 [M, L], the old position of each wordpiece that stays.
-            attend: bool [M, L], real wordpieces.
-        """
+    def cut(self, index: Int64[Tensor, "M L"], attend: Bool[Tensor, "M L"]) -> Targets:
+        """A copy for shortened texts; `index` holds the old position of each wordpiece that stays."""
         changes = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -112,12 +106,12 @@ def per_wordpiece(fill: int = -1) -> Any:
 
 def ragged() -> Any:
     """A field [n, ...] per text with another n in each; of a batch `Ragged` with a list per text."""
-    return _field(lambda values, name: _ragged(values))
+    return _field(_ragged)
 
 
 def nested() -> Any:
-    """A field that is a list of arrays [n, ...] per text; of a batch `Ragged` with a list per array, text after text."""
-    return _field(lambda values, name: _ragged([array for arrays in values for array in arrays]))
+    """A field that is a list of arrays [n, ...] per text; of a batch, `Ragged` with a list per array, text by text."""
+    return _field(lambda values, name: _ragged([array for arrays in values for array in arrays], name))
 
 
 def named_parts() -> Any:
@@ -127,9 +121,7 @@ def named_parts() -> Any:
 
 def _stack(values: list[Any], name: str) -> Tensor:
     arrays = [np.asarray(value) for value in values]
-    shapes = sorted({array.shape for array in arrays})
-    if len(shapes) > 1:
-        raise ValueError(f"{name} has different shapes in one batch: {shapes}.")
+    _require_one_shape({array.shape for array in arrays}, name)
     return torch.from_numpy(np.stack(arrays))
 
 
@@ -138,7 +130,13 @@ def _pad(values: list[Any], fill: int) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
 
 
-def _ragged(values: list[Any]) -> Ragged:
+def _ragged(values: list[Any], name: str) -> Ragged:
     arrays = [np.asarray(value) for value in values]
+    _require_one_shape({array.shape[1:] for array in arrays}, f"a row of {name}")
     joined = np.concatenate(arrays) if arrays else np.zeros(0)
     return Ragged(torch.from_numpy(joined), torch.tensor([len(array) for array in arrays], dtype=torch.int64))
+
+
+def _require_one_shape(shapes: set[tuple[int, ...]], name: str) -> None:
+    if len(shapes) > 1:
+        raise ValueError(f"{name} has different shapes in one batch: {sorted(shapes)}.")

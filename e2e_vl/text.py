@@ -102,8 +102,7 @@ def build_vocabulary(sentences: Iterable[str], path: str | Path, min_count: int 
     words are spelled.
 
     Args:
-        sentences: raw text.
-        path: file to write, UTF-8, one wordpiece a line.
+        path: file to write, UTF-8, one wordpiece per line.
         min_count: words seen less often get no line of their own.
 
     Returns:

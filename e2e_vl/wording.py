@@ -23,13 +23,7 @@ class Wording(abc.ABC):
     writer: TextWriter
 
     def __call__(self, sample: Sample, images: Sequence[ImageExample], draw: Draw) -> Iterable[TextExample]:
-        """All texts of the sample, in order.
-
-        Args:
-            sample: the facts.
-            images: its images as they were loaded: where boxes have moved, and which candidates there are.
-            draw: gives the random generator of a text.
-        """
+        """All texts of the sample, in order; the loaded images say where boxes are now, and which are candidates."""
         for text in sample.texts:
             yield from self.word(text, sample, images, draw)
 

@@ -4,13 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import jaxtyping
 import pytest
+import torchvision.ops  # noqa: F401  (before the hook below: a library first imported under it is compiled anew)
+from transformers import PreTrainedConfig
 
-from e2e_vl.config import RunConfig, load_config
+from tests import shape_checker
+
+# ---- Shapes. Annotations such as Float[Tensor, "N 3 H W"] in these modules and packages are enforced while the tests
+# run: calls and dataclasses that break one raise jaxtyping.TypeCheckError. Add a module by its dotted name. The hook
+# must be in place before a module is imported, so it comes before all imports of this project's code; processes that a
+# test spawns do not have it. In a call every axis name stands for one size, except names that begin with an underscore;
+# of a list, one random entry is checked. The fixture `unchecked_shapes` switches the checks off.
+CHECKED = (
+    "detector",
+    *(
+        f"e2e_vl.{name}"
+        for name in ("encoders", "examples", "hiding", "layout", "model", "structures", "targets", "tasks")
+    ),
+)
+PreTrainedConfig.__no_type_check__ = True  # its constructors take more keys than their signatures say
+sys.modules["shape_checker"] = shape_checker  # the hook imports it by a plain name
+jaxtyping.install_import_hook(CHECKED, "shape_checker.check_shapes")
+
+
+@pytest.fixture
+def unchecked_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of errors that users get for wrong shapes: without it the annotations are violated first."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+# ---- End of shapes.
+
+from e2e_vl.config import RunConfig, load_config  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 # Six objects in every scene: all texts then have the same number of annotated regions.
@@ -34,7 +65,7 @@ def golden_root(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="session")
 def tiny_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """`key=value` words that run configs/tiny/refcoco.yaml on a data set that is drawn once for all tests."""
-    from e2e_vl.engine.build import make_synthetic_data
+    from e2e_vl.engine.build_data import make_synthetic_data
 
     words = [
         f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",

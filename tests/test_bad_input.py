@@ -126,7 +126,10 @@ def test_a_detections_file_without_an_image(data, fails):
     image = max(row["image_id"] for row in detections)
     (data / DETECTIONS).write_text(json.dumps([row for row in detections if row["image_id"] != image]))
     sentence = fails("train.max_steps=1", "eval.boxes=[detections]")
-    assert f"{data / DETECTIONS}: no detections for image {image}; use the detections of this dataset" in sentence
+    assert (
+        f"{data / DETECTIONS}: no detections for image {image} of the split val; use the detections of this data set"
+        in sentence
+    )
 
 
 def test_a_missing_annotation_file(data, fails):
@@ -205,7 +208,9 @@ def test_more_categories_than_the_detector_has_classes(data, fails):
         ("encoder.config.hidden_sise=3", "hidden_sise"),
         ("encoder.config.num_attention_heads=5", "num_attention_heads 5"),
         ("task.config.lose=1", "task.config has the unknown key 'lose'"),
-        ("task.config.loss=hinge", '"hinge"'),
+        ("task.config.loss=hinge", "task.config.loss is 'hinge'; it must be one of binary, softmax."),
+        ("encoder.config.image_slots=0", "image_slots is 0; every text needs room for one image"),
+        ("encoder.name=nosuch", "encoder.name is 'nosuch'; it must be one of vl_bert, none."),
         ("data.synthetic.config={scene: {colour: 1}}", "data.synthetic.config.scene has the unknown key 'colour'"),
         ("data.config.image_name=x", "data.config has the unknown key 'image_name'; it takes nothing"),
         ("data.files.detection=x", "data.files has the unknown key 'detection'; refcoco takes images, instances, refs"),
@@ -217,6 +222,25 @@ def test_more_categories_than_the_detector_has_classes(data, fails):
 )
 def test_settings_that_cannot_be_used(fails, word, message):
     assert message in fails(word)
+
+
+def test_objectives_that_cannot_be_trained(fails, tmp_path):
+    own = {"config": CONFIG.with_name("pretraining.yaml")}
+    drawn = (f"data.root={tmp_path / 'drawn'}", "data.synthetic.config={scene: {min_objects: 2, max_objects: 3}}")
+    objectives = "task.config.objectives"
+    for word, message in (
+        (f"{objectives}.masked_verbs=1", f"did you mean '{objectives}.masked_words'?"),
+        (f"{objectives}.masked_words.rate=1", f"{objectives}.masked_words has the unknown key 'rate'"),
+        (f"{objectives}.masked_words=-1", f"{objectives}.masked_words.weight is -1.0; it must not be negative"),
+        (
+            f"{objectives}.masked_regions.labels=x",
+            "labels is 'x'; it must be one of distribution, class",
+        ),
+        (f"{objectives}.masked_regions.classes=9", "classes is 9, but the detector has 6 classes and the background"),
+        ("encoder.config.with_pooler=false", "needs an encoder with a summary of a text and its regions; set encoder."),
+        ("data.config.use_corpus=false", "the data have no text-only corpus; set data.files.corpus and data.config."),
+    ):
+        assert message in fails(*drawn, word, **own)
 
 
 @pytest.mark.parametrize(

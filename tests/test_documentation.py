@@ -17,7 +17,11 @@ from e2e_vl.config import RunConfig, load_config
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "configs" / "demo" / "refcoco.yaml"
 PAGES = ("README.md", "CONTRIBUTING.md")
-TOOLS = sorted(path.name for path in (ROOT / "tools").glob("*.py"))
+TOOLS = sorted(  # scripts, relative to tools/
+    path.relative_to(ROOT / "tools").as_posix()
+    for path in (ROOT / "tools").rglob("*.py")
+    if "\ndef main(" in path.read_text(encoding="utf-8")
+)
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 FOLDERS = ("detector", "e2e_vl", "configs", "docs", "tests", "tools", ".ci")
 SECTIONS = [field.name for field in dataclasses.fields(RunConfig) if field.name not in ("output", "seed")]
@@ -29,7 +33,7 @@ SETTING = re.compile(r"[a-z_]+(\.\w+)*=\S.*")  # train.lr=1e-5
 DOTTED = re.compile(rf"({'|'.join(SECTIONS)})(\.[a-z_]+)+")  # train.lr
 FILE = re.compile(r"\w+\.(html|json|jsonl|md|toml|txt|yaml)")
 IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.\w+)*(\(.*\))?")  # ReferringTask, forward(batch, regions, encoded)
-TOOL_CALL = re.compile(r"(?<![\w/])tools/(\w+\.py)\b(.*)")
+TOOL_CALL = re.compile(r"(?<![\w/])tools/((?:\w+/)?\w+\.py)\b(.*)")
 OPTION = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
 
 
@@ -68,7 +72,8 @@ def tool_mains() -> dict[str, Callable]:
     """Tool -> its `main`."""
     mains = {}
     for tool in TOOLS:
-        spec = importlib.util.spec_from_file_location(f"documented_{Path(tool).stem}", ROOT / "tools" / tool)
+        path = ROOT / "tools" / tool
+        spec = importlib.util.spec_from_file_location(f"documented_{path.stem}", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         mains[tool] = module.main
@@ -155,6 +160,7 @@ def test_readme_lists_every_folder_of_the_source() -> None:
 
 
 def test_the_readme_shows_every_tool_and_every_tool_an_example() -> None:
+    assert {"train.py", "benchmarks/benchmark.py", "experiments/table4.py"} <= set(TOOLS)
     assert {tool for file, tool, _ in CALLS if file == "README.md"} == set(TOOLS)
     assert {tool for file, tool, _ in CALLS if file == f"tools/{tool}"} == set(TOOLS)
 
@@ -169,7 +175,7 @@ def test_a_call_of_a_tool_is_valid(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    command = words[:1] if tool in ("benchmark.py", "predict.py") else []
+    command = words[:1] if tool in ("benchmarks/benchmark.py", "predict.py") else []
     with pytest.raises(SystemExit) as stopped:
         tool_mains[tool]([*command, "--help"])
     assert stopped.value.code in (0, None)

@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("detector", "e2e_vl", "tools")
 MAX_LINES = 450
 
-# Layer -> layers it may import besides itself, from the bottom up. Encoders, readers and metrics never meet: the model,
-# the tasks and the engine bring them together. `synthetic` writes the official formats and must not read them with the
-# readers, so that each checks the other.
+# Layer -> layers that it may import besides itself, from the bottom up. Encoders, readers and metrics never meet: the
+# model, the tasks and the engine bring them together. `synthetic` writes the official formats and must not read them
+# with the readers, so that each checks the other.
 BELOW_ENCODERS = {"base", "detector"}
 BELOW_MODEL = BELOW_ENCODERS | {"encoders", "data", "evaluation", "synthetic", "tasks"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -28,21 +28,29 @@ MAY_IMPORT: dict[str, set[str]] = {
     "synthetic": BELOW_ENCODERS,
     "tasks": BELOW_ENCODERS | {"evaluation"},  # a task reads `EncoderOutput` (e2e_vl/structures.py), not an encoder
     "model": BELOW_MODEL,
-    "engine": BELOW_MODEL | {"model", "analysis", "weights"},
-    "analysis": BELOW_MODEL | {"model", "engine", "weights"},
-    "weights": BELOW_MODEL | {"model", "engine", "analysis"},
-    "tools": BELOW_MODEL | {"model", "engine", "analysis", "weights"},
+    "weights": BELOW_MODEL | {"model"},
+    "report": {"base", "tasks"},  # the task draws its predictions
+    "extraction": BELOW_ENCODERS | {"data"},  # knows detectors and readers, but no encoder and no task
+    "engine": BELOW_MODEL | {"model", "weights", "report"},
+    "analysis": BELOW_MODEL | {"model", "weights", "engine"},
+    "tools": BELOW_MODEL | {"model", "weights", "report", "extraction", "engine", "analysis"},
 }
 # Modules and packages directly in e2e_vl/ whose layer is not their own name.
-LAYER_OF_NAME = dict.fromkeys(("__init__", "structures", "text", "masking", "config", "drawing"), "base")
+BASE = (
+    *("__init__", "box_sources", "config", "converter", "drawing", "examples", "hiding", "layout", "run_files"),
+    *("command_line", "samples", "structures", "targets", "text", "wording"),
+)
+LAYER_OF_NAME = dict.fromkeys(BASE, "base")
 LAYER_OF_NAME |= {name: name for name in MAY_IMPORT if name not in ("detector", "base", "tools")}
 
 EVALUATION_EXTRA = "detector.boxes"
 THIRD_PARTY = {
-    "detector": {"torch", "torchvision", "numpy", "cv2", "PIL", "yaml", "safetensors", "pycocotools"},
+    "detector": {"torch", "torchvision", "jaxtyping", "numpy", "cv2", "PIL", "yaml", "safetensors", "pycocotools"},
     "evaluation": {"numpy"},
 }
 ONLY_IN = {"detectron2": "detector/detectron2_adapter.py"}  # optional packages, each behind one file
+# Modules in the folders of tools/, by the plain names under which their neighbours import them.
+NEIGHBOURS = {path.stem: path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "tools").glob("*/*.py")}
 
 
 def source_files() -> list[str]:
@@ -61,7 +69,7 @@ def layer_of_file(file: str) -> str:
 
 
 def layer_of_import(target: str) -> str | None:
-    """Layer of a dotted name, or None for another project's. What is no module is taken as a name in `__init__`."""
+    """Layer of a dotted name, or None for another project's. A name that is not a module belongs to `__init__`."""
     package, _, rest = target.partition(".")
     if package in ("detector", "tools"):
         return package
@@ -69,7 +77,7 @@ def layer_of_import(target: str) -> str | None:
 
 
 def imports(file: str, source: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of all imports, those inside functions too; `from a import b` gives `a.b`."""
+    """(line, dotted name) of all imports, also inside functions; `from a import b` gives `a.b`."""
     package = file.split("/")[:-1]
     for node in ast.walk(ast.parse(source, filename=file)):
         match node:
@@ -88,12 +96,15 @@ def imports(file: str, source: str) -> Iterator[tuple[int, str]]:
 
 def violations(file: str, source: str) -> list[str]:
     """One sentence for each import that the file's layer forbids."""
-    layer = layer_of_file(file)
+    layer, folder = layer_of_file(file), file.rpartition("/")[0]
     found = []
     for line, target in imports(file, source):
         other = layer_of_import(target)
         if other is None:
             top = target.split(".")[0]
+            if NEIGHBOURS.get(top, folder) != folder:
+                found.append(f"{file}:{line} imports {target}; only scripts in {NEIGHBOURS[top]} may.")
+                continue
             if top in ONLY_IN:
                 if file != ONLY_IN[top]:
                     found.append(f"{file}:{line} imports {target}; only {ONLY_IN[top]} may.")
@@ -143,6 +154,19 @@ def test_modules_do_not_import_each_other_in_a_circle() -> None:
     assert not (circle := import_circle(sources)), "Modules import each other in a circle: " + " <- ".join(circle)
 
 
+def test_layers_import_lower_layers_only() -> None:
+    layers = list(MAY_IMPORT)
+    for number, layer in enumerate(layers):
+        assert MAY_IMPORT[layer] <= set(layers[:number]), f"'{layer}' may import a layer that stands above it."
+
+
+def test_scripts_in_folders_of_tools_have_names_of_their_own() -> None:
+    paths = sorted((ROOT / "tools").glob("*/*.py"))
+    assert {"benchmarks", "experiments"} <= {path.parent.name for path in paths}
+    assert len(NEIGHBOURS) == len(paths), "Tests import these modules by plain names: no two may have the same."
+    assert not NEIGHBOURS.keys() & sys.stdlib_module_names
+
+
 def test_files_stay_small() -> None:
     lengths = {file: len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in source_files()}
     long = {file: length for file, length in lengths.items() if length > MAX_LINES}
@@ -158,7 +182,7 @@ def test_files_stay_small() -> None:
         ("e2e_vl/__init__.py", "from e2e_vl.model import Model"),
         ("e2e_vl/text.py", "from e2e_vl import data"),
         ("e2e_vl/drawing.py", "from .engine.train import train"),
-        ("e2e_vl/encoders/vl_bert.py", "from ..data.collate import collate"),
+        ("e2e_vl/encoders/vl_bert.py", "from ..data.loading.collate import collate"),
         ("e2e_vl/encoders/vl_bert.py", "from .. import tasks"),
         ("e2e_vl/data/refcoco.py", "def late():\n    from e2e_vl.evaluation import refexp"),
         ("e2e_vl/data/refcoco.py", "import e2e_vl.model as model"),
@@ -172,6 +196,12 @@ def test_files_stay_small() -> None:
         ("e2e_vl/tasks/refcoco.py", "from e2e_vl.encoders.vl_bert import VLBertModel"),
         ("e2e_vl/model.py", "if True:\n    from e2e_vl.engine import train"),
         ("e2e_vl/engine/train.py", "from tools.train import main"),
+        ("e2e_vl/engine/train.py", "import measuring"),
+        ("e2e_vl/engine/build.py", "from e2e_vl.extraction.chain import RegionExtractor"),
+        ("e2e_vl/report/page.py", "from e2e_vl.engine.build import Run"),
+        ("e2e_vl/extraction/bulk.py", "from e2e_vl.engine.launch import make_accelerator"),
+        ("e2e_vl/weights/start.py", "from e2e_vl.engine.build import Run"),
+        ("tools/experiments/table4.py", "from measuring import machine_facts"),
         ("tools/train.py", "import tools.evaluate"),
         ("detector/faster_rcnn.py", "from detectron2.modeling import build_model"),
         ("e2e_vl/engine/build.py", "def late():\n    import detectron2"),
@@ -195,6 +225,8 @@ def test_checker_flags_a_forbidden_import(file: str, source: str) -> None:
         ("e2e_vl/model.py", "from e2e_vl.encoders.vl_bert import VLBertModel\nfrom e2e_vl.tasks import refcoco"),
         ("e2e_vl/engine/train.py", "from e2e_vl.model import Model\nfrom e2e_vl.synthetic import scenes"),
         ("tools/train.py", "from e2e_vl.engine import train"),
+        ("tools/benchmarks/benchmark.py", "import measuring\nfrom grouped_steps import show\nimport psutil"),
+        ("e2e_vl/engine/train.py", "from e2e_vl.report.page import write_report"),
         ("detector/detectron2_adapter.py", "from detectron2.modeling import build_model"),
     ],
 )

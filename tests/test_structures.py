@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from detector.structures import Regions
-from e2e_vl.structures import TextRegions, gather_regions
+from detector.structures import ImageBatch, Regions
+from e2e_vl.structures import Batch, HiddenRegions, RegionLabels, TextBatch, TextRegions, gather_regions
 
 COUNTS = (2, 0, 3)
 SIZES = torch.tensor([[10, 20], [30, 40], [50, 60]])
@@ -39,7 +39,6 @@ def test_one_image_per_text(regions):
     assert gathered.boxes[1, :2].tolist() == [[0, 0, 5, 5], [0, 1, 5, 6]]
     assert gathered.image_sizes[1].tolist() == [[10, 20], [10, 20], [1, 1]]
     assert gathered.features[1, 2].abs().sum() == 0 and gathered.boxes[1, 2].abs().sum() == 0
-    assert torch.equal(gathered.whole_image, gathered.features[:, 0])
 
 
 def test_two_images_per_text_leave_no_padding_between(regions):
@@ -95,11 +94,121 @@ def test_rows_of_candidate_boxes_behind_the_whole_image(regions):
     assert not gathered.is_hidden.any()
 
 
+def hidden_regions() -> HiddenRegions:
+    """Of the candidate boxes behind the whole images."""
+    is_hidden = [torch.tensor([True]), torch.zeros(0, dtype=torch.bool), torch.tensor([False, True])]
+    return HiddenRegions([rows.clone() for rows in is_hidden], is_hidden)
+
+
 def test_hidden_and_cut_regions(regions):
-    hidden = [torch.tensor([True]), torch.zeros(0, dtype=torch.bool), torch.tensor([False, True])]
-    limit = torch.tensor([1, 2, 0])
     gathered = gather_regions(
-        regions, SIZES, torch.tensor([[2], [2], [2]]), whole_image=True, hidden=hidden, limit=limit
+        regions,
+        SIZES,
+        torch.tensor([[2], [2], [2]]),
+        whole_image=True,
+        hidden=hidden_regions(),
+        limit=torch.tensor([[1], [2], [0]]),
     )
     assert gathered.attend.tolist() == [[True, True, False], [True] * 3, [True, False, False]]
     assert gathered.is_hidden.tolist() == [[False] * 3, [False, False, True], [False] * 3]
+
+
+def test_every_image_of_a_text_is_cut_on_its_own(regions):
+    """The whole images stay; there is no gap where the first image lost regions."""
+    gathered = gather_regions(
+        regions,
+        SIZES,
+        torch.tensor([[2, 0], [0, 2], [2, 0]]),
+        whole_image=True,
+        hidden=hidden_regions(),
+        limit=torch.tensor([[1, 1], [0, 2], [0, 0]]),
+    )
+    assert gathered_rows(gathered, 0) == [[2, 0], [2, 1], [0, 0], [0, 1]]
+    assert gathered_rows(gathered, 1) == [[0, 0], [2, 0], [2, 1], [2, 2]]
+    assert gathered_rows(gathered, 2) == [[2, 0], [0, 0]]
+    assert gathered.image_slot.tolist() == [[0, 0, 1, 1], [0, 1, 1, 1], [0, 1, 0, 0]]
+    assert gathered.is_whole_image.tolist() == [
+        [True, False, True, False],
+        [True, True, False, False],
+        [True, True, False, False],
+    ]
+    assert gathered.is_hidden.tolist() == [[False, False, False, True], [False, False, False, True], [False] * 4]
+    without = gathered.without_whole_image()
+    assert without.attend.sum(dim=1).tolist() == [2, 2, 0]
+    assert torch.equal(without.features, gathered.features) and gathered.attend.sum() == 10
+
+
+# What is known about candidate boxes
+
+
+def test_labels_of_candidate_boxes_reach_every_text_that_reads_them(regions):
+    labels = RegionLabels(
+        classes=[torch.tensor([4]), torch.zeros(0, dtype=torch.int64), torch.tensor([5, 6])],
+        class_probs=[torch.full((1, 3), 0.1), torch.zeros(0, 3), torch.tensor([[0.2] * 3, [0.3] * 3])],
+        features=[torch.ones(1, 2), torch.zeros(0, 2), 2 * torch.ones(2, 2)],
+    )
+    gathered = gather_regions(regions, SIZES, torch.tensor([[0, 2], [2, -1], [1, -1]]), whole_image=True)
+    classes = gathered.gather(labels.classes, fill=-1)
+    assert classes.dtype == torch.int64
+    assert classes.tolist() == [[-1, 4, -1, 5, 6], [-1, 5, 6, -1, -1], [-1] * 5]
+    probabilities = gathered.gather(labels.class_probs, fill=0.0)
+    assert probabilities.shape == (3, 5, 3)
+    torch.testing.assert_close(
+        probabilities[..., 1], torch.tensor([[0, 0.1, 0, 0.2, 0.3], [0, 0.2, 0.3, 0, 0], [0] * 5])
+    )
+    assert gathered.gather(labels.features, fill=-7)[1, :, 0].tolist() == [-7, 2, 2, -7, -7]
+
+
+def test_gathering_of_labels_follows_the_cut_and_knows_no_order_of_images(regions):
+    known = [torch.tensor([True, False]), torch.zeros(0, dtype=torch.bool), torch.tensor([False, True, True])]
+    looks_at = torch.tensor([[2, 0], [0, 2], [-1, -1]])
+    gathered = gather_regions(regions, SIZES, looks_at, limit=torch.tensor([[2, 1], [2, 1], [9, 9]]))
+    copied = gathered.gather(known, fill=False)
+    assert copied.dtype == torch.bool
+    assert copied.tolist() == [[False, True, True], [True, False, False], [False] * 3]
+
+
+def test_nothing_known_about_no_box():
+    empty = Regions([torch.zeros(0, 4)], [torch.zeros(0, 6)], [torch.zeros(0, 2)])
+    gathered = gather_regions(empty, SIZES[:1], torch.tensor([[0], [-1]]))
+    assert gathered.gather([torch.zeros(0, 3)], fill=-1.0).tolist() == [[[-1.0] * 3]] * 2
+
+
+def test_gathered_values_have_gradients(regions):
+    values = [torch.zeros(count, requires_grad=True) for count in COUNTS]
+    gathered = gather_regions(regions, SIZES, torch.tensor([[0], [2], [2]]))
+    gathered.gather(values, fill=0.0).sum().backward()
+    assert [rows.grad.tolist() for rows in values] == [[1, 1], [], [2, 2, 2]]
+
+
+# Moving a batch
+
+
+def test_all_parts_of_a_batch_move_together():
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+    sizes = torch.ones(1, 2, dtype=torch.int64)
+    batch = Batch(
+        images=ImageBatch(torch.zeros(1, 3, 4, 4), sizes, sizes, ["a"]),
+        boxes=[torch.zeros(1, 4)],
+        texts=TextBatch(ids, ids, ids.bool(), summary=torch.zeros(1, dtype=torch.int64)),
+        looks_at=torch.zeros(1, 1, dtype=torch.int64),
+        region_labels=RegionLabels(classes=[torch.zeros(1, dtype=torch.int64)], class_probs=[torch.zeros(1, 3)]),
+        hidden=HiddenRegions([torch.ones(1, dtype=torch.bool)], [torch.ones(1, dtype=torch.bool)]),
+        hide=[torch.zeros(0, 4)],
+        records=[{"text": "x"}],
+    )
+    moved = batch.to("meta")
+    tensors = [
+        moved.images.pixels,
+        *moved.boxes,
+        moved.texts.summary,
+        moved.looks_at,
+        *moved.region_labels.classes,
+        *moved.region_labels.class_probs,
+        *moved.hidden.is_labelled,
+        *moved.hidden.is_hidden,
+        *moved.hide,
+    ]
+    assert all(tensor.device.type == "meta" for tensor in tensors)
+    assert moved.region_labels.features is None and moved.records == [{"text": "x"}]
+    assert batch.looks_at.device.type == "cpu"

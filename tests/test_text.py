@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import types
-
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from e2e_vl.text import build_vocabulary, load_tokenizer, pad_texts, split_words
+from e2e_vl.text import build_vocabulary, load_tokenizer, mirror_words, split_words, word_pieces
 
 SENTENCES = ["the red, red circle!", "The RED café", "the 2 circles"]
 
@@ -107,41 +104,19 @@ def test_bad_vocabularies_are_named(tmp_path):
         load_tokenizer(tmp_path / "empty")
 
 
-def text(ids, segments=None, positions=None, regions=None):
-    return types.SimpleNamespace(
-        input_ids=np.array(ids),
-        segment_ids=np.array(segments if segments is not None else [0] * len(ids)),
-        positions=positions or {},
-        region_of_token=regions,
+def test_pieces_of_words_as_bert_splits_them(tmp_path):
+    build_vocabulary(["a red box, left most!"], tmp_path / "vocab.txt")
+    tokenizer = load_tokenizer(tmp_path / "vocab.txt")
+    words = word_pieces("A red Boxes, left,most!", tokenizer)
+    tokens = [tokenizer.convert_ids_to_tokens(word) for word in words]
+    spelled = ["box", "##e", "##s"]
+    assert tokens == [["a"], ["red"], spelled, [","], ["left"], [","], ["most"], ["!"]]
+    assert [piece for word in words for piece in word] == tokenizer.convert_tokens_to_ids(
+        tokenizer.tokenize("A red Boxes, left,most!")
     )
+    assert word_pieces(" \n", tokenizer) == []
 
 
-def test_texts_are_padded_at_the_end():
-    batch = pad_texts([text([2, 9, 3], [0, 1, 1]), text([2, 3])], pad_id=7)
-    assert batch.input_ids.tolist() == [[2, 9, 3], [2, 3, 7]]
-    assert batch.segment_ids.tolist() == [[0, 1, 1], [0, 0, 0]]
-    assert batch.attend.tolist() == [[True] * 3, [True, True, False]]
-    assert batch.positions == {}
-    assert batch.region_of_token is None
-    assert len(batch) == 2
-
-
-def test_positions_and_regions_of_tokens():
-    batch = pad_texts([text([2, 9, 3], positions={"mask": 1}), text([4, 3], positions={"mask": 0}, regions=[1, -1])])
-    assert batch.positions["mask"].tolist() == [1, 0]
-    assert batch.region_of_token.tolist() == [[-1, -1, -1], [1, -1, -1]]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (text([2, 3], [0]), "text 1 of the batch has 2 wordpieces but 1 segment ids"),
-        (text([2, 3], positions={"mask": 0}), "text 1 of the batch names the positions"),
-        (text([2, 3], regions=[0]), "text 1 of the batch has 2 wordpieces but 1 region indices"),
-    ],
-)
-def test_texts_that_do_not_fit(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        pad_texts([text([2, 3]), wrong])
-    with pytest.raises(ValueError, match="position 'mask' lies outside its 2 wordpieces"):
-        pad_texts([text([2, 3], positions={"mask": 2})])
+def test_the_words_of_a_mirrored_image():
+    assert mirror_words(["left", "of", "right", "leftmost"]) == ["right", "of", "left", "leftmost"]
+    assert mirror_words(iter(())) == []

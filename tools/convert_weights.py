@@ -26,7 +26,7 @@ Converting is not needed before training: detector.weights, encoder.weights and 
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import logging
 import sys
 from pathlib import Path
@@ -39,19 +39,19 @@ from detector.checkpoint import (
     load_converted,
     save_weights,
 )
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
+from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.config import load_config
 from e2e_vl.engine.answer_lists import OFFICIAL_SUFFIX, official_lines
-from e2e_vl.engine.build import build_model, build_tokenizer
-from e2e_vl.engine.checkpoint import load_model, save_model
-from e2e_vl.weights.vl_bert import save_official
-
-OFFICIAL = ".model"
+from e2e_vl.engine.build import ADAPTERS, build_model, resolve
+from e2e_vl.engine.build_data import build_tokenizer
+from e2e_vl.engine.saving import load_model, save_model
 
 
+@says_errors
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("weights", type=Path, help="file or folder to read")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--config", type=Path, help="Detectron2 YAML file of the detector to convert")
@@ -66,23 +66,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --run: settings that beat the file")
     options = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
-    try:
-        if options.run is not None:
-            import_official(options.weights, options.run, options.output, options.overrides)
-        elif options.overrides:
-            raise ValueError(f"{options.overrides[0]}: settings are for --run.")
-        elif options.config is not None:
-            convert(options.weights, options.config, options.output, options.expect)
-        elif options.output.suffix == OFFICIAL:
-            export_official(options.weights, options.output)
-        else:
-            raise ValueError(
-                f"What is {options.weights}? Give --config for a detector, --run for an official VL-BERT model, or a "
-                f"run directory and an --output that ends with {OFFICIAL}."
-            )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.run is not None:
+        import_official(options.weights, options.run, options.output, options.overrides)
+    elif options.overrides:
+        raise ValueError(f"{options.overrides[0]}: settings are for --run.")
+    elif options.config is not None:
+        convert(options.weights, options.config, options.output, options.expect)
+    elif options.output.suffix in (suffixes := official_suffixes()):
+        export_official(options.weights, options.output)
+    else:
+        raise ValueError(
+            f"What is {options.weights}? Give --config for a detector, --run for an official model, or a run "
+            f"directory and an --output that ends with {' or '.join(suffixes)}."
+        )
     return 0
 
 
@@ -113,13 +109,20 @@ def import_official(weights: Path, run: Path, output: Path, overrides: list[str]
     config = load_config(run, overrides)
     if config.data.vocabulary is None:
         raise ValueError(f"{run}: data.vocabulary is not set; give that of the official model (bert-base-uncased).")
+    start = {"weights": str(weights)}
     if config.detector.backend != "precomputed":
-        config.detector.weights, config.detector.expect = str(weights), "backbone"
-    config.encoder.weights = config.task.weights = str(weights)
+        config = dataclasses.replace(config, detector=dataclasses.replace(config.detector, **start, expect="backbone"))
+    encoder, task = (dataclasses.replace(part, **start) for part in (config.encoder, config.task))
+    config = resolve(dataclasses.replace(config, encoder=encoder, task=task))
     tokenizer = build_tokenizer(config)
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     save_model(output, config, model, tokenizer)
     print(f"written: {output}")
+
+
+def official_suffixes() -> list[str]:
+    """Of the official files that models of ours can be written as."""
+    return sorted({adapter.suffix for adapters in ADAPTERS.values() for adapter in adapters if adapter.suffix})
 
 
 def export_official(folder: Path, output: Path) -> None:
@@ -128,9 +131,14 @@ def export_official(folder: Path, output: Path) -> None:
     The answers of VQA, whose order is that of the classes, are written beside it.
     """
     config, model, _ = load_model(folder)
+    adapters = [adapter for adapter in ADAPTERS.get(config.encoder.name, ()) if adapter.suffix == output.suffix]
+    if not adapters:
+        raise ValueError(
+            f"{folder}: its encoder '{config.encoder.name}' has no official format that ends with {output.suffix}."
+        )
     answers = getattr(model.task, "answers", None)
     lines = None if answers is None else official_lines(answers)  # before anything is written
-    left_out = save_official(model, config.task.name, output)
+    left_out = adapters[0].export(model, config.task.name, output)
     print(f"left out: {len(left_out)}", *(f"  {name}" for name in left_out), f"written: {output}", sep="\n")
     if lines is not None:
         path = output.with_suffix(OFFICIAL_SUFFIX)

@@ -14,19 +14,16 @@ families, and writes the predictions as JSON.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 
 from e2e_vl.box_sources import BoxSource
+from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.launch import start_all_processes
 
 
+@says_errors
 def main(argv: list[str] | None = None) -> int:
-    if argv is None:
-        start_all_processes()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
     parser.add_argument("--split", default="val", help="split of the data set (default: val)")
     parser.add_argument("--boxes", default="online", choices=BoxSource.for_evaluation())
@@ -34,18 +31,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="predictions (default: RUN/predictions_SPLIT_BOXES.json)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
     arguments = parser.parse_intermixed_args(argv)
-    try:
-        metrics, path = evaluate_run(
-            arguments.run,
-            split=arguments.split,
-            boxes=arguments.boxes,
-            iou=arguments.iou,
-            output=arguments.output,
-            overrides=arguments.overrides,
-        )
-    except (ValueError, OSError, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    metrics, path = evaluate_run(
+        arguments.run,
+        split=arguments.split,
+        boxes=arguments.boxes,
+        iou=arguments.iou,
+        output=arguments.output,
+        overrides=arguments.overrides,
+    )
     if path is not None:  # the main process
         for name, value in metrics.items():
             print(f"{name:45s} {value:.4f}" if isinstance(value, float) else f"{name:45s} {value}")

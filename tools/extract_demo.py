@@ -9,14 +9,13 @@ Writes to DIR:
   regions.png   the image with the boxes and their scores
   phrase.png, phrase.json   with --text: the box that the phrase refers to (null if there is no region), all candidates
                 and their scores
-Without --run or --weights the detector is a ResNet-101 C4 with random weights: it shows formats and speed, no more.
+Without --run or --weights the detector is a ResNet-101 C4 with random weights: it shows formats and speed only.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,100 +24,98 @@ from PIL import Image
 from detector.backends import BACKENDS
 from detector.images import resize_boxes
 from detector.selection import SelectionRule
+from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.drawing import draw_boxes
-from e2e_vl.engine.extract import ExtractedRegions, build_extractor, extractor_of_run
+from e2e_vl.extraction.detectors import LoadedDetector, detector_of_run, load_detector
+from e2e_vl.extraction.single import ImageRegions, extract_image
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "detector" / "R_101_C4.yaml"
 
 
+@says_errors
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("image", type=Path, help="any JPEG or PNG file")
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--config", type=Path, help="Detectron2 YAML file (default: ResNet-101 C4, or that of --run)")
+    parser.add_argument("--config", type=Path, help="Detectron2 YAML file (default: ResNet-101 C4, or the run's)")
     parser.add_argument("--weights", type=Path, help="detector weights: a file of any kind, or a folder")
-    parser.add_argument("--backend", choices=BACKENDS, help="detector (default: builtin, or that of --run)")
+    parser.add_argument("--backend", choices=BACKENDS, help="detector (default: builtin, or the run's)")
     parser.add_argument("--run", type=Path, help="trained run directory: its detector is used, and it answers --text")
     parser.add_argument("--text", help="a phrase; the box that it refers to is drawn (needs --run)")
-    parser.add_argument("--min-score", type=float, default=0.2, help="regions score at least this (default: 0.2) ...")
-    parser.add_argument("--min-regions", type=int, help="... but there are at least so many (default: 10)")
-    parser.add_argument("--max-regions", type=int, default=36, help="and at most so many (default: 36)")
-    parser.add_argument("--max-proposals", type=int, default=100, help="RPN proposals looked at (default: 100)")
+    parser.add_argument("--min-score", type=float, default=0.2, help="least score of a region (default: 0.2) ...")
+    parser.add_argument("--min-regions", type=int, help="... but at least this many are kept (default: 10)")
+    parser.add_argument("--max-regions", type=int, default=36, help="and at most this many (default: 36)")
+    parser.add_argument("--max-proposals", type=int, default=100, help="RPN proposals that are used (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="seed of random weights (default: 0)")
     arguments = parser.parse_args(argv)
-    try:
-        run(arguments)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Everything after the command line is read; errors are ValueError or OSError."""
     if arguments.text is not None and arguments.run is None:
         raise ValueError("--text needs --run, the directory of a trained run; train one with tools/train.py.")
     least, most = arguments.min_regions, arguments.max_regions
     if least is not None and least > most:
         raise ValueError(f"--min-regions {least} is more than --max-regions {most}; lower the one or raise the other.")
     rule = SelectionRule(arguments.min_score, min(10, most) if least is None else least, most)
-    if arguments.run is not None and arguments.config is None and arguments.weights is None:
-        extractor = extractor_of_run(
-            arguments.run, rule, backend=arguments.backend, max_proposals=arguments.max_proposals
-        )
-    else:
-        extractor = build_extractor(
-            arguments.config or DEFAULT_CONFIG,
-            arguments.weights,
-            rule,
-            backend=arguments.backend or "builtin",
-            max_proposals=arguments.max_proposals,
-            seed=arguments.seed,
-        )
-    if extractor.warning:
-        print(extractor.warning)
-    regions = extractor(arguments.image)
+    source = load_source(arguments)
+    if source.warning:
+        print(source.warning)
+    found = extract_image(arguments.image, source, rule)
 
+    regions, path = found.regions, arguments.output / "regions.npz"
     arguments.output.mkdir(parents=True, exist_ok=True)
-    regions.save(arguments.output / "regions.npz")
+    np.savez(path, boxes=regions.boxes, scores=regions.scores, classes=regions.classes, features=regions.features)
     labels = [f"{score:.2f}" for score in regions.scores]
-    save_picture(arguments.output / "regions.png", regions, regions.boxes, labels)
+    save_picture(arguments.output / "regions.png", found, regions.boxes, labels)
     if len(regions) == 0:
         print("The detector found no region at all; the arrays are empty.")
-    print(f"{len(regions)} regions with {regions.features.shape[1]} features each: {arguments.output / 'regions.npz'}")
+    print(f"{len(regions)} regions with {regions.features.shape[1]} features each: {path}")
     if arguments.text is not None:
-        ground(arguments, regions)
+        ground(arguments, found)
+    return 0
 
 
-def ground(arguments: argparse.Namespace, regions: ExtractedRegions) -> None:
+def load_source(arguments: argparse.Namespace) -> LoadedDetector:
+    """The detector that the options name."""
+    if arguments.run is not None and arguments.config is None and arguments.weights is None:
+        return detector_of_run(arguments.run, backend=arguments.backend, max_proposals=arguments.max_proposals)
+    return load_detector(
+        arguments.config or DEFAULT_CONFIG,
+        arguments.weights,
+        backend=arguments.backend or "builtin",
+        max_proposals=arguments.max_proposals,
+        seed=arguments.seed,
+    )
+
+
+def ground(arguments: argparse.Namespace, found: ImageRegions) -> None:
     """Write phrase.json and phrase.png."""
-    from e2e_vl.engine.predict import ground_phrase  # imports transformers, which takes seconds
+    from e2e_vl.engine.predict import answer_question  # imports transformers, which takes seconds
+    from e2e_vl.samples import Question
 
-    answer = ground_phrase(arguments.run, arguments.image, arguments.text)
-    answer = {"image": str(arguments.image), "text": arguments.text, **answer}
+    record = answer_question(arguments.run, Question(arguments.image, arguments.text), points_at_box=True).record
+    answer = {"image": str(arguments.image), "text": arguments.text, "box": record["box"], "score": record["score"]}
+    answer |= {"boxes": record["candidate_boxes"], "scores": record["candidate_scores"]}
     path = arguments.output / "phrase.json"
     path.write_text(json.dumps(answer, indent=2, default=lambda array: array.tolist()) + "\n", encoding="utf-8")
     if answer["box"] is None:
-        save_picture(arguments.output / "phrase.png", regions, [], [], title=f"{arguments.text}: nothing found")
+        save_picture(arguments.output / "phrase.png", found, [], [], title=f"{arguments.text}: nothing found")
         print(f'Nothing in this image fits "{arguments.text}": the run\'s detector found no region ({path}).')
         return
     label = f"{float(answer['score']):.2f}"
-    save_picture(arguments.output / "phrase.png", regions, [answer["box"]], [label], title=arguments.text)
+    save_picture(arguments.output / "phrase.png", found, [answer["box"]], [label], title=arguments.text)
     x1, y1, x2, y2 = (round(float(value), 1) for value in answer["box"])
     print(f'"{arguments.text}" is at x {x1} to {x2}, y {y1} to {y2} (score {label}): {arguments.output / "phrase.png"}')
 
 
 def save_picture(
     path: Path,
-    regions: ExtractedRegions,
+    found: ImageRegions,
     boxes: np.ndarray | list[list[float]],
     labels: list[str],
     title: str | None = None,
 ) -> None:
     """Draw boxes, given in pixels of the original image, on the image that the detector saw."""
     boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
-    boxes = resize_boxes(boxes, regions.original_size, regions.image.shape[:2])
-    Image.fromarray(draw_boxes(regions.image, boxes, labels, title=title)).save(path)
+    boxes = resize_boxes(boxes, found.regions.image_size, found.pixels.shape[:2])
+    Image.fromarray(draw_boxes(found.pixels, boxes, labels, title=title)).save(path)
 
 
 if __name__ == "__main__":

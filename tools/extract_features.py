@@ -6,13 +6,13 @@
     python tools/extract_features.py --images instances.json --root DIR --boxes instances.json --output gt.h5 \\
         --format hdf5
 
-Images: a folder, a text file with one path a line, or a COCO JSON file. Stopped at any time, the same command goes on.
-Images that cannot be read are listed at the end and the exit code is 1; all others are done. After a repair, the same
-command adds them.
+Images: a folder, a text file with one path per line, or a COCO JSON file. After an interruption the same command goes
+on. Images that cannot be read are listed at the end and the exit code is 1; all others are done. After a repair, the
+same command adds them.
 
-Rules (--rule): score = VL-BERT's, detections by score; maxconf = bottom-up attention's; maxnms = that of the 36 boxes
-of LXMERT. --boxes describes given boxes instead: COCO instances, COCO results, or MAttNet's detections; the images must
-then be a COCO JSON file, so that the ids fit.
+Rules (--rule): score = VL-BERT's, detections by score; maxconf = bottom-up attention's; maxnms = the rule behind the 36
+boxes of LXMERT. --boxes describes given boxes instead: COCO instances, COCO results, or MAttNet's detections; the
+images must then be a COCO JSON file, so that the ids fit.
 
 Formats (--format): npz = a folder with one file per image; tsv = bottom-up attention's; lxmert = LXMERT's TSV, needs
 --attributes; hdf5, lmdb = one file, needs pip install 'e2e-vl[features]'. e2e_vl/data/features/stores.py describes and
@@ -24,120 +24,106 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
-from accelerate import PartialState
+from accelerate.utils import InitProcessGroupKwargs
 
 from detector.backends import BACKENDS
 from detector.selection import SelectionRule
-from detector.weight_files import find_weights
-from e2e_vl.data.storage.features.writers import FORMATS
+from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.data.formats.image_lists import list_images, read_given_boxes
-from e2e_vl.engine.bulk_extract import Extraction, extract_features, make_stamp
-from e2e_vl.engine.describe import DEFAULTS, DescribeSettings
-from e2e_vl.engine.extract import build_extractor, extractor_of_run
-from e2e_vl.engine.launch import start_all_processes
+from e2e_vl.data.storage.features.writers import FORMATS
+from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.extraction.bulk import LONGEST_WAIT, ExtractionJob, ExtractionSummary, extract_images
+from e2e_vl.extraction.chain import DEFAULTS, ExtractionSettings
+from e2e_vl.extraction.detectors import LoadedDetector, detector_of_run, load_detector
+from e2e_vl.extraction.stamp import make_stamp
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "detector" / "R_101_C4.yaml"
 
 
+@says_errors
 def main(argv: list[str] | None = None) -> int:
-    if argv is None:
-        start_all_processes()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--images", type=Path, required=True, help="folder, list (.txt), or COCO file (.json)")
-    parser.add_argument("--root", type=Path, help="folder that listed paths start from (default: that of the list)")
+    parser.add_argument("--root", type=Path, help="folder that listed paths start from (default: the list's)")
     parser.add_argument("--output", type=Path, required=True, help="folder (npz) or file to write")
     parser.add_argument("--format", default="npz", choices=FORMATS)
     parser.add_argument("--config", type=Path, help="Detectron2 YAML file (default: ResNet-101 C4)")
     parser.add_argument("--weights", type=Path, help="detector weights: .pth, .pkl, .safetensors, or a folder")
-    parser.add_argument("--run", type=Path, help="trained run directory: its detector, at the size it was evaluated at")
-    parser.add_argument("--backend", choices=BACKENDS, help="detector (default: builtin, or that of --run)")
+    parser.add_argument("--run", type=Path, help="trained run directory: its detector and its image size")
+    parser.add_argument("--backend", choices=BACKENDS, help="detector (default: builtin, or the run's)")
     parser.add_argument("--precision", default="no", choices=("no", "bf16", "fp16"), help="mixed precision")
     parser.add_argument("--rule", default="score", choices=tuple(DEFAULTS), help="which boxes (default: score)")
     parser.add_argument("--num-boxes", type=int, help="a fixed number of boxes")
-    parser.add_argument("--min-boxes", type=int, help="at least so many, if the detector proposes them")
-    parser.add_argument("--max-boxes", type=int, help="at most so many")
+    parser.add_argument("--min-boxes", type=int, help="at least this many, if the detector proposes them")
+    parser.add_argument("--max-boxes", type=int, help="at most this many")
     parser.add_argument("--min-score", type=float, help="threshold of the rules score and maxconf")
     parser.add_argument("--boxes", type=Path, help="describe the boxes of this file instead")
     parser.add_argument("--features-of", choices=("proposal", "final"), help="default: proposal (for score: final)")
     parser.add_argument("--attributes", action="store_true", help="most probable attribute of each region")
     parser.add_argument("--image-feature", action="store_true", help="also the feature of the whole image (not in TSV)")
-    parser.add_argument("--max-proposals", type=int, default=300, help="RPN proposals looked at (default: 300)")
+    parser.add_argument("--max-proposals", type=int, default=300, help="RPN proposals that are used (default: 300)")
     parser.add_argument("--batch-size", type=int, default=8, help="images of one size in one pass (default: 8)")
     parser.add_argument("--workers", type=int, default=2, help="reading processes per process (default: 2)")
     parser.add_argument("--seed", type=int, default=0, help="seed of random weights (default: 0)")
     arguments = parser.parse_args(argv)
-    try:
-        return run(arguments)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Everything after the command line is read; errors are ValueError or OSError. Returns the exit code."""
-    settings = describe_settings(arguments)
+    settings = extraction_settings(arguments)
     images = list_images(arguments.images, arguments.root)
     given = None
     if arguments.boxes is not None:
         if arguments.images.suffix != ".json":
             raise ValueError("--boxes finds the boxes of an image by its id: give a COCO JSON file as --images.")
         given = read_given_boxes(arguments.boxes)
-    rule = settings.numbers if given is None else DEFAULTS["score"]
-    if arguments.run is not None:
-        extractor = extractor_of_run(
-            arguments.run, rule, backend=arguments.backend, max_proposals=arguments.max_proposals
-        )
-        weights = find_weights(arguments.run)
-    else:
-        extractor = build_extractor(
-            arguments.config or DEFAULT_CONFIG,
-            arguments.weights,
-            rule,
-            backend=arguments.backend or "builtin",
-            max_proposals=arguments.max_proposals,
-            seed=arguments.seed,
-        )
-        weights = arguments.weights and find_weights(arguments.weights)
-    stamp = make_stamp(
-        extractor.detector,
-        extractor.resize,
-        settings,
-        weights=weights,
-        seed=arguments.seed,
-        boxes_file=arguments.boxes,
-        backend=extractor.backend,
-        precision=arguments.precision,
-    )
-    job = Extraction(
+    source = load_source(arguments)
+    job = ExtractionJob(
         images=images,
         output=arguments.output,
         layout=arguments.format,
-        detector=extractor.detector,
-        resize=extractor.resize,
+        source=source,
         settings=settings,
         given=given,
-        stamp=stamp,
+        stamp=make_stamp(source, settings, boxes_file=arguments.boxes, precision=arguments.precision),
         batch_size=arguments.batch_size,
         workers=arguments.workers,
-        precision=arguments.precision,
     )
-    summary = extract_features(job)
-    if PartialState().is_main_process:
-        if extractor.warning and (given is None or weights is None):
-            print(extractor.warning)
-        before = f", {summary.before} were there before" if summary.before else ""
-        print(f"{summary.done} images described{before}: {arguments.output}")
-        if summary.few:
-            print(f"{summary.few} of them have fewer than {rule.min_regions} regions: no more were proposed.")
-        if summary.failures:
-            print(f"{len(summary.failures)} images could not be described:", file=sys.stderr)
-            for image_id, reason in summary.failures.items():
-                print(f"  {image_id}: {reason}", file=sys.stderr)
+    waits = InitProcessGroupKwargs(timeout=LONGEST_WAIT)
+    accelerator = make_accelerator(arguments.precision, kwargs_handlers=[waits])
+    summary = extract_images(job, accelerator)
+    if accelerator.is_main_process:
+        show(job, summary)
     return 1 if summary.failures else 0
 
 
-def describe_settings(arguments: argparse.Namespace) -> DescribeSettings:
+def load_source(arguments: argparse.Namespace) -> LoadedDetector:
+    """The detector that the options name."""
+    if arguments.run is not None:
+        return detector_of_run(arguments.run, backend=arguments.backend, max_proposals=arguments.max_proposals)
+    return load_detector(
+        arguments.config or DEFAULT_CONFIG,
+        arguments.weights,
+        backend=arguments.backend or "builtin",
+        max_proposals=arguments.max_proposals,
+        seed=arguments.seed,
+    )
+
+
+def show(job: ExtractionJob, summary: ExtractionSummary) -> None:
+    """Print what was done, and what was not."""
+    if job.source.warning and (job.given is None or job.source.weights is None):
+        print(job.source.warning)
+    before = f", {summary.before} were there before" if summary.before else ""
+    print(f"{summary.done} images described{before}: {job.output}")
+    if summary.few:
+        least = job.settings.numbers.min_regions
+        print(f"{summary.few} of them have fewer than {least} regions: the detector proposed no more.")
+    if summary.failures:
+        print(f"{len(summary.failures)} images could not be described:", file=sys.stderr)
+        for image_id, reason in summary.failures.items():
+            print(f"  {image_id}: {reason}", file=sys.stderr)
+
+
+def extraction_settings(arguments: argparse.Namespace) -> ExtractionSettings:
     """The options about boxes and features.
 
     Raises:
@@ -156,13 +142,13 @@ def describe_settings(arguments: argparse.Namespace) -> DescribeSettings:
         raise ValueError("Give either --run, or --config and --weights.")
     kept = {"attributes": arguments.attributes, "image_feature": arguments.image_feature}
     if arguments.boxes is not None:
-        return DescribeSettings(rule="given", **kept)
+        return ExtractionSettings(rule="given", **kept)
     default = DEFAULTS[arguments.rule]
     least = first_given(arguments.num_boxes, arguments.min_boxes, default.min_regions)
     most = first_given(arguments.num_boxes, arguments.max_boxes, max(default.max_regions, least))
     if arguments.min_boxes is None:
         least = min(least, most)
-    return DescribeSettings(
+    return ExtractionSettings(
         rule=arguments.rule,
         selection=SelectionRule(first_given(arguments.min_score, default.min_score), least, most),
         features_of=arguments.features_of or ("final" if arguments.rule == "score" else "proposal"),
@@ -170,7 +156,7 @@ def describe_settings(arguments: argparse.Namespace) -> DescribeSettings:
     )
 
 
-def first_given(*values):
+def first_given(*values: Any) -> Any:
     """The first value that is not None."""
     return next(value for value in values if value is not None)
 

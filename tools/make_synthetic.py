@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
+from e2e_vl.command_line import says_errors
 from e2e_vl.synthetic import FORMATS, LanguageConfig, SceneConfig, make_scenes
 
 
@@ -56,29 +56,26 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@says_errors
 def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
-    try:
-        stamp = make_scenes(
-            options.output,
-            scenes={split: getattr(options, split) for split in ("train", "val", "testA", "testB")},
-            seed=options.seed,
-            config=SceneConfig(
-                min_objects=options.min_objects,
-                max_objects=options.max_objects,
-                min_side=options.min_side,
-                max_side=options.max_side,
-                textures=tuple(options.textures),
-            ),
-            language=LanguageConfig(family_mix=_parse_shares(options.families)),
-            image_format=options.image_format,
-            formats=options.formats,
-            workers=options.workers,
-            progress=not options.quiet,
-        )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    stamp = make_scenes(
+        options.output,
+        scenes={split: getattr(options, split) for split in ("train", "val", "testA", "testB")},
+        seed=options.seed,
+        config=SceneConfig(
+            min_objects=options.min_objects,
+            max_objects=options.max_objects,
+            min_side=options.min_side,
+            max_side=options.max_side,
+            textures=tuple(options.textures),
+        ),
+        language=LanguageConfig(family_mix=_parse_shares(options.families)),
+        image_format=options.image_format,
+        formats=options.formats,
+        workers=options.workers,
+        progress=not options.quiet,
+    )
     print(json.dumps(stamp["statistics"], indent=2))
     return 0
 

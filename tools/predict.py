@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,9 @@ from PIL import Image
 
 from detector.images import ResizeRule, load_resized, resize_boxes
 from e2e_vl.box_sources import BoxSource
+from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.data.formats.user_boxes import read_boxes
 from e2e_vl.drawing import draw_boxes
-from e2e_vl.engine.launch import start_all_processes
 from e2e_vl.engine.predict import Answer, answer_question, predict_split
 from e2e_vl.samples import Question
 
@@ -46,11 +45,10 @@ MOST_ATTENDED = 5  # regions in answer.png
 GREY = 127  # in place of hidden pixels
 
 
+@says_errors
 def main(argv: list[str] | None = None) -> int:
-    if argv is None:
-        start_all_processes()
-    shape: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = argparse.ArgumentParser(**shape)
+    parser = make_parser(__doc__)
+    shape: dict[str, Any] = {"description": __doc__, "formatter_class": parser.formatter_class}
     commands = parser.add_subparsers(dest="command", required=True)
     split = commands.add_parser("split", help="predictions of a whole split as a file", **shape)
     split.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
@@ -83,11 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     ask.add_argument("--output", type=Path, metavar="DIR", help="folder for answer.json and pictures")
     ask.set_defaults(action=ask_one)
     arguments = parser.parse_args(argv)
-    try:
-        arguments.action(arguments)
-    except (ValueError, OSError, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    arguments.action(arguments)
     return 0
 
 

@@ -7,29 +7,24 @@ Everything after the options is `key=value` and beats the file. `--resume` conti
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from accelerate import PartialState
 
+from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.config import load_config
-from e2e_vl.engine.launch import start_all_processes
 from e2e_vl.engine.train import train
 
 
+@says_errors
 def main(argv: list[str] | None = None) -> int:
-    if argv is None:
-        start_all_processes()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument("--resume", action="store_true", help="continue from the run directory's newest checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that beat the file")
     arguments = parser.parse_intermixed_args(argv)
     try:
         metrics = train(load_config(arguments.config, arguments.overrides), resume=arguments.resume)
-    except (ValueError, OSError, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("interrupted; --resume continues from the newest checkpoint", file=sys.stderr)
         return 130

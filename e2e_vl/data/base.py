@@ -10,7 +10,7 @@ import abc
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import DataSettings
@@ -25,17 +25,11 @@ class NoOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Wants:
-    """What a run reads of a data set, so that nothing else has to be opened.
+    """What a run reads of a data set, so that nothing else has to be opened."""
 
-    Attributes:
-        boxes: source of the candidate boxes.
-        objects: annotated objects are needed as targets of the detection losses.
-        training: the truth is needed, and parts that only training reads.
-    """
-
-    boxes: BoxSource = BoxSource.GT
-    objects: bool = False
-    training: bool = False
+    boxes: BoxSource = BoxSource.GT  # source of the candidate boxes
+    objects: bool = False  # annotated objects are needed as targets of the detection losses
+    training: bool = False  # the truth is needed, and parts that only training reads
 
     @property
     def annotations(self) -> bool:
@@ -51,8 +45,8 @@ class VLDataset(abc.ABC):
         options: dataclass of `data.config`.
         box_sources: the sources of candidate boxes that make sense.
         groups: text indices of each image (or pair of images).
-        parts: placeholders of `data.files` that name the files of boxes of this split, such as {"split": "val"}; several
-            where splits are joined.
+        parts: placeholders of `data.files` that name the files of boxes of this split, such as {"split": "val"};
+            several where splits are joined.
         class_names: of the annotated objects, in the order of the detector's classes; None where there are no classes.
         corpus: texts without images, where there are any.
     """
@@ -67,7 +61,7 @@ class VLDataset(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def open(cls, files: DataFiles, options: Any, split: str, wants: Wants) -> Self:
+    def open(cls, files: DataFiles, options: Any, split: str, wants: Wants) -> VLDataset:
         """Read the files of a split.
 
         Raises:
@@ -93,6 +87,11 @@ class VLDataset(abc.ABC):
     def wants_given_answer(cls, options: Any) -> bool:
         """Texts are about a question and an answer that is given, as reasons for an answer are."""
         return False
+
+    @classmethod
+    def narrowed(cls, sample: Sample, options: Any) -> Sample:
+        """A user's sample with the candidate boxes that the options leave of those that were given."""
+        return sample
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -124,14 +123,10 @@ class VLDataset(abc.ABC):
 
 
 class DataFiles:
-    """The files that the settings name, relative to `data.root`.
-
-    Args:
-        settings: `data.root` and `data.files`; {split} and other placeholders stand in the names.
-        known: the keys that the data set knows.
+    """The files of `data.files`, relative to `data.root`; {split} and other placeholders stand in their names.
 
     Raises:
-        ValueError: an unknown key.
+        ValueError: a key that is not among the `known` ones of the data set.
     """
 
     def __init__(self, settings: DataSettings, known: Sequence[str]) -> None:

@@ -3,11 +3,11 @@
 Files (`data.files`, relative to `data.root`; {split} is the split)
     source coco      captions (JSON), images (folder)
     source shards    shards (folder, or a pattern such as cc3m/*.tar)
-    source vl_bert   captions (JSON lines); these name images and detected boxes
+    source json_lines captions (JSON lines); these name images and detected boxes
     any              corpus: text files joined by "+", read in training
     boxes gt         instances (COCO)
-    boxes detections detections: MAttNet's JSON, or a file of region features; vl_bert: lines with `frcnn`
-    boxes precomputed features: a file of region features; vl_bert: lines with `frcnn`
+    boxes detections detections: MAttNet's JSON, or a file of region features; json_lines: lines with `frcnn`
+    boxes precomputed features: a file of region features; json_lines: lines with `frcnn`
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants
@@ -33,12 +33,12 @@ class CaptionOptions:
     """Fields of `data.config`.
 
     Attributes:
-        source: where captions come from: "coco", "shards" (img2dataset) or "vl_bert" (the official layout).
+        source: where captions come from: "coco", "shards" (img2dataset) or "json_lines" (VL-BERT's official code).
         use_corpus: False leaves `data.files.corpus` out.
         cache: folder for the indices of large files; None = `index` in `data.root`.
     """
 
-    source: Literal["coco", "shards", "vl_bert"] = "coco"
+    source: Literal["coco", "shards", "json_lines"] = "coco"
     use_corpus: bool = True
     cache: str | None = None
 
@@ -77,7 +77,8 @@ class CaptionDataset(VLDataset):
         self.parts = [] if boxes_come_along else [{"split": split}]
         if instances is not None:
             self.class_names = instances.class_names
-            missing = [name for name in self.image_ids() if int(name) not in instances.images]
+            self._instance_ids = {str(image_id): image_id for image_id in instances.images}
+            missing = [name for name in self.image_ids() if name not in self._instance_ids]
             if missing:
                 raise ValueError(
                     f"{instances.path}: image {missing[0]} and {len(missing) - 1} more are not listed; use the "
@@ -85,7 +86,7 @@ class CaptionDataset(VLDataset):
                 )
 
     @classmethod
-    def open(cls, files: DataFiles, options: CaptionOptions, split: str, wants: Wants) -> Self:
+    def open(cls, files: DataFiles, options: CaptionOptions, split: str, wants: Wants) -> CaptionDataset:
         """The top of this file says which files there are; only training reads a corpus."""
         instances = None
         if wants.annotations:
@@ -100,7 +101,7 @@ class CaptionDataset(VLDataset):
             corpus=corpus,
             instances=instances,
             split=split,
-            boxes_come_along=options.source == "vl_bert",
+            boxes_come_along=options.source == "json_lines",
         )
 
     @classmethod
@@ -141,7 +142,7 @@ class CaptionDataset(VLDataset):
             name,
             functools.partial(self.source.image, group),
             self.source.image_size(group),
-            objects=None if self.instances is None else self.instances.objects(int(name)),
+            objects=None if self.instances is None else self.instances.objects(self._instance_ids[name]),
             boxes=self.source.boxes(group),
         )
         stated = tuple(

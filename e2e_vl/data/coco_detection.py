@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants
@@ -24,10 +24,6 @@ class CocoDetectionDataset(VLDataset):
         instances: COCO instances file (path or content). Annotations without width or height, which COCO's own files
             have a few of, are left out and logged.
         keep_empty_images: False leaves out the images that have no object, or only crowds.
-
-    Attributes:
-        images: the images, in file order.
-        groups: one text of each image.
 
     Raises:
         FileNotFoundError, ValueError: see `read_instances`; or no image is left.
@@ -54,7 +50,7 @@ class CocoDetectionDataset(VLDataset):
         self.class_names = self.instances.class_names
 
     @classmethod
-    def open(cls, files: DataFiles, options: NoOptions, split: str, wants: Wants) -> Self:
+    def open(cls, files: DataFiles, options: NoOptions, split: str, wants: Wants) -> CocoDetectionDataset:
         """`data.files` holds `images` and `instances`; in evaluation every image counts."""
         keep = files.settings.keep_empty_images or not wants.training
         return cls(files.path("images", split=split), files.path("instances", split=split), keep_empty_images=keep)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Self
 
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants, group_texts
 from e2e_vl.data.formats.coco import CocoInstances
@@ -42,7 +41,7 @@ class RefCOCODataset(VLDataset):
         self.class_names = self.instances.class_names
 
     @classmethod
-    def open(cls, files: DataFiles, options: NoOptions, split: str, wants: Wants) -> Self:
+    def open(cls, files: DataFiles, options: NoOptions, split: str, wants: Wants) -> RefCOCODataset:
         """`data.files` holds `images`, `instances` and `refs`."""
         return cls(files.path("images"), files.path("instances"), files.path("refs"), split)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 
@@ -126,7 +126,7 @@ class VCRDataset(VLDataset):
         return self.settings.question == "rationale" and self.settings.condition_on == "right"
 
     @classmethod
-    def open(cls, files: DataFiles, options: VCROptions, split: str, wants: Wants) -> Self:
+    def open(cls, files: DataFiles, options: VCROptions, split: str, wants: Wants) -> VCRDataset:
         """`data.files` holds `images` and `questions`, in which {split} is the split."""
         images, questions = files.path("images", split=split), files.path("questions", split=split)
         return cls(images, questions, options, training=wants.training)
@@ -147,6 +147,12 @@ class VCRDataset(VLDataset):
     @classmethod
     def wants_given_answer(cls, options: VCROptions) -> bool:
         return options.question == "rationale"
+
+    @classmethod
+    def narrowed(cls, sample: Sample, options: VCROptions) -> Sample:
+        image, text = sample.images[0], sample.texts[0]
+        kept = _kept_objects(options.objects, image.objects.names, [*text.query, *text.choices])
+        return dataclasses.replace(sample, images=(dataclasses.replace(image, candidates=kept),))
 
     def __len__(self) -> int:
         """Number of text indices."""
@@ -183,14 +189,12 @@ class VCRDataset(VLDataset):
 
     def _candidates(self, question: VCRQuestion, answer: int) -> tuple[int, ...] | None:
         """Objects that are candidate boxes, in the order of the boxes; None: all of them."""
-        if self.settings.objects == "all":
-            return None
         is_answer = self.settings.question == "answer"
-        if self.settings.objects == "mentioned":
-            choices = [] if is_answer else question.rationale_choices
-            return mentioned_objects([question.question, *question.answer_choices, *choices])
         choices = question.answer_choices if is_answer else question.rationale_choices
-        return relevant_objects(question.objects, [*self._query(question, answer), *choices])
+        sentences = [*self._query(question, answer), *choices]
+        if self.settings.objects == "mentioned":
+            sentences = [question.question, *question.answer_choices, *([] if is_answer else choices)]
+        return _kept_objects(self.settings.objects, question.objects, sentences)
 
     def _query(self, question: VCRQuestion, answer: int) -> tuple[Sentence, ...]:
         """The sentences in front of a choice."""
@@ -232,6 +236,13 @@ class VCRDataset(VLDataset):
             query=query,
             choices=tuple(question.answer_choices if is_answer else question.rationale_choices),
         )
+
+
+def _kept_objects(which: str, objects: Sequence[str], sentences: Sequence[Sentence]) -> tuple[int, ...] | None:
+    """Objects that the option `objects` leaves as candidates; None: all of them."""
+    if which == "all":
+        return None
+    return mentioned_objects(sentences) if which == "mentioned" else relevant_objects(objects, sentences)
 
 
 def mentioned_objects(sentences: Iterable[Sentence]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts
 from e2e_vl.data.formats.coco import CocoInstances, read_instances
@@ -16,12 +16,9 @@ from e2e_vl.samples import HumanAnswers, Sample, SampleImage, SampleText
 
 @dataclasses.dataclass(frozen=True)
 class VQAOptions:
-    """Fields of `data.config`.
+    """Fields of `data.config`."""
 
-    Attributes:
-        image_name: file name of an image; {id} is its id, {images} the COCO image set, such as train2014.
-    """
-
+    # file name of an image; {id} is its id, {images} the COCO image set, such as train2014
     image_name: str = "COCO_{images}_{id:012d}.jpg"
 
     def __post_init__(self) -> None:
@@ -103,7 +100,7 @@ class VQADataset(VLDataset):
             self.class_names = parts[0].instances.class_names
 
     @classmethod
-    def open(cls, files: DataFiles, options: VQAOptions, split: str, wants: Wants) -> Self:
+    def open(cls, files: DataFiles, options: VQAOptions, split: str, wants: Wants) -> VQADataset:
         """`split` names one split or several joined by "+" (train2014+val2014).
 
         `data.files` holds `questions`, `annotations`, `images` (a folder) and, where annotated boxes are needed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,9 +16,9 @@ from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
 class Encoder(PreTrainedModel):
     """texts + regions -> one vector per wordpiece, one per region and one for all.
 
-    A subclass sets `config_class`; its config has the fields `hidden_size` and `uses_whole_image`. It declares how texts
-    are laid out, and says with `abilities` or `lacks` what it can do. Saving and loading (`save_pretrained`, `from_pretrained`) come
-    from transformers.
+    A subclass sets `config_class`; its config has the fields `hidden_size` and `uses_whole_image`. It declares how
+    texts are laid out, and says with `abilities` or `lacks` what it can do. Saving and loading (`save_pretrained`,
+    `from_pretrained`) come from transformers.
     """
 
     layout: ClassVar[TextLayout] = TextLayout()
@@ -55,28 +56,19 @@ class Encoder(PreTrainedModel):
             getattr(self, next(name for name in names if hasattr(self, name)))({"use_reentrant": False})
 
     def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
-        """Encode M texts together with the regions they look at.
+        """Encode M texts together with the regions they look at; vectors are zero at padding.
 
-        Args:
-            texts: M wordpiece sequences, padded to L.
-            regions: their regions, padded to R.
-            output_attentions: also return the attention maps.
-
-        Returns:
-            `EncoderOutput` with text [M, L, E] and regions [M, R, E], zero at padding.
+        With `output_attentions` the output has the attention maps too.
         """
         raise NotImplementedError
 
 
-def read_summary(text: Tensor, pooled: Tensor | None, place: Tensor | None) -> Tensor | None:
+def read_summary(
+    text: Float[Tensor, "M L E"], pooled: Float[Tensor, "M E"] | None, place: Int64[Tensor, " M"] | None
+) -> Float[Tensor, "M E"] | None:
     """The summary of each text: its state at the place of its answer, or the pooled vector where it has no such place.
 
-    Args:
-        text: float [M, L, E], output states of the wordpieces.
-        pooled: float [M, E]; None: the encoder has no pooler.
-        place: int64 [M], `TextBatch.summary`.
-
-    Returns:
-        float [M, E], or None without a place and without a pooler.
+    `text` are the output states of the wordpieces, and `place` is `TextBatch.summary`. None without a place and without
+    a pooler.
     """
     return pooled if place is None else text[torch.arange(len(place), device=place.device), place]

@@ -2,8 +2,7 @@
 
 Shape legend
     M   texts in the batch
-    R   regions of the text with the most regions
-    Z   positions of the longest packed sequence
+    R   regions; where padded: of the text with the most
 
 Boxes are xyxy in pixels of the resized image; image sizes are (height, width) of that image without padding.
 """
@@ -14,6 +13,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Num
 from torch import Tensor, nn
 
 from e2e_vl.structures import TextRegions
@@ -21,18 +21,11 @@ from e2e_vl.structures import TextRegions
 GeometryKind = Literal["centre_size", "corners"]
 
 
-def sinusoids(values: Tensor, wavelengths: int) -> Tensor:
+def sinusoids(values: Float[Tensor, "*shape"], wavelengths: int) -> Float[Tensor, "*shape 2*{wavelengths}"]:
     """Sines, then cosines, of `100 * value / 1000^(i / wavelengths)` for i = 0 .. wavelengths - 1.
 
     Relation Networks (Hu et al., CVPR 2018, section 3) take this embedding from the Transformer; the factors 100 and
     1000 are those of its code and of the official VL-BERT code.
-
-    Args:
-        values: float [...].
-        wavelengths: number of wavelengths.
-
-    Returns:
-        float [..., 2 * wavelengths].
     """
     exponents = torch.arange(wavelengths, device=values.device, dtype=values.dtype) / wavelengths
     angles = 100.0 * values[..., None] / 1000.0**exponents
@@ -40,19 +33,20 @@ def sinusoids(values: Tensor, wavelengths: int) -> Tensor:
 
 
 def geometry_embedding(
-    boxes: Tensor, image_sizes: Tensor, dim: int = 2048, kind: GeometryKind = "centre_size"
-) -> Tensor:
+    boxes: Float[Tensor, "*shape 4"],
+    image_sizes: Num[Tensor, "*shape 2"],
+    dim: int = 2048,
+    kind: GeometryKind = "centre_size",
+) -> Float[Tensor, "*shape {dim}"]:
     """Position and size of a box within its image.
 
     Args:
-        boxes: float [..., 4], xyxy in pixels.
-        image_sizes: float [..., 2], (height, width) in pixels.
         dim: width of the result, a multiple of 8: four coordinates, sine and cosine of dim / 8 wavelengths each.
         kind: "centre_size" embeds (centre x, centre y, width, height) as the official VL-BERT code does; "corners"
             embeds (x1, y1, x2, y2) as the paper's section 3.2 says. Both are divided by the image's width and height.
 
     Returns:
-        float [..., dim]: for each coordinate in turn dim / 8 sines, then dim / 8 cosines.
+        For each coordinate in turn dim / 8 sines, then dim / 8 cosines.
     """
     height, width = image_sizes.to(boxes.dtype).unbind(-1)
     if kind == "centre_size":
@@ -62,14 +56,11 @@ def geometry_embedding(
     return sinusoids(relative, dim // 8).flatten(-2)
 
 
-def relative_geometry(boxes: Tensor) -> Tensor:
+def relative_geometry(boxes: Float[Tensor, "M R 4"]) -> Float[Tensor, "M R R 4"]:
     """How every region n lies relative to every region m (Relation Networks, below equation 5).
 
-    Args:
-        boxes: float [M, R, 4], xyxy in pixels.
-
     Returns:
-        float [M, R, R, 4]: entry [n, m] is log(|x_m - x_n| / w_m), log(|y_m - y_n| / h_m), log(w_n / w_m),
+        Entry [n, m] is log(|x_m - x_n| / w_m), log(|y_m - y_n| / h_m), log(w_n / w_m),
         log(h_n / h_m) of the centres and sizes; distances below 1/1000 of the size, and sizes below one pixel, count
         as that much.
     """
@@ -103,8 +94,8 @@ class PairwiseGeometryBias(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
-    def forward(self, regions: TextRegions) -> Tensor:
-        """Args: regions of M texts. Returns: float [layers, M, heads, R (query), R (key)], 0 where there is no pair."""
+    def forward(self, regions: TextRegions) -> Float[Tensor, "layers M heads R R"]:
+        """Args: regions of M texts. Returns: rows are queries, columns keys; 0 where there is no pair."""
         embedded = sinusoids(relative_geometry(regions.boxes), self.dim // 8).flatten(-2)
         bias = F.linear(embedded.to(self.weight.dtype), self.weight)  # [M, R, R, layers * heads]
         same_image = regions.image_slot[:, :, None] == regions.image_slot[:, None]

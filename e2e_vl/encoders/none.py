@@ -3,9 +3,6 @@
 For tasks that need no text (detection), and as the control of any task that reads one vector per region.
 
 Shape legend
-    M   texts in the batch
-    L   wordpieces of the longest text
-    R   regions of the text with the most regions
     D   width of a region feature, here also the hidden size
 """
 
@@ -53,7 +50,7 @@ class NoEncoder(Encoder):
         return torch.float32
 
     def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
-        """`regions` [M, R, D] unchanged, `text` zeros [M, L, D]; no summary and no attention maps."""
+        """`regions` unchanged, `text` zeros; no summary and no attention maps."""
         text = regions.features.new_zeros(*texts.input_ids.shape, self.hidden_size)
         return EncoderOutput(text=text, regions=regions.features)
 

@@ -3,7 +3,7 @@
 Shape legend
     M   texts in the batch
     L   wordpieces of the longest text
-    R   regions of the text with the most regions
+    R   regions; where padded: of the text with the most
     Z   positions of the longest packed sequence
     E   hidden size of the encoder
 """
@@ -12,11 +12,18 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import BertConfig
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.bert.modeling_bert import BertAttention, BertIntermediate, BertOutput, BertSelfAttention
+from transformers.models.bert.modeling_bert import (
+    BertAttention,
+    BertIntermediate,
+    BertOutput,
+    BertPooler,
+    BertSelfAttention,
+)
 
 from e2e_vl.encoders.base import Encoder, read_summary
 from e2e_vl.encoders.geometry import PairwiseGeometryBias
@@ -54,68 +61,50 @@ class VLBertConfig(BertConfig):
 
     The defaults are VL-BERT base as in the official code. The fields marked "scratch" depart from it: they let a small
     model learn without a pre-trained BERT.
-
-    Attributes:
-        type_vocab_size: segments: two of the text, one of the regions.
-        feature_dim: width of the detector's region features.
-        visual_size: width of a region vector; None = `hidden_size`.
-        geometry: "centre_size" (official code) or "corners" (paper), see `geometry_embedding`.
-        geometry_dim: width of the geometry embedding, a multiple of 8.
-        region_dropout_prob: dropout before the Linear that joins geometry and feature.
-        visual_layer_norm: LayerNorm on the visual part; False = a scalar factor.
-        visual_scale_text_init: start of that LayerNorm's weight (or of the factor) for words.
-        visual_scale_object_init: the same for regions.
-        uses_whole_image: region 0 is the whole image.
-        whole_image_in_sequence: the whole image is also a region of the sequence (official code). False: it is only
-            the visual part of words (paper, section 3.2); its row of the output is zero and tasks do not see it.
-        image_feature_on_words: words carry the vector of region 0 (scratch: False).
-        visual_part_on_end: [END] carries the vector of region 0 as words do (paper); False: no visual part (official).
-        text_only_embedding: a learned vector that words of texts without a region carry (pre-training).
-        region_word: what stands in a region's place of a word. "learned": a learned vector, and another one for hidden
-            regions with `hidden_region_embedding` (official code). "img": the one vector of the token [IMG], hidden or
-            not (paper, section 3.2). It lies beside the word table, so that the vocabulary stays BERT's.
-        hidden_region_embedding: another learned vector stands in a hidden region's place of a word (pre-training).
-        hidden_region_feature: a learned vector replaces the feature of a hidden region (pre-training on precomputed
-            features, or without hiding pixels).
-        new_layers: start of the Linear that makes region vectors. "official": PyTorch's default. "normal": N(0,
-            `initializer_range`) and zero biases, as all other new layers (paper, section 4.1). The weight of the visual
-            LayerNorms is `visual_scale_*_init` in both.
-        with_pooler: tanh pooler on the first position.
-        image_slots: most images that one text looks at. Above 1, regions of each image carry a learned vector of their
-            slot, which starts at zero and which official checkpoints do not have.
-        embedding_init_std: standard deviation of the embedding tables at the start (scratch); None =
-            `initializer_range`.
-        norm_first: LayerNorm before attention and feed-forward instead of after ("pre-LN", scratch).
-        pairwise_geometry: a learned bias between regions from their relative position, see `PairwiseGeometryBias`.
-        pairwise_geometry_dim: width of the embedding of that relative position, a multiple of 8.
     """
 
     model_type = "vl_bert"
 
-    type_vocab_size: int = 3
-    feature_dim: int = 2048
-    visual_size: int | None = None
-    geometry: str = "centre_size"
-    geometry_dim: int = 2048
-    region_dropout_prob: float = 0.1
-    visual_layer_norm: bool = True
-    visual_scale_text_init: float = 0.0
-    visual_scale_object_init: float = 0.0
-    uses_whole_image: bool = True
+    type_vocab_size: int = 3  # segments: two of the text, one of the regions
+    feature_dim: int = 2048  # width of the detector's region features
+    visual_size: int | None = None  # width of a region vector; None = `hidden_size`
+    geometry: str = "centre_size"  # "centre_size" (official code) or "corners" (paper), see `geometry_embedding`
+    geometry_dim: int = 2048  # width of the geometry embedding, a multiple of 8
+    region_dropout_prob: float = 0.1  # dropout before the Linear that joins geometry and feature
+    visual_layer_norm: bool = True  # LayerNorm on the visual part; False = a scalar factor
+    visual_scale_text_init: float = 0.0  # start of that LayerNorm's weight (or of the factor) for words
+    visual_scale_object_init: float = 0.0  # the same for regions
+    uses_whole_image: bool = True  # region 0 is the whole image
+    # the whole image is also a region of the sequence (official code). False: it is only the visual part of words
+    # (paper, section 3.2); its row of the output is zero and tasks do not see it.
     whole_image_in_sequence: bool = True
-    image_feature_on_words: bool = True
+    image_feature_on_words: bool = True  # words carry the vector of region 0 (scratch: False)
+    # [END] carries the vector of region 0 as words do (paper); False: no visual part (official)
     visual_part_on_end: bool = False
-    text_only_embedding: bool = False
+    text_only_embedding: bool = False  # a learned vector that words of texts without a region carry (pre-training)
+    # what stands in a region's place of a word. "learned": a learned vector, and another one for hidden regions with
+    # `hidden_region_embedding` (official code). "img": the one vector of the token [IMG], hidden or not (paper, section
+    # 3.2). It lies beside the word table, so that the vocabulary stays BERT's.
     region_word: str = "learned"
+    # another learned vector stands in a hidden region's place of a word (pre-training)
     hidden_region_embedding: bool = False
+    # a learned vector replaces the feature of a hidden region (pre-training on precomputed features, or without hiding
+    # pixels)
     hidden_region_feature: bool = False
+    # start of the Linear that makes region vectors. "official": PyTorch's default. "normal": N(0, `initializer_range`)
+    # and zero biases, as all other new layers (paper, section 4.1). The weight of the visual LayerNorms is
+    # `visual_scale_*_init` in both.
     new_layers: str = "official"
-    with_pooler: bool = False
+    with_pooler: bool = False  # tanh pooler on the first position
+    # most images that one text looks at. Above 1, regions of each image carry a learned vector of their slot, which
+    # starts at zero and which official checkpoints do not have.
     image_slots: int = 1
+    # standard deviation of the embedding tables at the start (scratch); None = `initializer_range`
     embedding_init_std: float | None = None
-    norm_first: bool = False
+    norm_first: bool = False  # LayerNorm before attention and feed-forward instead of after ("pre-LN", scratch)
+    # a learned bias between regions from their relative position, see `PairwiseGeometryBias`
     pairwise_geometry: bool = False
-    pairwise_geometry_dim: int = 64
+    pairwise_geometry_dim: int = 64  # width of the embedding of that relative position, a multiple of 8
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -158,8 +147,10 @@ class VLBertLayer(GradientCheckpointingLayer):
         self.intermediate = BertIntermediate(config)
         self.output = BertOutput(config)
 
-    def forward(self, hidden: Tensor, mask: Tensor, output_attentions: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Args: float [M, Z, E]; additive mask, broadcast to [M, heads, Z, Z]. Returns: [M, Z, E] and attention."""
+    def forward(
+        self, hidden: Float[Tensor, "M Z E"], mask: Float[Tensor, "M _ _ Z"], output_attentions: bool = False
+    ) -> tuple[Float[Tensor, "M Z E"], Float[Tensor, "M heads Z Z"] | None]:
+        """Hidden states and an additive mask -> hidden states, and attention if asked for."""
         attention, output = self.attention.output, self.output
         attended_to = attention.LayerNorm(hidden) if self.norm_first else hidden
         probabilities = attention_probabilities(self.attention.self, attended_to, mask) if output_attentions else None
@@ -172,23 +163,14 @@ class VLBertLayer(GradientCheckpointingLayer):
         return output(self.intermediate(hidden), hidden), probabilities
 
 
-def attention_probabilities(attention: BertSelfAttention, hidden: Tensor, mask: Tensor) -> Tensor:
-    """Attention maps [M, heads, Z, Z] before dropout, computed apart because fused attention does not return them."""
+def attention_probabilities(
+    attention: BertSelfAttention, hidden: Float[Tensor, "M Z E"], mask: Float[Tensor, "M _ _ Z"]
+) -> Float[Tensor, "M heads Z Z"]:
+    """Attention maps before dropout, computed apart because fused attention does not return them."""
     split = (*hidden.shape[:-1], -1, attention.attention_head_size)
     query = attention.query(hidden).view(split).transpose(1, 2)
     key = attention.key(hidden).view(split).transpose(1, 2)
     return (query @ key.transpose(2, 3) * attention.scaling + mask).softmax(dim=-1)
-
-
-class VLBertPooler(nn.Module):
-    """tanh(Linear(first position)): [M, Z, E] -> [M, E]."""
-
-    def __init__(self, config: VLBertConfig):
-        super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return torch.tanh(self.dense(hidden[:, 0]))
 
 
 class VLBertModel(Encoder):
@@ -204,13 +186,14 @@ class VLBertModel(Encoder):
     _supports_sdpa = True
     _no_split_modules = ("VLBertLayer",)
     layout = TextLayout(question=ANSWER_SLOT)
+    abilities = frozenset({Ability.SUMMARY_OF_QUESTION, Ability.WORD_TABLE})
 
     def __init__(self, config: VLBertConfig):
         super().__init__(config)
         self.embeddings = VLBertEmbeddings(config)
         self.layers = nn.ModuleList(VLBertLayer(config, index) for index in range(config.num_hidden_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.norm_first else None
-        self.pooler = VLBertPooler(config) if config.with_pooler else None
+        self.pooler = BertPooler(config) if config.with_pooler else None
         self.pairwise_geometry = None
         if config.pairwise_geometry:
             self.pairwise_geometry = PairwiseGeometryBias(
@@ -226,25 +209,21 @@ class VLBertModel(Encoder):
     def lacks(self, ability: Ability) -> str | None:
         """See `Encoder.lacks`."""
         config = self.config
-        remedies = {
-            Ability.SUMMARY_OF_SINGLE: (config.with_pooler, "set encoder.config.with_pooler to true"),
-            Ability.SUMMARY_OF_PAIR: (config.with_pooler, "set encoder.config.with_pooler to true"),
+        wanted = {
+            Ability.SUMMARY_OF_SINGLE: (config.with_pooler, "with_pooler to true"),
+            Ability.SUMMARY_OF_PAIR: (config.with_pooler, "with_pooler to true"),
             Ability.HIDDEN_REGIONS: (
                 config.hidden_region_embedding or config.region_word == "img",
-                "set encoder.config.hidden_region_embedding to true, or region_word to img",
+                "hidden_region_embedding to true, or region_word to img",
             ),
-            Ability.HIDDEN_FEATURES: (
-                config.hidden_region_feature,
-                "set encoder.config.hidden_region_feature to true",
-            ),
-            Ability.NAMED_REGIONS: (
-                config.image_feature_on_words,
-                "set encoder.config.image_feature_on_words to true",
-            ),
-            Ability.IMAGE_PAIRS: (config.image_slots > 1, "set encoder.config.image_slots to 2"),
+            Ability.HIDDEN_FEATURES: (config.hidden_region_feature, "hidden_region_feature to true"),
+            Ability.NAMED_REGIONS: (config.image_feature_on_words, "image_feature_on_words to true"),
+            Ability.IMAGE_PAIRS: (config.image_slots > 1, "image_slots to 2"),
         }
-        is_able, remedy = remedies.get(ability, (True, ""))
-        return None if is_able else remedy
+        if ability not in wanted:
+            return super().lacks(ability)
+        is_able, setting = wanted[ability]
+        return None if is_able else f"set encoder.config.{setting}"
 
     def get_input_embeddings(self) -> nn.Embedding:
         """The word table [vocabulary, E]; a masked-language-modelling head shares it."""
@@ -254,16 +233,11 @@ class VLBertModel(Encoder):
         self.embeddings.word_embeddings = value
 
     def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
-        """Encode M texts with the regions they look at.
-
-        Args:
-            texts: M wordpiece sequences.
-            regions: their regions; with `config.uses_whole_image`, row 0 is the whole image.
-            output_attentions: also return each layer's attention, float [M, heads, L + R + 1, L + R + 1] (query, key).
+        """See `Encoder.forward`; with `config.uses_whole_image`, row 0 of the regions is the whole image.
 
         Returns:
-            text [M, L, E] and regions [M, R, E], zero at padding; summary [M, E] where an answer has its place or with
-            `config.with_pooler`.
+            Vectors that are zero at padding; a summary where an answer has its place or with `config.with_pooler`; maps
+            (query, key).
 
         Raises:
             ValueError: see `VLBertEmbeddings.forward`.
@@ -282,18 +256,16 @@ class VLBertModel(Encoder):
         )
 
     def encode(
-        self, hidden: Tensor, layout: SequenceLayout, regions: TextRegions | None, output_attentions: bool = False
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run the layers over the packed sequence.
-
-        Args:
-            hidden: float [M, Z, E].
-            layout: which positions are real.
-            regions: for the pairwise geometry; not used without it.
-            output_attentions: collect attention maps.
+        self,
+        hidden: Float[Tensor, "M Z E"],
+        layout: SequenceLayout,
+        regions: TextRegions | None,
+        output_attentions: bool = False,
+    ) -> tuple[Float[Tensor, "M Z E"], list[Float[Tensor, "M heads Z Z"] | None]]:
+        """Run the layers over the packed sequence; `regions` are for the pairwise geometry, and not used without it.
 
         Returns:
-            float [M, Z, E], and a map [M, heads, Z, Z] per layer if asked for.
+            The output, and an attention map per layer (None unless asked for).
         """
         mask = torch.zeros(layout.attend.shape, dtype=hidden.dtype, device=hidden.device)
         mask = mask.masked_fill(~layout.attend, torch.finfo(hidden.dtype).min)[:, None, None, :]

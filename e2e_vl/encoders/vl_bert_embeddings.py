@@ -3,10 +3,10 @@
 Shape legend
     M   texts in the batch
     L   wordpieces of the longest text
-    R   regions of the text with the most regions
+    R   regions; where padded: of the text with the most
     Z   positions of the longest packed sequence
     D   width of a region feature
-    F   width of a region vector ("visual size")
+    F   width of a region vector
     E   hidden size of the encoder
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64, Num
 from torch import Tensor, nn
 
 from e2e_vl.encoders.geometry import geometry_embedding
@@ -30,7 +31,9 @@ class RegionProjection(nn.Linear):
         super().__init__(geometry_dim + feature_dim, visual_size)
         self.dropout = dropout
 
-    def forward(self, geometry: Tensor, features: Tensor) -> Tensor:
+    def forward(
+        self, geometry: Float[Tensor, "*shape _"], features: Float[Tensor, "*shape D"]
+    ) -> Float[Tensor, "*shape F"]:
         joined = torch.cat([geometry.to(features.dtype), features], dim=-1)
         return super().forward(F.dropout(joined, self.dropout, self.training)).relu()
 
@@ -64,7 +67,7 @@ class ScalarFactor(nn.Module):
 
 
 class VisualPart(nn.Module):
-    """What a region vector adds to the embedding of a word or a region: [..., F] -> [..., E].
+    """What a region vector adds to the embedding of a word or a region.
 
     A Linear where F differs from E, then LayerNorm, or a scalar factor without `layer_norm`. The weight of either
     starts at `scale`; at the official 0.0 the visual part is exactly zero at first, and no gradient gets through it.
@@ -75,12 +78,12 @@ class VisualPart(nn.Module):
         self.projection = nn.Linear(visual_size, hidden_size) if visual_size != hidden_size else nn.Identity()
         self.norm = ScaledLayerNorm(hidden_size, scale, eps) if layer_norm else ScalarFactor(scale)
 
-    def forward(self, vectors: Tensor) -> Tensor:
+    def forward(self, vectors: Float[Tensor, "*shape F"]) -> Float[Tensor, "*shape E"]:
         return self.norm(self.projection(vectors))
 
 
 class HiddenRegionFeature(nn.Module):
-    """One learned feature, zero at the start, in place of the features [M, R, D] of hidden regions [M, R]."""
+    """One learned feature, zero at the start, in place of the features of hidden regions."""
 
     def __init__(self, feature_dim: int):
         super().__init__()
@@ -90,7 +93,7 @@ class HiddenRegionFeature(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
-    def forward(self, features: Tensor, is_hidden: Tensor) -> Tensor:
+    def forward(self, features: Float[Tensor, "M R D"], is_hidden: Bool[Tensor, "M R"]) -> Float[Tensor, "M R D"]:
         return torch.where(is_hidden[..., None], self.weight.to(features.dtype), features)
 
 
@@ -119,12 +122,9 @@ class VLBertEmbeddings(nn.Module):
         self.segment_embeddings = nn.Embedding(config.type_vocab_size, hidden)
         self.region_word_embedding = nn.Embedding(1, hidden)
         self.hidden_region_word_embedding = nn.Embedding(1, hidden) if config.hidden_region_embedding else None
-        self.hidden_region_feature = None
-        if config.hidden_region_feature:
-            self.hidden_region_feature = HiddenRegionFeature(config.feature_dim)
-        self.image_slot_embeddings = None
-        if config.image_slots > 1:
-            self.image_slot_embeddings = ImageSlotEmbedding(config.image_slots, hidden)
+        self.hidden_region_feature = HiddenRegionFeature(config.feature_dim) if config.hidden_region_feature else None
+        slots = config.image_slots
+        self.image_slot_embeddings = ImageSlotEmbedding(slots, hidden) if slots > 1 else None
         self.end_embedding = nn.Embedding(1, hidden)
         self.text_only_embedding = nn.Embedding(1, visual) if config.text_only_embedding else None
         self.region_projection = RegionProjection(
@@ -138,8 +138,8 @@ class VLBertEmbeddings(nn.Module):
         self.norm = nn.LayerNorm(hidden, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, texts: TextBatch, regions: TextRegions) -> tuple[Tensor, SequenceLayout]:
-        """Args: M texts and their regions. Returns: float [M, Z, E] and which slot sits at which position.
+    def forward(self, texts: TextBatch, regions: TextRegions) -> tuple[Float[Tensor, "M Z E"], SequenceLayout]:
+        """Args: M texts and their regions. Returns: the input, and which slot sits at which position.
 
         Raises:
             ValueError: texts longer than the position table, or words that name regions in a model whose words have
@@ -158,8 +158,8 @@ class VLBertEmbeddings(nn.Module):
             in_sequence = in_sequence & ~regions.is_whole_image
         return self.join(texts, word_vectors, region_words, vectors, in_sequence, regions.image_slot)
 
-    def region_vectors(self, regions: TextRegions) -> Tensor:
-        """Geometry and feature of each region as one vector, float [M, R, F]; meaningless at padding."""
+    def region_vectors(self, regions: TextRegions) -> Float[Tensor, "M R F"]:
+        """Geometry and feature of each region as one vector; meaningless at padding."""
         geometry = geometry_embedding(
             regions.boxes, regions.image_sizes, self.config.geometry_dim, self.config.geometry
         )
@@ -168,18 +168,16 @@ class VLBertEmbeddings(nn.Module):
             features = self.hidden_region_feature(features, regions.is_hidden)
         return self.region_projection(geometry, features)
 
-    def word_vectors(self, texts: TextBatch, vectors: Tensor, regions: TextRegions) -> Tensor | None:
+    def word_vectors(
+        self, texts: TextBatch, vectors: Float[Tensor, "M R F"], regions: TextRegions
+    ) -> Float[Tensor, "M _ F"] | None:
         """The region vector each word carries: that of the whole image, or of the region of the first image it names.
 
-        Of several images it is the mean of the whole images' vectors.
-
-        Args:
-            texts: M texts; `region_of_token` may name a region.
-            vectors: float [M, R, F], region vectors.
-            regions: the regions; row 0 is the first image as a whole.
+        Of several images it is the mean of the whole images' vectors. Row 0 of the regions is the first image as a
+        whole.
 
         Returns:
-            float [M, L, F], or [M, 1, F] where all words of a text carry the same; None in a model whose words have
+            One entry where all words of a text carry the same; None in a model whose words have
             no visual part. Texts without a region get the learned text-only vector, or zero without one.
         """
         if self.text_visual is None:
@@ -206,24 +204,21 @@ class VLBertEmbeddings(nn.Module):
     def join(
         self,
         texts: TextBatch,
-        word_vectors: Tensor | None,
-        region_words: Tensor,
-        vectors: Tensor,
-        region_attend: Tensor,
-        image_slot: Tensor | None = None,
-    ) -> tuple[Tensor, SequenceLayout]:
+        word_vectors: Float[Tensor, "M _ F"] | None,
+        region_words: Float[Tensor, "M R E"],
+        vectors: Float[Tensor, "M R F"],
+        region_attend: Bool[Tensor, "M R"],
+        image_slot: Int64[Tensor, "M R"] | None = None,
+    ) -> tuple[Float[Tensor, "M Z E"], SequenceLayout]:
         """Add up the embeddings and pack them.
 
         Args:
-            texts: M texts.
-            word_vectors: float [M, L or 1, F], region vector that each word carries, or None.
-            region_words: float [M, R, E], what stands in a region's place of a word.
-            vectors: float [M, R, F], region vectors.
-            region_attend: bool [M, R], True at the regions of the sequence.
-            image_slot: int64 [M, R], which of the text's images a region comes from; None: there is one.
+            word_vectors: region vector that each word carries, or None.
+            region_words: what stands in a region's place of a word.
+            image_slot: which of the text's images a region comes from; None: there is one.
 
         Returns:
-            float [M, Z, E] after LayerNorm and dropout; the layout.
+            The input after LayerNorm and dropout; the layout.
         """
         words = self.word_embeddings(texts.input_ids)
         if word_vectors is not None:
@@ -240,10 +235,15 @@ class VLBertEmbeddings(nn.Module):
         layout = SequenceLayout.from_masks(texts.attend, region_attend)
         return self.dropout(self.norm(layout.pack(slots))), layout
 
-    def position_ids(self, text_attend: Tensor, region_attend: Tensor, image_slot: Tensor | None = None) -> Tensor:
-        """int64 [M, L + R + 1]: words 0 .. T - 1 of a text of T wordpieces, every region T, [END] T + 1.
+    def position_ids(
+        self,
+        text_attend: Bool[Tensor, "M L"],
+        region_attend: Bool[Tensor, "M R"],
+        image_slot: Int64[Tensor, "M R"] | None = None,
+    ) -> Num[Tensor, "M L+R+1"]:
+        """Of a text of n wordpieces the words have 0 .. n - 1, every region has n, [END] has n + 1.
 
-        Regions of the text's second image have T + 1, and so on: each image has a position of its own.
+        Regions of the text's second image have n + 1, and so on: each image has a position of its own.
         """
         slots = self.config.image_slots
         longest, limit = text_attend.shape[1] + slots + 1, self.config.max_position_embeddings
@@ -260,7 +260,9 @@ class VLBertEmbeddings(nn.Module):
             end = length + 1 + image_slot.amax(dim=1, keepdim=True)
         return torch.cat([words, regions, end], dim=1)
 
-    def segment_ids(self, text_segments: Tensor, region_attend: Tensor) -> Tensor:
-        """int64 [M, L + R + 1]: the words' own segments, then 2 for regions and [END]."""
+    def segment_ids(
+        self, text_segments: Int64[Tensor, "M L"], region_attend: Bool[Tensor, "M R"]
+    ) -> Int64[Tensor, "M L+R+1"]:
+        """The words' own segments, then 2 for regions and [END]."""
         rest = (len(text_segments), region_attend.shape[1] + 1)
         return torch.cat([text_segments, text_segments.new_full(rest, REGION_SEGMENT)], dim=1)

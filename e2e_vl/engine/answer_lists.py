@@ -22,12 +22,9 @@ def possible_answers(config: RunConfig, dataset: type[VLDataset], min_count: int
     """Answers in the order of their classes.
 
     They are those of `task.config.answers` (a list or a file) or of the file `data.files.answers`, under data.root;
-    without either they are built from the annotations of the training split and written beside the run's settings. To
-    the lines of a text file the punctuation step of the official evaluation is applied (official VL-BERT code).
-
-    Args:
-        dataset: class of the data set.
-        min_count: least number of questions that a built answer belongs to.
+    without either they are built from the annotations of the training split (those of at least `min_count` questions)
+    and written beside the run's settings. To the lines of a text file the punctuation step of the official evaluation
+    is applied (official VL-BERT code).
 
     Raises:
         FileNotFoundError, ValueError: see `read_answers`, the data set's reader and `frequent_answers`.

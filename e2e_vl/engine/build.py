@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,20 +20,14 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from detector.backends import BACKENDS, detector_class
 from detector.checkpoint import LoadReport, load_checkpoint
-from detector.images import ResizeRule
 from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
-from detector.selection import SelectionRule
 from e2e_vl.box_sources import BoxSource
-from e2e_vl.config import DetectorSettings, ResizeSettings, RunConfig
+from e2e_vl.config import ResizeSettings, RunConfig
 from e2e_vl.converter import check_keys, from_dict
-from e2e_vl.data.base import VLDataset, Wants, check_boxes_source, open_options
+from e2e_vl.data.base import VLDataset
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco_detection import CocoDetectionDataset
-from e2e_vl.data.images.candidates import open_boxes
-from e2e_vl.data.images.loader import ImageLoader, ImageRules
-from e2e_vl.data.loading.collate import collate
-from e2e_vl.data.loading.example_dataset import ExampleDataset
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.data.vqa import VQADataset
@@ -41,10 +35,7 @@ from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.engine.answer_lists import are_given, possible_answers
-from e2e_vl.layout import TextWriter
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.structures import Batch
-from e2e_vl.synthetic import FORMATS, LanguageConfig, SceneConfig, make_scenes
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
 from e2e_vl.tasks.objectives.base import Objective, Sizes
@@ -56,8 +47,10 @@ from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
-from e2e_vl.text import build_vocabulary, load_tokenizer
-from e2e_vl.weights.start import check_vocabulary, load_encoder, load_task
+from e2e_vl.weights.base import WeightAdapter
+from e2e_vl.weights.bert import BertStart
+from e2e_vl.weights.start import StartRules, check_vocabulary, load_encoder, load_task
+from e2e_vl.weights.vl_bert import OfficialVLBert
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +60,9 @@ DETECTORS: dict[str, Callable[[], type[Detector]]] = {
     "precomputed": lambda: PrecomputedDetector,
 }
 ENCODERS = {"vl_bert": (VLBertConfig, VLBertModel), "none": (NoEncoderConfig, NoEncoder)}
+ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # of encoders that start from files of other projects
+    "vl_bert": (OfficialVLBert(), BertStart()),
+}
 TASKS = {
     "refcoco": (ReferringConfig, ReferringTask),
     "detection": (DetectionConfig, DetectionTask),
@@ -89,7 +85,7 @@ DATASETS: dict[str, type[VLDataset]] = {
 }
 
 
-class Parts(NamedTuple):
+class PartClasses(NamedTuple):
     """The classes that a run's settings name."""
 
     detector: type[Detector]
@@ -98,43 +94,13 @@ class Parts(NamedTuple):
     dataset: type[VLDataset]
 
 
-@dataclasses.dataclass
-class Run:
-    """What a run is made of."""
-
-    model: VisionLanguageModel
-    tokenizer: PreTrainedTokenizerBase
-    train_data: ExampleDataset | None  # None when only evaluating
-    collate: Callable[..., Batch]
-    eval_data: dict[tuple[str, BoxSource], ExampleDataset] = dataclasses.field(
-        default_factory=dict
-    )  # by split and boxes
-
-
-def build_run(config: RunConfig) -> Run:
-    """Data (drawn first if the settings ask for it), tokenizer and a model with its starting weights.
-
-    Args:
-        config: as `resolve` returns it.
-    """
-    make_synthetic_data(config)
-    tokenizer = build_tokenizer(config)
-    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
-    source = BoxSource(config.data.boxes.train)
-    examples = build_examples(config, model, tokenizer, config.data.train_split, boxes=source, training=True)
-    if config.detector.loss_weight > 0:
-        examples.dataset.check_classes(model.detector.num_classes)
-    model.task.check_data(examples.dataset, model.detector)
-    return Run(model, tokenizer, examples, build_collate(config, model))
-
-
-def named_parts(config: RunConfig) -> Parts:
+def named_parts(config: RunConfig) -> PartClasses:
     """Look up the names in the dicts above.
 
     Raises:
         ValueError: there is nothing of that name (the message lists what there is), or its package is not installed.
     """
-    return Parts(
+    return PartClasses(
         detector=_named(DETECTORS, config.detector.backend, "detector.backend")(),
         encoder=_named(ENCODERS, config.encoder.name, "encoder.name"),
         task=_named(TASKS, config.task.name, "task.name"),
@@ -159,8 +125,8 @@ def resolve(config: RunConfig) -> RunConfig:
     `data.resize` comes from the detector's YAML file where it is null, so that the saved settings hold numbers.
 
     Raises:
-        ValueError: a wrong name, own boxes of a detector that never learns to find any, or sizes of training and testing
-            that `data.resize` cannot express together.
+        ValueError: a wrong name, own boxes of a detector that never learns to find any, or sizes of training and
+            testing that `data.resize` cannot express together.
     """
     named_parts(config)
     is_random = config.detector.loss_weight == 0 and config.detector.weights is None
@@ -187,164 +153,6 @@ def resolve(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, resize=resize))
 
 
-def make_synthetic_data(config: RunConfig) -> None:
-    """Draw the data set that `data.synthetic` describes into `data.root`, unless it is there already."""
-    synthetic = config.data.synthetic
-    if not synthetic.scenes:
-        return
-    check_keys(("scene", "language"), synthetic.config, "data.synthetic.config")
-    for name, file in config.data.files.items():
-        folder = file.partition("/")[0]
-        if synthetic.formats is not None and folder in set(FORMATS) - set(synthetic.formats):
-            raise ValueError(
-                f"data.files.{name} is {file}, but data.synthetic.formats does not have '{folder}', so it would not be "
-                "drawn; add it."
-            )
-    make_scenes(
-        Path(config.data.root).expanduser(),
-        scenes=synthetic.scenes,
-        seed=synthetic.seed,
-        config=from_dict(SceneConfig, synthetic.config.get("scene", {}), "data.synthetic.config.scene"),
-        language=from_dict(LanguageConfig, synthetic.config.get("language", {}), "data.synthetic.config.language"),
-        formats=synthetic.formats,
-        workers=config.data.workers,
-    )
-
-
-def build_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The named vocabulary, or one built from the training texts and kept with the run."""
-    if config.data.vocabulary is not None:
-        return load_tokenizer(config.data.vocabulary)
-    path = Path(config.output) / "tokenizer" / "vocab.txt"
-    build_vocabulary(training_texts(config), path)
-    return load_tokenizer(path)
-
-
-def training_texts(config: RunConfig) -> Iterable[str]:
-    """All texts of the training split and what the task adds to them, to build a vocabulary from."""
-    parts = named_parts(config)
-    yield from parts.dataset.texts_of(*open_options(parts.dataset, config.data), config.data.train_split)
-    yield from parts.task[1].own_words(task_config(config))
-
-
-def class_names(config: RunConfig) -> list[str] | None:
-    """Names of the annotated classes in the detector's order, where the data set knows them."""
-    dataset = named_parts(config).dataset
-    split = [*config.data.eval_splits, config.data.train_split][0]
-    return dataset.class_names_of(*open_options(dataset, config.data), split)
-
-
-def wants_given_answer(config: RunConfig) -> bool:
-    """Texts of the run stand behind an answer that is given."""
-    dataset = named_parts(config).dataset
-    return dataset.wants_given_answer(open_options(dataset, config.data)[1])
-
-
-def build_examples(
-    config: RunConfig,
-    model: VisionLanguageModel,
-    tokenizer: PreTrainedTokenizerBase,
-    split: str,
-    *,
-    boxes: BoxSource | str,
-    training: bool = False,
-) -> ExampleDataset:
-    """One split, read, loaded and worded; training adds random resizing, mirroring and detection targets.
-
-    Raises:
-        ValueError: precomputed features for a detector that needs pixels, or the other way round; boxes or a file that
-            the data set does not know; and see the data set.
-    """
-    boxes = BoxSource(boxes)
-    if (boxes is BoxSource.PRECOMPUTED) != (config.detector.backend == "precomputed"):
-        raise ValueError(
-            f"The box source is {boxes} and detector.backend is {config.detector.backend}: precomputed features need "
-            "both to be precomputed (data.boxes.train, eval.boxes and detector.backend)."
-        )
-    kind = named_parts(config).dataset
-    check_boxes_source(kind, config.data.name, boxes)
-    wording = model.task.wording(build_writer(config, model, tokenizer, training=training))
-    wants = Wants(boxes, objects=training and config.detector.loss_weight > 0, training=training)
-    files, options = open_options(kind, config.data)
-    if wants.annotations and "instances" in kind.known_files and "instances" not in files:
-        wanted = "the targets of the detection losses" if wants.objects else f"boxes '{boxes}'"
-        raise ValueError(f"{wanted} come from annotated objects; give an instances file as data.files.instances.")
-    dataset = kind.open(files, options, split, wants)
-    loader = build_loader(config, model, dataset, boxes, training=training)
-    loader.require_images(dataset.image_ids(), split)
-    return ExampleDataset(dataset, loader, wording, seed=config.seed, skip_broken=config.data.skip_broken and training)
-
-
-def build_writer(
-    config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, *, training: bool = False
-) -> TextWriter:
-    """What puts texts into the layout of the model's encoder."""
-    data = config.data
-    return TextWriter(tokenizer, model.encoder.layout, data.max_text_length, data.blank_text, training)
-
-
-def build_loader(
-    config: RunConfig,
-    model: VisionLanguageModel,
-    dataset: VLDataset | None,
-    boxes: BoxSource,
-    *,
-    training: bool = False,
-) -> ImageLoader:
-    """The rules for images of a run, with its files of boxes; in evaluation nothing is random.
-
-    Args:
-        dataset: whose files of boxes are opened; None: boxes come with each sample, or the detector finds them.
-    """
-    data = config.data
-    sizes = data.resize.short_edge if training else data.resize.short_edge[-1:]
-    rules = ImageRules(
-        resize=tuple(ResizeRule(size, data.resize.long_edge, data.resize.rounding) for size in sizes),
-        flip_probability=data.flip if training else 0.0,
-        channel_order=model.detector.config.input.format,
-        with_objects=training and config.detector.loss_weight > 0,
-        mask_size=model.task.mask_size,
-        is_blank=data.blank_image,
-        blank_boxes=model.task.blind_without_boxes,
-        mirror_precomputed=data.mirror_precomputed,
-        mean_image_feature=data.mean_image_feature,
-    )
-    key = next((key for key in boxes.needs if key != "instances"), None)
-    reader = None
-    if dataset is not None and key is not None and dataset.parts:
-        files, _ = open_options(type(dataset), data)
-        paths = list(dict.fromkeys(files.path(key, **values) for values in dataset.parts))
-        rule = data.boxes.selection
-        selection = SelectionRule(rule.min_score, rule.min_regions, rule.max_regions)
-        reader = open_boxes(paths, selection, with_features=boxes is BoxSource.PRECOMPUTED)
-    return ImageLoader(rules, boxes, reader)
-
-
-def build_eval_data(config: RunConfig, run: Run) -> None:
-    """Read all splits with all box sources that the settings evaluate, once per run."""
-    sources = [BoxSource(boxes) for boxes in config.eval.boxes]
-    if BoxSource.ONLINE in sources:
-        warn_of_random_boxes(config.detector)
-    for split in config.data.eval_splits:
-        for boxes in sources:
-            run.eval_data[split, boxes] = build_examples(config, run.model, run.tokenizer, split, boxes=boxes)
-
-
-def warn_of_random_boxes(settings: DetectorSettings) -> None:
-    """To be called where a detector's own boxes are evaluated."""
-    if settings.proposes_at_random:
-        logger.warning(
-            "The detector's own boxes are random: it was neither trained (detector.loss_weight is 0, or it is frozen) "
-            "nor loaded with an RPN (detector.weights), so accuracies with boxes 'online' mean nothing."
-        )
-
-
-def build_collate(config: RunConfig, model: VisionLanguageModel) -> Callable[..., Batch]:
-    """Examples -> batch, with the colour statistics of the model's detector and the canvas of the data settings."""
-    settings = model.detector.config.input
-    return partial(collate, pixel_mean=settings.pixel_mean, pixel_std=settings.pixel_std, canvas=config.data.canvas)
-
-
 def build_model(
     config: RunConfig, *, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> VisionLanguageModel:
@@ -357,9 +165,8 @@ def build_model(
     """
     if tokenizer is not None and config.encoder.weights is not None:
         check_vocabulary(config.encoder.weights, tokenizer)
-    task_class = named_parts(config).task[1]
     detector = build_detector(config)
-    encoder = build_encoder(config, task_class, vocab_size=vocab_size, feature_dim=detector.feature_dim)
+    encoder = build_encoder(config, vocab_size=vocab_size, feature_dim=detector.feature_dim)
     sizes = Sizes(encoder.hidden_size, vocab_size, detector.feature_dim, detector.num_classes)
     task = build_task(config, sizes)
     for ability in task.needs:
@@ -368,7 +175,7 @@ def build_model(
         task.initialise(tokenizer, encoder, detector)
     if config.task.weights is not None:
         knows_order = are_given(config) or not task.chooses_answers
-        report = load_task(task, config.task.weights, task_name=config.task.name, knows_class_order=knows_order)
+        report = load_task(task, config.task.weights, start_rules(config), knows_class_order=knows_order)
         _log_start(config.task.weights, report)
     rule = task.hiding
     needs_copy = rule is not None and rule.hides and rule.teacher == "frozen"
@@ -408,7 +215,12 @@ def _log_start(path: str, report: LoadReport) -> None:
     logger.log(level, "%s (%s names): %s.", path, report.layout, report.summary())
 
 
-def build_encoder(config: RunConfig, task_class: type[Task], *, vocab_size: int, feature_dim: int) -> Encoder:
+def start_rules(config: RunConfig) -> StartRules:
+    """What says how the encoder and the task of the settings start from weights."""
+    return StartRules(config.task.name, TASKS, ADAPTERS.get(config.encoder.name, ()))
+
+
+def build_encoder(config: RunConfig, *, vocab_size: int, feature_dim: int) -> Encoder:
     config_class, model_class = named_parts(config).encoder
     check_keys([field.name for field in dataclasses.fields(config_class)], config.encoder.config, "encoder.config")
     fixed = [key for key in ("vocab_size", "feature_dim") if key in config.encoder.config]
@@ -421,7 +233,7 @@ def build_encoder(config: RunConfig, task_class: type[Task], *, vocab_size: int,
         raise ValueError(f"encoder.config cannot be used: {reason}.") from error
     for weights in (config.encoder.fallback_weights, config.encoder.weights):
         if weights is not None:
-            _log_start(weights, load_encoder(encoder, weights, task_class, task_name=config.task.name))
+            _log_start(weights, load_encoder(encoder, weights, start_rules(config)))
     return encoder
 
 
@@ -447,11 +259,7 @@ def build_task(config: RunConfig, sizes: Sizes) -> Task:
 
 
 def build_objectives(settings: dict[str, Any], sizes: Sizes) -> dict[str, Objective]:
-    """All objectives whose weight is not 0, in the order of `OBJECTIVES`.
-
-    Args:
-        settings: name -> settings, or only the weight; what is not named has its default weight.
-    """
+    """All objectives whose weight is not 0, in the order of `OBJECTIVES`; see `PretrainingConfig.objectives`."""
     where = "task.config.objectives"
     check_keys(OBJECTIVES, settings, where)
     objectives = {}

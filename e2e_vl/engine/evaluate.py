@@ -16,11 +16,12 @@ from e2e_vl.config import RunConfig
 from e2e_vl.data.loading.batches import BatchLoader
 from e2e_vl.data.loading.example_dataset import ExampleDataset
 from e2e_vl.data.loading.grouping import GroupedBatchSampler
-from e2e_vl.engine.build import Run, build_collate, build_examples, warn_of_random_boxes
-from e2e_vl.engine.checkpoint import load_model, saved_settings
+from e2e_vl.engine.build_data import build_collate, build_examples, warn_of_random_boxes
 from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.engine.logging import write_text
+from e2e_vl.engine.run import Run
+from e2e_vl.engine.saving import load_model, saved_settings
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run_files import write_text
 from e2e_vl.tasks.base import Task
 
 

@@ -1,63 +1,47 @@
-"""As many processes as were asked for, also without a GPU.
-
-Accelerate leaves several CPU processes to MPI: `accelerate launch --num_processes 2` starts one process where there is
-no GPU, and processes of `torchrun` do not find each other unless they ask for the CPU. Both are made up for here.
-"""
+"""The `Accelerator` of a command: on the right device, with all processes that were asked for, on all cores."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import get_cpu_distributed_information, get_int_from_env, parse_flag_from_env
+
+# What torch's launcher and the MPI libraries tell each process about the number of processes.
+NUMBERS_OF_PROCESSES = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def make_accelerator(mixed_precision: str, **options: Any) -> Accelerator:
-    """An `Accelerator` on the GPU, or on the CPU where there is none or the environment asks for it."""
-    if _on_cpu() and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        # `accelerate launch` leaves every process one thread unless told otherwise: all cores, shared evenly
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max((os.cpu_count() or 1) // processes, torch.get_num_threads()))
-    return Accelerator(mixed_precision=mixed_precision, cpu=_on_cpu(), **options)
+    """An `Accelerator` on the GPU, or on the CPU where there is no GPU or ACCELERATE_USE_CPU is true.
 
+    On the CPU, processes of `torchrun` find each other. `accelerate launch` leaves each process one thread; the
+    processes share all cores here unless `--num_cpu_threads_per_process` gives them more.
+    `mixed_precision` is no, bf16 or fp16.
 
-def start_all_processes() -> None:
-    """Start the script again with torch's launcher if `accelerate launch` was to start several CPU processes.
-
-    To be called first in a script. It does not return in that case; in all others it does nothing.
+    Raises:
+        ValueError: `accelerate launch` was asked for several processes and started one.
     """
-    if "LOCAL_RANK" in os.environ or not _on_cpu():
-        return
-    parent = psutil.Process().parent()
-    number = processes_asked_for(parent.cmdline()) if parent is not None else 1
-    if number > 1:
-        # behind "--" the launcher does not take the script's --run for an abbreviation of an option of its own
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(number), "--"]
-        os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // number, 1)))
-        os.execv(sys.executable, [sys.executable, *launcher, *sys.argv])
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
+        _refuse_missing_processes()
+        if on_cpu:
+            processes = get_cpu_distributed_information().local_world_size
+            torch.set_num_threads(max((os.cpu_count() or 1) // processes, torch.get_num_threads()))
+    return Accelerator(mixed_precision=mixed_precision, cpu=on_cpu, **options)
 
 
-def processes_asked_for(command: Sequence[str]) -> int:
-    """`--num_processes` of an `accelerate launch` command on one machine; 1 for every other command."""
-    names = [Path(word).name for word in command[:3]]
-    if names[1:] == ["accelerate", "launch"]:
-        start = 3
-    elif names[1:2] == ["accelerate-launch"]:
-        start = 2
-    elif names[1:] == ["-m", "accelerate.commands.launch"]:
-        start = 3
-    else:
-        return 1
-    arguments = launch_command_parser().parse_args(list(command[start:]))
-    return arguments.num_processes or 1 if arguments.num_machines in (None, 1) else 1
+def _refuse_missing_processes() -> None:
+    """Raise a ValueError if `accelerate launch` left several processes to MPI, which did not start them.
 
-
-def _on_cpu() -> bool:
-    return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    Where there are not several GPUs, `accelerate launch --num_processes 2` starts one process without saying so. It
+    tells that process only where the others would meet it.
+    """
+    if "MASTER_ADDR" in os.environ and not get_int_from_env(NUMBERS_OF_PROCESSES, 0):
+        raise ValueError(
+            "`accelerate launch` was asked for several processes, but it starts only one where there are not several "
+            f"GPUs; start N processes on the CPU with `torchrun --standalone --nproc_per_node N -- {sys.argv[0]} ...`, "
+            "or leave out --num_processes (and unset MASTER_ADDR)."
+        )

@@ -13,19 +13,20 @@ from transformers import PreTrainedTokenizerBase
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.data.loading.requests import random_generator
-from e2e_vl.engine.build import (
-    Run,
+from e2e_vl.engine.build_data import (
     build_collate,
     build_examples,
     build_loader,
     build_writer,
     class_names,
+    narrowed,
     wants_given_answer,
     warn_of_random_boxes,
 )
-from e2e_vl.engine.checkpoint import load_model, saved_settings
 from e2e_vl.engine.evaluate import evaluate, named_metrics
 from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.engine.run import Run
+from e2e_vl.engine.saving import load_model, saved_settings
 from e2e_vl.examples import Example
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.samples import BrokenImageError, Question, Sample
@@ -64,7 +65,6 @@ def predict_split(
     Args:
         run_dir: run directory of tools/train.py, or a saved model folder.
         split: any split of the run's data set, also one without labels.
-        boxes: source of the candidate boxes.
         output: the file; written by the main process.
         second_run_dir: the run for the other half of the file, for a task that has `Task.second_run`.
         overrides: `key=value` settings, the same for both runs.
@@ -128,12 +128,13 @@ def _load_runs(
     return loaded
 
 
-def answer_question(run_dir: Path, question: Question) -> Answer:
+def answer_question(run_dir: Path, question: Question, *, points_at_box: bool = False) -> Answer:
     """Ask a trained model about one image: the question is a sample like those of a data set.
 
     Args:
         run_dir: run directory of tools/train.py, or a saved model folder.
         question: image, text and what else the task needs. The text is cut as in training.
+        points_at_box: the answer must be a box.
 
     Raises:
         FileNotFoundError, ValueError: no model or image there, an empty text, a model that cannot answer one, or
@@ -142,11 +143,11 @@ def answer_question(run_dir: Path, question: Question) -> Answer:
     if not question.text.strip():
         raise ValueError("The text is empty; write what to ask or to look for.")
     config, model, tokenizer = load_model(Path(run_dir))
-    _check_answers(config, model.task, run_dir)
+    _check_answers(config, model.task, run_dir, points_at_box)
     if question.boxes is None:
         warn_of_random_boxes(saved_settings(run_dir).detector)
     question = dataclasses.replace(question, class_names=class_names(config), wants_answer=wants_given_answer(config))
-    return answer(config, model, tokenizer, model.task.question(question))
+    return answer(config, model, tokenizer, narrowed(config, model.task.question(question)))
 
 
 def answer(config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Answer:
@@ -159,7 +160,7 @@ def answer(config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedT
         return random_generator(config.seed, 0, text)
 
     try:
-        images = [loader.load(image, loader.draw_look(draw(0))) for image in sample.images]
+        images = [loader.load(image, loader.draw_augmentation(draw(0))) for image in sample.images]
     except BrokenImageError as error:
         raise error.__cause__ from None
     batch = build_collate(config, model)([Example(images, list(wording(sample, images, draw)))])
@@ -169,8 +170,13 @@ def answer(config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedT
     return Answer(model.task, record, model.task.answer_lines(record), *_regions(model, output, record))
 
 
-def _check_answers(config: RunConfig, task: Task, run_dir: Path) -> None:
-    """Raises ValueError if the run does not answer a text about an image."""
+def _check_answers(config: RunConfig, task: Task, run_dir: Path, points_at_box: bool) -> None:
+    """Raises ValueError if the run does not answer a text about an image, or not with a box where that is asked."""
+    if points_at_box and not task.points_at_box:
+        raise ValueError(
+            f"{run_dir} was trained for the task '{config.task.name}', which does not answer a phrase with a box; give "
+            "a run of a task that does."
+        )
     if not task.answers_questions:
         raise ValueError(
             f"{run_dir} was trained for the task '{config.task.name}', which does not answer a text; give a run of a "

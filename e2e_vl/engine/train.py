@@ -23,23 +23,24 @@ from detector.structures import Loss
 from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.loading.batches import BatchLoader
 from e2e_vl.data.loading.grouping import GroupedBatchSampler
-from e2e_vl.engine import checkpoint
-from e2e_vl.engine.build import Run, build_eval_data, build_run, resolve
+from e2e_vl.engine import saving
+from e2e_vl.engine.build import resolve
 from e2e_vl.engine.evaluate import evaluate_splits
 from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.engine.logging import RunLog, write_json
 from e2e_vl.engine.optim import build_optimizer, build_schedule
-from e2e_vl.engine.report import write_report
+from e2e_vl.engine.run import Run, build_eval_data, build_run
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.report.page import write_report
+from e2e_vl.run_files import RunLog, write_json
 from e2e_vl.structures import Batch
+
+POSITION = ("step", "steps_summed", "loss_sums", "seconds_training")  # attributes of a run that a checkpoint keeps
 
 
 def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
-    """Train as the config says.
+    """Train as the config says; `config.output` becomes the run directory.
 
-    Args:
-        config: the resolved settings; `config.output` becomes the run directory.
-        resume: continue from the newest checkpoint of the run directory, exactly as if the run had not stopped.
+    With `resume`, training continues from the newest checkpoint there, exactly as if the run had not stopped.
 
     Returns:
         What `metrics.json` holds.
@@ -56,9 +57,9 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
     config = resolve(config)
-    resume_from = checkpoint.find_resumable(output, config, accelerator.num_processes) if resume else None
+    resume_from = saving.find_resumable(output, config, accelerator.num_processes) if resume else None
     if resume_from is None:
-        checkpoint.refuse_to_overwrite(output)
+        saving.refuse_to_overwrite(output)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         output.mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
     with accelerator.main_process_first():
         run = build_run(config)
         if resume_from is not None:
-            checkpoint.check_lists(resume_from, run.model, run.tokenizer)
+            saving.check_lists(resume_from, run.model, run.tokenizer)
         build_eval_data(config, run)  # settings that do not fit are found before training, not after it
     if accelerator.is_main_process:
         save_config(config, output / "config.yaml")
@@ -128,10 +129,8 @@ class _Training:
         self.steps_summed, self.loss_sums = 0, {}  # since the last logged step
         self.rates: dict[str, float] = {}  # learning rates of the last step
         if resume_from:
-            position = checkpoint.load_state(accelerator, optimizer, resume_from)
-            self.step = position["step"]
-            self.steps_summed, self.loss_sums = position["steps_summed"], position["loss_sums"]
-            self.seconds_training = position["seconds_training"]
+            position = saving.load_state(accelerator, optimizer, resume_from)
+            vars(self).update({name: position[name] for name in POSITION})
         self.schedule = build_schedule(optimizer, settings, self.total_steps, steps_done=self.step)
         self.log = RunLog(
             self.output / "log.jsonl",
@@ -289,18 +288,13 @@ class _Training:
         return metrics
 
     def _save(self, folder: Path) -> None:
-        checkpoint.save_state(
+        saving.save_state(
             self.accelerator,
             folder,
             self.config,
             self.built.model,
             self.built.tokenizer,
-            position={
-                "step": self.step,
-                "steps_summed": self.steps_summed,
-                "loss_sums": self.loss_sums,
-                "seconds_training": self.seconds_training,
-            },
+            position={name: getattr(self, name) for name in POSITION},
             keep=self.config.train.keep_checkpoints,
         )
 
@@ -319,9 +313,9 @@ class _Training:
             },
         }
         if self.accelerator.is_main_process:
-            checkpoint.save_model(self.output / "model", self.config, model, self.built.tokenizer)
+            saving.save_model(self.output / "model", self.config, model, self.built.tokenizer)
             write_json(self.output / "metrics.json", summary)
-            write_report(self.output, self.config)
+            write_report(self.output, self.config, model.task)
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         return summary

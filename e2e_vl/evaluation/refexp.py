@@ -10,9 +10,7 @@
 All take continuous corners with x2 = x + w (MAttNet's x2 = x + w - 1 with an inclusive overlap is the same thing) and
 count expressions, not refs. The official scripts were read for these rules; the golden data pins them.
 
-Shape legend
-    N   expressions
-    R   candidate boxes of one expression
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from e2e_vl.evaluation.submission_files import read_list, write_list
+from e2e_vl.evaluation.submission_files import write_list
 
 _KEYS = ("ref_id", "sent_id", "box")
 
@@ -21,31 +21,11 @@ def write_submission(path: str | Path, records: Iterable[Mapping[str, Any]]) -> 
     """Write the file, an expression a line, in the order of the records.
 
     Raises:
-        ValueError: an expression twice, or a box that is not four finite numbers.
+        ValueError: an expression twice, ids that are no whole numbers, or a box that is not four finite numbers.
     """
     entries = [{key: record[key] for key in _KEYS} for record in records]
-    _check(entries, path)
-    write_list(path, entries)
-
-
-def read_submission(path: str | Path) -> list[dict[str, Any]]:
-    """Read the file.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: no JSON list, an entry with other keys, an expression twice, or a box that is not four finite
-            numbers.
-    """
-    entries = read_list(path)
-    _check(entries, path)
-    return entries
-
-
-def _check(entries: list[Any], path: str | Path) -> None:
     seen = set()
     for number, entry in enumerate(entries):
-        if not isinstance(entry, dict) or set(entry) != set(_KEYS):
-            raise ValueError(f"{path}: entry {number} is {entry!r}, expected an object with {', '.join(_KEYS)}.")
         key, box = (entry["ref_id"], entry["sent_id"]), entry["box"]
         if any(type(value) is not int for value in key):
             raise ValueError(f"{path}: entry {number} has the ids {key}, expected two whole numbers.")
@@ -56,3 +36,4 @@ def _check(entries: list[Any], path: str | Path) -> None:
         is_box = is_box and all(type(value) in (int, float) and math.isfinite(value) for value in box)
         if box is not None and not is_box:
             raise ValueError(f"{path}: expression {key[1]} has the box {box!r}, expected [x1, y1, x2, y2] or null.")
+    write_list(path, entries)

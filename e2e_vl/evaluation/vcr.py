@@ -3,14 +3,12 @@
 Q->A and QA->R are accuracies of the arg-max; Q->AR is the share of questions with both right (the official R2C code,
 `eval_q2ar.py`). QA->R is conditioned on the right answer.
 
-Shape legend
-    Q   questions; every question has four answers and four rationales
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
 
 import csv
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,21 +24,21 @@ COLUMNS = ("annot_id", *ANSWER_COLUMNS, *RATIONALE_COLUMNS)
 class Submission(NamedTuple):
     """What the leaderboard file holds."""
 
-    annot_ids: list[str]  # Q, all different
-    answers: np.ndarray  # float64 [Q, 4], one score per answer
-    rationales: np.ndarray  # float64 [Q, 4, 4]: rationales (last axis), given each of the answers
+    annot_ids: list[str]  # U, all different
+    answers: np.ndarray  # float64 [U, 4], one score per answer
+    rationales: np.ndarray  # float64 [U, 4, 4]: rationales (last axis), given each of the answers
 
 
 def vcr_hits(
     answers: np.ndarray, rationales: np.ndarray, answer_labels: Sequence[int], rationale_labels: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """Which questions are right, bool [Q] under each of "Q->A", "QA->R" and "Q->AR". The first of equal scores wins.
+    """Which questions are right, bool [U] under each of "Q->A", "QA->R" and "Q->AR". The first of equal scores wins.
 
     Args:
-        answers: float [Q, 4].
-        rationales: float [Q, 4], given the right answer, or [Q, 4, 4], given each answer: then the rows of the right
+        answers: float [U, 4].
+        rationales: float [U, 4], given the right answer, or [U, 4, 4], given each answer: then the rows of the right
             answer count.
-        answer_labels, rationale_labels: Q indices of the right choices.
+        answer_labels, rationale_labels: U indices of the right choices.
 
     Raises:
         ValueError: arrays of other shapes, labels outside 0 to 3, or scores that are not numbers.
@@ -98,45 +96,6 @@ def write_submission(path: str | Path, submission: Submission) -> None:
         for annot_id, answers, rationales in zip(*submission, strict=True):
             scores = np.concatenate([answers, rationales.reshape(-1)])
             writer.writerow([annot_id, *(repr(float(score)) for score in scores)])
-
-
-def read_submission(path: str | Path, annot_ids: Sequence[str] | None = None) -> Submission:
-    """Read a leaderboard file.
-
-    Args:
-        path: CSV of 21 columns, in any order.
-        annot_ids: the questions it must answer, no more and no less; the result is in their order. None = those of
-            the file, in its order.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a missing, double or unknown column, a row of another length, a score that is not a finite number,
-            a question that is there twice, is missing, or is not asked for.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such submission file; check the path.")
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.reader(file))
-    header = rows[0] if rows else []
-    if sorted(header) != sorted(COLUMNS):
-        missing = [name for name in COLUMNS if name not in header]
-        wrong = f"misses {missing[0]}" if missing else "has unknown or double columns"
-        raise ValueError(f"{path}: the header {wrong}; it must hold the 21 columns {COLUMNS[0]}, ..., {COLUMNS[-1]}.")
-    place = [header.index(name) for name in COLUMNS]
-    scores: dict[str, list[float]] = {}
-    for number, row in enumerate(rows[1:], start=2):
-        if len(row) != len(COLUMNS):
-            raise ValueError(f"{path}, line {number}: {len(row)} columns instead of {len(COLUMNS)}; repair the line.")
-        annot_id, *values = (row[index] for index in place)
-        if annot_id in scores:
-            raise ValueError(f"{path}, line {number}: the question {annot_id} is there twice; remove one of its lines.")
-        scores[annot_id] = [_number(value, f"{path}, line {number} ({annot_id})") for value in values]
-    if annot_ids is not None:
-        _check_questions(scores, annot_ids, path)
-        scores = {annot_id: scores[annot_id] for annot_id in annot_ids}
-    table = np.array(list(scores.values()), dtype=np.float64).reshape(-1, len(COLUMNS) - 1)
-    return Submission(list(scores), table[:, :CHOICES], table[:, CHOICES:].reshape(-1, CHOICES, CHOICES))
 
 
 def join_predictions(
@@ -231,29 +190,9 @@ def _check_submission(submission: Submission, where: str) -> None:
     shapes = [np.shape(submission.answers), np.shape(submission.rationales)]
     if shapes != [(number, CHOICES), (number, CHOICES, CHOICES)]:
         raise ValueError(
-            f"{where}: {number} questions need scores [Q, 4] and [Q, 4, 4]; these have the shapes {shapes}."
+            f"{where}: {number} questions need scores [U, 4] and [U, 4, 4]; these have the shapes {shapes}."
         )
     if len(set(submission.annot_ids)) != number:
         raise ValueError(f"{where}: a question is there twice; every annot_id needs one row.")
     if not (np.isfinite(submission.answers).all() and np.isfinite(submission.rationales).all()):
         raise ValueError(f"{where}: a score is not a finite number; look for a diverged model.")
-
-
-def _check_questions(scores: Mapping[str, Any], annot_ids: Sequence[str], path: Path) -> None:
-    wanted = set(annot_ids)
-    missing = [annot_id for annot_id in annot_ids if annot_id not in scores]
-    unknown = [annot_id for annot_id in scores if annot_id not in wanted]
-    if missing:
-        raise ValueError(f"{path}: no row for the question {missing[0]} and {len(missing) - 1} more; predict them all.")
-    if unknown:
-        raise ValueError(f"{path}: the question {unknown[0]} is not one of the split; use the file of this split.")
-
-
-def _number(text: str, where: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{where}: {text!r} is not a finite number; repair the line.")
-    return value

@@ -16,7 +16,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
-from e2e_vl.evaluation.submission_files import read_list, write_list
+from e2e_vl.evaluation.submission_files import write_list
 
 UNKNOWN = "<unk>"  # an entry of some vocabularies that never scores
 
@@ -185,21 +185,6 @@ def vqa_submission(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
 def write_submission(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Write `vqa_submission` as one JSON list; raises ValueError as it does."""
     write_list(path, vqa_submission(records))
-
-
-def read_submission(path: str | Path) -> list[dict[str, Any]]:
-    """Read a result file.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: no JSON list, an entry that is not {"question_id": int, "answer": str}, or a question twice.
-    """
-    entries = read_list(path)
-    for number, entry in enumerate(entries):
-        is_entry = isinstance(entry, dict) and set(entry) == {"question_id", "answer"}
-        if not is_entry or type(entry["question_id"]) is not int or not isinstance(entry["answer"], str):
-            raise ValueError(f'{path}: entry {number} is {entry!r}, expected {{"question_id": int, "answer": str}}.')
-    return list(by_question(entries, f"predictions in {path}").values())
 
 
 def soft_scores(answers: Sequence[str], *, normalised: bool = False) -> dict[str, float]:

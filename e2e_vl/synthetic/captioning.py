@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 
@@ -17,7 +18,8 @@ _ATTEMPTS = 20
 
 def draw_captions(facts: SceneFacts, rng: np.random.Generator, count: int = 5) -> list[str]:
     """Up to ``count`` different captions; each is true of the scene, and may be true of other scenes."""
-    kinds = (_count_shapes, _count_colours, _name_some, _relate_two, _name_some)
+    count_shapes, count_colours = partial(_count, "shape", "{}", None), partial(_count, "colour", "{} shape", 3)
+    kinds = (count_shapes, count_colours, _name_some, _relate_two, _name_some)
     captions: dict[str, None] = {}
     for i in range(_ATTEMPTS * count):
         if len(captions) == count:
@@ -28,16 +30,10 @@ def draw_captions(facts: SceneFacts, rng: np.random.Generator, count: int = 5) -
     return list(captions)
 
 
-def _count_shapes(facts: SceneFacts, rng: np.random.Generator) -> str:
-    counts = Counter(look.shape for look in facts.looks)
-    names = [str(name) for name in rng.permutation(sorted(counts))]
-    return _listed([_counted(counts[name], name) for name in names])
-
-
-def _count_colours(facts: SceneFacts, rng: np.random.Generator) -> str:
-    counts = Counter(look.colour for look in facts.looks)
-    names = [str(name) for name in rng.permutation(sorted(counts))][:3]
-    return _listed([_counted(counts[name], f"{name} shape") for name in names])
+def _count(slot: str, noun: str, most: int | None, facts: SceneFacts, rng: np.random.Generator) -> str:
+    counts = Counter(getattr(look, slot) for look in facts.looks)
+    names = [str(name) for name in rng.permutation(sorted(counts))][:most]
+    return _listed([_counted(counts[name], noun.format(name)) for name in names])
 
 
 def _name_some(facts: SceneFacts, rng: np.random.Generator) -> str:

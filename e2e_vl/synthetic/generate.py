@@ -88,12 +88,10 @@ def make_scenes(
     Args:
         output: folder to write to; new, empty, or one of a finished or interrupted run with the same settings.
         scenes: number of scenes per split, for example {"train": 3500, "val": 200}.
-        seed: of everything drawn.
         config, language, detections: what is drawn, said and detected; None for the defaults.
         image_format: "jpg" (quality 95) or "png".
         formats: which of ``FORMATS`` are wanted; None for all.
         workers: number of processes that draw; 0 draws in this process.
-        progress: whether a progress bar is shown.
 
     Returns:
         the content of ``synthetic.json``: "version", "settings", "formats" and "statistics" (see ``_statistics``; a
@@ -102,14 +100,8 @@ def make_scenes(
     Raises:
         ValueError: a setting is impossible, or the folder holds other data.
     """
-    recipe = Recipe(
-        dict(scenes),
-        seed,
-        image_format,
-        config or SceneConfig(),
-        language or LanguageConfig(),
-        detections or ImitatedDetectorConfig(),
-    )
+    what = (config or SceneConfig(), language or LanguageConfig(), detections or ImitatedDetectorConfig())
+    recipe = Recipe(dict(scenes), seed, image_format, *what)
     wanted = set(WRITERS if formats is None else formats)
     if unknown := sorted(wanted - set(WRITERS)):
         raise ValueError(f"formats must be some of {', '.join(WRITERS)}; found {unknown[0]!r}")
@@ -145,10 +137,12 @@ def _add_formats(
     scenes = list(with_ids(_mapped(make, recipe.places(images), workers, progress)))
 
     old = finished or {"formats": [], "statistics": {}}
-    own = {name: _write_format(output / name, writer, scenes) for name, writer in writers.items()}
-    own = {name: found for name, found in (old["statistics"] | own).items() if found is not None}
+    own = dict(old["statistics"])
+    for name, writer in writers.items():
+        (output / name).mkdir(exist_ok=True)
+        own[name] = writer.write(output / name, [replace(scene, drawn=scene.drawn[name]) for scene in scenes])
     held = [name for name in WRITERS if name in added or name in old["formats"]]
-    statistics = _statistics(scenes) | {name: own[name] for name in held if name in own}
+    statistics = _statistics(scenes) | {name: own[name] for name in held if own.get(name) is not None}
     stamp = {**start, "formats": held, "statistics": statistics}
     unfinished.write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(output / STAMP)
@@ -217,12 +211,6 @@ def _make_scene(
         drawn={},
     )
     return replace(record, drawn={name: writer.draw(record, facts) for name, writer in writers.items()})
-
-
-def _write_format(folder: Path, writer: FormatWriter[Any], scenes: Sequence[_DrawnScene]) -> dict[str, Any] | None:
-    """Write one format and return its statistics."""
-    folder.mkdir(exist_ok=True)
-    return writer.write(folder, [replace(scene, drawn=scene.drawn[folder.name]) for scene in scenes])
 
 
 def _statistics(scenes: Sequence[_DrawnScene]) -> dict[str, Any]:

@@ -17,22 +17,15 @@ _ATTEMPTS = 50
 class ImitatedDetectorConfig:
     """How the imitated detector errs.
 
-    Attributes:
-        missed: share of objects without a detection.
-        wrong_category: share of detections with another category.
-        min_iou: smallest IoU of a detection with its object.
-        false_alarms: largest number of boxes per image that show no object.
-        max_false_iou: largest IoU of such a box with any object.
-
     Raises:
         ValueError: a value is impossible; the message names it.
     """
 
-    missed: float = 0.04
-    wrong_category: float = 0.05
-    min_iou: float = 0.6
-    false_alarms: int = 3
-    max_false_iou: float = 0.4
+    missed: float = 0.04  # share of objects without a detection
+    wrong_category: float = 0.05  # share of detections with another category
+    min_iou: float = 0.6  # smallest IoU of a detection with its object
+    false_alarms: int = 3  # largest number of boxes per image that show no object
+    max_false_iou: float = 0.4  # largest IoU of such a box with any object
 
     def __post_init__(self) -> None:
         for name in ("missed", "wrong_category", "min_iou", "max_false_iou"):
@@ -43,11 +36,7 @@ class ImitatedDetectorConfig:
 
 
 def draw_detections(scene: Scene, config: ImitatedDetectorConfig, rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Detections of a scene, at least one, without ids.
-
-    Returns:
-        dicts of ``box`` [x, y, width, height] in pixels, ``category_id``, ``category_name`` and ``score``.
-    """
+    """Detections of a scene, at least one: ``box`` [x, y, w, h] in pixels, ``category_id``, its name and ``score``."""
     size = scene.image.shape[1], scene.image.shape[0]
     truth = np.array([item.box for item in scene.objects], float)
     found = np.flatnonzero(rng.random(len(truth)) >= config.missed)

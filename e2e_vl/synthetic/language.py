@@ -1,4 +1,4 @@
-"""Referring expressions: their meaning, their words, and the way back from the words to the meaning.
+"""Referring expressions: their meaning and their words.
 
 As in RefCOCO+, the language has no word for a place in the image: objects are named by their attributes, by
 comparing their sizes and by their relations to each other.
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from e2e_vl.synthetic.relations import SceneFacts, members
-from e2e_vl.synthetic.scenes import COLOURS, SHAPES
 
 FAMILIES = ("attribute", "superlative", "comparison", "relation")
 SLOTS = ("size", "texture", "colour", "shape")
@@ -57,16 +56,13 @@ class Description:
 class ReferringExpression:
     """What a referring expression says.
 
-    Attributes:
-        description: what the object is.
-        operator: None (nothing more is said), "biggest" or "smallest" (of its description), a comparison ("bigger",
-            "smaller") or a relation ("near", "nearest", "farthest", "overlapping", "in front", "behind").
-        anchor: the object it is compared or related to; None with a comparison means all others of the description.
+    The operator is None (nothing more is said), "biggest" or "smallest" (of its description), a comparison ("bigger",
+    "smaller") or a relation ("near", "nearest", "farthest", "overlapping", "in front", "behind").
     """
 
-    description: Description
+    description: Description  # what the object is
     operator: str | None = None
-    anchor: Description | None = None
+    anchor: Description | None = None  # what it is compared or related to; None: all others of the description
 
     @property
     def family(self) -> str:
@@ -168,59 +164,6 @@ def pluralised(noun: str) -> str:
 
 def _pick(words: tuple[str, ...], rng: np.random.Generator) -> str:
     return words[int(rng.random() * len(words))]
-
-
-def parse(sentence: str) -> ReferringExpression:
-    """The meaning of a sentence, the inverse of ``to_words``.
-
-    Raises:
-        ValueError: a word or a construction is not part of this language.
-    """
-    words = sentence.split()
-    for operator, spellings in _SUPERLATIVES.items():
-        start = 1 if words[:1] == ["the"] else 0
-        if words[start : start + 1] and words[start] in spellings:
-            return ReferringExpression(_parse_noun_phrase(words[start + 1 :], sentence), operator)
-    for operator, links in {**_COMPARISONS, **_RELATIONS}.items():
-        for link in sorted(set(links), key=len, reverse=True):
-            head, found, tail = f" {sentence} ".partition(f" {link} ")
-            if not found:
-                continue
-            description = _parse_noun_phrase(head.removesuffix(" that is").split(), sentence)
-            if operator in _COMPARISONS and f"than {tail.strip()}" in _OTHERS:
-                return ReferringExpression(description, operator)
-            return ReferringExpression(description, operator, _parse_noun_phrase(tail.split(), sentence))
-    return ReferringExpression(_parse_noun_phrase(words, sentence))
-
-
-def _parse_noun_phrase(words: list[str], sentence: str) -> Description:
-    values: dict[str, str] = {}
-    text = " ".join(words[1:] if words[:1] == ["the"] else words)
-    for texture, ending in _SUFFIXES.items():
-        if text.endswith(" " + ending):
-            values["texture"] = texture
-            text = text.removesuffix(" " + ending)
-    *adjectives, noun = text.split() or [""]
-    if noun in SHAPES:
-        values["shape"] = noun
-    elif noun not in _THINGS:
-        raise ValueError(f'"{sentence}": "{noun}" is not a noun of this language')
-    for word in adjectives:
-        for slot, value in _meanings(word):
-            if slot in values:
-                raise ValueError(f'"{sentence}": the {slot} is said twice')
-            values[slot] = value
-            break
-        else:
-            raise ValueError(f'"{sentence}": "{word}" is not a word of this language')
-    return Description(**values)
-
-
-def _meanings(word: str) -> list[tuple[str, str]]:
-    meanings = [("colour", word)] if word in COLOURS else []
-    for slot, table in (("size", _SIZE_WORDS), ("texture", _TEXTURE_WORDS)):
-        meanings += [(slot, value) for value, spellings in table.items() if word in spellings]
-    return meanings
 
 
 def as_typed(sentence: str, rng: np.random.Generator) -> str:

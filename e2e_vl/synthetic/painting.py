@@ -49,15 +49,11 @@ TEXTURES = ("plain", "striped", "dotted")
 
 
 def outline(shape: str, size: float, angle: float) -> np.ndarray:
-    """Outline of a shape around the centre of its box.
+    """Outline of a shape of ``SHAPES`` around the centre of its box, float64 [P, 2], x and y.
 
     Args:
-        shape: a key of ``SHAPES``.
         size: longer side of the outline's box after rotation, pixels.
         angle: rotation, radians.
-
-    Returns:
-        float64 [P, 2], x and y.
     """
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
     points = SHAPES[shape] @ turn.T
@@ -97,7 +93,7 @@ def cover(points: np.ndarray, centre: tuple[float, float]) -> Patch:
 
 
 def paint(image: np.ndarray, patch: Patch, colour: str, texture: str, rng: np.random.Generator) -> None:
-    """Paint an object over ``image`` (float32 [H, W, 3], RGB 0..255), in place."""
+    """Paint an object over ``image`` (float32 [height, width, 3], RGB 0..255), in place."""
     fill, edge, (x0, y0) = patch
     h, w = fill.shape
     main = np.asarray(COLOURS[colour], np.float32) + rng.uniform(-9, 9, 3).astype(np.float32)
@@ -121,10 +117,8 @@ def _pattern(texture: str, h: int, w: int, rng: np.random.Generator) -> np.ndarr
     along = np.sin(x * np.cos(angle) + y * np.sin(angle) + phase[0])
     if texture == "striped":
         return np.clip(0.45 + 1.6 * along, 0, 0.85).astype(np.float32)
-    if texture == "dotted":
-        across = np.sin(y * np.cos(angle) - x * np.sin(angle) + phase[1])
-        return np.clip(2.2 * (along + across - 0.75), 0, 0.85).astype(np.float32)
-    raise AssertionError(f"unknown texture {texture!r}")
+    across = np.sin(y * np.cos(angle) - x * np.sin(angle) + phase[1])  # dotted
+    return np.clip(2.2 * (along + across - 0.75), 0, 0.85).astype(np.float32)
 
 
 def paint_background(h: int, w: int, rng: np.random.Generator) -> np.ndarray:

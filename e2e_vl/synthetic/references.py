@@ -34,26 +34,20 @@ _SUBSETS = tuple(slots for k in range(len(SLOTS) + 1) for slots in combinations(
 class LanguageConfig:
     """How scenes are spoken about.
 
-    Attributes:
-        family_mix: share of each family among the expressions: attribute ("big striped star"), superlative ("smallest
-            red thing"), comparison ("circle bigger than the red star"), relation ("circle next to the red star").
-        refs_per_image: smallest and largest number of objects chosen to be referred to; other objects are used where
-            a family has no expression about the chosen ones.
-        sentences_per_ref: smallest and largest number of expressions planned for each of them.
-        relation_mix: how often each relation is tried; a relation that is rare in the scenes stays rare.
-        redundant: share of attribute expressions that may say more than is needed.
-        vcr_families: what VCR's questions ask, some of colour, match, pair (see ``vcr_writer``).
+    The families of expressions are attribute ("big striped star"), superlative ("smallest red thing"), comparison
+    ("circle bigger than the red star") and relation ("circle next to the red star"). Objects that are not chosen to be
+    referred to are used where a family has no expression about the chosen ones.
 
     Raises:
         ValueError: a value is impossible; the message names it.
     """
 
-    family_mix: Mapping[str, float] = field(default_factory=_FAMILY_MIX.copy)
-    refs_per_image: tuple[int, int] = (2, 4)
-    sentences_per_ref: tuple[int, int] = (2, 3)
-    relation_mix: Mapping[str, float] = field(default_factory=_RELATION_MIX.copy)
-    redundant: float = 0.4
-    vcr_families: tuple[str, ...] = VCR_FAMILIES
+    family_mix: Mapping[str, float] = field(default_factory=_FAMILY_MIX.copy)  # shares among the expressions
+    refs_per_image: tuple[int, int] = (2, 4)  # least and most objects that are chosen to be referred to
+    sentences_per_ref: tuple[int, int] = (2, 3)  # least and most expressions planned for each of them
+    relation_mix: Mapping[str, float] = field(default_factory=_RELATION_MIX.copy)  # tries; rare relations stay rare
+    redundant: float = 0.4  # share of attribute expressions that may say more than is needed
+    vcr_families: tuple[str, ...] = VCR_FAMILIES  # what VCR's questions ask (see ``vcr_writer``)
 
     def __post_init__(self) -> None:
         for name, known in (("family_mix", FAMILIES), ("relation_mix", RELATIONS)):

@@ -23,36 +23,22 @@ _ATTRIBUTE_IDS = {entry["name"]: entry["id"] for entry in ATTRIBUTES}
 
 @dataclass(frozen=True)
 class ScenePlace:
-    """The place of a scene in the data set.
-
-    Attributes:
-        split: name of its split.
-        number: number of the scene in its split, from 0.
-        image_id: number of the scene among all splits, from 1.
-        image_file: its image, named like an image of COCO train2014.
-    """
+    """The place of a scene in the data set."""
 
     split: str
-    number: int
-    image_id: int
-    image_file: Path
+    number: int  # in its split, from 0
+    image_id: int  # number among all splits, from 1
+    image_file: Path  # named like an image of COCO train2014
 
 
 @dataclass(frozen=True)
 class ObjectRecord:
-    """One object as COCO annotates it.
-
-    Attributes:
-        look: its attributes.
-        box: [x, y, width, height] of the visible part, pixels.
-        area: number of visible pixels.
-        outlines: one flat list x, y, x, y, ... of pixel coordinates per visible part (see ``polygons``).
-    """
+    """One object as COCO annotates it."""
 
     look: Look
-    box: list[float]
-    area: int
-    outlines: list[list[int]]
+    box: list[float]  # [x, y, width, height] of the visible part, pixels
+    area: int  # number of visible pixels
+    outlines: list[list[int]]  # per visible part x, y, x, y, ... in pixels (see ``polygons``)
 
     @classmethod
     def of(cls, item: SceneObject) -> ObjectRecord:
@@ -73,27 +59,16 @@ class ObjectRecord:
 
 @dataclass(frozen=True)
 class SceneRecord(ScenePlace, Generic[Drawn]):
-    """One scene as the writers see it.
+    """One scene as the writers see it."""
 
-    Attributes:
-        size: (height, width), pixels.
-        objects: the objects, back to front.
-        references: expressions about single objects; ``target`` is an index into ``objects``.
-        captions: up to five true sentences.
-        detections: what ``draw_detections`` returned.
-        drawn: what the ``draw`` of a writer returned.
-        first_annotation_id: data-set-wide id of the first object, from 1; the other objects follow.
-        first_sentence_id: data-set-wide id of the first reference, from 0; the other references follow.
-    """
-
-    size: tuple[int, int]
-    objects: list[ObjectRecord]
-    references: list[Reference]
-    captions: list[str]
-    detections: list[dict[str, Any]]
-    drawn: Drawn
-    first_annotation_id: int = 1
-    first_sentence_id: int = 0
+    size: tuple[int, int]  # (height, width), pixels
+    objects: list[ObjectRecord]  # back to front
+    references: list[Reference]  # about single objects; ``target`` is an index into ``objects``
+    captions: list[str]  # up to five true sentences
+    detections: list[dict[str, Any]]  # what ``draw_detections`` returned
+    drawn: Drawn  # what the ``draw`` of a writer returned
+    first_annotation_id: int = 1  # of the first object, in the whole data set; the other objects follow
+    first_sentence_id: int = 0  # of the first reference, in the whole data set; the other references follow
 
 
 def with_ids(records: Iterable[SceneRecord[Drawn]]) -> Iterator[SceneRecord[Drawn]]:
@@ -114,16 +89,10 @@ def by_split(scenes: Iterable[SceneRecord[Drawn]]) -> dict[str, list[SceneRecord
 
 
 def polygons(mask: np.ndarray) -> list[list[int]]:
-    """Outlines of a mask along the edges of its pixels.
+    """Outlines of a mask (bool [height, width]) along the edges of its pixels, per part one flat list x, y, x, y, ...
 
     Rasterised by pycocotools they give the mask back exactly; holes are left out, because COCO's polygons cannot have
     any.
-
-    Args:
-        mask: bool [H, W].
-
-    Returns:
-        one flat list x, y, x, y, ... of pixel coordinates per part.
     """
     # In the doubled picture a contour runs through the first or the second half of a pixel; rounding up after halving
     # moves it to the pixel's edge on that side.

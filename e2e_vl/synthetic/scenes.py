@@ -31,35 +31,24 @@ _MIN_GAP = 3  # pixels between objects that keep apart
 class SceneConfig:
     """What scenes contain.
 
-    Attributes:
-        min_side, max_side: height and width of a scene are drawn from this range, pixels.
-        min_objects, max_objects: number of objects.
-        small, big: ranges of the longer side of unoccluded small and big objects, pixels.
-        shapes, colours, textures: what objects are drawn from.
-        min_visible: smallest visible share of an object's pixels.
-        max_box_iou: largest IoU between the boxes of two objects; below 0.5, so that IoU 0.5 identifies one object.
-        share: probability that an object repeats attributes of an earlier one, so that few words are not enough.
-        twin: probability that such an object repeats all of them.
-        touch: probability that an object is put close to or over an earlier one.
-
     Raises:
         ValueError: a value is impossible; the message names it.
     """
 
-    min_side: int = 128
+    min_side: int = 128  # height and width of a scene are drawn from this range, pixels
     max_side: int = 128
     min_objects: int = 5
     max_objects: int = 10
-    small: tuple[int, int] = (16, 22)
+    small: tuple[int, int] = (16, 22)  # range of the longer side of unoccluded small objects, pixels
     big: tuple[int, int] = (29, 40)
-    shapes: tuple[str, ...] = SHAPES
+    shapes: tuple[str, ...] = SHAPES  # what objects are drawn from
     colours: tuple[str, ...] = COLOURS
     textures: tuple[str, ...] = ("plain", "striped")
-    min_visible: float = 0.65
-    max_box_iou: float = 0.4
-    share: float = 0.65
-    twin: float = 0.06
-    touch: float = 0.4
+    min_visible: float = 0.65  # smallest visible share of an object's pixels
+    max_box_iou: float = 0.4  # of the boxes of two objects; below 0.5, so that IoU 0.5 identifies one object
+    share: float = 0.65  # probability that an object repeats attributes of an earlier one: few words are not enough
+    twin: float = 0.06  # probability that such an object repeats all of them
+    touch: float = 0.4  # probability that an object is put close to or over an earlier one
 
     def __post_init__(self) -> None:
         for name in ("small", "big", "shapes", "colours", "textures"):  # lists when they come from a YAML file
@@ -105,21 +94,13 @@ class Look:
 
 @dataclass(frozen=True, eq=False)
 class SceneObject:
-    """One object of a scene.
-
-    Attributes:
-        look: its attributes.
-        extent: longer side of its unoccluded outline, pixels.
-        full: bool [H, W], its pixels before anything was painted over it.
-        visible: bool [H, W], its pixels that can be seen.
-        box: (x1, y1, x2, y2) around the visible pixels, edges of pixels, so x2 - x1 is the width.
-    """
+    """One object of a scene."""
 
     look: Look
-    extent: float
-    full: np.ndarray
-    visible: np.ndarray
-    box: tuple[int, int, int, int]
+    extent: float  # longer side of its unoccluded outline, pixels
+    full: np.ndarray  # bool [height, width], its pixels before anything was painted over it
+    visible: np.ndarray  # bool [height, width], its pixels that can be seen
+    box: tuple[int, int, int, int]  # xyxy around the visible pixels, edges of pixels, so x2 - x1 is the width
 
     @property
     def area(self) -> int:
@@ -134,15 +115,10 @@ class SceneObject:
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """An image and its objects.
+    """An image and its objects."""
 
-    Attributes:
-        image: uint8 [H, W, 3], RGB.
-        objects: in the order of painting: later objects lie in front of earlier ones.
-    """
-
-    image: np.ndarray
-    objects: list[SceneObject]
+    image: np.ndarray  # uint8 [height, width, 3], RGB
+    objects: list[SceneObject]  # in the order of painting: later objects lie in front of earlier ones
 
 
 def draw_scene(config: SceneConfig, rng: np.random.Generator) -> Scene:

@@ -20,17 +20,15 @@ from e2e_vl.samples import DataFacts, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.wording import Wording
 
-NewLayers = Literal["official", "normal"]
-STD_OF_NEW_LAYERS = 0.02  # VL-BERT, section 4.1, as in BERT
+Records = list[dict[str, Any]]  # plain, JSON-able: one per prediction
 
 
 def check_choices(config: Any) -> None:
     """Raises ValueError for a field of `task.config` whose type lists its values (`Literal`) and that has another."""
     for name, hint in typing.get_type_hints(type(config)).items():
         if typing.get_origin(hint) is Literal and getattr(config, name) not in typing.get_args(hint):
-            raise ValueError(
-                f'task.config.{name} is "{getattr(config, name)}"; it must be one of {", ".join(typing.get_args(hint))}.'
-            )
+            allowed = ", ".join(typing.get_args(hint))
+            raise ValueError(f'task.config.{name} is "{getattr(config, name)}"; it must be one of {allowed}.')
 
 
 def check_dropout(name: str, value: float) -> None:
@@ -39,35 +37,26 @@ def check_dropout(name: str, value: float) -> None:
         raise ValueError(f"task.config.{name} is {value}; a dropout must be at least 0 and below 1.")
 
 
-def start_head(linears: Iterable[nn.Linear], kind: NewLayers) -> None:
-    """Start values of a fine-tuning head; all biases are zero.
-
-    Args:
-        linears: its layers.
-        kind: "official": Xavier uniform weights, as in the official VL-BERT code. "normal": N(0, 0.02), which the paper
-            says of all new layers.
-    """
-    for linear in linears:
-        if kind == "official":
-            nn.init.xavier_uniform_(linear.weight)
-        else:
-            nn.init.normal_(linear.weight, std=STD_OF_NEW_LAYERS)
-        nn.init.zeros_(linear.bias)
-
-
 @dataclasses.dataclass(frozen=True)
 class HeadStart:
-    """How a head starts from the weights of other heads. All names are prefixes of parameter names.
+    """How a head starts from the weights of other heads. All names are prefixes of parameter names."""
 
-    Attributes:
-        copies: in the other head -> in this one.
-        difference: (in the other head, in this one): row 1 minus row 0 of a classifier of two classes becomes a score.
-        random: of this head, may keep its random start.
-    """
-
-    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)  # in the other head -> in this one
+    # (in the other head, in this one): row 1 minus row 0 of a classifier of two classes becomes a score
     difference: tuple[str, str] | None = None
-    random: tuple[str, ...] = ()
+    random: tuple[str, ...] = ()  # of this head, may keep its random start
+    # of this head, has a row per region class; `task.config.has_background_last` says which of them is the background
+    region_classes: tuple[str, ...] = ()
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """What it reads of the other head."""
+        return (*self.copies, *(self.difference or ())[:1])
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """All parts of this head."""
+        return (*self.copies.values(), *(self.difference or ())[1:], *self.random)
 
 
 class Task(nn.Module, abc.ABC):
@@ -85,33 +74,18 @@ class Task(nn.Module, abc.ABC):
     chooses_answers: ClassVar[bool] = False  # its config has `answers`, a list that may be built from the data
     blind_without_boxes: ClassVar[bool] = False  # the control without image sees no candidate boxes either
     starts_from: ClassVar[HeadStart | None] = None  # how its head starts from another task's; None: not at all
+    lends: ClassVar[tuple[str, ...]] = ()  # prefixes of its parameters from which heads of other tasks may start
     # a second text segment starts as a copy of the first, which alone was trained before (official VL-BERT code)
     copies_first_segment: ClassVar[bool] = False
     renamed: ClassVar[Mapping[str, str]] = {}  # prefixes of parameter names in models that were saved before -> now
-
-    @property
-    def needs(self) -> tuple[Ability, ...]:
-        """What the encoder must be able to do."""
-        return ()
-
-    @property
-    def hiding(self) -> HidingRule | None:
-        """How regions are hidden from the model; None: nothing is hidden."""
-        return None
-
-    @property
-    def mask_size(self) -> int | None:
-        """Side of the instance masks on the RoI maps; None: the task uses none."""
-        return None
+    # properties where they follow from the config
+    needs: tuple[Ability, ...] = ()  # what the encoder must be able to do
+    hiding: HidingRule | None = None  # how regions are hidden from the model; None: nothing is hidden
+    mask_size: int | None = None  # side of the instance masks on the RoI maps; None: the task uses none
 
     @classmethod
     def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:
-        """Bring the settings of a model that was saved before into today's form, in place.
-
-        Args:
-            task: `task.config`.
-            data: all of `data`.
-        """
+        """Bring the settings of a model that was saved before, `task.config` and all of `data`, into today's form."""
 
     @classmethod
     def own_words(cls, config: Any) -> Iterable[str]:
@@ -148,16 +122,10 @@ class Task(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
-        """Losses (where the batch has targets) and logits, the same in training and in evaluation.
-
-        Args:
-            batch: M texts with their targets.
-            regions: the texts' regions, padded to [M, R].
-            encoded: what the encoder made of them.
-        """
+        """Losses (where the batch has targets) and logits of M texts, the same in training and in evaluation."""
 
     @abc.abstractmethod
-    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+    def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """One plain, JSON-able record per text: the batch's record plus the prediction; boxes in original pixels."""
 
     def answer(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -169,22 +137,19 @@ class Task(nn.Module, abc.ABC):
         """How right one prediction is, 0 to 1; what `metrics` averages and reports show. None: the truth is unknown."""
 
     @abc.abstractmethod
-    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
+    def metrics(self, records: Records) -> dict[str, float]:
         """Score the records that `predict` returned for a whole split."""
 
-    def write_submission(
-        self, path: Path, records: list[dict[str, Any]], second: list[dict[str, Any]] | None = None
-    ) -> None:
+    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
         """Write the predictions of a whole split in the format that the task's server or the literature expects.
 
         Args:
-            path: the file.
             records: what `predict` returned, in the order of the data set.
             second: the same of the second run, for a task that has `second_run`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no submission file.")
 
-    def joint_metrics(self, records: list[dict[str, Any]], second: list[dict[str, Any]]) -> dict[str, float]:
+    def joint_metrics(self, records: Records, second: Records) -> dict[str, float]:
         """Scores that need both runs, where the split has labels; for a task that has `second_run`."""
         return {}
 
@@ -193,7 +158,7 @@ class Task(nn.Module, abc.ABC):
         return []
 
     def draw(self, record: dict[str, Any]) -> np.ndarray | None:
-        """uint8 RGB picture [H, W, 3] of one prediction with the truth; None for a task that has no picture."""
+        """uint8 RGB picture [height, width, 3] of one prediction with the truth; None: the task has no picture."""
         return None
 
     def caption(self, record: dict[str, Any]) -> str:

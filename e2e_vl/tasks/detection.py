@@ -3,10 +3,7 @@
 The records hold the annotated objects of an image, as `detector.average_precision` reads them. Each image has one empty
 text, which is not read; an encoder that reads no words goes with it.
 
-Shape legend
-    N   images in the batch
-    M   texts in the batch, one per image
-    K   foreground classes
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -16,34 +13,28 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int64
 from torch import Tensor
 
+from detector.average_precision import coco_metrics
 from detector.boxes import pairwise_iou, rescale_detections
-from detector.evaluation import coco_metrics
 from detector.images import load_image
-from e2e_vl.drawing import draw_boxes
+from e2e_vl.drawing import BLUE, GREEN, draw_boxes
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import Task
+from e2e_vl.tasks.base import Records, Task
 from e2e_vl.wording import Draw, Wording
-
-TRUTH, FOUND = (0, 160, 60), (0, 80, 200)  # RGB colours of boxes in pictures
 
 
 @dataclasses.dataclass(frozen=True)
 class DetectionConfig:
-    """What `correct` counts in one image; the metrics need no setting.
+    """What `correct` counts in one image; the metrics need no setting."""
 
-    Attributes:
-        shown_score: detections below this score are left aside.
-        positive_iou: a detection finds an object of its category if their IoU is at least this.
-    """
-
-    shown_score: float = 0.5
-    positive_iou: float = 0.5
+    shown_score: float = 0.5  # detections below this score are left aside
+    positive_iou: float = 0.5  # a detection finds an object of its category if their IoU is at least this
 
     def __post_init__(self) -> None:
         for name in ("shown_score", "positive_iou"):
@@ -55,7 +46,7 @@ class DetectionConfig:
 class CategoryTargets(Targets):
     """What the classes of the detector are called in the data set."""
 
-    category_ids: Tensor | None = stacked()  # int64 [M, K]
+    category_ids: Int64[np.ndarray, " K"] | Int64[Tensor, "M K"] | None = stacked()
 
 
 class DetectionWording(Wording):
@@ -90,7 +81,7 @@ class DetectionTask(Task):
             raise ValueError("Detection learns from nothing but the detection losses; set detector.loss_weight to 1.")
         return TaskOutput(losses={}, logits=regions.features.new_zeros(len(batch), 0))
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+    def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """Add the detections of each image, best score first, to its record.
 
         Keys: `boxes` [[x1, y1, x2, y2]] in pixels of the original image, `scores` and `category_ids`.
@@ -143,17 +134,17 @@ class DetectionTask(Task):
                 iou[:, best] = 0
         return 2 * hits / (len(shown) + len(objects))
 
-    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float | None]:
-        """COCO average precision, see `detector.evaluation.coco_metrics`."""
+    def metrics(self, records: Records) -> dict[str, float | None]:
+        """COCO average precision, see `detector.average_precision.coco_metrics`."""
         return coco_metrics(records)
 
     def draw(self, record: dict[str, Any]) -> np.ndarray:
         """The annotated objects in green, detections with a sufficient score in blue."""
         names = {entry["category_id"]: entry["category"] for entry in record["objects"]}
-        drawn = [(entry["box"], entry["category"], TRUTH) for entry in record["objects"]]
+        drawn = [(entry["box"], entry["category"], GREEN) for entry in record["objects"]]
         for box, score, category_id in zip(record["boxes"], record["scores"], record["category_ids"], strict=True):
             if score >= self.config.shown_score:
-                drawn.append((box, f"{names.get(category_id, category_id)} {score:.2f}", FOUND))
+                drawn.append((box, f"{names.get(category_id, category_id)} {score:.2f}", BLUE))
         boxes, labels, colours = [list(column) for column in zip(*drawn, strict=True)] or [[], [], []]
         return draw_boxes(load_image(record["file_name"], "RGB"), boxes, labels=labels, colours=colours)
 

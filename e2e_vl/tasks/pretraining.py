@@ -1,8 +1,6 @@
 """Pre-training: a sum of objectives, each in a file of its own (`tasks/objectives/`), on captions and their images.
 
-Shape legend
-    M   texts in the batch
-    V   wordpieces of the vocabulary
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -23,47 +21,38 @@ from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import DataFacts, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.targets import Targets, named_parts
-from e2e_vl.tasks.base import HeadStart, Task, check_choices
-from e2e_vl.tasks.objectives.base import Draft, Objective, ObjectiveWording, WordHead
+from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices
+from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectiveWording, WordHead
 from e2e_vl.text import word_pieces
 from e2e_vl.wording import Draw, Wording
-
-MASK = "[MASK]"
 
 
 @dataclasses.dataclass(frozen=True)
 class PretrainingConfig:
-    """What is predicted and hidden; the defaults are those of the official code.
+    """What is predicted and hidden; the defaults are those of the official code."""
 
-    Attributes:
-        objectives: name of an objective -> its settings, or only its weight; a weight of 0 leaves it out. An objective
-            that is not named has its default weight. See `OBJECTIVES` in `e2e_vl/engine/build.py`.
-        vocab_size: V, the encoder's; filled in when the model is built.
-        region_probability: chance of a region to be predicted.
-        hide_probability: chance of a region that is to be predicted to be hidden; the paper always hides it (1.0).
-        teacher: who says what the regions are: "frozen" = a copy of the detector as it was when training began;
-            "current" = the detector in training; "file" = class distributions of the data.
-        hide_pixels: hide a region in the image, before the detector. False: only its feature, which a learned vector
-            replaces, although neighbours and the whole image still show it.
-        hidden_pixels: what hidden pixels become. "mean": zero in the network's input, which is the mean colour
-            (official code). "black": zero in the image, before the mean is subtracted (paper, section 3.3).
-        background: place of the background among the region classes, with a detector as teacher. "last": behind the
-            detector's classes, as in Detectron2. "first": as in the files that the official code learns from, and so in
-            the region classifier of its checkpoints. Class distributions from a file stay as they are in it.
-        max_own_regions: most boxes when the detector finds them itself; None = all its detections.
-        max_length: wordpieces and regions of a text together; None = no cut.
-    """
-
+    # name of an objective -> its settings, or only its weight; a weight of 0 leaves it out. An objective that is not
+    # named has its default weight. See `OBJECTIVES` in `e2e_vl/engine/build.py`.
     objectives: dict[str, Any] = dataclasses.field(default_factory=dict)
-    vocab_size: int | None = None
-    region_probability: float = 0.15
+    vocab_size: int | None = None  # V, the encoder's; filled in when the model is built
+    region_probability: float = 0.15  # chance of a region to be predicted
+    # chance of a region that is to be predicted to be hidden; the paper always hides it (1.0)
     hide_probability: float = 0.9
+    # who says what the regions are: "frozen" = a copy of the detector as it was when training began; "current" = the
+    # detector in training; "file" = class distributions of the data
     teacher: Literal["frozen", "current", "file"] = "frozen"
+    # hide a region in the image, before the detector. False: only its feature, which a learned vector replaces,
+    # although neighbours and the whole image still show it.
     hide_pixels: bool = True
+    # what hidden pixels become. "mean": zero in the network's input, which is the mean colour (official code). "black":
+    # zero in the image, before the mean is subtracted (paper, section 3.3).
     hidden_pixels: Literal["mean", "black"] = "mean"
+    # place of the background among the region classes, with a detector as teacher. "last": behind the detector's
+    # classes, as in Detectron2. "first": as in the files that the official code learns from, and so in the region
+    # classifier of its checkpoints. Class distributions from a file stay as they are in it.
     background: Literal["last", "first"] = "last"
-    max_own_regions: int | None = 100
-    max_length: int | None = 64
+    max_own_regions: int | None = 100  # most boxes when the detector finds them itself; None = all its detections
+    max_length: int | None = 64  # wordpieces and regions of a text together; None = no cut
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -106,7 +95,7 @@ class PretrainingWording(Wording):
         laid = self.writer.single(draft.ids)
         targets = self._targets(draft, laid)
         seed = int(own.integers(2**62))
-        record = self.record(text, images, laid) | {"sent": draft.words} | draft.record
+        record = self.record(text, images, laid) | {"sent": "" if self.writer.is_blank else draft.words} | draft.record
         yield TextExample(laid, text.looks_at, record, targets, seed=seed)
         for part in self.parts.values():
             for extra, extra_laid in part.beside(sample, other):
@@ -119,7 +108,10 @@ class PretrainingWording(Wording):
 class PretrainingTask(Task):
     """The objectives of a run. Each loss is a mean over all labelled items of the batch, 0 if there is none."""
 
-    starts_from = HeadStart(copies={"word_head.": "word_head."}, random=("",))
+    lends = ("",)
+    starts_from = HeadStart(
+        copies={"word_head.": "word_head."}, random=("",), region_classes=("masked_regions.output.",)
+    )
     renamed: ClassVar[Mapping[str, str]] = {
         "mlm.": "word_head.",
         "region_classifier.": "masked_regions.",
@@ -172,6 +164,8 @@ class PretrainingTask(Task):
     def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:
         """Objectives were keys of `task.config`; masking and exchanging of texts were options of the reader."""
         options = data.setdefault("config", {})
+        if options.get("source", "coco") not in ("coco", "shards"):  # the third one had another name
+            options["source"] = "json_lines"
         masking = {
             "probability": options.pop("word_probability", 0.15),
             "always_mask": options.pop("always_mask", False),
@@ -240,7 +234,7 @@ class PretrainingTask(Task):
             details[f"{name}_right"] = torch.bincount(found.text, weights=found.is_right.float(), minlength=len(batch))
         return TaskOutput(losses=losses, logits=encoded.text.new_zeros(len(batch), 0), details=details, parts=parts)
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+    def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """How many items of each caption and objective there were, and how many of them were found (`..._right`)."""
         details = {name: values.tolist() for name, values in output.task.details.items()}
         return [
@@ -261,14 +255,9 @@ class PretrainingTask(Task):
         return record
 
     def _class_name(self, number: int, names: Sequence[str] | None, count: int) -> str:
-        """Of a region class; a class without a name is numbered from 0.
-
-        Args:
-            names: of the detector's classes; None: unknown.
-            count: region classes of the detector, background included.
-        """
+        """Of a region class; `count` includes the background. A class without a name is numbered from 0."""
         if names is None or len(names) != count - 1 or self.config.teacher == "file":
-            names = [f"class {row}" for row in range(max(count - 1, number + 1))]
+            names = [f"class {row}" for row in range(max(count - 1, number))]
         background, first = (len(names), 0) if self.config.has_background_last else (0, 1)
         return "background" if number == background else names[number - first]
 
@@ -281,7 +270,7 @@ class PretrainingTask(Task):
         total = sum(record[name] for name in self.names)
         return sum(record[f"{name}_right"] for name in self.names) / total if total else 1.0
 
-    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
+    def metrics(self, records: Records) -> dict[str, float]:
         """Of each objective the share of its items that were found."""
         scores = {}
         for name in self.names:

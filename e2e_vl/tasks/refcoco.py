@@ -1,9 +1,6 @@
 """Referring expressions (RefCOCO, RefCOCO+, RefCOCOg): which region does the expression mean?
 
-Shape legend
-    M   texts in the batch
-    R   regions of the text with the most regions
-    E   hidden size of the encoder
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +14,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from detector.boxes import pairwise_iou
 from detector.images import load_image
 from detector.structures import Loss
-from e2e_vl.drawing import draw_boxes
+from e2e_vl.drawing import BLUE, GREEN, RED, draw_boxes
 from e2e_vl.evaluation.refexp import CONVENTIONS, hits, referring_metrics
 from e2e_vl.evaluation.refexp_files import write_submission
 from e2e_vl.examples import ImageExample, TextExample
@@ -30,40 +28,31 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, NewLayers, Task, check_choices, check_dropout, start_head
+from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices, check_dropout
+from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.wording import Draw, Wording
-
-TRUTH, RIGHT, WRONG = (0, 160, 60), (0, 80, 200), (220, 30, 30)  # RGB colours of boxes in pictures
 
 
 @dataclasses.dataclass(frozen=True)
 class ReferringConfig:
-    """The defaults are those of the official VL-BERT code.
+    """The defaults are those of the official VL-BERT code."""
 
-    Attributes:
-        dropout: dropout between the two Linears of the head.
-        loss: "binary": a binary cross entropy per region (official). "softmax": a cross entropy over the regions of a
-            text, whose truth is all positive regions together; texts without one are left out.
-        positive_iou: a region is positive if its IoU with the referred box is *above* this.
-        plus_one: that IoU counts inclusive pixels, (x2 - x1 + 1) * (y2 - y1 + 1).
-        positive_weight: factor on the binary loss of positive regions.
-        whole_image_can_win: the box of the whole image is a candidate like every other. False: it is neither trained
-            nor predicted, unless a text has no other region.
-        no_region_is_miss: a text without any region counts as a wrong answer (`box` None) instead of an error; for a
-            detector that may find nothing.
-        new_layers: start of the head, "official" (Xavier) or "normal" (paper), see `e2e_vl.tasks.base.start_head`.
-        iou_convention: how `metrics` compares boxes, one of `e2e_vl.evaluation.refexp.CONVENTIONS`.
-    """
-
-    dropout: float = 0.0
+    dropout: float = 0.0  # dropout between the two Linears of the head
+    # "binary": a binary cross entropy per region (official). "softmax": a cross entropy over the regions of a text,
+    # whose truth is all positive regions together; texts without one are left out.
     loss: Literal["binary", "softmax"] = "binary"
-    positive_iou: float = 0.5
-    plus_one: bool = True
-    positive_weight: float = 1.0
+    positive_iou: float = 0.5  # a region is positive if its IoU with the referred box is *above* this
+    plus_one: bool = True  # that IoU counts inclusive pixels, (x2 - x1 + 1) * (y2 - y1 + 1)
+    positive_weight: float = 1.0  # factor on the binary loss of positive regions
+    # the box of the whole image is a candidate like every other. False: it is neither trained nor predicted, unless a
+    # text has no other region.
     whole_image_can_win: bool = True
+    # a text without any region counts as a wrong answer (`box` None) instead of an error; for a detector that may find
+    # nothing
     no_region_is_miss: bool = False
+    # start of the head, "official" (Xavier) or "normal" (paper), see `e2e_vl.tasks.heads.start_head`
     new_layers: NewLayers = "official"
-    iou_convention: str = "mattnet"
+    iou_convention: str = "mattnet"  # how `metrics` compares boxes, one of `e2e_vl.evaluation.refexp.CONVENTIONS`
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -80,7 +69,8 @@ class ReferringConfig:
 class ReferringTargets(Targets):
     """The box that each expression refers to."""
 
-    box: Tensor | None = stacked()  # float32 [M, 4], in pixels of the resized image (scaled and flipped, not clamped)
+    # in pixels of the resized image (scaled and flipped, not clamped)
+    box: Float[np.ndarray, " 4"] | Float[Tensor, "M 4"] | None = stacked()
 
 
 class ReferringWording(Wording):
@@ -100,20 +90,6 @@ class ReferringWording(Wording):
         yield TextExample(laid, text.looks_at, record, targets)
 
 
-class ReferringHead(nn.Module):
-    """Linear + GELU, dropout, Linear to one score: [M, R, E] -> [M, R]."""
-
-    def __init__(self, hidden_size: int, dropout: float, new_layers: NewLayers = "official"):
-        super().__init__()
-        self.transform = nn.ModuleDict({"dense": nn.Linear(hidden_size, hidden_size)})
-        self.dropout = nn.Dropout(dropout)
-        self.output = nn.Linear(hidden_size, 1)
-        start_head((self.transform["dense"], self.output), new_layers)
-
-    def forward(self, regions: Tensor) -> Tensor:
-        return self.output(self.dropout(F.gelu(self.transform["dense"](regions)))).squeeze(-1)
-
-
 class ReferringTask(Task):
     """A score per region; the highest real region is the answer, padding never.
 
@@ -127,7 +103,9 @@ class ReferringTask(Task):
     def __init__(self, hidden_size: int, config: ReferringConfig | None = None):
         super().__init__()
         self.config = config or ReferringConfig()
-        self.head = ReferringHead(hidden_size, self.config.dropout, self.config.new_layers)
+        self.head = Head(
+            hidden_size, None, self.config.dropout, self.config.new_layers, transform=Transform(hidden_size)
+        )
 
     def wording(self, writer: TextWriter) -> ReferringWording:
         writer.require_room(writer.layout.single)
@@ -135,9 +113,7 @@ class ReferringTask(Task):
 
     def question(self, question: Question) -> Sample:
         """A user's expression about an image; without boxes the detector proposes them."""
-        question.refuse_choices("A referring expression")
-        question.refuse_hidden()
-        return question.sample(SampleText(0, question.text, {"sent": question.text}))
+        return question.plain_sample("A referring expression")
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Score the regions of M texts.
@@ -156,25 +132,29 @@ class ReferringTask(Task):
             losses["referring"] = loss(scores, positive, candidates)
         return TaskOutput(losses=losses, logits=scores.masked_fill(~candidates, -torch.inf))
 
-    def candidates(self, regions: TextRegions) -> Tensor:
-        """bool [M, R]: regions that may be the answer."""
+    def candidates(self, regions: TextRegions) -> Bool[Tensor, "M R"]:
+        """Regions that may be the answer."""
         if self.config.whole_image_can_win:
             return regions.attend
         others = regions.attend & ~regions.is_whole_image
         return torch.where(others.any(dim=1, keepdim=True), others, regions.attend)
 
-    def positive_regions(self, regions: TextRegions, referred: Tensor) -> Tensor:
-        """bool [M, R]: regions whose IoU with the referred boxes [M, 4] is above `positive_iou`."""
+    def positive_regions(self, regions: TextRegions, referred: Float[Tensor, "M 4"]) -> Bool[Tensor, "M R"]:
+        """Regions whose IoU with the referred boxes is above `positive_iou`."""
         iou_of_each = torch.vmap(functools.partial(pairwise_iou, plus_one=self.config.plus_one))
         return iou_of_each(regions.boxes, referred[:, None])[..., 0] > self.config.positive_iou
 
-    def _binary_loss(self, scores: Tensor, positive: Tensor, candidates: Tensor) -> Loss:
+    def _binary_loss(
+        self, scores: Float[Tensor, "M R"], positive: Bool[Tensor, "M R"], candidates: Bool[Tensor, "M R"]
+    ) -> Loss:
         weight = scores.new_tensor(self.config.positive_weight)
         truth = positive.to(scores.dtype)
         each = F.binary_cross_entropy_with_logits(scores, truth, pos_weight=weight, reduction="none")
         return Loss(total=(each * candidates).sum(), count=candidates.sum().float())
 
-    def _softmax_loss(self, scores: Tensor, positive: Tensor, candidates: Tensor) -> Loss:
+    def _softmax_loss(
+        self, scores: Float[Tensor, "M R"], positive: Bool[Tensor, "M R"], candidates: Bool[Tensor, "M R"]
+    ) -> Loss:
         labelled = positive.any(dim=1)
         # the lowest number instead of -inf: rows that are left out must not turn gradients into NaN
         lowest = torch.finfo(scores.dtype).min
@@ -183,7 +163,7 @@ class ReferringTask(Task):
         each = torch.where(labelled, over_all - over_positive, torch.zeros_like(over_all))
         return Loss(total=each.sum(), count=labelled.sum().float())
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+    def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """Add the answer to each record; boxes are [x1, y1, x2, y2] in pixels of the original image.
 
         Keys: `box`, `score` (the sigmoid of the region's logit; with the softmax loss its share among the candidates),
@@ -217,7 +197,7 @@ class ReferringTask(Task):
             predictions.append({**(batch.records[row] if batch.records else {}), **answer})
         return predictions
 
-    def _check_candidates(self, batch: Batch, candidates: Tensor) -> None:
+    def _check_candidates(self, batch: Batch, candidates: Bool[Tensor, "M R"]) -> None:
         for row in (~candidates.any(dim=1)).nonzero().flatten().tolist():
             images = [batch.images.names[index] for index in batch.looks_at[row].tolist() if index >= 0]
             raise ValueError(
@@ -234,13 +214,11 @@ class ReferringTask(Task):
         )
         return float(hit.all())
 
-    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
+    def metrics(self, records: Records) -> dict[str, float]:
         """Accuracies and the ceiling of the candidate boxes, see `e2e_vl.evaluation.refexp`."""
         return referring_metrics(records, self.config.iou_convention)
 
-    def write_submission(
-        self, path: Path, records: list[dict[str, Any]], second: list[dict[str, Any]] | None = None
-    ) -> None:
+    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
         """A JSON list of {"ref_id", "sent_id", "box"}, see `e2e_vl.evaluation.refexp_files`."""
         write_submission(path, records)
 
@@ -253,7 +231,7 @@ class ReferringTask(Task):
 
     def draw(self, record: dict[str, Any]) -> np.ndarray:
         """The true box in green, the predicted one, if any, in blue (wrong: red)."""
-        drawn = [(record["gt_box"], TRUTH), (record["box"], RIGHT if record["correct"] else WRONG)]
+        drawn = [(record["gt_box"], GREEN), (record["box"], BLUE if record["correct"] else RED)]
         boxes, colours = zip(*(entry for entry in drawn if entry[0] is not None), strict=True)
         return draw_boxes(load_image(record["file_name"], "RGB"), boxes, colours=colours)
 

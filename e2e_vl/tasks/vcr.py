@@ -2,12 +2,7 @@
 
 The texts of a batch come in fours: the choices of one question.
 
-Shape legend
-    M   texts in the batch, here four per question
-    U   questions, M / 4
-    R   regions of the text with the most regions
-    E   hidden size of the encoder
-    C   region classes, background included, here the whole image in its place
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -20,17 +15,20 @@ from typing import Any, Literal
 
 import numpy as np
 import torch.nn.functional as F
-from torch import Tensor, nn
+from jaxtyping import Float
+from torch import Tensor
 
 from detector.interface import Detector
 from detector.structures import Loss
+from e2e_vl.converter import check_numbers
 from e2e_vl.evaluation.vcr import join_predictions, joint_metrics, write_submission
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, DataFacts, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, NewLayers, Task, check_choices, check_dropout, start_head
+from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices, check_dropout
+from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.tasks.vcr_sentences import (
     NEUTRAL_NAMES,
     PERSON,
@@ -50,50 +48,36 @@ MOVED = ("people_names", "turn_names", "join_word", "ground_words", "max_pieces"
 
 @dataclasses.dataclass(frozen=True)
 class VCRConfig:
-    """The defaults are those of the official VL-BERT code.
+    """The defaults are those of the official VL-BERT code."""
 
-    Attributes:
-        people_names: what people are called, in turn.
-        turn_names: in training the turn begins with a random name (the official code goes on from question to
-            question); otherwise always with the first.
-        join_word: between several objects; None leaves it out (R2C).
-        ground_words: words that name an object carry its region's vector; False: every word carries the vector of the
-            whole image.
-        max_pieces: question and choice are cut to this number of wordpieces together, [CLS] and [SEP] not counted.
-        mask_size: side of the instance masks, that of the detector's RoI maps; None = no masks.
-        blank_question: control that reads the choices only.
-        dropout: on the summary, before the Linear that scores a choice.
-        loss: "sigmoid": a binary cross entropy per choice, mean over all choices (official). "softmax": a cross entropy
-            over the four choices (paper, section 4.2.1).
-        region_loss_weight: weight of the classification of regions; 0 leaves it out.
-        num_classes: C, classes of regions, the whole image (class 0) included.
-        region_dropout: dropout between the two Linears of that classification.
-        initializer_range: standard deviation of their start values.
-        new_layers: start of the Linear that scores a choice, "official" (Xavier) or "normal" (paper), see
-            `e2e_vl.tasks.base.start_head`.
-    """
-
-    people_names: tuple[str, ...] = NEUTRAL_NAMES
+    people_names: tuple[str, ...] = NEUTRAL_NAMES  # what people are called, in turn
+    # in training the turn begins with a random name (the official code goes on from question to question); otherwise
+    # always with the first
     turn_names: bool = True
-    join_word: str | None = "and"
+    join_word: str | None = "and"  # between several objects; None leaves it out (R2C)
+    # words that name an object carry its region's vector; False: every word carries the vector of the whole image
     ground_words: bool = True
+    # question and choice are cut to this number of wordpieces together, [CLS] and [SEP] not counted
     max_pieces: int = 64
-    mask_size: int | None = 14
-    blank_question: bool = False
-    dropout: float = 0.1
+    mask_size: int | None = 14  # side of the instance masks, that of the detector's RoI maps; None = no masks
+    blank_question: bool = False  # control that reads the choices only
+    dropout: float = 0.1  # on the summary, before the Linear that scores a choice
+    # "sigmoid": a binary cross entropy per choice, mean over all choices (official). "softmax": a cross entropy over
+    # the four choices (paper, section 4.2.1).
     loss: Literal["sigmoid", "softmax"] = "sigmoid"
-    region_loss_weight: float = 1.0
-    num_classes: int = 81
-    region_dropout: float = 0.0
-    initializer_range: float = 0.02
+    region_loss_weight: float = 1.0  # weight of the classification of regions; 0 leaves it out
+    num_classes: int = 81  # C, classes of regions, the whole image (class 0) included
+    region_dropout: float = 0.0  # dropout between the two Linears of that classification
+    initializer_range: float = 0.02  # standard deviation of their start values
+    # start of the Linear that scores a choice, "official" (Xavier) or "normal" (paper), see
+    # `e2e_vl.tasks.heads.start_head`
     new_layers: NewLayers = "official"
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_dropout("dropout", self.dropout)
         check_dropout("region_dropout", self.region_dropout)
-        if self.region_loss_weight < 0:
-            raise ValueError(f"task.config.region_loss_weight is {self.region_loss_weight}; it must not be negative.")
+        check_numbers(self, "task.config.", not_negative=["region_loss_weight"])
         if self.max_pieces < 2:
             raise ValueError(f"task.config.max_pieces is {self.max_pieces}; question and choice need at least 2.")
         if self.mask_size is not None and self.mask_size < 1:
@@ -106,7 +90,8 @@ class VCRConfig:
 class VCRTargets(Targets):
     """Which choices are right."""
 
-    is_right: Tensor | None = stacked()  # float32 [M], 1 for the right choice of each four
+    # 1 for the right choice of each four
+    is_right: float | np.float32 | Float[Tensor, " M"] | None = stacked()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +106,7 @@ class VCRWording(Wording):
         [stated] = sample.images
         names, rows = self._names(text, stated.objects, stated.candidates, draw)
         query, choices = self._pieces(text, names, rows)
-        join_word = self.config.join_word
+        join_word, grounded = self.config.join_word, self.config.ground_words
         record = self.record(text, images) | {
             "sent": " ".join(plain_text(sentence, names, join_word) for sentence in text.query),
             "choices": [plain_text(choice, names, join_word) for choice in text.choices],
@@ -130,15 +115,13 @@ class VCRWording(Wording):
             record["question"] = record["sent"]
             record["objects"] = [name for name, row in zip(names, rows, strict=True) if row >= 0]
         for number, choice in enumerate(choices):
-            pieces = [*query, *choice]
             laid = self.writer.pair([piece.id for piece in query], [piece.id for piece in choice])
-            grounded = self.config.ground_words
             yield TextExample(
                 laid,
                 text.looks_at,
                 record,
                 VCRTargets(None if text.truth is None else np.float32(number == text.truth.number)),
-                region_of_token=laid.place([piece.row if grounded else -1 for piece in pieces]) if grounded else None,
+                region_of_token=laid.place([piece.row for piece in (*query, *choice)]) if grounded else None,
             )
 
     def _names(
@@ -173,35 +156,6 @@ class VCRWording(Wording):
         return [piece for sentence in front for piece in sentence], choices
 
 
-class ChoiceHead(nn.Module):
-    """Dropout and a Linear: [M, E] -> [M]."""
-
-    def __init__(self, hidden_size: int, dropout: float, new_layers: NewLayers = "official"):
-        super().__init__()
-        self.dropout = nn.Dropout(dropout)
-        self.output = nn.Linear(hidden_size, 1)
-        start_head((self.output,), new_layers)
-
-    def forward(self, summary: Tensor) -> Tensor:
-        return self.output(self.dropout(summary)).squeeze(-1)
-
-
-class ObjectClassifier(nn.Module):
-    """Linear + GELU, dropout, Linear: [..., E] -> [..., C]."""
-
-    def __init__(self, hidden_size: int, num_classes: int, dropout: float, std: float):
-        super().__init__()
-        self.transform = nn.ModuleDict({"dense": nn.Linear(hidden_size, hidden_size)})
-        self.dropout = nn.Dropout(dropout)
-        self.output = nn.Linear(hidden_size, num_classes)
-        for linear in (self.transform["dense"], self.output):
-            nn.init.normal_(linear.weight, std=std)
-            nn.init.zeros_(linear.bias)
-
-    def forward(self, regions: Tensor) -> Tensor:
-        return self.output(self.dropout(F.gelu(self.transform["dense"](regions))))
-
-
 class VCRTask(Task):
     """A score per choice from its summary; beside it, every region is classified from its output state."""
 
@@ -217,11 +171,15 @@ class VCRTask(Task):
     def __init__(self, hidden_size: int, config: VCRConfig | None = None):
         super().__init__()
         self.config = config or VCRConfig()
-        self.head = ChoiceHead(hidden_size, self.config.dropout, self.config.new_layers)
+        self.head = Head(hidden_size, None, self.config.dropout, self.config.new_layers)
         self.region_classifier = None
         if self.config.region_loss_weight > 0:
-            self.region_classifier = ObjectClassifier(
-                hidden_size, self.config.num_classes, self.config.region_dropout, self.config.initializer_range
+            self.region_classifier = Head(
+                hidden_size,
+                self.config.num_classes,
+                self.config.region_dropout,
+                self.config.initializer_range,
+                transform=Transform(hidden_size),
             )
 
     @property
@@ -332,14 +290,14 @@ class VCRTask(Task):
                 losses["region_class"] = self._region_loss(batch, regions, encoded.regions)
         return TaskOutput(losses=losses, logits=logits)
 
-    def _choice_loss(self, logits: Tensor, is_right: Tensor) -> Loss:
+    def _choice_loss(self, logits: Float[Tensor, "U 4"], is_right: Float[Tensor, "U 4"]) -> Loss:
         if self.config.loss == "sigmoid":
             total = F.binary_cross_entropy_with_logits(logits, is_right.to(logits.dtype), reduction="sum")
             return Loss(total=total, count=total.new_tensor(float(logits.numel())).detach())
         total = F.cross_entropy(logits, is_right.argmax(dim=1), reduction="sum")
         return Loss(total=total, count=total.new_tensor(float(len(logits))).detach())
 
-    def _region_loss(self, batch: Batch, regions: TextRegions, states: Tensor) -> Loss:
+    def _region_loss(self, batch: Batch, regions: TextRegions, states: Float[Tensor, "M R E"]) -> Loss:
         """Every region of every text counts, the whole image as class 0."""
         kept = regions.attend
         classes = regions.gather(batch.region_labels.classes, fill=-1)[kept] + 1
@@ -352,7 +310,7 @@ class VCRTask(Task):
         total = F.cross_entropy(scores, classes, reduction="sum") * self.config.region_loss_weight
         return Loss(total=total, count=kept.sum().to(total.dtype))
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+    def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """One record per question: those of its texts plus `probabilities` (four, softmax) and `choice`.
 
         The softmax is that of the official code, whichever loss was trained.
@@ -369,7 +327,7 @@ class VCRTask(Task):
         """1 if the right choice was made, 0 if not; None where the right one is unknown (test split)."""
         return None if record["label"] is None else float(record["choice"] == record["label"])
 
-    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
+    def metrics(self, records: Records) -> dict[str, float]:
         """`accuracy` over the questions with a label, `accuracy/<family>` where records have a family.
 
         Whether it is the accuracy of Q->A or of QA->R is the data's `question`. Without any label there is no accuracy.
@@ -382,13 +340,11 @@ class VCRTask(Task):
                 scores[f"accuracy/{record['family']}"].append(self.correct(record))
         return {name: sum(values) / len(values) for name, values in sorted(scores.items())}
 
-    def write_submission(
-        self, path: Path, records: list[dict[str, Any]], second: list[dict[str, Any]] | None = None
-    ) -> None:
+    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
         """The leaderboard's CSV of 21 columns: answers, and rationales given each answer (`second`)."""
         write_submission(path, join_predictions(records, second or []))
 
-    def joint_metrics(self, records: list[dict[str, Any]], second: list[dict[str, Any]]) -> dict[str, float]:
+    def joint_metrics(self, records: Records, second: Records) -> dict[str, float]:
         """ "Q->A", "QA->R" and "Q->AR"; empty without labels."""
         return {} if any(record["label"] is None for record in records) else joint_metrics(records, second)
 

@@ -66,10 +66,8 @@ def encode_sentence(
     """Split every token into wordpieces; pieces of an object's name carry the row of its box.
 
     Args:
-        sentence: words and lists of objects.
         names: what each object is called.
         rows: candidate box of each object.
-        tokenizer: of the encoder.
         join_word: between several objects, naming none; None leaves it out (R2C).
     """
     words: list[tuple[str, int]] = []

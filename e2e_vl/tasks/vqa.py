@@ -2,10 +2,7 @@
 
 The list of possible answers belongs to the task and is saved with it; what people answered is the truth of a text.
 
-Shape legend
-    M   texts in the batch
-    Y   possible answers
-    E   hidden size of the encoder
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -38,7 +36,8 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import DataFacts, HumanAnswers, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, NewLayers, Task, check_choices, check_dropout, start_head
+from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices, check_dropout
+from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.text import mirror_words
 from e2e_vl.wording import Draw, Wording
 
@@ -48,35 +47,27 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class VQAConfig:
-    """The defaults are those of the official VL-BERT code.
+    """The defaults are those of the official VL-BERT code."""
 
-    Attributes:
-        answers: the possible answers, the position in the list is the class. In settings also a file, see
-            `e2e_vl.data.formats.vqa_files.read_answers`; None = `data.files.answers`, or else built from the annotations of
-            the training split. Of an answer that is listed twice the first counts; `<unk>` is never a target and never
-            predicted.
-        min_answer_count: a list built from annotations holds what is the most frequent answer to at least this number of
-            questions; 9 gives the usual 3,129 answers of VQA v2's train and val.
-        dropout: dropout before the last Linear.
-        loss: "binary": a binary cross entropy per answer with soft targets, summed over the answers (official).
-            "softmax": a cross entropy with the most frequent answer as truth (paper, section 4.2.2); texts without a
-            known answer are left out.
-        normalised_targets: count normalised human answers for the targets; False counts raw strings (official).
-        initialise_from_words: each row of the last Linear starts as the mean word embedding of its answer's wordpieces
-            (official).
-        new_layers: start of the head's Linears, "official" (Xavier) or "normal" (paper), see
-            `e2e_vl.tasks.base.start_head`.
-        top_answers: how many of the best answers a prediction lists.
-    """
-
+    # the possible answers, the position in the list is the class. In settings also a file, see
+    # `e2e_vl.data.formats.vqa_files.read_answers`; None: `data.files.answers`, or built from the annotations of the
+    # training split. Of an answer that is listed twice the first counts; `<unk>` is never a target and never predicted.
     answers: list[str] | tuple[str, ...] | str | None = None
+    # a list built from annotations holds what is the most frequent answer to at least this number of questions; 9 gives
+    # the usual 3,129 answers of VQA v2's train and val
     min_answer_count: int = 9
-    dropout: float = 0.1
+    dropout: float = 0.1  # dropout before the last Linear
+    # "binary": a binary cross entropy per answer with soft targets, summed over the answers (official). "softmax": a
+    # cross entropy with the most frequent answer as truth (paper, section 4.2.2); texts without a known answer are left
+    # out.
     loss: Literal["binary", "softmax"] = "binary"
+    # count normalised human answers for the targets; False counts raw strings (official)
     normalised_targets: bool = False
+    # each row of the last Linear starts as the mean word embedding of its answer's wordpieces (official)
     initialise_from_words: bool = True
+    # start of the head's Linears, "official" (Xavier) or "normal" (paper), see `e2e_vl.tasks.heads.start_head`
     new_layers: NewLayers = "official"
-    top_answers: int = 5
+    top_answers: int = 5  # how many of the best answers a prediction lists
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -89,8 +80,10 @@ class VQAConfig:
 class VQATargets(Targets):
     """How good each answer is, and the best one."""
 
-    scores: Tensor | None = stacked()  # float32 [M, Y], soft targets
-    best: Tensor | None = stacked()  # int64 [M], class of the most frequent known answer; -1: none is known
+    scores: Float[np.ndarray, " Y"] | Float[Tensor, "M Y"] | None = stacked()  # soft targets
+    best: int | np.int64 | Int64[Tensor, " M"] | None = (
+        stacked()
+    )  # class of the most frequent answer; -1: none is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +110,7 @@ class VQAWording(Wording):
 
 
 class AnswerList:
-    """The possible answers; the position in the list is the class.
-
-    Args:
-        answers: of an answer that is listed twice the first counts; `<unk>` is never a target.
-        normalised: count normalised human answers for the targets; False counts raw strings.
+    """The possible answers, see `VQAConfig`; with `normalised`, normalised human answers are counted.
 
     Raises:
         ValueError: there is no answer but `<unk>`.
@@ -159,23 +148,6 @@ class AnswerList:
         return known.most_common(1)[0][0] if known else -1
 
 
-class AnswerHead(nn.Module):
-    """Linear + GELU + LayerNorm (BERT's masked-word transform), dropout, Linear: [M, E] -> [M, Y]."""
-
-    def __init__(self, hidden_size: int, num_answers: int, dropout: float, new_layers: NewLayers = "official"):
-        super().__init__()
-        self.transform = nn.ModuleDict(
-            {"dense": nn.Linear(hidden_size, hidden_size), "norm": nn.LayerNorm(hidden_size, eps=1e-12)}
-        )
-        self.dropout = nn.Dropout(dropout)
-        self.output = nn.Linear(hidden_size, num_answers)
-        start_head((self.transform["dense"], self.output), new_layers)
-
-    def forward(self, states: Tensor) -> Tensor:
-        states = self.transform["norm"](F.gelu(self.transform["dense"](states)))
-        return self.output(self.dropout(states))
-
-
 class VQATask(Task):
     """A score per possible answer, from the summary of question and image; the highest is the answer.
 
@@ -194,7 +166,8 @@ class VQATask(Task):
             raise ValueError("VQATask needs the list of possible answers in its config.")
         self.config = config
         self.answer_list = AnswerList(config.answers, normalised=config.normalised_targets)
-        self.head = AnswerHead(hidden_size, len(self.answer_list), config.dropout, config.new_layers)
+        transform = Transform(hidden_size, norm=True)
+        self.head = Head(hidden_size, len(self.answers), config.dropout, config.new_layers, transform=transform)
 
     @property
     def answers(self) -> list[str]:
@@ -219,9 +192,7 @@ class VQATask(Task):
 
     def question(self, question: Question) -> Sample:
         """A user's question about an image; without boxes the detector proposes them."""
-        question.refuse_choices("A question of VQA")
-        question.refuse_hidden()
-        return question.sample(SampleText(0, question.text, {"sent": question.text}))
+        return question.plain_sample("A question of VQA")
 
     @torch.no_grad()
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
@@ -271,14 +242,14 @@ class VQATask(Task):
             losses["vqa"] = self._loss(logits, batch.targets)
         return TaskOutput(losses=losses, logits=logits)
 
-    def _loss(self, logits: Tensor, targets: VQATargets) -> Loss:
+    def _loss(self, logits: Float[Tensor, "M Y"], targets: VQATargets) -> Loss:
         if self.config.loss == "binary":
             total = F.binary_cross_entropy_with_logits(logits, targets.scores.to(logits), reduction="sum")
             return Loss(total=total, count=logits.new_tensor(float(len(logits))))
         total = F.cross_entropy(logits, targets.best, ignore_index=-1, reduction="sum")
         return Loss(total=total, count=(targets.best >= 0).sum().to(logits.dtype))
 
-    def predict(self, batch: Batch, output: ModelOutput) -> list[dict[str, Any]]:
+    def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """Add to each record `answer`, its `score` and `top_answers` [[answer, score], ...], best first.
 
         Scores are sigmoids of the logits; with the softmax loss shares among all answers.
@@ -301,13 +272,11 @@ class VQATask(Task):
             return None
         return answer_accuracy(record["answer"], record["answers"])
 
-    def metrics(self, records: list[dict[str, Any]]) -> dict[str, float]:
+    def metrics(self, records: Records) -> dict[str, float]:
         """The official accuracy, over all and by type of answer and question; see `e2e_vl.evaluation.vqa`."""
         return vqa_metrics(records)
 
-    def write_submission(
-        self, path: Path, records: list[dict[str, Any]], second: list[dict[str, Any]] | None = None
-    ) -> None:
+    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
         """The result file of the VQA server: a JSON list of {"question_id", "answer"}."""
         write_submission(path, records)
 

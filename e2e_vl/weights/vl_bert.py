@@ -5,14 +5,10 @@ fine-tuned model of VCR has `vlbert._module.` where the others have `vlbert.`. T
 `detector.weight_names`) and the word table, again as `vlbert.mlm_head.predictions.decoder.weight`.
 
 Facts from the official code (jackroos/VL-BERT).
-
-Shape legend
-    H   hidden size
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +21,9 @@ from detector.precomputed import PrecomputedDetector
 from detector.weight_names import VL_BERT, from_vl_bert, to_vl_bert
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.tasks.pretraining import PretrainingTask
+from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
 
+PRETRAINING = "pretraining"  # our name of the task
 # official -> ours; a name is a parameter or, most often, the module that holds it
 ENCODER = {
     "image_feature_extractor.obj_downsample.1": "embeddings.region_projection",
@@ -51,13 +48,13 @@ SCALARS = {  # instead of the LayerNorms above, with `visual_layer_norm` off
     "vlbert.visual_scale_object": "embeddings.region_visual.norm.weight",
 }
 HEADS = {  # task -> its head
-    "pretraining": {
-        "vlbert.mlm_head.predictions.transform.dense": "mlm.transform.dense",
-        "vlbert.mlm_head.predictions.transform.LayerNorm": "mlm.transform.norm",
-        "vlbert.mlm_head.predictions.bias": "mlm.bias",
-        "vlbert.mvrc_head.transform.dense": "region_classifier.transform.dense",
-        "vlbert.mvrc_head.region_cls_pred": "region_classifier.output",
-        "vlbert.relationsip_head.caption_image_relationship": "relationship",  # (sic)
+    PRETRAINING: {
+        "vlbert.mlm_head.predictions.transform.dense": "word_head.transform.dense",
+        "vlbert.mlm_head.predictions.transform.LayerNorm": "word_head.transform.norm",
+        "vlbert.mlm_head.predictions.bias": "word_head.bias",
+        "vlbert.mvrc_head.transform.dense": "masked_regions.transform.dense",
+        "vlbert.mvrc_head.region_cls_pred": "masked_regions.output",
+        "vlbert.relationsip_head.caption_image_relationship": "relationship.head",  # (sic)
     },
     "refcoco": {"final_mlp.0.dense": "head.transform.dense", "final_mlp.2": "head.output"},
     "vqa": {
@@ -72,12 +69,13 @@ HEADS = {  # task -> its head
     },
 }
 MARKS = {  # task -> names that only its files have; looked up in this order
-    "pretraining": ("vlbert.mlm_head.", "vlbert.mvrc_head.", "vlbert.relationsip_head."),
+    PRETRAINING: ("vlbert.mlm_head.", "vlbert.mvrc_head.", "vlbert.relationsip_head."),
     "vcr": ("cnn_loss_reg.", "final_mlp.1."),
     "vqa": ("final_mlp.0.LayerNorm.",),
     "refcoco": ("final_mlp.",),
 }
 WORD_TABLE = "embeddings.word_embeddings.weight"
+SEGMENTS = "embeddings.segment_embeddings.weight"
 DECODER = "vlbert.mlm_head.predictions.decoder.weight"
 # Ours of what only the official pre-training model has.
 PRETRAINING_EMBEDDINGS = (
@@ -105,42 +103,92 @@ OFFICIAL_DETECTOR: dict[str, Any] = {  # no weight shows it; keys of configs/det
 }
 REGION_WORD = "embeddings.region_word_embedding.weight"
 HIDDEN_REGION_WORD = "embeddings.hidden_region_word_embedding.weight"
-REGION_CLASSES = ("region_classifier.output.weight", "region_classifier.output.bias")  # a row per class
-TEACHER = "teacher."  # our pre-training keeps a frozen copy of the detector
+REGION_CLASSES = ("masked_regions.output.weight", "masked_regions.output.bias")  # a row per class
 
 
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """Weights by our names."""
+class OfficialVLBert(WeightAdapter):
+    """Models of the official VL-BERT code, in and out."""
 
-    detector: dict[str, Tensor]  # empty in files for precomputed features
-    encoder: dict[str, Tensor]
-    task: dict[str, Tensor]
-    task_name: str | None  # a key of `HEADS`; None: no head
+    layout = "VL-BERT"
+    suffix = ".model"
+    same_config = (
+        "num_attention_heads",
+        "hidden_act",
+        "layer_norm_eps",
+        "geometry",
+        "visual_part_on_end",
+        "whole_image_in_sequence",
+    )
+    optional = ("pooler.", "embeddings.image_slot_embeddings.")
+    of_pretraining = PRETRAINING_EMBEDDINGS
+    segment_tables = (SEGMENTS,)
+
+    def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
+        return any(name.removeprefix("module.").startswith("vlbert.") for name in tensors)
+
+    def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
+        """See `from_official`."""
+        return from_official(tensors, source)
+
+    def export(self, model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
+        """Write a `.model` file; returns what was left out, see `to_official`.
+
+        Two things of pre-training are written so that the official code computes the same: with `region_word: img` the
+        vector of [IMG] stands in both places, that of regions and that of hidden ones; and a region classifier with
+        the background last gets it first.
+
+        Raises:
+            ValueError: the official code has no such model (its detector's settings are `OFFICIAL_DETECTOR`; one for
+                precomputed features is not in the file), or the file's name does not end with `.model`.
+        """
+        path = Path(path)
+        if path.suffix != self.suffix:
+            raise ValueError(f"{path}: official VL-BERT files are named *{self.suffix}.")
+        if not isinstance(model.encoder, VLBertModel):
+            raise ValueError(f"{path}: the encoder is a {type(model.encoder).__name__}, not VL-BERT.")
+        settings = model.encoder.config
+        for name, value in ENCODER_CONFIG.items():
+            if getattr(settings, name) != value:
+                raise ValueError(f"{path}: the official code has no encoder with {name} = {getattr(settings, name)}.")
+        _check_detector(model.detector, path)
+        detector, encoder, task = (dict(part.state_dict()) for part in (model.detector, model.encoder, model.task))
+        if settings.region_word == "img" and task_name == PRETRAINING:
+            encoder[HIDDEN_REGION_WORD] = encoder[REGION_WORD]
+        if REGION_CLASSES[0] in task and model.task.config.has_background_last:
+            task |= {name: task[name].roll(1, dims=0) for name in REGION_CLASSES}
+        official, left_out = to_official(ModelWeights(detector, encoder, task, task_name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"state_dict": {name: value.detach().cpu() for name, value in official.items()}}, path)
+        return left_out
 
 
-def is_official(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the names are those of an official VL-BERT model."""
-    return any(name.removeprefix("module.").startswith("vlbert.") for name in tensors)
+def _check_detector(detector: Detector, path: Path) -> None:
+    if isinstance(detector, PrecomputedDetector):
+        return
+    settings = getattr(detector.config, "common", detector.config).to_flat()
+    for key, official in OFFICIAL_DETECTOR.items():
+        if settings[key] != official:
+            raise ValueError(
+                f"{path}: the official code has {key} {official}, this model {settings[key]}, so it would compute "
+                "other features from the same weights; train with configs/detector/vl_bert_R_101.yaml."
+            )
 
 
-def from_official(tensors: Mapping[str, Tensor], source: str | Path) -> Parts:
-    """Take an official state dict apart, cast to float32.
-
-    Args:
-        tensors: what `detector.weight_files.read_weights` gives.
-        source: the file's name, for error messages.
+def from_official(tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
+    """Take an official state dict apart, cast to float32; see `WeightAdapter.convert`.
 
     Raises:
         ValueError: a name that no official model has, or two copies of one thing that differ.
     """
     tensors = {_plain_name(name): value for name, value in tensors.items()}
     task_name = recognise_task(tensors)
-    parts = Parts(
+    parts = ModelWeights(
         detector=from_vl_bert(tensors, source) if any(is_detector_name(name) for name in tensors) else {},
         encoder={},
         task={},
         task_name=task_name,
+        lends=("",) if task_name == PRETRAINING else (),
+        background_last=False,
     )
     for name, value in tensors.items():
         if is_detector_name(name):
@@ -158,7 +206,7 @@ def from_official(tensors: Mapping[str, Tensor], source: str | Path) -> Parts:
     return parts
 
 
-def to_official(parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
+def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
     """The reverse of `from_official`: official names with the prefix `module.`, as the files have them.
 
     Returns:
@@ -182,63 +230,15 @@ def to_official(parts: Parts) -> tuple[dict[str, Tensor], list[str]]:
             raise ValueError(f"encoder.{name} has no place in an official VL-BERT model; its encoder has no such part.")
         official[theirs] = value
     for name, value in parts.task.items():
-        if name.startswith(TEACHER):
-            left_out.append(f"task.{name}")
-            continue
         theirs = replace_module(name, _reverse(HEADS[task]))
         if theirs is None:
             raise ValueError(f"task.{name} has no place in an official VL-BERT model{_for(task)}.")
         official[theirs] = value
-    if "mlm.bias" in parts.task:
+    if "word_head.bias" in parts.task:
         official[DECODER] = parts.encoder[WORD_TABLE]
     if task == "vcr":
         official = {name.replace("vlbert.", "vlbert._module.", 1): value for name, value in official.items()}
     return {f"module.{name}": value for name, value in official.items()}, left_out
-
-
-def save_official(model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
-    """Write a model as an official `.model` file; returns what was left out, see `to_official`.
-
-    Two things of pre-training are written so that the official code computes the same: with `region_word: img` the
-    vector of [IMG] stands in both places, that of regions and that of hidden ones; and a region classifier with the
-    background last gets it first.
-
-    Raises:
-        ValueError: the official code has no such model (its detector's settings are `OFFICIAL_DETECTOR`; one for
-            precomputed features is not in the file), or the file's name does not end with `.model`.
-    """
-    path = Path(path)
-    if path.suffix != ".model":
-        raise ValueError(f"{path}: official VL-BERT files are named *.model.")
-    if not isinstance(model.encoder, VLBertModel):
-        raise ValueError(f"{path}: the encoder is a {type(model.encoder).__name__}, not VL-BERT.")
-    for name, value in ENCODER_CONFIG.items():
-        if getattr(model.encoder.config, name) != value:
-            raise ValueError(
-                f"{path}: the official code has no encoder with {name} = {getattr(model.encoder.config, name)}."
-            )
-    _check_detector(model.detector, path)
-    detector, encoder, task = (dict(part.state_dict()) for part in (model.detector, model.encoder, model.task))
-    if model.encoder.config.region_word == "img" and task_name == "pretraining":
-        encoder[HIDDEN_REGION_WORD] = encoder[REGION_WORD]
-    if isinstance(model.task, PretrainingTask) and model.task.config.has_background_last:
-        task |= {name: task[name].roll(1, dims=0) for name in REGION_CLASSES}
-    official, left_out = to_official(Parts(detector, encoder, task, task_name=task_name))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"state_dict": {name: value.detach().cpu() for name, value in official.items()}}, path)
-    return left_out
-
-
-def _check_detector(detector: Detector, path: Path) -> None:
-    if isinstance(detector, PrecomputedDetector):
-        return
-    settings = getattr(detector.config, "common", detector.config).to_flat()
-    for key, official in OFFICIAL_DETECTOR.items():
-        if settings[key] != official:
-            raise ValueError(
-                f"{path}: the official code has {key} {official}, this model {settings[key]}, so it would compute "
-                "other features from the same weights; train with configs/detector/vl_bert_R_101.yaml."
-            )
 
 
 def recognise_task(names: Mapping[str, Tensor]) -> str | None:
@@ -264,13 +264,6 @@ def _plain_name(name: str) -> str:
     return name.removeprefix("module.").replace("vlbert._module.", "vlbert.", 1)
 
 
-def replace_module(name: str, names: Mapping[str, str]) -> str | None:
-    for old, new in names.items():
-        if name == old or name.startswith(f"{old}."):
-            return new + name.removeprefix(old)
-    return None
-
-
 def _reverse(names: Mapping[str, str]) -> dict[str, str]:
     return {ours: official for official, ours in names.items()}
 
@@ -278,8 +271,8 @@ def _reverse(names: Mapping[str, str]) -> dict[str, str]:
 def _is_not_of(task: str, name: str, head: Mapping[str, Tensor]) -> bool:
     """Whether the official model of a task lacks this part of our encoder."""
     if name.startswith(PRETRAINING_EMBEDDINGS):
-        return task != "pretraining"
-    return name.startswith("pooler.") and not (task == "vcr" or "relationship.weight" in head)
+        return task != PRETRAINING
+    return name.startswith("pooler.") and not (task == "vcr" or "relationship.head.weight" in head)
 
 
 def _for(task: str | None) -> str:

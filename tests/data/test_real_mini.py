@@ -13,21 +13,33 @@ import numpy as np
 import pytest
 
 from detector.images import ResizeRule
-from e2e_vl.data.caption_settings import CaptionConfig
-from e2e_vl.data.caption_sources import AnnotatedBoxes, CocoCaptions
+from e2e_vl.config import DataSettings
+from e2e_vl.data.base import open_options
 from e2e_vl.data.captions import CaptionDataset
-from e2e_vl.data.coco import read_instances
-from e2e_vl.data.collate import collate
-from e2e_vl.data.detections import DetectionsFile
-from e2e_vl.data.grouping import GroupedBatchSampler
+from e2e_vl.data.formats.caption_sources import CocoCaptions
+from e2e_vl.data.formats.coco import read_instances
+from e2e_vl.data.formats.detections import DetectionsFile
+from e2e_vl.data.formats.refer import ReferFiles, read_refs
+from e2e_vl.data.images.candidates import DetectedBoxes
+from e2e_vl.data.loading.collate import collate
+from e2e_vl.data.loading.example_dataset import ExampleDataset
+from e2e_vl.data.loading.grouping import GroupedBatchSampler
+from e2e_vl.data.loading.requests import Request
 from e2e_vl.data.refcoco import RefCOCODataset
-from e2e_vl.data.refer import ReferFiles, read_refs
+from e2e_vl.data.vqa import VQADataset
+from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.evaluation.refexp import box_iou
+from e2e_vl.evaluation.vqa import answer_accuracy
+from e2e_vl.layout import TextWriter
+from e2e_vl.tasks.refcoco import ReferringTask
+from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.text import build_vocabulary, load_tokenizer
+from tests.data.roads import examples, open_dataset
+from tests.tasks.objectives.worded import make_wording
 
 DEFAULT = Path(__file__).resolve().parents[2].parent / "shared" / "real_mini"
 SPLITS = ("train", "val", "testA", "testB")
-VL_BERT = ResizeRule(short_edge=600, long_edge=1000, rounding="vl_bert")
+VL_BERT = ResizeRule(short_edge=600, long_edge=1000, rounding="truncate")
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +67,10 @@ def tokenizer(refer, tmp_path_factory):
     return load_tokenizer(path)
 
 
-def make(root, refer, tokenizer, split, resize=VL_BERT, **options) -> RefCOCODataset:
-    refs_file = root / "refcoco+" / "refs(unc).p"
-    return RefCOCODataset(
-        root / "images" / "train2014", refer.instances, refs_file, split, tokenizer, resize, **options
-    )
+def make(root, refer, tokenizer, split, boxes="gt", reader=None, *, resize=VL_BERT, **rules) -> ExampleDataset:
+    dataset = RefCOCODataset(root / "images" / "train2014", refer.instances, root / "refcoco+" / "refs(unc).p", split)
+    wording = ReferringTask(8).wording(TextWriter(tokenizer))
+    return examples(dataset, wording, boxes, reader, resize=resize, **rules)
 
 
 def test_the_files_hold_what_they_should(root, refer, detections):
@@ -84,15 +95,8 @@ def test_every_referred_box_is_within_reach_of_a_detection(refer, detections):
 def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, refer, detections, tokenizer):
     seen = 0
     for split in SPLITS:
-        dataset = make(
-            root,
-            refer,
-            tokenizer,
-            split,
-            box_source="detections+gt",
-            detections_file=detections,
-            with_objects=True,
-        )
+        reader = DetectedBoxes([detections], None)
+        dataset = make(root, refer, tokenizer, split, "detections+gt", reader, with_objects=True)
         sampler = GroupedBatchSampler(dataset.groups, 2, shuffle=False)
         for requests in sampler:
             batch = collate([dataset[request] for request in requests], (0, 0, 0), (1, 1, 1))
@@ -104,7 +108,7 @@ def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, r
                 assert batch.images.original_sizes[image].tolist() == [info.height, info.width]
                 assert max(batch.images.sizes[image].tolist()) <= 1000
 
-                back = (batch.targets["box"][row] / scales[image]).numpy()
+                back = (batch.targets.box[row] / scales[image]).numpy()
                 np.testing.assert_allclose(back, record["gt_box"], atol=1e-3)
 
                 num_detections = len(detections.by_image[record["image_id"]].boxes)
@@ -112,7 +116,7 @@ def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, r
                 assert len(batch.boxes[image]) == num_detections + len(annotations)
                 referred = num_detections + [a.id for a in annotations].index(record["ann_id"])
                 # candidates are clamped to the last pixel, targets are not
-                np.testing.assert_allclose(batch.boxes[image][referred], batch.targets["box"][row], atol=1.01)
+                np.testing.assert_allclose(batch.boxes[image][referred], batch.targets.box[row], atol=1.01)
                 num_objects = len(batch.detection_targets.boxes[image])
                 assert num_objects == sum(not annotation.is_crowd for annotation in annotations)
 
@@ -127,8 +131,8 @@ def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, r
 
 def test_a_flipped_photo_shows_the_same_pixels_in_its_boxes(root, refer, tokenizer):
     small = ResizeRule(short_edge=200, long_edge=400)
-    plain = make(root, refer, tokenizer, "val", small)
-    flipped = make(root, refer, tokenizer, "val", small, flip_probability=1.0)
+    plain = make(root, refer, tokenizer, "val", resize=small)
+    flipped = make(root, refer, tokenizer, "val", resize=small, flip_probability=1.0)
     for request in (request for batch in GroupedBatchSampler(plain.groups, 1, shuffle=False) for request in batch):
         one, other = plain[request].images[0], flipped[request].images[0]
         np.testing.assert_array_equal(one.pixels, other.pixels[:, ::-1])
@@ -151,12 +155,43 @@ def test_the_50_captions_belong_to_the_ten_photos(root, tmp_path):
     captions = [source.caption(text) for text in range(50)]
     build_vocabulary(captions, tmp_path / "vocab.txt")
     tokenizer = load_tokenizer(tmp_path / "vocab.txt")
-    boxes = AnnotatedBoxes(read_instances(root / "refcoco+" / "instances.json"))
-    dataset = CaptionDataset(source, tokenizer, VL_BERT, CaptionConfig(), boxes=boxes, flip_probability=0.5, seed=3)
+    captioned = CaptionDataset(source, instances=read_instances(root / "refcoco+" / "instances.json"))
+    wording = make_wording(tokenizer)
+    dataset = examples(captioned, wording, resize=VL_BERT, flip_probability=0.5, seed=3)
     for request in (request for batch in GroupedBatchSampler(dataset.groups, 1) for request in batch):
         example = dataset[request]
         assert [text.record["sent"] for text in example.texts] == [captions[text] for text in request.texts]
-        assert len(example.images[0].boxes) == len(example.images[0].region_targets["object_class"]) >= 1
+        assert len(example.images[0].boxes) == len(example.images[0].box_classes) >= 1
         batch = collate([example], (0, 0, 0), (1, 1, 1))
-        assert batch.targets["mlm_labels"].shape == batch.texts.input_ids.shape
+        assert batch.targets.parts["masked_words"].labels.shape == batch.texts.input_ids.shape
         assert min(batch.images.sizes[0].tolist()) <= 600
+
+
+def test_30_questions_and_their_photos(root, tmp_path):
+    if not (root / "vqa").is_dir():
+        pytest.skip(f"there are no questions about the ten real photos at {root}")
+    files = {
+        "images": "images/{images}",
+        "questions": "vqa/v2_OpenEnded_mscoco_{split}_questions.json",
+        "annotations": "vqa/v2_mscoco_{split}_annotations.json",
+        "instances": "refcoco+/instances.json",
+    }
+    settings = DataSettings(name="vqa", root=str(root), files=files)
+    options = open_options(VQADataset, settings)
+    build_vocabulary(VQADataset.texts_of(*options, "train2014"), tmp_path / "vocab.txt")
+    tokenizer = load_tokenizer(tmp_path / "vocab.txt")
+    answers = sorted(set(VQADataset.answers_of(*options, "train2014").values()))
+    task = VQATask(8, VQAConfig(answers=answers))
+    questions = open_dataset(VQADataset, settings, "train2014", "gt")
+    wording = task.wording(TextWriter(tokenizer, VLBertModel.layout))
+    dataset = examples(questions, wording, resize=ResizeRule(100, 200))
+    assert len(dataset) == 30 and len(dataset.groups) == 10
+    for group, texts in enumerate(dataset.groups):
+        example = dataset[Request(group, tuple(texts))]
+        assert len(example.images[0].boxes)
+        for text in example.texts:
+            assert tokenizer.unk_token_id not in text.laid.input_ids
+            assert text.laid.input_ids[text.laid.summary] == tokenizer.mask_token_id
+            assert len(text.record["answers"]) == 10
+            assert answer_accuracy(text.record["multiple_choice_answer"], text.record["answers"]) > 0.5
+            assert answers[text.targets.best] in text.record["answers"]

@@ -1,19 +1,19 @@
-"""VCR's reader on a small hand-made data set in the official formats."""
+"""What VCR's reader states, on a small hand-made data set in the official formats."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from e2e_vl.config import DataSettings
-from e2e_vl.data.examples import Request
-from e2e_vl.data.files import read_options
-from e2e_vl.data.vcr import VCRDataset
-from e2e_vl.data.vcr_options import VCROptions
-from e2e_vl.data.vcr_text import CLASS_NAMES, NEUTRAL_NAMES
-from tests.data.tiny_vcr import BOXES, TinyVCR
+from e2e_vl.converter import from_dict
+from e2e_vl.data.base import open_options
+from e2e_vl.data.vcr import CLASS_NAMES, VCRDataset, VCROptions, mentioned_objects, relevant_objects
+from e2e_vl.samples import AnnotatedObjects, ChoiceText, RightChoice, Sample, SampleImage
+from tests.data.roads import examples, open_dataset
+from tests.data.tiny_vcr import BOXES, OBJECTS, TinyVCR
 
 
 @pytest.fixture
@@ -21,39 +21,32 @@ def tiny(tmp_path) -> TinyVCR:
     return TinyVCR(tmp_path)
 
 
-def words(dataset: VCRDataset, text) -> list[str]:
-    return dataset.tokenizer.convert_ids_to_tokens(text.input_ids.tolist())
+def load(dataset: VCRDataset, text: int, tiny: TinyVCR, **rules):
+    """The image of one text index."""
+    loader = examples(dataset, tiny.tokenizer, **rules).loader
+    return loader.load(dataset.sample((text,)).images[0], loader.draw_augmentation(np.random.default_rng(0)))
 
 
-def spoken(dataset: VCRDataset, text) -> str:
-    return " ".join(words(dataset, text))
-
-
-def test_four_texts_of_a_question(tiny):
+def test_a_question_and_its_choices(tiny):
     dataset = tiny.dataset()
-    example = dataset[Request(0, (0,))]
-    assert len(example.images) == 1
-    assert len(example.texts) == 4
-    first = example.texts[0]
-    assert spoken(dataset, first) == "[CLS] why is riley and chair there ? [SEP] no casey . [SEP]"
-    assert first.segment_ids.tolist() == [0] * 9 + [1] * 4
-    assert first.region_of_token.tolist() == [-1, -1, -1, 1, -1, 2, -1, -1, -1, -1, 0, -1, -1]
-    assert words(dataset, example.texts[2])[9:] == ["riley", "'", "s", "chair", ".", "[SEP]"]
-    assert example.texts[2].region_of_token[9:].tolist() == [1, -1, -1, -1, -1, -1]
-    assert [float(text.targets["is_right"]) for text in example.texts] == [0, 0, 1, 0]
-    assert {text.looks_at for text in example.texts} == {(0,)}
-    for text in tiny.dataset(ground_words=False)[Request(0, (0,))].texts:
-        assert set(text.region_of_token.tolist()) == {-1}
+    assert len(dataset) == 3 and dataset.groups == [[0, 2], [1]]
+    sample = dataset.sample((0, 2))
+    assert len(sample.images) == 1
+    first, second = sample.texts
+    assert (first.index, second.index) == (0, 2)
+    assert first.query == (["Why", "is", [1, 2], "there", "?"],)
+    assert first.choices[0] == ["No", [0], "."] and len(first.choices) == 4
+    assert first.words == "Why is [1, 2] there ?"
+    assert first.truth == RightChoice(2)
+    assert first.facts == {"annot_id": "val-0", "kind": "answer", "conditioned_on": None, "label": 2}
 
 
 def test_question_and_right_answer_stand_before_a_rationale(tiny):
-    dataset = tiny.dataset(question="rationale")
-    example = dataset[Request(0, (0,))]
-    said = spoken(dataset, example.texts[1])
-    assert said == "[CLS] why is riley and chair there ? riley ' s chair . [SEP] jessie is . [SEP]"
-    assert example.texts[1].segment_ids.tolist() == [0] * 14 + [1] * 4
-    assert [float(text.targets["is_right"]) for text in example.texts] == [0, 1, 0, 0]
-    assert (example.texts[0].record["label"], example.texts[0].record["conditioned_on"]) == (1, 2)
+    [text] = tiny.dataset(question="rationale").sample((0,)).texts
+    assert text.query == (tiny.lines[0]["question"], tiny.lines[0]["answer_choices"][2])
+    assert text.choices == tuple(tiny.lines[0]["rationale_choices"])
+    assert text.truth == RightChoice(1)
+    assert (text.facts["kind"], text.facts["label"], text.facts["conditioned_on"]) == ("rationale", 1, 2)
 
 
 def test_rationales_given_each_answer(tiny):
@@ -62,134 +55,88 @@ def test_rationales_given_each_answer(tiny):
     dataset = tiny.dataset(question="rationale", condition_on="each")
     assert len(dataset) == 12
     assert dataset.groups == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7]]
-    example = dataset[Request(0, (1, 8))]
-    assert len(example.texts) == 8
-    records = [text.record for text in example.texts]
-    assert [record["text_index"] for record in records] == [1] * 4 + [8] * 4
-    assert {(record["annot_id"], record["conditioned_on"]) for record in records} == {("val-0", 1), ("val-2", 0)}
-    assert spoken(dataset, example.texts[0]).startswith("[CLS] why is riley and chair there ? yes . [SEP]")
-    assert all(text.targets == {} for text in example.texts)
+    texts = dataset.sample((1, 8)).texts
+    assert [(text.index, text.facts["annot_id"], text.facts["conditioned_on"]) for text in texts] == [
+        (1, "val-0", 1),
+        (8, "val-2", 0),
+    ]
+    assert [text.query[1] for text in texts] == [["Yes", "."], ["No", [0], "."]]
+    assert [text.truth for text in texts] == [None, None]
     with pytest.raises(ValueError, match=r"val.jsonl: the questions have no labels.*condition_on=each"):
         tiny.dataset(question="rationale")
 
 
 def test_only_rationales_given_the_right_answer_have_a_label(tiny):
-    dataset = tiny.dataset(question="rationale", condition_on="each")
-    example = dataset[Request(0, (0, 1, 2, 3))]
-    assert [text.record["label"] for text in example.texts[::4]] == [None, None, 1, None]
+    texts = tiny.dataset(question="rationale", condition_on="each").sample((0, 1, 2, 3)).texts
+    assert [text.facts["label"] for text in texts] == [None, None, 1, None]
+    assert [text.truth for text in texts] == [None] * 4, "there is nothing to learn"
 
 
-def test_image_boxes_classes_and_masks(tiny):
-    [image] = tiny.dataset()[Request(1, (1,))].images
+def test_a_test_split_has_no_truth(tiny):
+    for line in tiny.lines:
+        del line["answer_label"], line["rationale_label"]
+    [text] = tiny.dataset().sample((0,)).texts
+    assert text.truth is None and text.facts["label"] is None
+
+
+def test_image_boxes_classes_and_outlines(tiny):
+    [image] = tiny.dataset().sample((1,)).images
+    assert image.id == "film/b.png" and image.size == (60, 100)
+    assert image.locate() == tiny.images_root / "film" / "b.png"
+    np.testing.assert_array_equal(image.objects.boxes, np.array(BOXES)[:, :4])
+    assert image.objects.classes.tolist() == [0, 0, CLASS_NAMES.index("chair"), 0]
+    assert image.objects.names == tuple(OBJECTS)
+    assert [len(outlines) for outlines in image.objects.outlines] == [1] * 4
+    assert image.objects.attributes is None and image.candidates is None
+    tiny.metadata["attribute_ids"] = [[1, 4], [2, 4], [3, 4], [1, 5]]
+    [image] = tiny.dataset().sample((1,)).images
+    assert image.objects.attributes.tolist() == tiny.metadata["attribute_ids"]
+
+
+def test_boxes_classes_and_masks_as_they_are_loaded(tiny):
+    image = load(tiny.dataset(), 1, tiny, mask_size=14)
     assert image.pixels.shape == (60, 100, 3)
     assert image.name.endswith("b.png")
     np.testing.assert_array_equal(image.boxes, np.array(BOXES, dtype=np.float32)[:, :4])
-    assert image.region_targets["object_class"].tolist() == [1, 1, CLASS_NAMES.index("chair") + 1, 1]
+    assert image.box_classes.tolist() == [0, 0, CLASS_NAMES.index("chair"), 0]
     assert image.roi_masks.shape == (4, 14, 14)
     assert image.objects is None
-    assert tiny.dataset(mask_size=None)[Request(1, (1,))].images[0].roi_masks is None
-
-
-def test_objects_without_an_outline_are_counted_and_said(tiny, caplog):
-    tiny.metadata["segms"][2:] = [[], [[[53, 11], [57, 19]]]]  # nothing, and a line
-    dataset = tiny.dataset()
-    for text in (0, 2, 1, 0):  # questions 0 and 2 are about the same image
-        masks = dataset[Request(0, (text,))].images[0].roi_masks
-        assert masks.any(axis=(1, 2)).tolist() == [True, True, False, False]
-    assert dataset.without_outline == {(f"film/{name}.png", row) for name in "ab" for row in (2, 3)}
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
-    assert "a.json: object 2 (chair) has no outline" in caplog.records[0].getMessage()
-    assert [record.args[-1] for record in caplog.records] == [1, 2, 4]
-    caplog.clear()
-    tiny.dataset(mask_size=None)[Request(0, (0,))]
-    assert not caplog.records
-
-
-def test_a_flip_mirrors_boxes_and_masks_but_no_words(tiny):
-    tiny.metadata["segms"][0] = [[[0, 0], [10, 0], [10, 59], [0, 59]]]  # the left half
-    plain = tiny.dataset()[Request(0, (0,))]
-    mirrored = tiny.dataset(flip_probability=1.0)[Request(0, (0,))]
-    x1, _, x2, _ = plain.images[0].boxes[0]
-    assert mirrored.images[0].boxes[0].tolist() == [99 - x2, 0, 99 - x1, 59]
-    np.testing.assert_array_equal(mirrored.images[0].roi_masks, plain.images[0].roi_masks[:, :, ::-1])
-    assert plain.images[0].roi_masks[0, :, :3].all() and not plain.images[0].roi_masks[0, :, 10:].any()
-    for one, other in zip(plain.texts, mirrored.texts, strict=True):
-        np.testing.assert_array_equal(one.input_ids, other.input_ids)
+    objects = load(tiny.dataset(), 1, tiny, with_objects=True).objects
+    assert objects.classes.tolist() == image.box_classes.tolist()
 
 
 def test_objects_in_the_order_of_first_mention(tiny):
     dataset = tiny.dataset(objects="mentioned")
     assert dataset.groups == [[0], [1], [2]]  # the boxes depend on the question
-    example = dataset[Request(0, (0,))]
-    np.testing.assert_array_equal(example.images[0].boxes[:, 0], [30, 60, 0])  # objects 1, 2, 0
-    assert example.images[0].roi_masks.shape == (3, 14, 14)
-    assert spoken(dataset, example.texts[0]) == "[CLS] why is casey and chair there ? [SEP] no riley . [SEP]"
-    assert example.texts[0].region_of_token[[3, 5, 10]].tolist() == [0, 1, 2]
+    assert dataset.sample((0,)).images[0].candidates == (1, 2, 0)
+    np.testing.assert_array_equal(load(dataset, 0, tiny).boxes[:, 0], [30, 60, 0])
+    assert load(dataset, 0, tiny, mask_size=14).roi_masks.shape == (3, 14, 14)
     rationale = tiny.dataset(objects="mentioned", question="rationale")
-    assert len(rationale[Request(0, (0,))].images[0].boxes) == 4  # [3] in a rationale; answers count too
+    assert len(rationale.sample((0,)).images[0].candidates) == 4  # [3] in a rationale; answers count too
 
 
 def test_objects_of_r2c(tiny):
-    dataset = tiny.dataset(objects="r2c", join_word=None)
-    example = dataset[Request(0, (0,))]
-    np.testing.assert_array_equal(example.images[0].boxes[:, 0], [0, 30, 60])
-    assert spoken(dataset, example.texts[0]).startswith("[CLS] why is riley chair there ? [SEP]")
-    everyone = tiny.dataset(objects="r2c", question="rationale")[Request(0, (0,))]
-    assert len(everyone.images[0].boxes) == 4
+    dataset = tiny.dataset(objects="r2c")
+    assert dataset.sample((0,)).images[0].candidates == (0, 1, 2)
+    np.testing.assert_array_equal(load(dataset, 0, tiny).boxes[:, 0], [0, 30, 60])
+    everyone = tiny.dataset(objects="r2c", question="rationale")
+    assert everyone.sample((0,)).images[0].candidates == (0, 1, 2, 3)
 
 
-def test_people_are_named_in_turn_and_in_training_from_anywhere(tiny):
-    dataset = tiny.dataset(training=True)
-    seen = {tuple(words(dataset, dataset[Request(0, (0,), epoch)].texts[0])) for epoch in range(20)}
-    assert len(seen) > 5
-    assert len({tuple(words(tiny.dataset(), tiny.dataset()[Request(0, (0,), e)].texts[0])) for e in range(5)}) == 1
-    fixed = tiny.dataset(training=True, turn_names=False)
-    assert words(fixed, fixed[Request(0, (0,), 3)].texts[0])[3] == "riley"
+def test_rules_about_mentions():
+    sentences = [["Is", [2, 0], "?"], [[0], "and", [1]]]
+    assert mentioned_objects(sentences) == (2, 0, 1)
+    objects = ["cup", "person", "person", "car"]
+    assert relevant_objects(objects, [["No", "."]]) == (1, 2)
+    assert relevant_objects(objects, [[[3], "."]]) == (3,)
+    assert relevant_objects(objects, [[[3], "and", "EVERYONE"]]) == (1, 2, 3)
 
 
-def test_a_name_does_not_depend_on_the_other_questions(tiny):
-    dataset = tiny.dataset(training=True)
-    alone, together = dataset[Request(0, (2,), 1)], dataset[Request(0, (0, 2), 1)]
-    for one, other in zip(alone.texts, together.texts[4:], strict=True):
-        np.testing.assert_array_equal(one.input_ids, other.input_ids)
-
-
-def test_texts_are_cut_without_special_tokens(tiny):
-    dataset = tiny.dataset(max_pieces=6)
-    lengths = [len(text.input_ids) for text in dataset[Request(0, (0,))].texts]
-    assert max(lengths) == 6 + 3
-
-
-def test_controls(tiny):
-    blank = tiny.dataset(blank_text=True)
-    assert [words(blank, text) for text in blank[Request(0, (0,))].texts] == [["[CLS]", "[SEP]", "[SEP]"]] * 4
-    answers = tiny.dataset(blank_question=True)
-    assert words(answers, answers[Request(0, (0,))].texts[1]) == ["[CLS]", "[SEP]", "yes", ".", "[SEP]"]
-    [image] = tiny.dataset(blank_image=True)[Request(0, (0,))].images
-    assert len(np.unique(image.pixels.reshape(-1, 3), axis=0)) == 1
-    assert image.roi_masks.all()
-
-
-def test_objects_for_the_detection_losses(tiny):
-    [image] = tiny.dataset(with_objects=True)[Request(0, (0,))].images
-    assert image.objects.classes.tolist() == [0, 0, CLASS_NAMES.index("chair"), 0]
-    assert image.objects.attributes is None
-    tiny.metadata["attribute_ids"] = [[1, 4], [2, 4], [3, 4], [1, 5]]
-    [image] = tiny.dataset(with_objects=True)[Request(0, (0,))].images
-    assert image.objects.attributes.tolist() == tiny.metadata["attribute_ids"]
-    tiny.dataset().check_classes(80)
-    with pytest.raises(ValueError, match=r"80 classes, but the detector has 6"):
-        tiny.dataset().check_classes(6)
-
-
-def test_records_are_plain(tiny):
+def test_facts_are_plain_and_may_have_a_family(tiny):
     tiny.lines[0]["family"] = "colour"
-    record = tiny.dataset()[Request(0, (0,))].texts[3].record
-    assert record == json.loads(json.dumps(record))
-    assert (record["text_index"], record["annot_id"], record["kind"], record["label"]) == (0, "val-0", "answer", 2)
-    assert record["sent"] == "Why is Riley and chair there ?"
-    assert record["choices"][0] == "No Casey ."
-    assert record["family"] == "colour"
+    facts = [text.facts for text in tiny.dataset().sample((0, 2)).texts]
+    assert facts == json.loads(json.dumps(facts))
+    assert facts[0]["family"] == "colour" and "family" not in facts[1]
 
 
 def test_own_classes(tiny):
@@ -198,8 +145,42 @@ def test_own_classes(tiny):
     tiny.metadata["names"][0] = "robot"
     with pytest.raises(ValueError, match=r"val.jsonl \(val-0\): the object class 'robot' .*data.config.class_names"):
         tiny.dataset()
-    [image] = tiny.dataset(class_names=["robot", "chair", "person"])[Request(0, (0,))].images
-    assert image.region_targets["object_class"].tolist() == [1, 3, 2, 3]
+    dataset = tiny.dataset(class_names=("robot", "chair", "person"))
+    assert dataset.sample((0,)).images[0].objects.classes.tolist() == [0, 2, 1, 2]
+    assert dataset.class_names == ("robot", "chair", "person")
+
+
+def test_classes_must_fit_the_detector(tiny):
+    tiny.dataset().check_classes(80)
+    with pytest.raises(ValueError, match=r"80 categories, but the detector has 6"):
+        tiny.dataset().check_classes(6)
+
+
+def test_questions_of_an_image_must_agree_about_its_objects(tiny):
+    tiny.lines[2]["objects"] = ["chair", *OBJECTS[1:]]
+    dataset = tiny.dataset()
+    with pytest.raises(ValueError, match="val-2 and val-0 are about the same image but list different objects"):
+        dataset.sample((0, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"width": 101}, "100 x 60 pixels, but its annotation file says 101 x 60"),
+        ({"boxes": [[100, 5, 120, 9, 1], *BOXES[1:]]}, r"a\.json \(val-0\): box 0 .* lies outside"),
+    ],
+)
+def test_metadata_of_another_image(tiny, change, message):
+    tiny.metadata |= change
+    with pytest.raises(ValueError, match=message):
+        load(tiny.dataset(), 0, tiny)
+
+
+def test_missing_metadata_names_the_question(tiny):
+    dataset = tiny.dataset()
+    (tiny.images_root / "film" / "b.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"b.json: cannot read the metadata of val-1"):
+        dataset.sample((1,))
 
 
 @pytest.mark.parametrize(
@@ -208,53 +189,44 @@ def test_own_classes(tiny):
         ({"question": "both"}, "data.config.question is 'both'"),
         ({"objects": "some"}, "must be one of all, mentioned, r2c"),
         ({"condition_on": "each"}, "is about rationales"),
-        ({"max_pieces": 1}, "need at least 2"),
-        ({"mask_size": 0}, "side of the detector's RoI maps"),
-        ({"people_names": []}, "needs people_names"),
+        ({"class_names": ["a", "a"]}, "must all be different"),
+        ({"class_names": "person"}, r"data\.config\.class_names is 'person'; it must be a list"),
         ({"ask": 1}, "unknown key 'ask'; it takes question, condition_on"),
-        ({"max_pieces": "many"}, r"data\.config\.max_pieces is 'many'; it must be a int"),
-        ({"ground_words": "maybe"}, r"data\.config\.ground_words is 'maybe'; it must be a bool"),
-        ({"people_names": "Casey"}, r"data\.config\.people_names is 'Casey'; it must be a list"),
-        ({"max_pieces": None}, r"data\.config\.max_pieces is None"),
     ],
 )
 def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
-        read_options(VCROptions, options, "data.config")
-
-
-def test_options_that_may_be_left_open():
-    options = read_options(VCROptions, {"mask_size": None, "join_word": None, "class_names": ["a"]}, "data.config")
-    assert options == VCROptions(mask_size=None, join_word=None, class_names=["a"])
-
-
-def settings_of(tiny, **changes) -> DataSettings:
-    files = {"images": "vcr1images", "questions": "{split}.jsonl"}
-    return DataSettings(**({"name": "vcr", "root": str(tiny.root), "files": files} | changes))
-
-
-def build(tiny, settings, **changes):
-    known = {"boxes": "gt", "training": False, "seed": 0, "channel_order": "BGR", "with_objects": False}
-    return VCRDataset.from_settings(settings, tiny.dataset().tokenizer, "val", **(known | changes))
+        from_dict(VCROptions, options, "data.config")
 
 
 def test_from_settings(tiny):
-    dataset = build(tiny, settings_of(tiny, config={"question": "rationale"}, blank_image=True), training=True)
-    assert (dataset.options.question, dataset.blank_image, dataset.flip_probability) == ("rationale", True, 0.5)
-    assert build(tiny, settings_of(tiny)).flip_probability == 0
-    with pytest.raises(ValueError, match=r"cannot come from 'online'; set data.boxes.train=gt"):
-        build(tiny, settings_of(tiny), boxes="online")
-    with pytest.raises(ValueError, match=r"data.config.max_pieces"):
-        build(tiny, settings_of(tiny, max_text_length=20))
-    with pytest.raises(ValueError, match=r"data.files.questions is not set"):
-        build(tiny, settings_of(tiny, files={"images": "vcr1images"}))
-    with pytest.raises(ValueError, match="train with condition_on=right"):
-        build(tiny, settings_of(tiny, config={"question": "rationale", "condition_on": "each"}), training=True)
-
-
-def test_texts_for_a_vocabulary(tiny):
     tiny.write()
-    texts = VCRDataset.texts_of(settings_of(tiny), "val")
-    assert len(texts) == 1 + 3
-    assert set(NEUTRAL_NAMES) <= set(texts[0].split())
-    assert texts[1].startswith("Why is Riley and chair there ? No Casey . Yes .")
+    dataset = open_dataset(VCRDataset, tiny.settings(config={"question": "rationale"}), "val", "gt", training=True)
+    assert dataset.settings == VCROptions(question="rationale")
+    with pytest.raises(ValueError, match=r"data.files.questions is not set"):
+        open_dataset(VCRDataset, tiny.settings(files={"images": "vcr1images"}), "val")
+    each = tiny.settings(config={"question": "rationale", "condition_on": "each"})
+    assert len(open_dataset(VCRDataset, each, "val")) == 12
+    with pytest.raises(ValueError, match="train with condition_on=right"):
+        open_dataset(VCRDataset, each, "val", training=True)
+
+
+def test_what_is_known_without_opening_a_split(tiny):
+    tiny.write()
+    options = open_options(VCRDataset, tiny.settings())
+    texts = list(VCRDataset.texts_of(*options, "val"))
+    assert len(texts) == 3 * 9
+    assert texts[:3] == ["Why is person chair there ?", "No person .", "Yes ."]
+    assert VCRDataset.class_names_of(*options, "val") == CLASS_NAMES
+    assert not VCRDataset.wants_given_answer(options[1])
+    assert VCRDataset.wants_given_answer(VCROptions(question="rationale"))
+
+
+@pytest.mark.parametrize(("which", "kept"), [("all", None), ("mentioned", (2, 1)), ("r2c", (1, 2))])
+def test_a_users_boxes_are_narrowed_as_the_options_say(which: str, kept: tuple[int, ...] | None) -> None:
+    objects = AnnotatedObjects(np.eye(3, 4), "--boxes", names=("person", "dog", "cat"))
+    text = ChoiceText(0, "Why ?", {}, query=(["Why", [2], "?"],), choices=(["Because", [1]],))
+    sample = Sample((SampleImage("a", Path("a.jpg"), objects=objects),), (text,), is_asked=True)
+    narrowed = VCRDataset.narrowed(sample, VCROptions(objects=which))
+    assert narrowed.images[0].candidates == kept
+    assert narrowed.texts == sample.texts

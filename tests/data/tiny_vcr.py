@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from detector.images import ResizeRule
-from e2e_vl.data.vcr import VCRDataset
-from e2e_vl.data.vcr_options import VCROptions
-from e2e_vl.data.vcr_text import CLASS_NAMES, NEUTRAL_NAMES
+from e2e_vl.config import DataSettings
+from e2e_vl.data.vcr import CLASS_NAMES, VCRDataset, VCROptions
+from e2e_vl.tasks.vcr_sentences import NEUTRAL_NAMES
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
-SAME = ResizeRule(short_edge=60, long_edge=1000)  # the image is 100 x 60 pixels and keeps its size
 OBJECTS = ["person", "person", "chair", "person"]
 BOXES = [[0, 0, 20, 59, 0.9], [30, 0, 50, 59, 0.8], [60, 30, 95, 59, 0.7], [52.5, 10, 58, 20, 0.5]]
+WORDS = "why is there no yes so not everyone and chair ' s . ?"
 
 
 class TinyVCR:
@@ -24,6 +23,8 @@ class TinyVCR:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.images_root = root / "vcr1images"
+        self.file = root / "val.jsonl"
         self.lines = [
             {
                 "annot_id": f"val-{number}",
@@ -48,7 +49,7 @@ class TinyVCR:
         }
 
     def write(self) -> TinyVCR:
-        folder = self.root / "vcr1images" / "film"
+        folder = self.images_root / "film"
         folder.mkdir(parents=True, exist_ok=True)
         for name in "ab":
             pixels = np.arange(60 * 100 * 3, dtype=np.uint8).reshape(60, 100, 3)
@@ -57,14 +58,15 @@ class TinyVCR:
         self.file.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
         return self
 
-    @property
-    def file(self) -> Path:
-        return self.root / "val.jsonl"
+    def dataset(self, *, training: bool = False, **options) -> VCRDataset:
+        """The files as they are now, read with `VCROptions(**options)`."""
+        return VCRDataset(self.write().images_root, self.file, VCROptions(**options), training=training)
 
-    def dataset(self, **options) -> VCRDataset:
-        given = {key: options.pop(key) for key in list(options) if key in VCROptions.__dataclass_fields__}
-        self.write()
-        words = ["why is there no yes so not everyone and chair ' s . ?", *CLASS_NAMES, *NEUTRAL_NAMES]
-        build_vocabulary(words, self.root / "vocab.txt")
-        tokenizer = load_tokenizer(self.root / "vocab.txt")
-        return VCRDataset(self.root / "vcr1images", self.file, tokenizer, SAME, options=VCROptions(**given), **options)
+    def settings(self, **changes) -> DataSettings:
+        files = {"images": "vcr1images", "questions": "{split}.jsonl"}
+        return DataSettings(**({"name": "vcr", "root": str(self.root), "files": files} | changes))
+
+    @property
+    def tokenizer(self):
+        build_vocabulary([WORDS, *CLASS_NAMES, *NEUTRAL_NAMES], self.root / "vocab.txt")
+        return load_tokenizer(self.root / "vocab.txt")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from detector.checkpoint import compare_keys, load_detector, load_weights, save_pretrained
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.weight_files import read_tensors
 from detector.weight_names import CELL_ANCHORS

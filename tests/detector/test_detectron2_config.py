@@ -5,7 +5,7 @@ import copy
 import pytest
 import yaml
 
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.detectron2_config import Detectron2Config
 
 FPN = {
@@ -62,7 +62,7 @@ def test_a_model_with_a_box_head():
         ({"MODEL__ANCHOR_GENERATOR__NAME": "RotatedAnchorGenerator"}, "ANCHOR_GENERATOR.NAME = 'Rot.* is not supp"),
         ({"INPUT__CROP": {"ENABLED": True}}, "INPUT.CROP.ENABLED = True is not supported"),
         ({"TEST": {"AUG": {"ENABLED": True}}}, "TEST.AUG.ENABLED = True is not supported"),
-        ({"INPUT__FORMAT": "L"}, "INPUT.FORMAT must be BGR or RGB"),
+        ({"INPUT__FORMAT": "L"}, "INPUT.FORMAT must be one of BGR, RGB, not L"),
     ],
 )
 def test_what_is_not_built_is_named(keys, message):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import DetectionTargets, ImageBatch, Regions
 

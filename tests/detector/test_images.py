@@ -155,7 +155,7 @@ def test_very_large(tmp_path: Path):
     (tmp_path / "a.png").write_bytes(header.getvalue())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pixels, size = load_resized(tmp_path / "a.png", ResizeRule(100, 200, "vl_bert"))
+        pixels, size = load_resized(tmp_path / "a.png", ResizeRule(100, 200, "truncate"))
     assert size == (h, w)
     assert pixels.shape == (100, 200, 3) and (pixels == 255).all()
 
@@ -212,7 +212,7 @@ def test_load_resized_is_load_then_resize(tmp_path: Path):
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.fromarray(random_pixels(90, 140)).save(tmp_path / "a.png", exif=exif)
-    rule = ResizeRule(40, 50, "vl_bert")
+    rule = ResizeRule(40, 50, "truncate")
     pixels, size = load_resized(tmp_path / "a.png", rule)
     assert size == (140, 90)
     assert np.array_equal(pixels, resize_image(load_image(tmp_path / "a.png"), rule.target_size(*size)))
@@ -244,12 +244,12 @@ def test_the_content_of_a_file_is_read_as_the_file_itself(tmp_path: Path):
         (ResizeRule(800, 1333), (300, 1000), (400, 1333)),  # 399.9 rounds up
         (ResizeRule(800, 1333), (1000, 300), (1333, 400)),
         (ResizeRule(800, 1333), (800, 800), (800, 800)),
-        (ResizeRule(600, 1000, "vl_bert"), (91, 37), (998, 406)),
-        (ResizeRule(600, 1000, "vl_bert"), (333, 500), (600, 900)),
-        (ResizeRule(600, 1000, "vl_bert"), (300, 500), (600, 1000)),
+        (ResizeRule(600, 1000, "truncate"), (91, 37), (998, 406)),
+        (ResizeRule(600, 1000, "truncate"), (333, 500), (600, 900)),
+        (ResizeRule(600, 1000, "truncate"), (300, 500), (600, 1000)),
         (ResizeRule(800, 1333), (2, 3000), (1, 1333)),
         (ResizeRule(800, 1333), (10000, 1), (1333, 1)),  # Detectron2's own rule gives 0 here
-        (ResizeRule(600, 1000, "vl_bert"), (1, 10000), (1, 1000)),  # and the official VL-BERT code does too
+        (ResizeRule(600, 1000, "truncate"), (1, 10000), (1, 1000)),  # and the official VL-BERT code does too
     ],
 )
 def test_target_size(rule: ResizeRule, size: tuple[int, int], expected: tuple[int, int]):

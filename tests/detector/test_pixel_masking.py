@@ -16,7 +16,7 @@ def test_outward_takes_every_touched_pixel():
 
 def test_vl_bert_takes_the_last_row_and_column_too():
     boxes = torch.tensor([[1.9, 2.0, 3.0, 4.5], [0.0, 0.0, 7.0, 9.0], [5.0, 5.0, 30.0, 30.0]])
-    assert mask_rectangles(boxes, (10, 8), "vl_bert").tolist() == [[1, 2, 4, 5], [0, 0, 8, 10], [5, 5, 8, 10]]
+    assert mask_rectangles(boxes, (10, 8), "truncate").tolist() == [[1, 2, 4, 5], [0, 0, 8, 10], [5, 5, 8, 10]]
 
 
 def test_only_the_boxes_of_each_image_become_zero():
@@ -40,7 +40,7 @@ def test_masked_boxes_take_a_given_colour():
     assert (masked != pixels).sum() == 3 * 9
 
 
-@pytest.mark.parametrize("rounding", ["outward", "vl_bert"])
+@pytest.mark.parametrize("rounding", ["outward", "truncate"])
 def test_nothing_of_a_masked_box_reaches_any_feature(rounding: str):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(3, 8, 7, stride=2, padding=3), nn.ReLU(), nn.Conv2d(8, 8, 5, padding=2))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from detector.config import ResNetConfig
+from detector.detector_config import ResNetConfig
 from detector.norms import freeze, make_norm
 from detector.resnet import ConvNorm, ResNet, make_res5, recompute_activations
 from detector.roi_align import align_rois

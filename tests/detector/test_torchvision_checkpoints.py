@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from detector.checkpoint import load_checkpoint
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.weight_files import WeightsFile
 from detector.weight_names import to_detector_names

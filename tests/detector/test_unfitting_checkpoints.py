@@ -36,7 +36,7 @@ def test_another_number_of_classes(published: ModuleType, tmp_path: Path, plain:
     report = load_checkpoint(model, tmp_path / "a.pth", expect="backbone")
     assert len(report.unexpected) == len(report.missing) == 10
     assert "unexpected: 10\n  proposal_generator.rpn_head.conv.weight\n" in str(report)
-    with pytest.raises(ValueError, match="not 'everything'"):
+    with pytest.raises(ValueError, match="hold 'everything'; use one of all"):
         load_checkpoint(model, tmp_path / "a.pth", expect="everything")
 
 
@@ -52,7 +52,7 @@ def test_unknown_names_and_contents(published: ModuleType, tmp_path: Path, plain
     torch.save({"encoder.weight": torch.zeros(1)}, tmp_path / "a.pth")
     with pytest.raises(ValueError, match=r"a\.pth: its names are of no known layout \(encoder\.weight"):
         load_checkpoint(plain, tmp_path / "a.pth")
-    with pytest.raises(ValueError, match=r"b\.pkl: expected a state dict of tensors.* 'w' is no tensor"):
+    with pytest.raises(ValueError, match=r"b\.pkl: expected a state dict of tensors.* 'w' is not a tensor"):
         read_weights(published.write_pickle(tmp_path / "b.pkl", {"w": "text"}))
     with pytest.raises(ValueError, match=r"c\.pkl: expected weights by name, found list"):
         read_weights(published.write_pickle(tmp_path / "c.pkl", [1]))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from e2e_vl.encoders.geometry import PairwiseGeometryBias, geometry_embedding, relative_geometry, sinusoids
-from e2e_vl.structures import TextRegions
+from tests.regions import regions_of_own_images
 
 BOX = torch.tensor([[10.0, 20.0, 50.0, 40.0]])
 SIZE = torch.tensor([[80.0, 100.0]])  # height, width
@@ -54,7 +54,7 @@ def test_pairwise_bias_only_between_real_regions_of_one_image():
     bias = PairwiseGeometryBias(num_layers=3, num_heads=2, dim=16)
     torch.nn.init.normal_(bias.weight)
     boxes = torch.rand(2, 4, 2) * 50
-    regions = TextRegions.of_own_images(
+    regions = regions_of_own_images(
         features=torch.zeros(2, 4, 1),
         boxes=torch.cat([boxes, boxes + 10], dim=-1),
         image_sizes=torch.full((2, 4, 2), 64.0),
@@ -73,7 +73,7 @@ def test_pairwise_bias_only_between_real_regions_of_one_image():
 
 def test_pairwise_bias_starts_at_zero_and_learns():
     bias = PairwiseGeometryBias(num_layers=1, num_heads=1, dim=16)
-    regions = TextRegions.of_own_images(
+    regions = regions_of_own_images(
         torch.zeros(1, 2, 1),
         torch.tensor([[[0.0, 0.0, 10.0, 10.0], [20.0, 5.0, 30.0, 35.0]]]),
         torch.full((1, 2, 2), 64.0),

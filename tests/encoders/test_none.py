@@ -4,13 +4,14 @@ import torch
 
 from detector.checkpoint import load_strictly
 from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
-from e2e_vl.structures import TextBatch, TextRegions
+from e2e_vl.structures import TextBatch
+from tests.regions import regions_of_own_images
 
 
 def test_regions_go_through_unchanged_with_their_gradient():
     features = torch.randn(2, 4, 7, requires_grad=True)
     attend = torch.tensor([[True] * 4, [True] * 3 + [False]])
-    regions = TextRegions.of_own_images(
+    regions = regions_of_own_images(
         features, torch.rand(2, 4, 4), torch.ones(2, 4, 2), attend, torch.zeros(2, 4).long()
     )
     texts = TextBatch(torch.zeros(2, 3).long(), torch.zeros(2, 3).long(), torch.ones(2, 3, dtype=torch.bool))

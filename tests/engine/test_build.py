@@ -13,7 +13,8 @@ import torch
 from detector.checkpoint import save_pretrained, save_weights
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine.build import build_detector, build_examples, build_model, build_tokenizer, make_synthetic_data
+from e2e_vl.engine.build import build_detector, build_model
+from e2e_vl.engine.build_data import build_examples, build_tokenizer, make_synthetic_data
 
 ROOT = Path(__file__).parents[2]
 

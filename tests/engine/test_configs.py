@@ -10,10 +10,11 @@ import pytest
 import torch
 import yaml
 
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.base import open_options
-from e2e_vl.engine.build import build_examples, build_model, build_objectives, named_parts, resolve, task_config
+from e2e_vl.engine.build import build_model, build_objectives, named_parts, resolve, task_config
+from e2e_vl.engine.build_data import build_examples
 from e2e_vl.tasks.objectives.base import Objective, Sizes
 from e2e_vl.text import load_tokenizer
 
@@ -159,4 +160,4 @@ def test_what_a_run_reads_is_drawn(path):
 @pytest.mark.parametrize("path", RUNS, ids=name_of)
 def test_a_run_names_its_command(path):
     comment = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
-    assert any("tools/" in line and (name_of(path) in line or "benchmark.py" in line) for line in comment)
+    assert any("tools/" in line and (name_of(path) in line or "/benchmark.py" in line) for line in comment)

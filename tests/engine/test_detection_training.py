@@ -7,31 +7,22 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import cv2
-import numpy as np
 import pytest
 import torch
 
 from detector.checkpoint import save_weights
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine.build import (
-    build_collate,
-    build_detector_config,
-    build_examples,
-    build_model,
-    build_run,
-    build_tokenizer,
-    named_parts,
-)
+from e2e_vl.engine.build import build_detector_config, build_model, named_parts
+from e2e_vl.engine.build_data import build_collate, build_examples, build_tokenizer
 from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.logging import read_log
 from e2e_vl.engine.predict import answer_question
+from e2e_vl.engine.run import build_run
 from e2e_vl.engine.train import train
+from e2e_vl.run_files import read_log
 from e2e_vl.samples import Question
-from e2e_vl.tasks.detection import DetectionTask
 
 ROOT = Path(__file__).parents[2]
 SMALL = "detector.overrides.MODEL"
@@ -165,14 +156,3 @@ def test_shipped_configs_build_their_detector(name):
     config = load_config(ROOT / "configs" / f"{name}.yaml", ["data.root=unused"])
     assert build_detector_config(config).attributes.num_classes == 0
     assert named_parts(config).task[1].__name__ == "DetectionTask"
-
-
-def test_pictures_of_detections_show_truth_and_sure_detections_only(tmp_path):
-    path = tmp_path / "grey.png"
-    cv2.imwrite(str(path), np.full((480, 480, 3), 128, dtype=np.uint8))
-    draw = DetectionTask(8).draw
-    record = {"file_name": str(path), "objects": [], "boxes": [[9, 9, 99, 99]], "category_ids": [1], "correct": 0.0}
-    assert (draw(record | {"scores": [0.4]}) == 128).all()
-    assert (draw(record | {"scores": [0.6]}) != 128).any()
-    truth = {"box": [200, 200, 300, 300], "category": "cat", "category_id": 1, "is_crowd": False}
-    assert (draw(record | {"scores": [0.4], "objects": [truth]})[195:305, 195:305] != 128).any()

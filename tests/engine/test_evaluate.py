@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from detector.selection import SelectionRule
 from e2e_vl.box_sources import BoxSource
-from e2e_vl.engine.build import Run, build_examples
-from e2e_vl.engine.checkpoint import load_model
+from e2e_vl.engine.build_data import build_examples
 from e2e_vl.engine.evaluate import evaluate, evaluate_run
-from e2e_vl.engine.extract import extractor_of_run
 from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.engine.run import Run
+from e2e_vl.engine.saving import load_model
 from e2e_vl.engine.train import train
 from e2e_vl.evaluation.refexp import hits
+from e2e_vl.extraction.detectors import detector_of_run
 from tests.same import assert_same
 from tools import evaluate as tool
 
@@ -63,13 +63,13 @@ def test_boxes_of_a_detector_that_never_learned_to_find_any_are_warned_of(tiny_c
     assert "random" not in caplog.text
     evaluate_run(run, split="val", boxes="online", output=run / "online.json")
     assert "The detector's own boxes are random" in caplog.text
-    assert extractor_of_run(run, SelectionRule()).warning.startswith("The run's detector learned to describe given")
+    assert detector_of_run(run).warning.startswith("The run's detector learned to describe given")
 
 
 def test_boxes_of_a_trained_detector_are_not_warned_of(trained_run, tmp_path, caplog):
     evaluate_run(trained_run.path, split="val", boxes="online", output=tmp_path / "again.json")
     assert "random" not in caplog.text
-    assert extractor_of_run(trained_run.path, SelectionRule()).warning == ""
+    assert detector_of_run(trained_run.path).warning == ""
 
 
 @pytest.mark.parametrize("boxes", BOXES)

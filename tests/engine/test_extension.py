@@ -19,11 +19,11 @@ from e2e_vl.data.base import Wants, open_options
 from e2e_vl.data.loading.requests import Request
 from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
 from e2e_vl.engine import build
-from e2e_vl.engine.checkpoint import load_model
 from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.logging import read_log
 from e2e_vl.engine.predict import answer
+from e2e_vl.engine.saving import load_model
 from e2e_vl.engine.train import train
+from e2e_vl.run_files import read_log
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.text import mirror_words
 from tests.engine.extensions import (

@@ -11,9 +11,10 @@ import pytest
 from e2e_vl.config import ResizeSettings, differences, load_config, save_config
 from e2e_vl.data.loading import collate
 from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine.build import build_run, resolve
+from e2e_vl.engine.build import resolve
 from e2e_vl.engine.evaluate import evaluate_run
 from e2e_vl.engine.predict import answer_question, predict_split
+from e2e_vl.engine.run import build_run
 from e2e_vl.engine.train import train
 from e2e_vl.samples import Question
 

@@ -1,69 +1,76 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
-from e2e_vl.engine import launch
-from e2e_vl.engine.launch import make_accelerator, processes_asked_for, start_all_processes
+from e2e_vl.engine.launch import NUMBERS_OF_PROCESSES, make_accelerator
 
-
-@pytest.mark.parametrize(
-    ("command", "number"),
-    [
-        ("python bin/accelerate launch --num_processes 2 tools/train.py --config x --num_processes 5", 2),
-        ("python bin/accelerate launch --cpu --num_processes=3 tools/train.py", 3),
-        ("python -m accelerate.commands.launch --num_processes 4 --main_process_port 1 tools/train.py", 4),
-        ("python bin/accelerate-launch --num_processes 2 tools/train.py", 2),
-        ("python bin/accelerate launch tools/train.py --num_processes 2", 1),
-        ("python bin/accelerate launch --num_processes 8 --num_machines 2 tools/train.py", 1),
-        ("python tools/train.py --num_processes 2", 1),
-        ("bash", 1),
-        ("", 1),
-    ],
-)
-def test_processes_that_accelerate_was_asked_for(command, number):
-    assert processes_asked_for(command.split()) == number
+ROOT = Path(__file__).parents[2]
+PROBE = """
+import json, sys, torch
+from e2e_vl.engine.launch import make_accelerator
+try:
+    accelerator = make_accelerator("no")
+except ValueError as error:
+    sys.exit(str(error))
+number = accelerator.reduce(torch.ones(())).item()
+facts = [number, accelerator.process_index, accelerator.device.type, torch.get_num_threads()]
+sys.stdout.write(json.dumps(facts) + "\\n")  # in one piece: two processes write
+accelerator.end_training()
+"""
 
 
 @pytest.fixture
-def executed(monkeypatch) -> list[list[str]]:
-    """Commands that would have replaced this process."""
-    commands = []
-    monkeypatch.setattr(os, "execv", lambda program, arguments: commands.append(arguments))
-    monkeypatch.setattr("sys.argv", ["tools/train.py", "--config", "x"])
+def launch(tmp_path: Path):
+    """`launch("-m", module, ...)`: what a script prints that makes an accelerator, and what it says of an error."""
+    (tmp_path / "probe.py").write_text(PROBE, encoding="utf-8")
+    names = (*NUMBERS_OF_PROCESSES, "MASTER_ADDR", "OMP_NUM_THREADS")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+
+    def run(*words: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, *words, str(tmp_path / "probe.py"), "--run", "x"],
+            env={**environment, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run
+
+
+def test_one_process_of_accelerate_has_all_cores(launch):
+    done = launch("-m", "accelerate.commands.launch")
+    assert done.stdout.splitlines() == [f'[1.0, 0, "cpu", {os.cpu_count()}]'], done.stderr
+
+
+def test_processes_of_torch_find_each_other(launch):
+    done = launch("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--")
+    assert sorted(done.stdout.splitlines()) == ['[2.0, 0, "cpu", 1]', '[2.0, 1, "cpu", 1]'], done.stderr
+
+
+def test_processes_that_accelerate_does_not_start_are_refused(launch):
+    done = launch("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2")
+    assert done.returncode != 0 and done.stdout == ""
+    assert "asked for several processes, but it starts only one" in done.stderr
+    assert "`torchrun --standalone --nproc_per_node N -- " in done.stderr and "probe.py ...`" in done.stderr
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What `accelerate launch` tells a process on a machine with four cores."""
+    for name in (*NUMBERS_OF_PROCESSES, "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    return commands
-
-
-def launched_by(monkeypatch, command: str) -> None:
-    monkeypatch.setattr(psutil.Process, "parent", lambda self: self)
-    monkeypatch.setattr(psutil.Process, "cmdline", lambda self: command.split())
-
-
-def test_the_script_starts_again_with_all_processes(executed, monkeypatch):
-    launched_by(monkeypatch, "python bin/accelerate launch --num_processes 2 tools/train.py --config x")
-    start_all_processes()
-    [command] = executed
-    assert command[1:3] == ["-m", "torch.distributed.run"]
-    assert command[-6:] == ["--nproc_per_node", "2", "--", "tools/train.py", "--config", "x"]
-
-
-@pytest.mark.parametrize("reason", ["one process", "already started", "a GPU"])
-def test_nothing_is_started_where_nothing_is_missing(executed, monkeypatch, reason):
-    number = 1 if reason == "one process" else 2
-    launched_by(monkeypatch, f"python bin/accelerate launch --num_processes {number} tools/train.py --config x")
-    if reason == "already started":
-        monkeypatch.setenv("LOCAL_RANK", "0")
-    if reason == "a GPU":
-        monkeypatch.delenv("ACCELERATE_USE_CPU")
-        monkeypatch.setattr(launch.torch.accelerator, "is_available", lambda: True)
-    start_all_processes()
-    assert executed == []
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -72,16 +79,21 @@ def test_the_accelerator_is_on_the_cpu_where_the_environment_says_so():
     assert (accelerator.device.type, accelerator.num_processes) == ("cpu", 1)
 
 
+@pytest.mark.usefixtures("on_cpu", "launched")
+@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"])
 @pytest.mark.parametrize(("processes", "threads"), [("1", 4), ("2", 2), ("8", 1)])
-def test_processes_of_accelerate_share_all_cores(monkeypatch, processes, threads):
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)  # what `accelerate launch` leaves
+def test_processes_of_accelerate_share_all_cores(monkeypatch, name, processes, threads):
+    monkeypatch.setenv(name, processes)
+    torch.set_num_threads(1)  # what `accelerate launch` leaves
+    make_accelerator("no")
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.usefixtures("on_cpu", "launched")
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "PMI_SIZE"])
+def test_an_address_is_no_reason_to_refuse_where_the_number_of_processes_is_known(monkeypatch, name):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ValueError, match="starts only one"):
         make_accelerator("no")
-        assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
+    monkeypatch.setenv(name, "1")
+    assert make_accelerator("no").num_processes == 1

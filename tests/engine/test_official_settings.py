@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.encoders.vl_bert import VLBertConfig
 from e2e_vl.engine.build import TASKS, build_objectives

@@ -15,11 +15,14 @@ from detector.structures import ImageBatch, PrecomputedFeatures
 from e2e_vl.data.formats.image_lists import list_images, read_given_boxes
 from e2e_vl.data.loading.requests import Request
 from e2e_vl.data.storage.features.stores import open_features
-from e2e_vl.engine.build import build_run
-from e2e_vl.engine.bulk_extract import Extraction, extract_features, make_stamp
-from e2e_vl.engine.checkpoint import load_model
-from e2e_vl.engine.describe import DescribeSettings
+from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.engine.run import build_run
+from e2e_vl.engine.saving import load_model
 from e2e_vl.engine.train import train
+from e2e_vl.extraction.bulk import ExtractionJob, extract_images
+from e2e_vl.extraction.chain import ExtractionSettings
+from e2e_vl.extraction.detectors import LoadedDetector
+from e2e_vl.extraction.stamp import make_stamp
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 LIVE = ("detector.loss_weight=0", "detector.freeze=true", "data.boxes.train=gt")
@@ -33,14 +36,14 @@ def make_features(tiny_config, tmp_path: Path):
         data = live.config.data
         instances = Path(data.root) / data.files["instances"]
         resize = ResizeRule(data.resize.short_edge[-1], data.resize.long_edge, data.resize.rounding)
-        settings = DescribeSettings("given", image_feature=image_feature)
-        detector = live.model.detector
+        settings = ExtractionSettings("given", image_feature=image_feature)
+        source = LoadedDetector(live.model.detector, resize)
         output = tmp_path / {"npz": "features", "hdf5": "features.h5"}.get(layout, f"features.{layout}")
-        stamp = make_stamp(detector, resize, settings, weights=None, seed=0, boxes_file=instances)
+        stamp = make_stamp(source, settings, boxes_file=instances)
         images = list_images(instances, Path(data.root) / data.files["images"])
         given = read_given_boxes(instances)
-        job = Extraction(images, output, layout, detector, resize, settings, given, stamp, workers=0)
-        assert not extract_features(job).failures
+        job = ExtractionJob(images, output, layout, source, settings, given, stamp, workers=0)
+        assert not extract_images(job, make_accelerator("no")).failures
         return output
 
     return make

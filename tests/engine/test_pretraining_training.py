@@ -14,11 +14,12 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.loading.requests import Request
 from e2e_vl.engine import train as training
-from e2e_vl.engine.build import build_collate, build_examples, build_run, make_synthetic_data
-from e2e_vl.engine.checkpoint import load_model
-from e2e_vl.engine.logging import read_log
+from e2e_vl.engine.build_data import build_collate, build_examples, make_synthetic_data
 from e2e_vl.engine.optim import build_optimizer
+from e2e_vl.engine.run import build_run
+from e2e_vl.engine.saving import load_model
 from e2e_vl.engine.train import train
+from e2e_vl.run_files import read_log
 from tests.engine.two_processes import start, wait
 
 ROOT = Path(__file__).parents[2]
@@ -199,7 +200,7 @@ def test_nothing_masked_is_no_nan(settings):
 
 
 VL_BERT = (
-    "data.config.source=vl_bert",
+    "data.config.source=json_lines",
     "data.files={captions: 'conceptual/{split}.json', detections: 'conceptual/{split}_frcnn.json', "
     "features: 'conceptual/{split}_frcnn.json'}",
 )

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.engine import train as training
-from e2e_vl.engine.logging import RunLog, read_log, write_json
 from e2e_vl.engine.train import train
+from e2e_vl.run_files import RunLog, read_log, write_json
 from tests.conftest import cpu_with_one_thread
 
 # Dropout, sampled RoIs, flips, batch statistics and a worker: all that draws random numbers or keeps a state.

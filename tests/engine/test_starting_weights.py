@@ -8,20 +8,26 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
 from e2e_vl.config import RunConfig
-from e2e_vl.engine.build import build_detector_config, build_model, build_tokenizer
-from e2e_vl.engine.checkpoint import load_model, save_model
+from e2e_vl.engine.build import build_detector_config, build_model
+from e2e_vl.engine.build_data import build_tokenizer
+from e2e_vl.engine.saving import load_model, save_model
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.tasks.pretraining import PretrainingTask
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.start import check_vocabulary
-from e2e_vl.weights.vl_bert import save_official
+from e2e_vl.weights.vl_bert import OfficialVLBert
 from tests.weights.official_detector import OFFICIAL_DETECTOR
+from tests.weights.starts import replaced
 
 # The official architecture, small: the tiny config's own departs from it.
 ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 ENCODER |= {"max_position_embeddings": 64, "geometry_dim": 64}
+save_official = OfficialVLBert().export
 LEARNED_VECTORS = {"text_only_embedding": True, "hidden_region_embedding": True}
 
 
@@ -30,16 +36,21 @@ def config_of(tiny_config: Callable[..., RunConfig]) -> Callable[..., RunConfig]
     """`config_of(task, words, encoder fields)`: a tiny run of the official architecture."""
 
     def make(task: str, *words: str, **encoder: object) -> RunConfig:
-        config = tiny_config(*words)
-        config.detector.overrides = OFFICIAL_DETECTOR
-        config.encoder.config = {**ENCODER, **encoder}
-        config.task.name, config.task.config = task, {}
+        config = replaced(tiny_config(*words), detector={"overrides": OFFICIAL_DETECTOR})
+        more, settings = {}, {}
         if task == "pretraining":
-            config.encoder.config |= LEARNED_VECTORS
-            config.task.config = {"region_classes": build_detector_config(config).roi_heads.num_classes + 1}
-        return config
+            more = LEARNED_VECTORS
+            classes = build_detector_config(config).roi_heads.num_classes + 1
+            settings = {"objectives": {"masked_regions": {"classes": classes}}}
+        fields = {"config": {**ENCODER, **more, **encoder}}
+        return replaced(config, encoder=fields, task={"name": task, "config": settings})
 
     return make
+
+
+def with_options(config: RunConfig, **options: object) -> RunConfig:
+    """Settings with more entries of `task.config`."""
+    return replaced(config, task={"config": {**config.task.config, **options}})
 
 
 def build(config: RunConfig, seed: int = 0) -> VisionLanguageModel:
@@ -71,11 +82,11 @@ def test_fine_tuning_starts_from_pre_training(config_of, pretrained, caplog, kin
         (source.detector.roi_heads.res5, started.detector.roi_heads.res5),
         (source.encoder.layers, started.encoder.layers),
         (source.encoder.embeddings.region_projection, started.encoder.embeddings.region_projection),
-        (source.task.region_classifier.transform, started.task.head.transform),
+        (source.task.masked_regions.transform, started.task.head.transform),
         (own.task.head.output, started.task.head.output),
     ):
         assert all(torch.equal(value, b.state_dict()[name]) for name, value in a.state_dict().items())
-    assert "copied: region_classifier.transform -> head.transform" in caplog.text
+    assert "copied: masked_regions.transform -> head.transform" in caplog.text
     assert "2 missing (head.output.weight, head.output.bias)" in caplog.text
 
 
@@ -84,10 +95,9 @@ def test_pre_training_goes_on_from_its_own_files_but_learns_from_the_new_detecto
     for path in paths.values():
         started = build(config_of("pretraining", f"encoder.weights={path}", f"task.weights={path}"), seed=2)
         for name, value in source.task.state_dict().items():
-            if not name.startswith("teacher."):
-                assert torch.equal(started.task.state_dict()[name], value), name
+            assert torch.equal(started.task.state_dict()[name], value), name
         for name, value in started.detector.state_dict().items():
-            assert torch.equal(started.task.teacher.state_dict()[name], value), name
+            assert torch.equal(started.teacher.state_dict()[name], value), name
 
 
 @pytest.mark.parametrize("more", [{"background": "first"}, {"teacher": "file"}, {"teacher": "current"}])
@@ -95,28 +105,66 @@ def test_pre_training_goes_on_from_its_own_files_but_learns_from_the_new_detecto
 def test_region_classes_keep_their_meaning_where_the_background_has_another_place(config_of, pretrained, kind, more):
     """The source has it last. Files of class distributions have it first."""
     source, paths = pretrained
-    config = config_of("pretraining", f"task.weights={paths[kind]}")
-    config.task.config |= more
-    started = build(config, seed=2).task.region_classifier.output
-    order = torch.arange(source.task.config.region_classes)
+    config = with_options(config_of("pretraining", f"task.weights={paths[kind]}"), **more)
+    started = build(config, seed=2).task.masked_regions.output
+    order = torch.arange(source.task.masked_regions.config.classes)
     if more != {"teacher": "current"}:
         order = order.roll(1)
-    for name, value in source.task.region_classifier.output.state_dict().items():
+    for name, value in source.task.masked_regions.output.state_dict().items():
         assert torch.equal(started.state_dict()[name], value[order]), name
 
 
 @pytest.mark.parametrize("order", [{"background": "first"}, {"teacher": "file"}])
 def test_region_classes_of_a_run_with_the_background_first(config_of, tmp_path, order):
-    config = config_of("pretraining")
-    config.task.config |= order
+    config = with_options(config_of("pretraining"), **order)
     model = build(config, seed=1)
     save_model(tmp_path / "first" / "model", config, model, build_tokenizer(config))
-    config.task.weights = str(tmp_path / "first")
+    config = replaced(config, task={"weights": str(tmp_path / "first")})
     for more, moved in ((order, 0), ({"teacher": "frozen", "background": "last"}, -1)):
-        config.task.config |= more
-        started = build(config, seed=2).task.region_classifier.output
-        for name, value in model.task.region_classifier.output.state_dict().items():
+        started = build(with_options(config, **more), seed=2).task.masked_regions.output
+        for name, value in model.task.masked_regions.output.state_dict().items():
             assert torch.equal(started.state_dict()[name], value.roll(moved, dims=0)), (more, name)
+
+
+def as_saved_before(run: Path) -> None:
+    """Make it a run of settings version 1: other keys and names, and the teacher among the head's weights."""
+    settings = yaml.safe_load((run / "model" / "config.yaml").read_text())
+    del settings["version"]
+    settings["task"]["config"] = {
+        "region_classes": settings["task"]["config"]["objectives"]["masked_regions"]["classes"]
+    }
+    settings["data"]["config"] = {"word_probability": 0.2, "relationship": 0.0}
+    (run / "model" / "config.yaml").write_text(yaml.safe_dump(settings))
+    path = run / "model" / "task" / "model.safetensors"
+    old = {new: old for old, new in PretrainingTask.renamed.items()}
+    tensors = {"teacher.backbone.weight": torch.zeros(2)}
+    for name, value in load_file(path).items():
+        start = next(start for start in old if name.startswith(start))
+        tensors[old[start] + name.removeprefix(start)] = value
+    assert {name.split(".")[0] for name in tensors} == {"mlm", "region_classifier", "teacher"}
+    save_file(tensors, path)
+
+
+def test_a_run_that_an_earlier_version_saved_is_a_start(config_of, pretrained):
+    source, paths = pretrained
+    as_saved_before(paths["run"])
+    words = [f"encoder.weights={paths['run']}", f"task.weights={paths['run']}"]
+    started = build(config_of("refcoco", *words), seed=2).task.head.transform["dense"]
+    assert torch.equal(started.weight, source.task.masked_regions.transform["dense"].weight)
+    for background, moved in (("last", 0), ("first", 1)):
+        started = build(with_options(config_of("pretraining", *words), background=background), seed=2).task
+        for name, value in source.task.state_dict().items():
+            step = moved if name.startswith("masked_regions.output.") else 0
+            assert torch.equal(started.state_dict()[name], value.roll(step, dims=0)), name
+
+
+def test_unknown_names_in_a_head_of_ours_are_errors(config_of, tmp_path):
+    config = config_of("refcoco")
+    save_model(tmp_path / "run" / "model", config, build(config), build_tokenizer(config))
+    path = tmp_path / "run" / "model" / "task" / "model.safetensors"
+    save_file({**load_file(path), "adapter.weight": torch.zeros(2)}, path)
+    with pytest.raises(ValueError, match=r"safetensors does not fit .* 1 unexpected \(adapter.weight\)"):
+        build(replaced(config, task={"weights": str(tmp_path / "run")}))
 
 
 @pytest.mark.parametrize("name", ["visual_part_on_end", "whole_image_in_sequence"])
@@ -163,8 +211,7 @@ def test_another_vocabulary_of_the_same_size_is_no_start(config_of, pretrained, 
     config = config_of("refcoco", f"encoder.weights={path}", f"data.vocabulary={tmp_path / 'vocab.txt'}")
     with pytest.raises(ValueError, match=rf"set data.vocabulary={run / 'model' / 'tokenizer'}\."):
         build(config)
-    config.data.vocabulary = str(run / "model" / "tokenizer")
-    build(config)
+    build(replaced(config, data={"vocabulary": str(run / "model" / "tokenizer")}))
 
 
 def test_a_vocabulary_that_lies_beside_a_file_by_chance_is_not_its_own(config_of, pretrained, tmp_path, monkeypatch):
@@ -182,27 +229,25 @@ def test_a_vocabulary_that_lies_beside_a_file_by_chance_is_not_its_own(config_of
 
 
 def test_a_head_for_the_same_answers_in_another_order_is_no_start(config_of, tmp_path):
-    config = config_of("vqa")
-    config.task.config = {"answers": ["yes", "no"]}
+    config = with_options(config_of("vqa"), answers=["yes", "no"])
     model = build(config)
     save_model(tmp_path / "vqa" / "model", config, model, build_tokenizer(config))
-    config.task.weights = str(tmp_path / "vqa")
+    config = replaced(config, task={"weights": str(tmp_path / "vqa")})
     assert torch.equal(build(config, seed=1).task.head.output.weight, model.task.head.output.weight)
-    config.task.config = {"answers": ["no", "yes"]}
     with pytest.raises(ValueError, match=r"answers.json: the head was trained for other answers"):
-        build(config)
+        build(with_options(config, answers=["no", "yes"]))
 
 
 def test_an_official_head_needs_the_list_of_its_answers(config_of, tmp_path, monkeypatch):
-    config = config_of("vqa")
-    config.task.config = {"answers": ["yes", "no"]}
+    config = with_options(config_of("vqa"), answers=["yes", "no"])
     model, tokenizer = build(config), build_tokenizer(config)
     save_official(model, "vqa", tmp_path / "vqa.model")
     (tmp_path / "order.txt").write_text("yes\nno\n")
     for name in ("task.config", "data.files"):  # two ways to give it
-        config = config_of("vqa", f"task.weights={tmp_path / 'vqa.model'}")
-        given = config.task.config if name == "task.config" else config.data.files
-        given["answers"] = str(tmp_path / "order.txt")
+        order = f"{name}.answers={tmp_path / 'order.txt'}"
+        config = config_of("vqa", f"task.weights={tmp_path / 'vqa.model'}", *([order] if name == "data.files" else []))
+        if name == "task.config":
+            config = with_options(config, answers=str(tmp_path / "order.txt"))
         started = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
         assert torch.equal(started.task.head.output.weight, model.task.head.output.weight)
     config = config_of("vqa", f"task.weights={tmp_path / 'vqa.model'}")

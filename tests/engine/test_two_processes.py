@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from e2e_vl.config import load_config
 from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.logging import read_log
 from e2e_vl.engine.train import train
+from e2e_vl.run_files import read_log
 from tests.engine.two_processes import start, wait
 
 ROOT = Path(__file__).parents[2]

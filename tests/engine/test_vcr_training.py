@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.config import load_config
-from e2e_vl.engine.build import make_synthetic_data
+from e2e_vl.engine.build_data import make_synthetic_data
 from e2e_vl.engine.evaluate import evaluate_run
 from e2e_vl.engine.train import train
-from e2e_vl.evaluation.vcr import join_predictions, joint_metrics, read_submission, write_submission
+from e2e_vl.evaluation.vcr import join_predictions, joint_metrics, write_submission
+from tests.leaderboard import read_leaderboard
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,7 +66,7 @@ def test_two_runs_make_one_submission(words, tmp_path, on_cpu):
     assert metrics == {}  # the test split has no labels
     submission = join_predictions(answers, predictions(path))
     write_submission(tmp_path / "test.csv", submission)
-    assert read_submission(tmp_path / "test.csv").annot_ids == [record["annot_id"] for record in answers]
+    assert read_leaderboard(tmp_path / "test.csv").annot_ids == [record["annot_id"] for record in answers]
 
 
 def test_controls_are_chance(words, tmp_path, on_cpu):

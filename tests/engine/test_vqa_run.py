@@ -10,9 +10,10 @@ import torch
 
 from e2e_vl.config import load_config
 from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine.build import build_run, build_tokenizer, make_synthetic_data
-from e2e_vl.engine.checkpoint import load_model
+from e2e_vl.engine.build_data import build_tokenizer, make_synthetic_data
 from e2e_vl.engine.evaluate import evaluate_run
+from e2e_vl.engine.run import build_run
+from e2e_vl.engine.saving import load_model
 from e2e_vl.engine.train import train
 from e2e_vl.evaluation.vqa import vqa_accuracy, vqa_submission
 from tests.same import assert_same

@@ -1,6 +1,6 @@
-"""Run by test_two_processes.py under `accelerate launch`: several trainings, one after the other.
+"""Run by test_two_processes.py under `torchrun`: several trainings, one after the other.
 
-    accelerate launch --num_processes 2 two_processes.py JOBS.json
+    torchrun --standalone --nproc_per_node 2 two_processes.py JOBS.json
 
 JOBS.json holds a list of [config file, list of key=value words].
 """
@@ -18,7 +18,6 @@ from accelerate.state import PartialState
 
 from e2e_vl.config import load_config
 from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.launch import start_all_processes
 from e2e_vl.engine.train import train
 
 ROOT = Path(__file__).parents[2]
@@ -28,11 +27,11 @@ def start(jobs: list[tuple[Path, list[str]]], folder: Path) -> subprocess.Popen:
     """Train as all of the (config file, words) say, in two processes; the list of jobs is written to the folder."""
     path = folder / "jobs.json"
     path.write_text(json.dumps([[str(config), words] for config, words in jobs]))
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     return subprocess.Popen(
         [sys.executable, *launch, __file__, str(path)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -46,7 +45,6 @@ def wait(process: subprocess.Popen, seconds: float = 240) -> None:
 
 
 def main() -> None:
-    start_all_processes()
     Accelerator.end_training = lambda self: None  # it would end the process group before the next training
     for config, words in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         settings = load_config(config, words)

@@ -66,7 +66,7 @@ class RPNArrays(NamedTuple):
 
 def rpn_arrays(rpn_output: Any) -> RPNArrays:
     if not isinstance(rpn_output.anchors, list):
-        return RPNArrays(*rpn_output)
+        return RPNArrays(rpn_output.anchors, rpn_output.objectness, rpn_output.deltas)
     return RPNArrays(rpn_output.anchors[0].tensor, rpn_output.objectness[0], rpn_output.deltas[0])
 
 
@@ -91,7 +91,8 @@ def label_anchors(
 ) -> tuple[Tensor, Tensor]:
     """Labels [N, A] and matched objects [N, A] before sampling."""
     if is_builtin(model):
-        return model.proposal_generator.label_anchors(rpn_output.anchors, targets.boxes, sizes)
+        found = model.proposal_generator.label_anchors(rpn_output.anchors, targets.boxes, sizes)
+        return found.labels, found.matched
     from detectron2.structures import Boxes, pairwise_iou
 
     rpn, anchors = model.proposal_generator, rpn_output.anchors[0]

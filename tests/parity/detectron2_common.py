@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from detector.checkpoint import load_weights
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import make_image_batch
 from detector.structures import ImageBatch

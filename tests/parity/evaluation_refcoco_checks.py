@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.data.detections import DetectionsFile
-from e2e_vl.data.refer import ReferFiles, read_refs
+from e2e_vl.data.formats.detections import DetectionsFile
+from e2e_vl.data.formats.refer import ReferFiles, read_refs
 from e2e_vl.evaluation.refexp import box_iou, referring_metrics
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.data.vqa_files import read_questions
+from e2e_vl.data.formats.vqa_files import read_questions
 from e2e_vl.evaluation.vqa import (
     clean_answer,
     frequent_answers,

@@ -238,7 +238,7 @@ def test_the_same_roi_masks(pair: Pair, images, boxes):
     assert_same_regions(*pair.run(images, boxes, roi_masks=masks, whole_image=True))
     for model in (pair.ours, pair.theirs):
         with pytest.raises(ValueError, match="RoI masks have shape"):
-            model(images, boxes, roi_masks=[mask[:, 1:] for mask in masks])
+            model(images, boxes, roi_masks=[mask[:, 1:, 1:] for mask in masks])
 
 
 @torch.no_grad()

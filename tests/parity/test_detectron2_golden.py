@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from detector.boxes import decode_deltas, rescale_detections
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import make_image_batch, resize_image
 from detector.roi_heads import to_rois

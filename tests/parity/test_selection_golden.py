@@ -98,7 +98,7 @@ def test_vl_bert_target_sizes(golden_root: Path):
     assert records
     for record in records:
         (width, height), (new_width, new_height) = record["size"], record["out"]
-        assert ResizeRule(*record["scales"], "vl_bert").target_size(height, width) == (new_height, new_width), record
+        assert ResizeRule(*record["scales"], "truncate").target_size(height, width) == (new_height, new_width), record
 
 
 def test_vl_bert_network_input(golden_root: Path):
@@ -107,7 +107,7 @@ def test_vl_bert_network_input(golden_root: Path):
     settings = json.loads((golden_root / "vl_bert" / "data.json").read_text())["cc"]
     source = arrays["cc.image_uint8"].numpy()[:, :, ::-1]  # stored as RGB
     size = source.shape[:2]
-    new_size = ResizeRule(*settings["scales"], "vl_bert").target_size(*size)
+    new_size = ResizeRule(*settings["scales"], "truncate").target_size(*size)
     resized = resize_image(source, new_size)
     order = arrays["cc.class_scores"].amax(1).argsort(descending=True, stable=True)
     whole = torch.tensor([[0.0, 0.0, size[1] - 1.0, size[0] - 1.0]])
@@ -121,7 +121,7 @@ def test_vl_bert_network_input(golden_root: Path):
         boxes = boxes.clamp(min=0).minimum(limit)
         is_masked = arrays[f"cc.{number}.mvrc_ops_before_truncation"] == 1
         batch = make_image_batch([image], [size], ["cc"], settings["pixel_means"], [1, 1, 1])
-        masked = mask_pixels(batch.pixels, batch.sizes, [boxes[is_masked]], "vl_bert")[0]
+        masked = mask_pixels(batch.pixels, batch.sizes, [boxes[is_masked]], "truncate")[0]
         expected = arrays[f"cc.{number}.image"]
         assert torch.allclose(masked, expected, atol=1e-3), case
         assert torch.equal(masked == 0, expected == 0), case

@@ -14,10 +14,17 @@ from safetensors.numpy import load_file
 
 from detector.images import ResizeRule
 from detector.pixel_masking import mask_rectangles
+from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.captions import CaptionDataset
-from e2e_vl.data.collate import collate
-from e2e_vl.data.conceptual import VLBertCaptions
-from e2e_vl.data.examples import Request
+from e2e_vl.data.formats.conceptual import VLBertCaptions
+from e2e_vl.data.images.loader import ImageLoader, ImageRules
+from e2e_vl.data.loading.collate import collate
+from e2e_vl.data.loading.example_dataset import ExampleDataset
+from e2e_vl.data.loading.requests import Request
+from e2e_vl.encoders.vl_bert import VLBertModel
+from e2e_vl.layout import TextWriter
+from e2e_vl.tasks.objectives.masked_words import WordMasking
+from e2e_vl.tasks.pretraining import PretrainingWording
 from e2e_vl.text import load_tokenizer
 
 
@@ -64,23 +71,25 @@ def test_captions_sizes_of_resized_images(golden_root):
     cases = json.loads((golden_root / "vl_bert" / "data.json").read_text(encoding="utf-8"))["resize"]
     assert cases
     for case in cases:
-        (width, height), rule = case["size"], ResizeRule(*case["scales"], "vl_bert")
+        (width, height), rule = case["size"], ResizeRule(*case["scales"], "truncate")
         assert list(rule.target_size(height, width)[::-1]) == case["out"], case
 
 
 def test_captions_image_boxes_classes_and_words_are_those_of_the_official_code(facts, arrays, source):
     short, long = facts["scales"]
-    tokenizer = load_tokenizer(source.path.parent / "vocab.txt")
+    captions = CaptionDataset(source, boxes_come_along=True)
+    writer = TextWriter(load_tokenizer(source.path.parent / "vocab.txt"), VLBertModel.layout)
+    wording = PretrainingWording(writer, {"masked_words": WordMasking(writer)})
     for number, case in enumerate(facts["cases"]):
-        rule = ResizeRule(short, long, "vl_bert")
-        dataset = CaptionDataset(source, tokenizer, rule, flip_probability=float(case["flip"]))
+        rules = ImageRules((ResizeRule(short, long, "truncate"),), flip_probability=float(case["flip"]))
+        dataset = ExampleDataset(captions, ImageLoader(rules, BoxSource.DETECTIONS), wording)
         example = dataset[Request(0, (0,))]
         batch = collate([example], facts["pixel_means"], (1, 1, 1))
 
         boxes = arrays[f"cc.{number}.boxes"][1:]  # without the whole image
         np.testing.assert_allclose(batch.boxes[0][: len(boxes)].numpy(), boxes, rtol=1e-5, atol=1e-4)
 
-        probabilities = batch.region_targets["class_probs"][0].numpy()
+        probabilities = batch.region_labels.class_probs[0].numpy()
         labels = arrays[f"cc.{number}.mvrc_labels"][1:]
         labelled = labels.sum(axis=1) > 0
         np.testing.assert_array_equal(probabilities[: len(labels)][labelled], labels[labelled])
@@ -88,7 +97,7 @@ def test_captions_image_boxes_classes_and_words_are_those_of_the_official_code(f
         masked = arrays[f"cc.{number}.mvrc_ops_before_truncation"][1:].astype(bool)
         height, width = batch.images.sizes[0].tolist()
         hidden = torch.zeros(height, width, dtype=torch.bool)
-        for x1, y1, x2, y2 in mask_rectangles(batch.boxes[0][masked], (height, width), "vl_bert").int().tolist():
+        for x1, y1, x2, y2 in mask_rectangles(batch.boxes[0][masked], (height, width), "truncate").int().tolist():
             hidden[y1:y2, x1:x2] = True
         pixels = batch.images.pixels[0].masked_fill(hidden, 0.0).numpy()
         np.testing.assert_allclose(pixels, arrays[f"cc.{number}.image"], atol=1e-3)
@@ -99,6 +108,7 @@ def test_captions_image_boxes_classes_and_words_are_those_of_the_official_code(f
         kept = case["kept_text"]
         expected = arrays[f"cc.{number}.mlm_labels"], arrays[f"cc.{number}.text"]
         original = np.where(expected[0] >= 0, expected[0], expected[1])
-        words = example.texts[0].targets["mlm_labels"], example.texts[0].input_ids
+        [text] = example.texts
+        words = text.targets.parts["masked_words"].labels, text.laid.input_ids
         ours = np.where(words[0] >= 0, words[0], words[1])
         np.testing.assert_array_equal([*ours[: kept - 1], ours[-1]], original)

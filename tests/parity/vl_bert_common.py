@@ -6,20 +6,23 @@ the same files.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import ImageBatch
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.layout import LaidText, Template, lay
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import TextBatch
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
@@ -78,7 +81,8 @@ def assert_near(ours: Tensor, recorded: Tensor, name: str, relative: float = REL
     assert difference <= relative * scale, f"{name}: differs by {difference:.3g}, largest value {scale:.3g}"
 
 
-def encoder_config(golden: Golden, name: str) -> VLBertConfig:
+def encoder_config(golden: Golden, name: str, **fields: Any) -> VLBertConfig:
+    """The encoder of a recorded model; `fields` are those that no recorded config has."""
     recorded, visual = golden.meta["configs"][name], golden.meta["configs"]["visual"]
     recorded = recorded.get("VLBERT", recorded)
     return VLBertConfig(
@@ -86,6 +90,7 @@ def encoder_config(golden: Golden, name: str) -> VLBertConfig:
         visual_layer_norm=recorded["visual_ln"],
         feature_dim=visual["feature_dim"],
         geometry_dim=visual["coordinate_dim"],
+        **fields,
     )
 
 
@@ -159,6 +164,34 @@ def padded(rows: tuple[Tensor, ...], mask: Tensor) -> Tensor:
 
 def recorded_texts(arrays: dict[str, Tensor]) -> TextBatch:
     return TextBatch(arrays["text_input_ids"], arrays["text_token_type_ids"], arrays["text_mask"])
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialTokens:
+    """The special wordpieces of recorded texts, under the names that a tokenizer has for them."""
+
+    cls_token_id: int
+    sep_token_id: int
+    mask_token_id: int | None = None
+
+    @classmethod
+    def of(cls, texts: TextBatch, *, with_mask: bool = False) -> SpecialTokens:
+        """Read from the first text: `[CLS] ... [SEP]`, or `[CLS] ... [MASK] [SEP]`."""
+        ids = texts.input_ids[0][texts.attend[0]].tolist()
+        return cls(ids[0], ids[-1], ids[-2] if with_mask else None)
+
+    def lay(self, template: Template, *texts: Sequence[int]) -> LaidText:
+        """The pieces of texts in a form of VL-BERT's layout."""
+        return lay(template, texts, self)
+
+
+def assert_laid_out(laid: Sequence[LaidText], texts: TextBatch) -> None:
+    """Wordpieces and segments of texts as this project lays them out are the recorded ones."""
+    assert len(laid) == len(texts)
+    for row, text in enumerate(laid):
+        real = texts.attend[row]
+        assert text.input_ids.tolist() == texts.input_ids[row][real].tolist(), f"text {row}"
+        assert text.segment_ids.tolist() == texts.segment_ids[row][real].tolist(), f"text {row}"
 
 
 def is_cnn(name: str) -> bool:

@@ -12,12 +12,15 @@ from e2e_vl.encoders.geometry import geometry_embedding
 from e2e_vl.encoders.sequence import SequenceLayout
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.structures import Batch, TextRegions
+from e2e_vl.structures import Batch
+from e2e_vl.tasks.refcoco import ReferringTargets
 from tests.parity import vl_bert_common as common
 from tests.parity.vl_bert_common import (
     RELATIVE,
     Golden,
+    SpecialTokens,
     assert_gradients_near,
+    assert_laid_out,
     assert_near,
     cnn_float32_tolerance,
     detector_config,
@@ -29,6 +32,7 @@ from tests.parity.vl_bert_common import (
     recorded_texts,
     without_pooler,
 )
+from tests.regions import regions_of_own_images
 
 golden = common.golden
 
@@ -71,7 +75,7 @@ def region_vectors(
     model: VisionLanguageModel, features: Tensor, boxes: Tensor, im_info: Tensor, mask: Tensor
 ) -> Tensor:
     sizes = im_info[:, None, [1, 0]].expand(*mask.shape, 2)
-    regions = TextRegions.of_own_images(features, boxes, sizes, mask, torch.zeros_like(mask, dtype=torch.long))
+    regions = regions_of_own_images(features, boxes, sizes, mask, torch.zeros_like(mask, dtype=torch.long))
     return model.encoder.embeddings.region_vectors(regions) * mask[..., None]
 
 
@@ -211,7 +215,7 @@ def refcoco_batch(golden: Golden, dtype: torch.dtype = torch.float32) -> Batch:
         boxes=boxes,
         texts=recorded_texts(encoder),
         looks_at=torch.arange(len(boxes))[:, None],
-        targets={"box": data["gt_box"].to(dtype)},
+        targets=ReferringTargets(data["gt_box"].to(dtype)),
         records=[{"index": index} for index in range(len(boxes))],
     )
 
@@ -222,7 +226,7 @@ def test_refcoco_inputs_logits_and_loss(golden, vl_bert_keys):
     with torch.no_grad():
         output = model(batch)
         vectors = model.encoder.embeddings.region_vectors(output.text_regions)
-        words = model.encoder.embeddings.word_vectors(batch.texts, vectors, mask)
+        words = model.encoder.embeddings.word_vectors(batch.texts, vectors, output.text_regions)
     size = model.encoder.config.visual_size
     assert torch.equal(output.text_regions.attend, mask)
     assert_near(vectors[mask], recorded["vlbert_in.object_vl_embeddings"][mask][:, :size], "region vectors")
@@ -230,13 +234,16 @@ def test_refcoco_inputs_logits_and_loss(golden, vl_bert_keys):
     expression = recorded["in.expression"]
     inner = batch.texts.input_ids[:, 1:-1] * (expression > 0)  # [CLS] expression [SEP], padded with 0
     assert torch.equal(inner, expression)
+    special = SpecialTokens.of(batch.texts)
+    pieces = [row[row > 0].tolist() for row in expression]
+    assert_laid_out([special.lay(model.encoder.layout.single, row) for row in pieces], batch.texts)
     words = words.expand(*real_words.shape, -1)
     assert_near(words[real_words], recorded["vlbert_in.text_visual_embeddings"][real_words], "word vectors")
 
-    positive = model.task.positive_regions(output.text_regions, batch.targets["box"])
+    positive = model.task.positive_regions(output.text_regions, batch.targets.box)
     assert torch.equal(positive[mask], recorded["in.label"][mask] == 1)
     for boxes, referred, ious, real in zip(
-        output.text_regions.boxes, batch.targets["box"], recorded["in.iou"], mask, strict=True
+        output.text_regions.boxes, batch.targets.box, recorded["in.iou"], mask, strict=True
     ):
         assert_near(pairwise_iou(boxes[real], referred[None], plus_one=True)[:, 0], ious[real], "iou")
     assert_near(output.task.logits[mask], recorded["out.label_logits"][mask], "label_logits")
@@ -264,7 +271,7 @@ def test_refcoco_official_predictions_are_ours_with_padding_as_a_candidate(golde
     batch, mask = refcoco_batch(golden), recorded["vlbert_in.object_mask"]
     with torch.no_grad():
         logits = model(batch).task.logits
-        logits[~mask] = model.task.head(torch.zeros(1, model.encoder.hidden_size))
+        logits[~mask] = model.task.head(torch.zeros(1, 1, model.encoder.hidden_size)).squeeze()
     assert_near(logits, recorded["out.label_logits"], "label_logits with padding")
     best = logits.argmax(dim=1)
     assert best.tolist() == golden.meta["values"]["refcoco"]["argmax_official"]

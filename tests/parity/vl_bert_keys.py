@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from detector.weight_names import from_vl_bert
-from e2e_vl.weights.vl_bert import encoder_name, from_official, head_name, is_detector_name, recognise_task
+from e2e_vl.weights.vl_bert import from_official
 
 
 def split_state(official: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -20,13 +19,10 @@ def split_state(official: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def our_key(official: str) -> str:
-    """Name in `VisionLanguageModel`, e.g. final_mlp.2.bias -> task.head.output.bias."""
-    name = official.replace("vlbert._module.", "vlbert.", 1)
-    if is_detector_name(name):
-        return f"detector.{next(iter(from_vl_bert({name: torch.empty(0)}, name)))}"
-    if (ours := encoder_name(name)) is not None:
-        return f"encoder.{ours}"
-    # final_mlp.0.dense and final_mlp.2 are RefCOCO's or VQA's, with the same names here
-    if (ours := head_name(name, recognise_task({name: torch.empty(0)}))) is not None:
-        return f"task.{ours}"
-    raise ValueError(f"{official} is not mapped to anything")
+    """Name in `VisionLanguageModel`, e.g. final_mlp.2.bias -> task.head.output.bias.
+
+    A name alone says which task it belongs to, except the names that RefCOCO's and VQA's heads share; those are the
+    same here.
+    """
+    [ours] = [f"{part}.{name}" for part, state in split_state({official: torch.empty(0)}).items() for name in state]
+    return ours

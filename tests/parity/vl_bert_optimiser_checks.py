@@ -51,10 +51,9 @@ def settings_of(name: str, options: dict) -> TrainSettings:
         return TrainSettings(
             optimizer="adamw_official", betas=adamw["betas"], eps=adamw["eps"], schedule="triangle", **common
         )
-    sgd = options["sgd"]
-    return TrainSettings(
-        optimizer="sgd", momentum=sgd["momentum"], schedule="steps", decay_steps=sgd["milestones"], **common
-    )
+    sgd, milestones = options["sgd"], options["sgd"]["milestones"]
+    schedule = "steps" if milestones else "constant"
+    return TrainSettings(optimizer="sgd", momentum=sgd["momentum"], schedule=schedule, decay_steps=milestones, **common)
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -70,7 +69,7 @@ def test_optimiser_every_update(recorded, options, name, resumed):
             state = optimizer.state_dict()
             optimizer = build_optimizer(model, settings)
             optimizer.load_state_dict(state)
-            for group in optimizer.param_groups:  # as engine/checkpoint.py: rates are those of the settings
+            for group in optimizer.param_groups:  # as engine/saving.py: rates are those of the settings
                 group["lr"] = settings.lr
             schedule = build_schedule(optimizer, settings, steps, steps_done=step)
         a.grad, b.grad = recorded["in.grads_a"][step].clone(), recorded["in.grads_b"][step].clone()

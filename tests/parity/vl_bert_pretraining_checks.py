@@ -13,8 +13,14 @@ from detector.precomputed import PrecomputedDetector
 from detector.structures import ImageBatch, PrecomputedFeatures
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.structures import Batch, ModelOutput, TextBatch
-from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
+from e2e_vl.structures import Batch, HiddenRegions, ModelOutput, RegionLabels
+from e2e_vl.targets import Targets
+from e2e_vl.tasks.objectives.base import NO_LABEL, Objective, Sizes
+from e2e_vl.tasks.objectives.masked_regions import MaskedRegions, MaskedRegionsConfig
+from e2e_vl.tasks.objectives.masked_text import MaskedText, MaskedTextConfig
+from e2e_vl.tasks.objectives.masked_words import MaskedWords, MaskedWordsConfig, WordLabels
+from e2e_vl.tasks.objectives.relationship import MatchTargets, Relationship, RelationshipConfig
+from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
 from tests.parity import vl_bert_common as common
 
 assert_near = common.assert_near
@@ -24,25 +30,32 @@ VARIANTS = ("pretrain", "pretrain_rel", "pretrain_prec")
 PARTS = {"masked_words": "mlm_loss_wvc", "masked_text": "mlm_loss_aux", "masked_regions": "mvrc_loss"}
 
 
+def make_objectives(network: dict, config: VLBertConfig) -> dict[str, Objective]:
+    """The recorded losses, all of weight 1; the sentence-image relationship where it was switched on."""
+    classes = network["VLBERT"]["visual_region_classes"]
+    sizes = Sizes(config.hidden_size, config.vocab_size, config.feature_dim, classes - 1)
+    objectives = {
+        "masked_words": MaskedWords(sizes, MaskedWordsConfig(weight=1.0)),
+        "masked_text": MaskedText(sizes, MaskedTextConfig(weight=1.0)),
+        "masked_regions": MaskedRegions(sizes, MaskedRegionsConfig(weight=1.0, classes=classes)),
+    }
+    if network["WITH_REL_LOSS"]:
+        objectives["relationship"] = Relationship(sizes, RelationshipConfig(weight=1.0))
+    return objectives
+
+
 def make_model(golden, keys, name: str) -> VisionLanguageModel:
     network = golden.meta["configs"][name]
     precomputed = network["IMAGE_FEAT_PRECOMPUTED"]
-    fields = common.encoder_config(golden, name).to_dict()
-    config = VLBertConfig(
-        **fields
-        | {
-            "text_only_embedding": True,
-            "hidden_region_embedding": True,
-            "hidden_region_feature": precomputed or not network["MASK_RAW_PIXELS"],
-        }
+    config = common.encoder_config(
+        golden,
+        name,
+        text_only_embedding=True,
+        hidden_region_embedding=True,
+        hidden_region_feature=precomputed or not network["MASK_RAW_PIXELS"],
     )
     task = PretrainingTask(
-        config.hidden_size,
-        PretrainingConfig(
-            vocab_size=config.vocab_size,
-            region_classes=network["VLBERT"]["visual_region_classes"],
-            relationship=float(network["WITH_REL_LOSS"]),
-        ),
+        config.hidden_size, PretrainingConfig(vocab_size=config.vocab_size), make_objectives(network, config)
     )
     detector = (PrecomputedDetector if precomputed else FasterRCNN)(common.detector_config(golden, name))
     model = VisionLanguageModel(detector, VLBertModel(config), task)
@@ -71,26 +84,32 @@ def make_batch(golden, name: str, dtype: torch.dtype = torch.float32) -> Batch:
     if name == "pretrain_prec":
         features = PrecomputedFeatures([image_rows[:, 4:] for image_rows in own], rows[:, 0, 4:].to(dtype))
         images = ImageBatch(torch.zeros(captions, 3, 0, 0), images.sizes, images.original_sizes, images.names, features)
-    length = encoder["text_input_ids"].shape[1]
-    labels = torch.full((len(encoder["text_input_ids"]), length), -1)
-    labels[:captions, : data["mlm_labels"].shape[1]] = data["mlm_labels"]
-    labels[captions:, : data["aux_mlm_labels"].shape[1]] = data["aux_mlm_labels"]
+    texts = common.recorded_texts(encoder)
+    with_image, without_image = torch.full((2, *texts.input_ids.shape), NO_LABEL)
+    with_image[:captions, : data["mlm_labels"].shape[1]] = data["mlm_labels"]
+    without_image[captions:, : data["aux_mlm_labels"].shape[1]] = data["aux_mlm_labels"]
 
     def of_boxes(values: Tensor) -> list[Tensor]:
         return [image_rows[kept][1:] for image_rows, kept in zip(values, real, strict=True)]
 
-    no_image = torch.full((len(labels) - captions,), -1)
+    no_image = torch.full((len(texts) - captions,), -1)
+    parts = {
+        "masked_words": WordLabels(with_image),
+        "masked_text": WordLabels(without_image),
+        "masked_regions": Targets(),
+        "relationship": MatchTargets(torch.cat([data["relationship_label"], no_image])),
+    }
     return Batch(
         images=images,
         boxes=[image_rows[:, :4] for image_rows in own],
-        texts=TextBatch(encoder["text_input_ids"], encoder["text_token_type_ids"], encoder["text_mask"]),
+        texts=texts,
         looks_at=torch.cat([torch.arange(captions), no_image])[:, None],
-        targets={"mlm_labels": labels, "is_match": torch.cat([data["relationship_label"], no_image])},
-        hidden_regions=[rows == 1 for rows in of_boxes(data["mvrc_ops"])],
-        region_targets={
-            "class_probs": of_boxes(data["mvrc_labels"].to(dtype)),
-            "is_labelled": [rows.sum(dim=1) > 0 for rows in of_boxes(data["mvrc_labels"])],
-        },
+        targets=PretrainingTargets(parts),
+        hidden=HiddenRegions(
+            is_labelled=[rows.sum(dim=1) > 0 for rows in of_boxes(data["mvrc_labels"])],
+            is_hidden=[rows == 1 for rows in of_boxes(data["mvrc_ops"])],
+        ),
+        region_labels=RegionLabels(class_probs=of_boxes(data["mvrc_labels"].to(dtype))),
     )
 
 
@@ -105,21 +124,21 @@ def test_pretraining_logits_and_losses(golden, vl_bert_keys, name):
     model, batch, output = run(golden, vl_bert_keys, name)
     recorded = golden.part(name, "out.")
     captions = len(batch.images.names)
-    words = model.task.mlm(output.encoded.text, output.encoded.word_table).detach()
+    words = model.task.word_head(output.encoded.text, output.encoded.word_table).detach()
     for ours, logits, real in (
         (words[:captions], recorded["mlm_logits_wvc"], batch.texts.attend[:captions]),
         (words[captions:], recorded["mlm_logits_aux"], batch.texts.attend[captions:]),
     ):
         assert_near(ours[real], logits[real], "mlm_logits")
     real = output.text_regions.attend[:captions]
-    regions = model.task.region_classifier(output.encoded.regions).detach()
+    regions = model.task.masked_regions.classify(output.encoded.regions).detach()
     assert_near(regions[:captions][real], recorded["mvrc_logits"][real], "mvrc_logits")
 
     losses = output.task.losses
     for ours, theirs in PARTS.items():
         assert_near(losses[ours].mean, recorded[theirs], theirs)
     if "relationship_logits" in recorded:
-        scores = model.task.relationship(output.encoded.pooled[:captions]).detach()
+        scores = model.task.relationship.head(output.encoded.summary[:captions]).detach()
         assert_near(scores, recorded["relationship_logits"], "relationship_logits")
         assert_near(losses["relationship"].mean, recorded["relationship_loss"], "relationship_loss")
     else:
@@ -135,7 +154,7 @@ def test_pretraining_inputs_of_the_encoder(golden, vl_bert_keys, name):
     recorded, embeddings = golden.part(name, "vlbert_in."), model.encoder.embeddings
     with torch.no_grad():
         vectors = embeddings.region_vectors(output.text_regions)
-        words = embeddings.word_vectors(batch.texts, vectors, output.text_regions.attend)
+        words = embeddings.word_vectors(batch.texts, vectors, output.text_regions)
     captions, inputs = len(batch.images.names), golden.part("pretrain", "in.")
     for texts, given in ((slice(captions), inputs["text"]), (slice(captions, None), inputs["aux_text"])):
         attend = batch.texts.attend[texts]
@@ -159,10 +178,10 @@ def test_pretraining_losses_of_each_text_alone(golden, vl_bert_keys):
     of_texts = {name: [] for name in PARTS}
     for text in range(len(batch)):
         alone = make_batch(golden, "pretrain")
-        alone.targets["mlm_labels"][torch.arange(len(batch)) != text] = -1
-        alone.region_targets["is_labelled"] = [
-            rows & (image == int(batch.looks_at[text, 0]))
-            for image, rows in enumerate(batch.region_targets["is_labelled"])
+        for name in ("masked_words", "masked_text"):
+            alone.targets.parts[name].labels[torch.arange(len(batch)) != text] = NO_LABEL
+        alone.hidden.is_labelled = [
+            rows & (image == int(batch.looks_at[text, 0])) for image, rows in enumerate(batch.hidden.is_labelled)
         ]
         with torch.no_grad():
             losses = model.task(alone, output.text_regions, output.encoded).losses

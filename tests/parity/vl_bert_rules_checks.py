@@ -8,14 +8,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from detector.structures import ImageBatch
-from e2e_vl.structures import Batch, EncoderOutput, TextBatch, TextRegions
-from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
-from e2e_vl.tasks.pretraining_inputs import cut_to_length
+from e2e_vl.hiding import cut_to_length
+from e2e_vl.structures import Batch, EncoderOutput, HiddenRegions, RegionLabels, TextBatch
+from e2e_vl.targets import Targets
+from e2e_vl.tasks.objectives.base import Sizes
+from e2e_vl.tasks.objectives.masked_regions import MaskedRegions, MaskedRegionsConfig
+from e2e_vl.tasks.objectives.masked_words import WordLabels
+from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
 from e2e_vl.text import SPECIAL_TOKENS, load_tokenizer, split_words
 from tests.parity import vl_bert_common as common
+from tests.regions import regions_of_own_images
 
 golden = common.golden
 
@@ -28,18 +33,20 @@ def rules(golden_root) -> dict:
 def region_loss(logits: Tensor, truth: Tensor) -> Tensor:
     """Mean over the labelled rows, of which each is a region of one text; all rows are labelled."""
     count, classes = logits.shape
-    task = PretrainingTask(classes, PretrainingConfig(vocab_size=2, region_classes=classes))
-    task.region_classifier = nn.Identity()  # the states are the logits
+    objective = MaskedRegions(Sizes(classes, vocab_size=2), MaskedRegionsConfig(classes=classes))
+    objective.classify = lambda states: states  # the states are the logits
+    task = PretrainingTask(classes, PretrainingConfig(vocab_size=2), {"masked_regions": objective})
     batch = Batch(
         images=ImageBatch(torch.zeros(1, 3, 4, 4), torch.full((1, 2), 4), torch.full((1, 2), 4), ["image"]),
         boxes=[torch.zeros(count, 4)],
         texts=TextBatch(torch.zeros(1, 1).long(), torch.zeros(1, 1).long(), torch.ones(1, 1).bool()),
         looks_at=torch.zeros(1, 1).long(),
-        targets={"mlm_labels": torch.full((1, 1), -1)},
-        region_targets={"class_probs": [truth], "is_labelled": [torch.ones(count).bool()]},
+        targets=PretrainingTargets({"masked_regions": Targets()}),
+        hidden=HiddenRegions([torch.ones(count).bool()], [torch.zeros(count).bool()]),
+        region_labels=RegionLabels(class_probs=[truth]),
     )
     attend = torch.ones(1, count).bool()
-    regions = TextRegions.of_own_images(
+    regions = regions_of_own_images(
         torch.zeros(1, count, 1),
         torch.zeros(1, count, 4),
         torch.ones(1, count, 2),
@@ -90,15 +97,15 @@ def test_cutting_of_words_and_regions(golden, rules):
             boxes=[boxes],
             texts=TextBatch(ids, torch.zeros_like(ids), torch.ones_like(ids).bool()),
             looks_at=torch.zeros(1, 1).long(),
-            targets={"mlm_labels": before},
+            targets=PretrainingTargets({"masked_words": WordLabels(before)}),
         )
-        cut = cut_to_length(batch, batch.boxes, case["seq_len"], whole_image=True)
+        cut = cut_to_length(batch, case["seq_len"], whole_image=True)
         assert cut.texts.attend.all()
         np.testing.assert_array_equal(cut.texts.input_ids[0], text)
-        np.testing.assert_array_equal(cut.targets["mlm_labels"][0], labels)
-        assert cut.region_limit.tolist() == [len(arrays[f"cc.{number}.boxes"]) - 1]
+        np.testing.assert_array_equal(cut.targets.parts["masked_words"].labels[0], labels)
+        assert cut.region_limit.tolist() == [[len(arrays[f"cc.{number}.boxes"]) - 1]]
         hidden = arrays[f"cc.{number}.mvrc_ops_before_truncation"][: 1 + int(cut.region_limit)]  # and the whole image
         np.testing.assert_array_equal(hidden, arrays[f"cc.{number}.mvrc_ops"])
-        anything_cut |= lost > 0 or cut.region_limit.tolist() != [len(boxes)]
+        anything_cut |= lost > 0 or cut.region_limit.tolist() != [[len(boxes)]]
     if not anything_cut:
         pytest.skip("everything in the set is short enough to stay as it is")

@@ -14,21 +14,24 @@ from torch import Tensor
 
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import ImageBatch
-from e2e_vl.data.instance_masks import instance_mask
-from e2e_vl.data.vcr_text import NEUTRAL_NAMES, Piece, encode_sentence, join_choice, names_of
+from e2e_vl.data.images.instance_masks import instance_mask
+from e2e_vl.data.loading.collate import pad_texts
 from e2e_vl.encoders.vl_bert import VLBertModel
+from e2e_vl.examples import TextExample
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.structures import Batch
-from e2e_vl.tasks.vcr import VCRConfig, VCRTask
-from e2e_vl.text import pad_texts
+from e2e_vl.structures import Batch, RegionLabels
+from e2e_vl.tasks.vcr import CHOICES, VCRConfig, VCRTargets, VCRTask
+from e2e_vl.tasks.vcr_sentences import NEUTRAL_NAMES, encode_sentence, names_of
 from tests.parity.vl_bert_common import (
     RELATIVE,
     STAGES,
     Golden,
+    SpecialTokens,
     assert_gradients_near,
     assert_near,
     detector_config,
     encoder_config,
+    recorded_texts,
 )
 
 HEADS = {
@@ -105,29 +108,20 @@ def make_model(meta: dict, folder: Path, vcr: dict[str, Tensor], keys: ModuleTyp
     return model.eval()
 
 
-class Recorded:
-    """A text of the recorded batch in the form that `pad_texts` reads."""
-
-    positions: dict = {}  # noqa: RUF012
-
-    def __init__(self, query: Tensor, choice: Tensor, tokenizer) -> None:
-        pieces = [[Piece(id, tag - 1, word) for id, tag, word in rows.tolist() if id >= 0] for rows in (query, choice)]
-        self.input_ids, self.segment_ids, self.region_of_token = join_choice(*pieces, tokenizer)
-
-
-class SpecialIds:
-    """[CLS] and [SEP] of the recorded texts."""
-
-    def __init__(self, ids: Tensor) -> None:
-        self.cls_token_id, self.sep_token_id = int(ids[0]), int(ids[-1])
+def joined(query: Tensor, choice: Tensor, special: SpecialTokens) -> TextExample:
+    """A question and one of its choices, both int64 [L, 3]: wordpiece (-1 = padding), row of the box it names, word."""
+    pieces = [rows[rows[:, 0] >= 0] for rows in (query, choice)]
+    laid = special.lay(VLBertModel.layout.pair, *(rows[:, 0].tolist() for rows in pieces))
+    rows = torch.cat(pieces)[:, 1] - 1  # row 0 is the whole image
+    return TextExample(laid, (0,), {}, region_of_token=laid.place(rows.tolist()))
 
 
 def make_batch(vcr: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Batch:
     """The recorded images, boxes and sentences. Row 0 of the boxes, the whole image, is left to the detector."""
     inputs = part(vcr, "in.")
-    first = vcr["vlbert_in.text_input_ids"][0][vcr["vlbert_in.text_mask"][0]]
+    special = SpecialTokens.of(recorded_texts(part(vcr, "vlbert_in.")))
     texts = [
-        Recorded(question, choice, SpecialIds(first))
+        joined(question, choice, special)
         for question, choices in zip(inputs["question"], inputs["answer_choices"], strict=True)
         for choice in choices
     ]
@@ -143,9 +137,9 @@ def make_batch(vcr: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Ba
         boxes=[rows[:, :4].to(dtype) for rows in boxes],
         texts=pad_texts(texts),
         looks_at=torch.arange(number).repeat_interleave(choices)[:, None],
-        targets={"is_right": torch.nn.functional.one_hot(inputs["answer_label"], choices).flatten().to(dtype)},
+        targets=VCRTargets(torch.nn.functional.one_hot(inputs["answer_label"], choices).flatten().to(dtype)),
         roi_masks=[rows[real][1:].to(dtype) for rows, real in zip(inputs["masks"], kept, strict=True)],
-        region_targets={"object_class": [rows[:, -1].long() for rows in boxes]},
+        region_labels=RegionLabels(classes=[rows[:, -1].long() - 1 for rows in boxes]),  # recorded: 0 = whole image
     )
 
 
@@ -162,7 +156,7 @@ def test_vcr_inputs_logits_and_losses(meta, folder, vcr, vl_bert_keys):
     with torch.no_grad():
         output = model(batch)
         vectors = model.encoder.embeddings.region_vectors(output.text_regions)
-        words = model.encoder.embeddings.word_vectors(batch.texts, vectors, output.text_regions.attend)
+        words = model.encoder.embeddings.word_vectors(batch.texts, vectors, output.text_regions)
     mask, real = vcr["vlbert_in.object_mask"], vcr["vlbert_in.text_mask"]
     assert torch.equal(output.text_regions.attend, mask)
     size = model.encoder.config.visual_size
@@ -199,7 +193,7 @@ def test_vcr_gradients(meta, folder, vcr, vl_bert_keys):
 
 def test_vcr_predictions(meta, folder, vcr, vl_bert_keys):
     model, batch = make_model(meta, folder, vcr, vl_bert_keys), make_batch(vcr)
-    batch.records = [{"text_index": row // 4, "label": 0} for row in range(len(batch))]
+    batch.records = [{"text_index": row // CHOICES, "label": 0} for row in range(len(batch))]
     with torch.no_grad():
         predictions = model.task.predict(batch, model(batch))
     assert [one["text_index"] for one in predictions] == list(range(len(vcr["out.label_logits"])))

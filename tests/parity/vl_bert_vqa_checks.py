@@ -16,7 +16,7 @@ from detector.structures import ImageBatch, PrecomputedFeatures
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
-from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.tasks.vqa import VQAConfig, VQATargets, VQATask
 from e2e_vl.text import mirror_words
 from tests.parity import vl_bert_common as common
 
@@ -62,26 +62,31 @@ def make_batch(golden, name: str, dtype: torch.dtype = torch.float32) -> Batch:
     else:
         rows, real = recorded["boxes"], recorded["box_mask"]
     texts = common.recorded_texts(golden.part("vqa_prec", "vlbert_in."))
-    texts.positions["mask"] = texts.attend.sum(dim=1) - 2  # the last is [SEP]
+    texts.summary = texts.attend.sum(dim=1) - 2  # at [MASK]; the last is [SEP]
     return Batch(
         images=images,
         boxes=[image_rows[kept][1:, :4].to(dtype) for image_rows, kept in zip(rows, real, strict=True)],
         texts=texts,
         looks_at=torch.arange(len(rows))[:, None],
-        targets={"answer_scores": data["in.label"].to(dtype)},
+        targets=VQATargets(scores=data["in.label"].to(dtype)),
     )
 
 
 def test_vqa_the_text_ends_with_the_answer_s_mask(golden):
     batch, question = make_batch(golden, "vqa_prec"), golden["vqa_prec"]["in.question"]
     rows = torch.arange(len(batch))
-    mask = batch.texts.positions["mask"]
+    mask = batch.texts.summary
     assert len(batch.texts.input_ids[rows, mask].unique()) == 1  # [MASK]
     assert torch.equal(batch.texts.input_ids[rows, mask - 1], batch.texts.input_ids[rows, mask + 1])  # [SEP]
     assert torch.equal(mask, (question > 0).sum(dim=1) + 2)  # [CLS] question [SEP] [MASK] [SEP]
     slots = torch.arange(batch.texts.input_ids.shape[1])
     segments = (slots >= mask[:, None]) & batch.texts.attend
     assert torch.equal(batch.texts.segment_ids, segments.long())
+
+    special = common.SpecialTokens.of(batch.texts, with_mask=True)
+    laid = [special.lay(VLBertModel.layout.question, row[row > 0].tolist()) for row in question]
+    common.assert_laid_out(laid, batch.texts)
+    assert [text.summary for text in laid] == mask.tolist()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -90,7 +95,7 @@ def test_vqa_inputs_logits_and_loss(golden, vl_bert_keys, name):
     with torch.no_grad():
         output = model(batch)
         vectors = model.encoder.embeddings.region_vectors(output.text_regions)
-        words = model.encoder.embeddings.word_vectors(batch.texts, vectors, output.text_regions.attend)
+        words = model.encoder.embeddings.word_vectors(batch.texts, vectors, output.text_regions)
     size, real = model.encoder.config.visual_size, output.text_regions.attend
     assert_near(vectors[real], recorded["vlbert_in.object_vl_embeddings"][real][:, :size], "region vectors")
     attend = batch.texts.attend
@@ -118,6 +123,6 @@ def test_vqa_soft_target_and_swapped_words(golden):
     recorded = json.loads((golden.folder / "data.json").read_text())
     target, words = recorded["vqa_target"], recorded["flip_words"]
     task = VQATask(4, VQAConfig(answers=target["vocab"]))
-    ours = task.soft_targets([target["answers"]])[0]
+    ours = task.answer_list.soft_targets(target["answers"])
     assert ours.tolist() == pytest.approx(target["target"], abs=1e-7)
     assert mirror_words(words["tokens"]) == words["out"]

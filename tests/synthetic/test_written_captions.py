@@ -14,8 +14,8 @@ import pytest
 
 from e2e_vl.synthetic.conceptual_writer import CaptionedImage, write_shards
 from e2e_vl.synthetic.corpus_writer import write_corpus
-from e2e_vl.synthetic.language import parse
 from e2e_vl.synthetic.scenes import SceneConfig
+from tests.synthetic.parsing import parse
 
 SPLITS = {"train": 110, "val": 20, "testA": 10, "testB": 10}
 

@@ -7,7 +7,7 @@ import torch
 
 from detector.structures import DetectionTargets, ImageBatch, Regions
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TextBatch, gather_regions
-from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
+from e2e_vl.tasks.detection import CategoryTargets, DetectionConfig, DetectionTask
 
 CATEGORY_IDS = torch.tensor([[4, 9, 30]] * 2)
 
@@ -26,7 +26,7 @@ def batch_of(**changes) -> Batch:
         boxes=None,
         texts=TextBatch(ids, ids, torch.ones(2, 2, dtype=torch.bool)),
         looks_at=torch.tensor([[1], [0]]),
-        targets={"category_ids": CATEGORY_IDS},
+        targets=CategoryTargets(CATEGORY_IDS),
         records=[{"image_id": 22, "objects": []}, {"image_id": 11, "objects": []}],
     )
     return dataclasses.replace(batch, **changes)
@@ -45,7 +45,7 @@ def regions_of() -> Regions:
 def output_of(task: DetectionTask, batch: Batch, regions: Regions) -> ModelOutput:
     gathered = gather_regions(regions, batch.images.sizes, batch.looks_at)
     encoded = EncoderOutput(text=torch.zeros(2, 2, 5), regions=gathered.features)
-    return ModelOutput(task(batch, gathered, encoded), regions, gathered, encoded)
+    return ModelOutput(task(batch, gathered, encoded), regions, gathered, encoded, batch)
 
 
 def test_predictions_are_in_original_pixels_with_category_ids():
@@ -81,7 +81,7 @@ def test_given_boxes_and_other_classes_are_errors():
     given = dataclasses.replace(regions_of(), scores=None, classes=None)
     with pytest.raises(ValueError, match="evaluate with boxes 'online'"):
         task.predict(batch, output_of(task, batch, given))
-    fewer = batch_of(targets={"category_ids": CATEGORY_IDS[:, :2]})
+    fewer = batch_of(targets=CategoryTargets(CATEGORY_IDS[:, :2]))
     with pytest.raises(ValueError, match="The detector has 3 classes, but the data set has 2 categories"):
         task.predict(fewer, output_of(task, fewer, regions_of()))
 

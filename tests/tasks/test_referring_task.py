@@ -10,7 +10,7 @@ import torch
 
 from detector.structures import ImageBatch, Regions
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, TextRegions, gather_regions
-from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
+from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTargets, ReferringTask
 
 HIDDEN = 8
 SIZES = torch.tensor([[60, 80], [100, 50]])  # resized (height, width) of the two images
@@ -36,7 +36,7 @@ def make_batch(
         boxes=None,
         texts=texts,
         looks_at=torch.tensor(looks_at)[:, None],
-        targets={"box": torch.tensor(referred[:count])},
+        targets=ReferringTargets(torch.tensor(referred[:count])),
         records=[{"sent_id": 10 + index} for index in range(count)],
     )
     return batch, regions, gather_regions(regions, SIZES, batch.looks_at, whole_image=whole_image)
@@ -56,7 +56,7 @@ def make_task(**config) -> ReferringTask:
 def scored(task: ReferringTask, batch: Batch, regions: Regions, text_regions: TextRegions, scores: list) -> ModelOutput:
     """A model output in which the regions have the given scores; candidates as the task decides."""
     logits = torch.tensor(scores).masked_fill(~task.candidates(text_regions), -torch.inf)
-    return ModelOutput(TaskOutput({}, logits), regions, text_regions, encoded(text_regions))
+    return ModelOutput(TaskOutput({}, logits), regions, text_regions, encoded(text_regions), batch)
 
 
 def test_binary_loss_is_the_mean_over_all_real_regions():
@@ -83,7 +83,7 @@ def test_batch_without_a_positive_region_is_all_negative():
     task = make_task()
     batch, _, regions = make_batch(referred=([70.0, 50.0, 78.0, 58.0],) * 3)
     states = encoded(regions)
-    assert not task.positive_regions(regions, batch.targets["box"]).any()
+    assert not task.positive_regions(regions, batch.targets.box).any()
     loss = task(batch, regions, states).losses["referring"]
     scores = task.head(states.regions)[regions.attend]
     assert loss.mean.item() == pytest.approx(torch.nn.functional.softplus(scores).mean().item(), rel=1e-5)
@@ -132,7 +132,7 @@ def test_softmax_loss_is_minus_the_log_share_of_the_positive_regions():
 )
 def test_positive_means_iou_above_the_threshold(box, config, positive):
     batch, _, regions = make_batch((0,), whole_image=False, boxes=([box], [box]), referred=([0.0, 0.0, 9.0, 9.0],))
-    assert make_task(**config).positive_regions(regions, batch.targets["box"]).tolist() == [[positive]]
+    assert make_task(**config).positive_regions(regions, batch.targets.box).tolist() == [[positive]]
 
 
 def test_positive_weight_counts_positive_regions_more():

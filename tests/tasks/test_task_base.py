@@ -38,5 +38,5 @@ def test_heads_start_as_in_the_official_code_or_as_in_the_paper(name):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_an_unknown_start_is_an_error(name):
-    with pytest.raises(ValueError, match='new_layers is "xavier"; it must be "official" or "normal"'):
+    with pytest.raises(ValueError, match='new_layers is "xavier"; it must be one of official, normal'):
         linears(name, new_layers="xavier")

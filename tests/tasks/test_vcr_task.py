@@ -1,3 +1,5 @@
+"""VCR: losses of choices and regions, what is predicted, and what does not fit."""
+
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -7,11 +9,21 @@ import torch
 import torch.nn.functional as F
 
 from detector.structures import ImageBatch, Regions
-from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, TextRegions, gather_regions
-from e2e_vl.tasks.vcr import VCRConfig, VCRTask
+from e2e_vl.structures import (
+    Ability,
+    Batch,
+    EncoderOutput,
+    ModelOutput,
+    RegionLabels,
+    TaskOutput,
+    TextBatch,
+    TextRegions,
+    gather_regions,
+)
+from e2e_vl.tasks.vcr import VCRConfig, VCRTargets, VCRTask
 
 H = 6
-CLASSES = [torch.tensor([3, 1]), torch.tensor([2])]  # of the candidate boxes of two images
+CLASSES = [torch.tensor([2, 0]), torch.tensor([1])]  # of the candidate boxes of two images
 
 
 def make_regions(whole_image: bool = True) -> TextRegions:
@@ -28,9 +40,7 @@ def make_regions(whole_image: bool = True) -> TextRegions:
 
 def make_batch(labels: list[int] | None = None) -> Batch:
     ids = torch.zeros(8, 3, dtype=torch.int64)
-    targets = {}
-    if labels is not None:
-        targets["is_right"] = F.one_hot(torch.tensor(labels), 4).flatten().float()
+    targets = VCRTargets(None if labels is None else F.one_hot(torch.tensor(labels), 4).flatten().float())
     shown = labels or [None, None]
     return Batch(
         images=ImageBatch(
@@ -40,7 +50,7 @@ def make_batch(labels: list[int] | None = None) -> Batch:
         texts=TextBatch(ids, ids, torch.ones(8, 3, dtype=torch.bool)),
         looks_at=torch.tensor([0] * 4 + [1] * 4)[:, None],
         targets=targets,
-        region_targets={"object_class": CLASSES},
+        region_labels=RegionLabels(classes=CLASSES),
         records=[{"text_index": row // 4, "annot_id": f"val-{row // 4}", "label": shown[row // 4]} for row in range(8)],
     )
 
@@ -49,7 +59,7 @@ def run(task: VCRTask, batch: Batch, whole_image: bool = True) -> tuple[TaskOutp
     torch.manual_seed(0)
     regions = make_regions(whole_image)
     states = torch.randn(8, regions.attend.shape[1], H, requires_grad=True)
-    encoded = EncoderOutput(torch.randn(8, 3, H), states, pooled=torch.randn(8, H, requires_grad=True))
+    encoded = EncoderOutput(torch.randn(8, 3, H), states, summary=torch.randn(8, H, requires_grad=True))
     return task(batch, regions, encoded), regions, encoded
 
 
@@ -57,7 +67,7 @@ def test_sigmoid_loss_is_a_mean_over_all_choices():
     task = VCRTask(H).eval()
     output, _, encoded = run(task, make_batch([2, 0]))
     assert output.logits.shape == (2, 4)
-    torch.testing.assert_close(output.logits.flatten(), task.head.output(encoded.pooled)[:, 0])
+    torch.testing.assert_close(output.logits.flatten(), task.head.output(encoded.summary)[:, 0])
     truth = torch.tensor([[0, 0, 1, 0], [1, 0, 0, 0]]).float()
     expected = F.binary_cross_entropy_with_logits(output.logits, truth)
     torch.testing.assert_close(output.losses["choice"].mean, expected)
@@ -75,8 +85,8 @@ def test_softmax_loss_is_a_mean_over_questions():
 def test_every_region_of_every_choice_is_classified(whole_image):
     task = VCRTask(H, VCRConfig(num_classes=5)).eval()
     output, regions, encoded = run(task, make_batch([2, 0]), whole_image)
-    first = [0] if whole_image else []
-    classes = [torch.tensor(first + rows.tolist()) for rows in CLASSES]
+    first = [0] if whole_image else []  # the whole image is a class of its own, before those of objects
+    classes = [torch.tensor(first + (rows + 1).tolist()) for rows in CLASSES]
     states = [encoded.regions[row, regions.attend[row]] for row in range(8)]
     scores = task.region_classifier(torch.cat(states))
     expected = F.cross_entropy(scores, torch.cat([classes[row // 4] for row in range(8)]))
@@ -111,7 +121,7 @@ def test_one_prediction_per_question():
     task = VCRTask(H).eval()
     batch = make_batch([2, 0])
     output, regions, encoded = run(task, batch)
-    records = task.predict(batch, ModelOutput(output, None, regions, encoded))
+    records = task.predict(batch, ModelOutput(output, None, regions, encoded, batch))
     assert [(record["text_index"], record["annot_id"]) for record in records] == [(0, "val-0"), (1, "val-1")]
     for record, logits in zip(records, output.logits, strict=True):
         assert record["probabilities"] == pytest.approx(logits.softmax(dim=0).tolist())
@@ -137,10 +147,7 @@ def test_inputs_that_do_not_fit():
     with pytest.raises(ValueError, match=r"class 3, but task.config.num_classes is 3"):
         run(task, make_batch([2, 0]))
     regions = make_regions()
-    encoded = EncoderOutput(torch.randn(8, 3, H), torch.randn(8, 3, H))
-    with pytest.raises(ValueError, match="with_pooler"):
-        task(make_batch([2, 0]), regions, encoded)
-    encoded.pooled = torch.randn(8, H)
+    encoded = EncoderOutput(torch.randn(8, 3, H), torch.randn(8, 3, H), summary=torch.randn(8, H))
     batch = make_batch()
     batch.texts = TextBatch(*(tensor[:6] for tensor in (batch.texts.input_ids,) * 2), batch.texts.attend[:6])
     with pytest.raises(ValueError, match="fours, one per choice; this batch has 6"):
@@ -148,25 +155,36 @@ def test_inputs_that_do_not_fit():
 
 
 def test_what_does_not_fit_is_found_before_training():
-    names = SimpleNamespace(class_names=["person", "chair"], mask_size=7)
-    data, detector = SimpleNamespace(options=names), SimpleNamespace(map_size=7)
-    VCRTask(H, VCRConfig(num_classes=3)).check_data(data, detector)
-    VCRTask(H, VCRConfig(num_classes=2, region_loss_weight=0)).check_data(data, detector)
-    VCRTask(H).check_data(SimpleNamespace(), SimpleNamespace())  # other data may say nothing
+    def task(**config) -> VCRTask:
+        return VCRTask(H, VCRConfig(**{"mask_size": 7} | config))
+
+    facts, detector = SimpleNamespace(class_names=["person", "chair"]), SimpleNamespace(map_size=7)
+    task(num_classes=3).check_data(facts, detector)
+    task(num_classes=2, region_loss_weight=0).check_data(facts, detector)
+    task().check_data(SimpleNamespace(class_names=None), SimpleNamespace(map_size=None))  # neither may say anything
+    task(mask_size=None).check_data(facts, SimpleNamespace(map_size=14))
     with pytest.raises(ValueError, match=r"task.config.num_classes is 2, but the data have 2 classes .*set it to 3"):
-        VCRTask(H, VCRConfig(num_classes=2)).check_data(data, detector)
-    with pytest.raises(ValueError, match=r"RoI maps are 14 x 14; set data.config.mask_size=14"):
-        VCRTask(H).check_data(data, SimpleNamespace(map_size=14))
-    encoder = SimpleNamespace(config=SimpleNamespace(with_pooler=False))
-    with pytest.raises(ValueError, match=r"set encoder.config.with_pooler to true"):
-        VCRTask(H).initialise(None, encoder, None)
-    encoder.config.with_pooler = True
-    VCRTask(H).initialise(None, encoder, None)
+        task(num_classes=2).check_data(facts, detector)
+    with pytest.raises(ValueError, match=r"mask_size is 7, but .* are 14 x 14; set task.config.mask_size=14"):
+        task().check_data(facts, SimpleNamespace(map_size=14))
+
+
+def test_what_the_encoder_must_be_able_to_do():
+    assert VCRTask(H).needs == (Ability.SUMMARY_OF_PAIR, Ability.NAMED_REGIONS)
+    assert VCRTask(H, VCRConfig(ground_words=False)).needs == (Ability.SUMMARY_OF_PAIR,)
+    assert (VCRTask(H).mask_size, VCRTask(H, VCRConfig(mask_size=None)).mask_size) == (14, None)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("loss", "hinge"), ("region_loss_weight", -1.0), ("dropout", 1.5), ("region_dropout", -0.1)],
+    [
+        ("loss", "hinge"),
+        ("region_loss_weight", -1.0),
+        ("dropout", 1.5),
+        ("region_dropout", -0.1),
+        ("max_pieces", 1),
+        ("mask_size", 0),
+    ],
 )
 def test_wrong_settings(field, value):
     with pytest.raises(ValueError, match=rf"task\.config\.{field} is"):

@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from detector.structures import ImageBatch, Regions
+from e2e_vl.encoders.base import read_summary
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
-from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, gather_regions
-from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.samples import HumanAnswers
+from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, gather_regions
+from e2e_vl.tasks.vqa import AnswerList, VQAConfig, VQATargets, VQATask
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
 HIDDEN, LENGTH = 8, 6
@@ -28,17 +30,27 @@ def make_task(**config) -> VQATask:
     return VQATask(HIDDEN, VQAConfig(**{"answers": ANSWERS} | config)).eval()
 
 
-def make_batch(*answers, **targets) -> Batch:
+def targets_of(*answers: list[str] | None, normalised: bool = False) -> VQATargets:
+    """What the wording of a task makes of the answers to each question; None: they are unknown."""
+    possible = AnswerList(ANSWERS, normalised=normalised)
+    texts = [
+        VQATargets() if given is None else VQATargets(possible.soft_targets(given), possible.most_frequent(given))
+        for given in answers
+    ]
+    return VQATargets.join(texts)
+
+
+def make_batch(*answers: list[str] | None, targets: VQATargets | None = None) -> Batch:
     sizes = torch.tensor([[10, 10]])
     records = [{"question_id": number, "answers": given} for number, given in enumerate(answers)]
     return Batch(
         images=ImageBatch(torch.zeros(1, 3, 10, 10), sizes, sizes, ["a.jpg"]),
         boxes=None,
         texts=TextBatch(
-            *(torch.ones(2, LENGTH, dtype=kind) for kind in (torch.long, torch.long, torch.bool)), {"mask": MASK}
+            *(torch.ones(2, LENGTH, dtype=kind) for kind in (torch.long, torch.long, torch.bool)), summary=MASK
         ),
         looks_at=torch.zeros(2, 1, dtype=torch.long),
-        targets=targets,
+        targets=targets_of(*answers) if targets is None else targets,
         records=records,
     )
 
@@ -47,11 +59,12 @@ def run(task: VQATask, batch: Batch, seed: int = 0) -> tuple[ModelOutput, torch.
     regions = Regions([torch.zeros(0, 4)], [torch.zeros(0, 3)], [torch.zeros(0, 2)])
     text_regions = gather_regions(regions, batch.images.sizes, batch.looks_at, whole_image=False)
     states = torch.randn(2, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-    encoded = EncoderOutput(text=states, regions=torch.zeros(2, 1, HIDDEN))
-    return ModelOutput(task(batch, text_regions, encoded), regions, text_regions, encoded), states
+    summary = read_summary(states, None, batch.texts.summary)
+    encoded = EncoderOutput(text=states, regions=torch.zeros(2, 1, HIDDEN), summary=summary)
+    return ModelOutput(task(batch, text_regions, encoded), regions, text_regions, encoded, batch), states
 
 
-def test_the_state_at_mask_decides():
+def test_the_summary_decides():
     output, states = run(make_task(), make_batch(FIRST, SECOND))
     output.losses["vqa"].mean.backward()
     used = states.grad.abs().sum(dim=-1) > 0
@@ -59,18 +72,17 @@ def test_the_state_at_mask_decides():
 
 
 def test_soft_targets():
-    targets = make_task().soft_targets([FIRST, SECOND])
+    targets = targets_of(FIRST, SECOND).scores
     # "maybe" is unknown, "<unk>" never scores, of the two "yes" the first counts, and "Two" is not "2"
     torch.testing.assert_close(targets, torch.tensor([[1.0, 0.9, 0, 0, 0, 0], [0, 0, 0.3, 0, 0, 0]]))
-    normalised = make_task(normalised_targets=True).soft_targets([SECOND, ["a", "<unk>", "unk"] * 3])
+    normalised = targets_of(SECOND, ["a", "<unk>", "unk"] * 3, normalised=True).scores
     torch.testing.assert_close(normalised, torch.tensor([[0, 0, 1.0, 0, 0, 0], [0, 0, 0, 0.9, 0, 0]]), atol=0.1, rtol=0)
 
 
 def test_the_binary_loss_is_the_official_mean_times_the_number_of_answers():
-    task, batch = make_task(), make_batch(FIRST, SECOND)
-    output, _ = run(task, batch)
-    targets = task.soft_targets([FIRST, SECOND])
-    expected = F.binary_cross_entropy_with_logits(output.task.logits, targets) * len(ANSWERS)
+    batch = make_batch(FIRST, SECOND)
+    output, _ = run(make_task(), batch)
+    expected = F.binary_cross_entropy_with_logits(output.task.logits, batch.targets.scores) * len(ANSWERS)
     torch.testing.assert_close(output.losses["vqa"].mean, expected)
     assert output.losses["vqa"].count == 2
 
@@ -86,28 +98,35 @@ def test_the_softmax_loss_leaves_out_what_has_no_known_answer():
     assert output.losses["vqa"].mean == 0 and not states.grad.abs().sum()
 
 
-def test_scores_of_the_data_set_replace_the_answers():
-    scores = torch.rand(2, len(ANSWERS))
-    output, _ = run(make_task(), make_batch(FIRST, SECOND, answer_scores=scores))
+def test_the_most_frequent_known_answer_is_the_best():
+    assert targets_of(["maybe"] * 6 + ["no", "2"] * 2, ["maybe"], ["<unk>"] * 3 + ["2"]).best.tolist() == [1, -1, 2]
+    assert targets_of(["Two"] * 9 + ["no"]).best.tolist() == [1]
+    assert targets_of(["Two"] * 9 + ["no"], normalised=True).best.tolist() == [2]
+
+
+def test_losses_learn_from_any_scores():
+    scores, best = torch.rand(2, len(ANSWERS)), torch.tensor([3, 0])
+    batch = make_batch(None, None, targets=VQATargets(scores, best))
+    output, _ = run(make_task(), batch)
     expected = F.binary_cross_entropy_with_logits(output.task.logits, scores) * len(ANSWERS)
     torch.testing.assert_close(output.losses["vqa"].mean, expected)
-    output, _ = run(make_task(loss="softmax"), make_batch(None, None, answer_scores=scores))
-    torch.testing.assert_close(output.losses["vqa"].mean, F.cross_entropy(output.task.logits, scores.argmax(dim=1)))
+    output, _ = run(make_task(loss="softmax"), batch)
+    torch.testing.assert_close(output.losses["vqa"].mean, F.cross_entropy(output.task.logits, best))
 
 
 def test_without_answers_there_is_no_loss():
     task = make_task()
     output, _ = run(task, make_batch(None, None))
     assert output.losses == {}
-    with pytest.raises(ValueError, match="with and without answers"):
-        run(task, make_batch(FIRST, None))
+    with pytest.raises(ValueError, match="scores is known for some texts of a batch and unknown for others"):
+        make_batch(FIRST, None)
 
 
 def test_predictions_and_metrics():
     task, batch = make_task(top_answers=2), make_batch(FIRST, SECOND)
     output, _ = run(task, batch)
     logits = torch.tensor([[0.0, 2.0, 1.0, 0, 9.0, 0], [0, 0, 3.0, 1.0, 9.0, 0]])
-    scored = ModelOutput(TaskOutput({}, logits), output.regions, output.text_regions, output.encoded)
+    scored = ModelOutput(TaskOutput({}, logits), output.regions, output.text_regions, output.encoded, batch)
     first, second = task.predict(batch, scored)
     assert first["answer"] == "no" and second["answer"] == "2"  # never <unk>
     assert [answer for answer, _ in first["top_answers"]] == ["no", "2"]
@@ -142,15 +161,17 @@ def test_rows_start_from_word_embeddings(tmp_path):
     assert torch.equal(task.head.output.weight, before)
 
 
-def questions(*answers) -> SimpleNamespace:
-    return SimpleNamespace(questions=[SimpleNamespace(answers=given) for given in answers])
+def questions(*answers: list[str] | None) -> SimpleNamespace:
+    """Facts about data with these answers."""
+    truths = [None if given is None else HumanAnswers(tuple(given)) for given in answers]
+    return SimpleNamespace(truths=lambda: truths)
 
 
 def test_questions_without_a_known_answer_are_counted_before_training(caplog):
     task, unknown = make_task(), ["purplish"] * 10
     with caplog.at_level(logging.INFO):
         task.check_data(questions(FIRST, SECOND, None), None)
-        task.check_data(SimpleNamespace(), None)  # other data may have no such list
+        task.check_data(questions(), None)  # other data may have no such list
     assert not caplog.records
     with caplog.at_level(logging.INFO):
         task.check_data(questions(FIRST, SECOND, FIRST, ["<unk>"]), None)
@@ -171,10 +192,15 @@ def test_questions_without_a_known_answer_are_counted_before_training(caplog):
         ({"answers": None}, "needs the list of possible answers"),
         ({"answers": "answers.txt"}, "needs the list of possible answers"),
         ({"answers": ["<unk>"]}, "is empty"),
-        ({"loss": "hinge"}, 'The VQA loss is "hinge"'),
+        ({"loss": "hinge"}, 'task.config.loss is "hinge"; it must be one of binary, softmax'),
         ({"min_answer_count": 0}, "must be at least 1"),
     ],
 )
 def test_settings_that_do_not_fit(config, message):
     with pytest.raises(ValueError, match=message):
         make_task(**config)
+
+
+def test_what_the_encoder_must_be_able_to_do():
+    assert make_task(initialise_from_words=False).needs == (Ability.SUMMARY_OF_QUESTION,)
+    assert make_task().needs == (Ability.SUMMARY_OF_QUESTION, Ability.WORD_TABLE)

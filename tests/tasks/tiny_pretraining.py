@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+from typing import Any
+
 import torch
 
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import ImageBatch
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
+from e2e_vl.engine.build import build_objectives
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, TextBatch
-from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
+from e2e_vl.targets import Targets
+from e2e_vl.tasks.objectives.base import Sizes
+from e2e_vl.tasks.objectives.masked_words import WordLabels
+from e2e_vl.tasks.objectives.relationship import MatchTargets
+from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
 
 SEP, CLASSES, VOCABULARY = 3, 5, 40
 PAPER = {"region_word": "img", "hidden_region_embedding": False, "whole_image_in_sequence": False}
 BOXES = [[[5, 5, 40, 40], [30, 30, 80, 60], [2, 50, 30, 62]], [[10, 0, 50, 30], [0, 0, 20, 20]]]
+PAIRS = torch.tensor([[0, 1], [1, 0], [1, -1], [-1, -1]])  # what the texts of `make_pairs` look at
 
 
-def make_model(norm: str = "FrozenBN", encoder: dict | None = None, **options) -> VisionLanguageModel:
+def make_model(
+    norm: str = "FrozenBN",
+    encoder: dict[str, Any] | None = None,
+    objectives: dict[str, Any] | None = None,
+    **options: Any,
+) -> VisionLanguageModel:
+    """The model with settings of the encoder, of objectives (name -> weight or settings) and of the task.
+
+    Raises:
+        ValueError: settings that cannot work.
+    """
     torch.manual_seed(0)
     detector = FasterRCNN(
         DetectorConfig.from_flat(
@@ -48,21 +68,27 @@ def make_model(norm: str = "FrozenBN", encoder: dict | None = None, **options) -
         "with_pooler": True,
     }
     encoder = VLBertModel(VLBertConfig(**settings | (encoder or {})))
-    task = PretrainingTask(16, PretrainingConfig(**{"vocab_size": VOCABULARY, "region_classes": CLASSES} | options))
+    chosen = {"masked_regions": {"classes": CLASSES}} | (objectives or {})
+    sizes = Sizes(16, VOCABULARY, detector.feature_dim, detector.num_classes)
+    config = PretrainingConfig(vocab_size=VOCABULARY, objectives=chosen, **options)
+    task = PretrainingTask(16, config, build_objectives(chosen, sizes))
+    for ability in task.needs:
+        encoder.require(ability, "The task")
     task.initialise(None, encoder, detector)
-    return VisionLanguageModel(detector, encoder, task)
+    has_copy = task.hiding.hides and task.hiding.teacher == "frozen"
+    return VisionLanguageModel(detector, encoder, task, teacher=copy.deepcopy(detector) if has_copy else None)
 
 
-def make_batch(seed: int = 0, mlm: bool = True, boxes: bool = True) -> Batch:
+def make_batch(seed: int = 0, masks: bool = True, boxes: bool = True) -> Batch:
     """Two captions about image 0, one about image 1, and one text of the corpus."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([7, 4, 5, 6])
     attend = torch.arange(7) < lengths[:, None]
     ids = torch.randint(4, VOCABULARY, (4, 7), generator=generator) * attend
     ids[torch.arange(4), lengths - 1] = SEP
-    labels = torch.full((4, 7), -1)
-    if mlm:
-        labels[0, 1], labels[1, 2], labels[3, 0] = 9, 8, 7
+    words, corpus = torch.full((4, 7), -1), torch.full((4, 7), -1)
+    if masks:
+        words[0, 1], words[1, 2], corpus[3, 0] = 9, 8, 7
     return Batch(
         images=ImageBatch(
             torch.randn(2, 3, 64, 96, generator=generator) * 50,
@@ -73,10 +99,29 @@ def make_batch(seed: int = 0, mlm: bool = True, boxes: bool = True) -> Batch:
         boxes=[torch.tensor(rows, dtype=torch.float32) for rows in BOXES] if boxes else None,
         texts=TextBatch(ids, torch.zeros_like(ids), attend),
         looks_at=torch.tensor([[0], [0], [1], [-1]]),
-        targets={
-            "mlm_labels": labels,
-            "is_match": torch.tensor([1, 0, 1, -1]),
-            "region_seed": torch.tensor([11, 12, 13, 14]),
-        },
+        targets=PretrainingTargets(
+            {
+                "masked_words": WordLabels(words),
+                "masked_text": WordLabels(corpus),
+                "masked_regions": Targets(),
+                "relationship": MatchTargets(torch.tensor([1, 0, 1, -1])),
+            }
+        ),
+        seeds=torch.tensor([11, 12, 13, 14]),
         records=[{"text_index": index} for index in range(4)],
     )
+
+
+def make_pairs(**changes: Any) -> Batch:
+    """The same texts; the first two look at both images, in either order."""
+    return dataclasses.replace(make_batch(**changes), looks_at=PAIRS)
+
+
+def assert_same(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Equal but for rounding, which differs from machine to machine."""
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """What `assert_same` asserts."""
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-6)

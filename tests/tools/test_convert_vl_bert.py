@@ -11,15 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from e2e_vl.config import RunConfig, save_config
-from e2e_vl.engine.build import build_model, build_tokenizer
-from e2e_vl.engine.checkpoint import load_model, save_model
-from e2e_vl.weights.vl_bert import save_official
+from e2e_vl.engine.build import build_model
+from e2e_vl.engine.build_data import build_tokenizer
+from e2e_vl.engine.saving import load_model, save_model
+from e2e_vl.weights.vl_bert import OfficialVLBert
 from tests.weights.official_detector import OFFICIAL_DETECTOR
+from tests.weights.starts import replaced
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "convert_weights.py"
 ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+
+save_official = OfficialVLBert().export
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +37,9 @@ def tool() -> types.ModuleType:
 @pytest.fixture
 def settings(tiny_config: Callable[..., RunConfig], tmp_path: Path) -> tuple[RunConfig, Path]:
     """A run of the official architecture, and its file."""
-    config = tiny_config()
-    config.encoder.config = ENCODER
-    config.detector.overrides = OFFICIAL_DETECTOR
+    config = replaced(tiny_config(), encoder={"config": ENCODER}, detector={"overrides": OFFICIAL_DETECTOR})
     build_tokenizer(config)
-    config.data.vocabulary = str(Path(config.output) / "tokenizer" / "vocab.txt")
+    config = replaced(config, data={"vocabulary": str(Path(config.output) / "tokenizer" / "vocab.txt")})
     save_config(config, tmp_path / "run.yaml")
     return config, tmp_path / "run.yaml"
 
@@ -70,7 +72,7 @@ def test_an_official_file_becomes_a_model_folder_and_comes_back_equal(tool, sett
 
 
 def trained_vqa(config: RunConfig, answers: list[str], folder: Path) -> None:
-    config.task.name, config.task.config = "vqa", {"answers": answers}
+    config = replaced(config, task={"name": "vqa", "config": {"answers": answers}})
     tokenizer = build_tokenizer(config)
     save_model(folder, config, build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer), tokenizer)
 
@@ -82,7 +84,8 @@ def test_answers_are_written_beside_a_model_of_vqa(tool, settings, tmp_path, cap
     assert tool.main([str(tmp_path / "folder"), "--output", str(tmp_path / "vqa.model")]) == 0
     written = tmp_path / "vqa.answers.txt"
     assert f"written: {written} (5 answers in the order of the classes" in capsys.readouterr().out
-    config.task.config, config.task.weights = {"answers": str(written)}, str(tmp_path / "vqa.model")
+    task = {"name": "vqa", "config": {"answers": str(written)}, "weights": str(tmp_path / "vqa.model")}
+    config = replaced(config, task=task)
     again = build_model(config, vocab_size=len(build_tokenizer(config)))
     assert again.task.answers == answers
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from detector.checkpoint import load_checkpoint, load_detector
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "convert_weights.py"

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.config import (
     DataSettings,
@@ -23,8 +23,9 @@ from e2e_vl.config import (
     TaskSettings,
 )
 from e2e_vl.engine.build import build_model
-from e2e_vl.engine.checkpoint import save_model
-from e2e_vl.engine.predict import ground_phrase
+from e2e_vl.engine.predict import answer_question
+from e2e_vl.engine.saving import save_model
+from e2e_vl.samples import Question
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "extract_demo.py"
@@ -173,17 +174,18 @@ def test_phrase(
     image, _ = write_image(tmp_path, "rotated")
     asked = []
 
-    def ground_phrase(run_dir: Path, image_path: Path, text: str) -> dict:
-        asked.append((run_dir, image_path, text))
+    def answer_question(run_dir: Path, question: Question, *, points_at_box: bool) -> types.SimpleNamespace:
+        asked.append((run_dir, question, points_at_box))
         box = [10.0, 20.0, 50.0, 90.0]
-        return {"box": box, "score": 0.75, "boxes": np.array([box, [0, 0, 5, 5]]), "scores": np.array([0.75, 0.1])}
+        candidates = {"candidate_boxes": np.array([box, [0, 0, 5, 5]]), "candidate_scores": np.array([0.75, 0.1])}
+        return types.SimpleNamespace(record={"box": box, "score": 0.75, **candidates})
 
     stand_in = types.ModuleType("e2e_vl.engine.predict")
-    stand_in.ground_phrase = ground_phrase
+    stand_in.answer_question = answer_question
     monkeypatch.setitem(sys.modules, "e2e_vl.engine.predict", stand_in)
     arguments = [str(image), "--output", str(tmp_path / "out"), "--config", str(config)]
     assert tool.main([*arguments, "--run", str(tmp_path / "run"), "--text", "the red one"]) == 0
-    assert asked == [(tmp_path / "run", image, "the red one")]
+    assert asked == [(tmp_path / "run", Question(image, "the red one"), True)]
     answer = json.loads((tmp_path / "out" / "phrase.json").read_text())
     assert answer["box"] == [10, 20, 50, 90] and answer["text"] == "the red one" and len(answer["boxes"]) == 2
     assert "the red one" in capsys.readouterr().out
@@ -258,6 +260,7 @@ def save_untrained_run(
         output=str(folder / "run"),
         detector=DetectorSettings(config=str(config), overrides=detector or {}),
         encoder=EncoderSettings(
+            name="vl_bert",
             config={
                 "hidden_size": 32,
                 "num_hidden_layers": 1,
@@ -265,10 +268,10 @@ def save_untrained_run(
                 "intermediate_size": 32,
                 "visual_size": 32,
                 **(encoder or {}),
-            }
+            },
         ),
-        task=TaskSettings(config=task or {}),
-        data=DataSettings(root="data", resize=ResizeSettings(short_edge=[64], long_edge=120), **data),
+        task=TaskSettings(name="refcoco", config=task or {}),
+        data=DataSettings(name="refcoco", root="data", resize=ResizeSettings(short_edge=[64], long_edge=120), **data),
     )
     build_vocabulary(["the red one"], folder / "vocab.txt")
     tokenizer = load_tokenizer(folder / "vocab.txt")
@@ -282,7 +285,7 @@ def test_phrase_with_a_saved_model(tool: types.ModuleType, config: Path, tmp_pat
     image, (height, width) = write_image(tmp_path, "rotated")
     out = tmp_path / "out"
     assert tool.main([str(image), "--output", str(out), "--run", str(tmp_path / "run"), "--text", "The red one"]) == 0
-    assert "those that it finds itself are random" in capsys.readouterr().out  # the run was never trained
+    assert "the boxes that it finds itself are random" in capsys.readouterr().out  # the run was never trained
     answer = json.loads((out / "phrase.json").read_text())
     x1, y1, x2, y2 = answer["box"]
     assert 0 <= x1 <= x2 <= width and 0 <= y1 <= y2 <= height
@@ -314,6 +317,10 @@ def test_phrase_without_any_region(tool: types.ModuleType, config: Path, tmp_pat
 def test_phrase_is_cut_as_in_training(config: Path, tmp_path: Path):
     run = save_untrained_run(tmp_path, config, max_text_length=4)
     image, _ = write_image(tmp_path, "rgb")
-    long, short, other = (ground_phrase(run, image, text) for text in ("the red one one", "the red", "the one"))
-    assert long == short
-    assert long["scores"] != other["scores"]
+    long, short, other = (
+        answer_question(run, Question(image, text), points_at_box=True).record
+        for text in ("the red one one", "the red", "the one")
+    )
+    assert long["box"] == short["box"] and long["candidate_boxes"] == short["candidate_boxes"]
+    assert long["candidate_scores"] == short["candidate_scores"]
+    assert long["candidate_scores"] != other["candidate_scores"]

@@ -20,10 +20,10 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 
 from detector.checkpoint import save_weights
-from detector.config import DetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.config import load_config
-from e2e_vl.data.features.stores import open_features
+from e2e_vl.data.storage.features.stores import open_features
 from e2e_vl.engine.train import train
 
 ROOT = Path(__file__).parents[2]
@@ -62,11 +62,11 @@ def words(images: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_two_processes_that_are_killed_and_one_that_goes_on(tool, words, tmp_path, capsys):
     """Every image is there once, in the order of the list, with the features of an undisturbed extraction."""
     output = tmp_path / "out.tsv"
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--"]
     process = subprocess.Popen(
         [sys.executable, *launch, str(TOOL), *words, "--output", str(output)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )

@@ -1,4 +1,4 @@
-"""tools/predict.py split on tiny trained runs; files are read by the strict readers."""
+"""tools/predict.py split on tiny trained runs; files are read as their servers read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.evaluation import refexp_files, vcr, vqa
+from e2e_vl.evaluation import vcr, vqa
+from tests.leaderboard import read_leaderboard
 from tests.same import assert_same
 from tests.tools.calls import data_root, refused, saved, split
 from tools import predict as tool
@@ -26,7 +27,7 @@ def test_boxes_of_expressions(trained_run, tmp_path, capsys, boxes):
     path = tmp_path / "deep" / "refcoco.json"
     assert tool.main(split(trained_run.path, "val", path, boxes=boxes)) == 0
     records = saved(trained_run.path, f"predictions_val_{boxes}.json")
-    entries = refexp_files.read_submission(path)
+    entries = json.loads(path.read_text(encoding="utf-8"))
     assert_same(entries, [{key: record[key] for key in ("ref_id", "sent_id", "box")} for record in records])
     assert len({(entry["ref_id"], entry["sent_id"]) for entry in entries}) == len(records)
     suffix = {"gt": "gt", "detections": "detected", "online": "own"}[boxes]
@@ -39,7 +40,7 @@ def test_vqa_results(vqa_run, tmp_path, capsys):
     assert tool.main(split(vqa_run, "val", tmp_path / "val.json")) == 0
     assert "val/accuracy_gt_boxes" in capsys.readouterr().out
     records = saved(vqa_run)
-    entries = vqa.read_submission(tmp_path / "val.json")
+    entries = json.loads((tmp_path / "val.json").read_text(encoding="utf-8"))
     assert entries == [{"question_id": r["question_id"], "answer": r["answer"]} for r in records]
     report = vqa.vqa_accuracy(entries, records, 12)
     assert report["overall"] == pytest.approx(100 * np.mean([record["correct"] for record in records]))
@@ -48,7 +49,7 @@ def test_vqa_results(vqa_run, tmp_path, capsys):
     assert tool.main(split(vqa_run, "test", tmp_path / "test.json")) == 0
     printed = capsys.readouterr().out
     assert "accuracy" not in printed and "no labels" in printed
-    assert vqa.read_submission(tmp_path / "test.json") == entries
+    assert json.loads((tmp_path / "test.json").read_text(encoding="utf-8")) == entries
 
 
 def test_vcr_leaderboard_file(vcr_runs, tmp_path, capsys):
@@ -62,11 +63,11 @@ def test_vcr_leaderboard_file(vcr_runs, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "accuracy" not in printed and "Q->AR" not in printed
     assert (tmp_path / "test.csv").read_text().splitlines()[0].count(",") == 20
-    assert vcr.read_submission(tmp_path / "test.csv").annot_ids == [one["annot_id"] for one in questions["test"]]
+    assert read_leaderboard(tmp_path / "test.csv").annot_ids == [one["annot_id"] for one in questions["test"]]
 
     assert tool.main(split(answers, "val", tmp_path / "val.csv", *both)) == 0
     printed = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("val/"))
-    found = vcr.read_submission(tmp_path / "val.csv")
+    found = read_leaderboard(tmp_path / "val.csv")
     assert found.annot_ids == [one["annot_id"] for one in questions["val"]]
     labels = [[one[f"{kind}_label"] for one in questions["val"]] for kind in ("answer", "rationale")]
     for name, value in vcr.vcr_accuracies(found.answers, found.rationales, *labels).items():
@@ -84,10 +85,10 @@ def test_two_processes_write_the_same_file(trained_run, tmp_path):
         [sys.executable, *launch, str(ROOT / "tools" / "predict.py"), *words],
         check=True,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         timeout=800,
     )
-    assert_same(*(refexp_files.read_submission(tmp_path / f"{name}.json") for name in ("one", "two")))
+    assert_same(*(json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two")))
 
 
 def test_runs_that_do_not_go_together(trained_run, vqa_run, vcr_runs, tmp_path, capsys):

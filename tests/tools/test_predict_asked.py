@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine.build import build_collate, build_examples
-from e2e_vl.engine.checkpoint import load_model
-from e2e_vl.evaluation import vcr
+from e2e_vl.engine.build_data import build_collate, build_examples
+from e2e_vl.engine.saving import load_model
+from tests.leaderboard import read_leaderboard
 from tests.same import assert_same
 from tests.tools.calls import ask, data_root, first_image, gt_corners, is_picture, refused, saved, split, tagged, told
 from tools import predict as tool
@@ -86,7 +86,7 @@ def test_choices_get_the_probabilities_of_the_evaluation(vcr_runs, tmp_path, cap
     assert tool.main(split(vcr_runs[0], "val", tmp_path / "val.csv", "--rationale-run", vcr_runs[1])) == 0
     root = data_root(run) / "vcr"
     question = json.loads((root / "val.jsonl").read_text().splitlines()[0])
-    expected = vcr.read_submission(tmp_path / "val.csv")
+    expected = read_leaderboard(tmp_path / "val.csv")
     more = ["--boxes", root / "vcr1images" / question["metadata_fn"], "--output", tmp_path / "out"]
     more += ["--choices", *(tagged(choice) for choice in question[f"{kind}_choices"])]
     rows = expected.answers[0]

@@ -12,9 +12,14 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
-from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
-from e2e_vl.weights import bert as bert_weights
+from e2e_vl.tasks.detection import DetectionTask
+from e2e_vl.tasks.pretraining import PretrainingTask
+from e2e_vl.tasks.refcoco import ReferringTask
+from e2e_vl.tasks.vcr import VCRTask
+from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.weights import start
 from e2e_vl.weights.start import load_encoder, load_task
+from tests.weights.starts import pretraining_task, rules
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"intermediate_size": 24, "max_position_embeddings": 20}
@@ -37,7 +42,7 @@ def vl_bert(**fields) -> VLBertModel:
 
 
 def pretraining() -> PretrainingTask:
-    return PretrainingTask(16, PretrainingConfig(vocab_size=40, region_classes=5))
+    return pretraining_task(16, 40, {"masked_regions": {"classes": 5}})
 
 
 def save_old(bert: BertForMaskedLM, folder: Path) -> Path:
@@ -68,10 +73,10 @@ def save_new(bert: BertForMaskedLM, folder: Path) -> Path:
 def test_encoder_and_word_head_start_from_bert(tmp_path, bert, save, as_file):
     path = save(bert, tmp_path / "bert")
     if as_file:
-        path = next(path / name for name in bert_weights.FILES if (path / name).is_file())
+        path = next(path / name for name in start.FILES if (path / name).is_file())
     encoder, task = vl_bert(text_only_embedding=True), pretraining()
     own = {name: value.clone() for name, value in encoder.state_dict().items()}
-    report = load_encoder(encoder, path, task_name="pretraining")
+    report = load_encoder(encoder, path, rules("pretraining"))
     assert report.layout == "BERT"
     assert report.missing
     assert all(any(part in name for part in OWN) for name in report.missing)
@@ -89,21 +94,41 @@ def test_encoder_and_word_head_start_from_bert(tmp_path, bert, save, as_file):
     assert torch.equal(segments[:2], theirs.embeddings.token_type_embeddings.weight)
     assert torch.equal(segments[2], own["embeddings.segment_embeddings.weight"][2])
 
-    report = load_task(task, path, task_name="pretraining")
-    assert all(name.startswith("region_classifier.") for name in report.missing)
+    report = load_task(task, path, rules("pretraining"))
+    assert all(name.startswith("masked_regions.") for name in report.missing)
     head = bert.cls.predictions
-    assert torch.equal(task.mlm.transform["dense"].weight, head.transform.dense.weight)
-    assert torch.equal(task.mlm.transform["norm"].bias, head.transform.LayerNorm.bias)
-    assert torch.equal(task.mlm.bias, head.bias)
+    assert torch.equal(task.word_head.transform["dense"].weight, head.transform.dense.weight)
+    assert torch.equal(task.word_head.transform["norm"].bias, head.transform.LayerNorm.bias)
+    assert torch.equal(task.word_head.bias, head.bias)
 
 
 def test_the_pooler_comes_along_where_there_is_one(tmp_path, bert):
     folder = save_old(bert, tmp_path / "bert")
     encoder = vl_bert(with_pooler=True)
-    assert not [name for name in load_encoder(encoder, folder, task_name="vcr").missing if "pooler" in name]
+    assert not [name for name in load_encoder(encoder, folder, rules("vcr")).missing if "pooler" in name]
     state = torch.load(folder / "pytorch_model.bin", weights_only=True)
     assert torch.equal(encoder.pooler.dense.weight, state["bert.pooler.dense.weight"])
-    assert "pooler.dense.weight" in load_encoder(vl_bert(), folder, task_name="vcr").unexpected
+    assert "pooler.dense.weight" in load_encoder(vl_bert(), folder, rules("vcr")).unexpected
+
+
+def test_bert_keeps_its_two_segments_where_a_task_copies_the_first(tmp_path, bert):
+    """Both were trained, other than in VL-BERT's pre-training."""
+    encoder = vl_bert(with_pooler=True)
+    load_encoder(encoder, save_old(bert, tmp_path / "bert"), rules("vcr"))
+    segments = encoder.embeddings.segment_embeddings.weight[:2]
+    assert torch.equal(segments, bert.bert.embeddings.token_type_embeddings.weight)
+    assert not torch.equal(segments[0], segments[1])
+
+
+def test_heads_that_start_from_bert_and_heads_that_do_not(tmp_path, bert):
+    folder = save_new(bert, tmp_path / "bert")
+    task = VQATask(16, VQAConfig(answers=["yes", "no"]))
+    report = load_task(task, folder, rules("vqa"))
+    assert torch.equal(task.head.transform["dense"].weight, bert.cls.predictions.transform.dense.weight)
+    assert report.missing == ["head.output.weight", "head.output.bias"] and report.unexpected == ["word_head.bias"]
+    for name, task in (("refcoco", ReferringTask(16)), ("vcr", VCRTask(16)), ("detection", DetectionTask(16))):
+        with pytest.raises(ValueError, match=rf"holds a BERT, and no rule says how the head of {name} starts from it"):
+            load_task(task, folder, rules(name))
 
 
 def test_a_bert_without_a_head_has_names_without_a_prefix(tmp_path, bert):
@@ -111,10 +136,10 @@ def test_a_bert_without_a_head_has_names_without_a_prefix(tmp_path, bert):
     plain.save_pretrained(tmp_path / "plain")
     assert "encoder.layer.0.output.dense.bias" in load_file(tmp_path / "plain" / "model.safetensors")
     encoder = vl_bert()
-    load_encoder(encoder, tmp_path / "plain", task_name="refcoco")
+    load_encoder(encoder, tmp_path / "plain", rules("refcoco"))
     assert torch.equal(encoder.layers[0].output.dense.weight, plain.encoder.layer[0].output.dense.weight)
-    with pytest.raises(ValueError, match=r"model.safetensors does not fit .*missing \(mlm.bias"):
-        load_task(pretraining(), tmp_path / "plain", task_name="pretraining")
+    with pytest.raises(ValueError, match=r"model.safetensors does not fit .*missing \(word_head.bias"):
+        load_task(pretraining(), tmp_path / "plain", rules("pretraining"))
 
 
 @pytest.mark.parametrize(
@@ -134,14 +159,14 @@ def test_another_architecture_is_refused(tmp_path, bert, fields, message):
     encoder = vl_bert(**fields)
     before = {name: value.clone() for name, value in encoder.state_dict().items()}
     with pytest.raises(ValueError, match=message):
-        load_encoder(encoder, tmp_path / "bert", task_name="refcoco")
+        load_encoder(encoder, tmp_path / "bert", rules("refcoco"))
     assert all(torch.equal(value, before[name]) for name, value in encoder.state_dict().items())
 
 
 def test_an_encoder_of_ours_with_another_geometry_is_refused(tmp_path):
     vl_bert(geometry="corners").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"config.json: geometry is corners, but the encoder's is centre_size; set"):
-        load_encoder(vl_bert(), tmp_path, task_name="refcoco")
+        load_encoder(vl_bert(), tmp_path, rules("refcoco"))
 
 
 def test_what_is_no_bert_is_refused(tmp_path, bert):
@@ -151,20 +176,20 @@ def test_what_is_no_bert_is_refused(tmp_path, bert):
 
     state = dict(bert.state_dict())
     with pytest.raises(ValueError, match=r"x.bin: bert.adapter.weight is no name of a BERT model"):
-        load_encoder(vl_bert(), write({**state, "bert.adapter.weight": torch.zeros(1)}), task_name="refcoco")
+        load_encoder(vl_bert(), write({**state, "bert.adapter.weight": torch.zeros(1)}), rules("refcoco"))
     untied = {**state, "cls.predictions.decoder.weight": torch.zeros(40, 16)}
     with pytest.raises(ValueError, match=r"x.bin: cls.predictions.decoder.weight is not the word table"):
-        load_encoder(vl_bert(), write(untied), task_name="refcoco")
+        load_encoder(vl_bert(), write(untied), rules("refcoco"))
     with pytest.raises(ValueError, match=r"x.bin does not fit .*unexpected \(roberta.x\)"):
-        load_encoder(vl_bert(), write({"roberta.x": torch.zeros(1)}), task_name="refcoco")
+        load_encoder(vl_bert(), write({"roberta.x": torch.zeros(1)}), rules("refcoco"))
 
 
 @pytest.mark.parametrize("name", ["missing.bin", "no/such/folder", "./bert"])
 def test_a_path_to_nothing_never_reaches_for_the_network(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bert_weights, "cached_file", lambda *args, **options: pytest.fail("network"))
+    monkeypatch.setattr(start, "cached_file", lambda *args, **options: pytest.fail("network"))
     with pytest.raises(FileNotFoundError, match="no such weights file or folder"):
-        load_encoder(vl_bert(), name, task_name="refcoco")
+        load_encoder(vl_bert(), name, rules("refcoco"))
 
 
 def test_a_hub_name_is_fetched_by_transformers(tmp_path, monkeypatch, bert):
@@ -175,9 +200,9 @@ def test_a_hub_name_is_fetched_by_transformers(tmp_path, monkeypatch, bert):
             raise OSError("not reachable")
         return str(folder / file) if (folder / file).is_file() else None
 
-    monkeypatch.setattr(bert_weights, "cached_file", cached_file)
+    monkeypatch.setattr(start, "cached_file", cached_file)
     encoder = vl_bert()
-    load_encoder(encoder, "org/bert-tiny", task_name="refcoco")
+    load_encoder(encoder, "org/bert-tiny", rules("refcoco"))
     assert torch.equal(encoder.embeddings.word_embeddings.weight, bert.bert.embeddings.word_embeddings.weight)
     with pytest.raises(FileNotFoundError, match=r"bert-nano: neither a local file .* \(not reachable\)"):
-        load_encoder(vl_bert(), "bert-nano", task_name="refcoco")
+        load_encoder(vl_bert(), "bert-nano", rules("refcoco"))

@@ -13,20 +13,22 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from detector.checkpoint import load_checkpoint
-from detector.config import DetectorConfig
 from detector.config_file import flatten
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.precomputed import PrecomputedDetector
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.structures import TextBatch, TextRegions
-from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
+from e2e_vl.structures import TextBatch
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.weights.base import ModelWeights
 from e2e_vl.weights.start import load_encoder, load_task
-from e2e_vl.weights.vl_bert import Parts, from_official, save_official, to_official
+from e2e_vl.weights.vl_bert import OfficialVLBert, from_official, to_official
+from tests.regions import regions_of_own_images
 from tests.weights.official_detector import OFFICIAL_DETECTOR
+from tests.weights.starts import pretraining_task, rules
 
 ROOT = Path(__file__).parents[2]
 TINY_DETECTOR = {"MODEL.RESNETS.DEPTH": 50, "MODEL.RESNETS.STEM_OUT_CHANNELS": 4, "MODEL.RESNETS.WIDTH_PER_GROUP": 4}
@@ -35,6 +37,7 @@ TINY_ENCODER = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "nu
 TINY_ENCODER |= {"intermediate_size": 24, "max_position_embeddings": 20, "geometry_dim": 16}
 PRETRAINING = {"text_only_embedding": True, "hidden_region_embedding": True}
 DEPTHS = {6: 50, 23: 101, 36: 152}  # blocks of layer3 -> depth
+save_official = OfficialVLBert().export
 KINDS = ("pretraining", "pretraining_rel", "pretraining_prec", "refcoco", "vqa", "vcr")
 
 
@@ -50,10 +53,8 @@ def make_parts(kind: str, detector: DetectorConfig, encoder: dict, classes: int,
     )
     hidden = config.hidden_size
     if name == "pretraining":
-        settings = PretrainingConfig(
-            vocab_size=config.vocab_size, region_classes=classes, relationship=float(kind == "pretraining_rel")
-        )
-        task = PretrainingTask(hidden, settings)
+        objectives = {"masked_regions": {"classes": classes}, "relationship": float(kind == "pretraining_rel")}
+        task = pretraining_task(hidden, config.vocab_size, objectives)
     elif name == "vqa":
         task = VQATask(hidden, VQAConfig(answers=[str(number) for number in range(answers)]))
     else:
@@ -84,8 +85,8 @@ def tiny_model(kind: str, seed: int) -> VisionLanguageModel:
 def load_all(model: VisionLanguageModel, path: Path, task_name: str) -> None:
     if model.detector.state_dict():
         load_checkpoint(model.detector, path, expect="backbone")
-    load_encoder(model.encoder, path, task_name=task_name)
-    load_task(model.task, path, task_name=task_name)
+    load_encoder(model.encoder, path, rules(task_name))
+    load_task(model.task, path, rules(task_name))
 
 
 def official_layout(kind: str, golden_root: Path) -> dict[str, list[int]]:
@@ -133,7 +134,7 @@ def test_names_and_shapes_of_the_full_size_model_are_the_official_ones(kind, gol
             answers=layout["final_mlp.2.bias"][0] if kind == "vqa" else 0,
         )
     states = (part.state_dict() for part in parts)
-    official, left_out = to_official(Parts(*states, task_name=kind.split("_")[0]))
+    official, left_out = to_official(ModelWeights(*states, task_name=kind.split("_")[0]))
     shapes = {name: list(value.shape) for name, value in official.items()}
     assert shapes == {f"module.{name}": shape for name, shape in layout.items()}
     expected = () if kind in ("pretraining_prec", "vqa") else ("detector.proposal_generator", "detector.roi_heads.box_")
@@ -189,18 +190,18 @@ def test_region_classes_of_a_file_begin_with_the_background(tmp_path, saved, loa
     source, target, path = tiny_model("pretraining", 1), tiny_model("pretraining", 2), tmp_path / "x.model"
     for model, options in ((source, saved), (target, loaded)):
         model.task.config = dataclasses.replace(model.task.config, **options)
-    output = source.task.region_classifier.output
+    output = source.task.masked_regions.output
     save_official(source, "pretraining", path)
-    report = load_task(target.task, path, task_name="pretraining")
+    report = load_task(target.task, path, rules("pretraining"))
     state = torch.load(path, weights_only=True)["state_dict"]
     is_last = saved.get("background") == "last"
     for name, ours in (("weight", output.weight), ("bias", output.bias)):
         written = state[f"module.vlbert.mvrc_head.region_cls_pred.{name}"]
         assert torch.equal(written, torch.cat([ours[-1:], ours[:-1]]) if is_last else ours)
-        read = getattr(target.task.region_classifier.output, name)
+        read = getattr(target.task.masked_regions.output, name)
         assert torch.equal(read, written if is_last else torch.cat([written[1:], written[:1]]))
     assert len(report.copied) == (not is_last)
-    assert torch.equal(target.task.mlm.bias, source.task.mlm.bias)
+    assert torch.equal(target.task.word_head.bias, source.task.word_head.bias)
 
 
 def test_img_stands_in_both_places_of_a_file(tmp_path):
@@ -212,7 +213,7 @@ def test_img_stands_in_both_places_of_a_file(tmp_path):
     save_official(paper, "pretraining", tmp_path / "x.model")
     load_all(official, tmp_path / "x.model", "pretraining")
     texts = TextBatch(torch.tensor([[1, 2, 3]]), torch.zeros(1, 3).long(), torch.ones(1, 3).bool())
-    regions = TextRegions.of_own_images(
+    regions = regions_of_own_images(
         features=torch.rand(1, 3, paper.encoder.config.feature_dim),
         boxes=torch.tensor([[[0.0, 0, 9, 9], [1, 1, 4, 4], [2, 2, 7, 8]]]),
         image_sizes=torch.full((1, 3, 2), 10.0),
@@ -224,7 +225,7 @@ def test_img_stands_in_both_places_of_a_file(tmp_path):
         one, other = paper.encoder(texts, regions), official.encoder.eval()(texts, regions)
     assert torch.equal(one.regions, other.regions) and torch.equal(one.text, other.text)
     again = VLBertModel(paper.encoder.config)
-    report = load_encoder(again, tmp_path / "x.model", task_name="pretraining")
+    report = load_encoder(again, tmp_path / "x.model", rules("pretraining"))
     assert report.unexpected == ["embeddings.hidden_region_word_embedding.weight"] and not report.missing
     assert all(torch.equal(value, paper.encoder.state_dict()[name]) for name, value in again.state_dict().items())
 
@@ -250,30 +251,30 @@ def test_pre_training_starts_refcoco(tmp_path):
     source, target, path = tiny_model("pretraining", 1), tiny_model("refcoco", 2), tmp_path / "x.model"
     before = {key: value.clone() for key, value in target.task.state_dict().items()}
     save_official(source, "pretraining", path)
-    report = load_encoder(target.encoder, path, task_name="refcoco")
+    report = load_encoder(target.encoder, path, rules("refcoco"))
     assert report.unexpected == [
         "embeddings.hidden_region_word_embedding.weight",
         "embeddings.text_only_embedding.weight",
     ]
-    report = load_task(target.task, path, task_name="refcoco")
-    assert report.copied == ["region_classifier.transform -> head.transform"]
+    report = load_task(target.task, path, rules("refcoco"))
+    assert report.copied == ["masked_regions.transform -> head.transform"]
     assert report.missing == ["head.output.weight", "head.output.bias"]
-    assert {name.split(".")[0] for name in report.unexpected} == {"mlm", "region_classifier"}
-    dense, head = source.task.region_classifier.transform["dense"], target.task.head
+    assert {name.split(".")[0] for name in report.unexpected} == {"word_head", "masked_regions"}
+    dense, head = source.task.masked_regions.transform["dense"], target.task.head
     assert torch.equal(head.transform["dense"].weight, dense.weight)
     assert torch.equal(head.transform["dense"].bias, dense.bias)
     assert torch.equal(head.output.weight, before["head.output.weight"])
-    assert "copied: region_classifier.transform -> head.transform" in str(report)
+    assert "copied: masked_regions.transform -> head.transform" in str(report)
 
 
 def test_pre_training_starts_vqa(tmp_path):
     source, target, path = tiny_model("pretraining_prec", 1), tiny_model("vqa", 2), tmp_path / "x.model"
     save_official(source, "pretraining", path)
-    load_encoder(target.encoder, path, task_name="vqa")
-    report = load_task(target.task, path, task_name="vqa")
+    load_encoder(target.encoder, path, rules("vqa"))
+    report = load_task(target.task, path, rules("vqa"))
     assert report.missing == ["head.output.weight", "head.output.bias"]
     for name in ("dense", "norm"):
-        assert torch.equal(target.task.head.transform[name].weight, source.task.mlm.transform[name].weight)
+        assert torch.equal(target.task.head.transform[name].weight, source.task.word_head.transform[name].weight)
 
 
 @pytest.mark.parametrize("kind", ["pretraining", "pretraining_rel"])
@@ -281,18 +282,18 @@ def test_pre_training_starts_vcr(tmp_path, kind):
     source, target, path = tiny_model(kind, 1), tiny_model("vcr", 2), tmp_path / "x.model"
     own = {key: value.clone() for key, value in target.state_dict().items()}
     save_official(source, "pretraining", path)
-    report = load_encoder(target.encoder, path, task_name="vcr")
+    report = load_encoder(target.encoder, path, rules("vcr"))
     theirs = source.encoder.embeddings.segment_embeddings.weight
     assert torch.equal(target.encoder.embeddings.segment_embeddings.weight, theirs[[0, 0, 2]])
     assert report.copied == ["embeddings.segment_embeddings.weight row 0 -> row 1"]
     has_pooler = kind == "pretraining_rel"
     assert report.missing == ([] if has_pooler else ["pooler.dense.weight", "pooler.dense.bias"])
-    report = load_task(target.task, path, task_name="vcr")
-    transform = source.task.region_classifier.transform["dense"].weight
+    report = load_task(target.task, path, rules("vcr"))
+    transform = source.task.masked_regions.transform["dense"].weight
     assert torch.equal(target.task.region_classifier.transform["dense"].weight, transform)
     assert torch.equal(target.task.region_classifier.output.weight, own["task.region_classifier.output.weight"])
     if has_pooler:
-        rows = source.task.relationship
+        rows = source.task.relationship.head
         assert torch.equal(target.task.head.output.weight, rows.weight[1:] - rows.weight[:1])
         assert torch.equal(target.task.head.output.bias, rows.bias[1:] - rows.bias[:1])
     else:
@@ -300,19 +301,55 @@ def test_pre_training_starts_vcr(tmp_path, kind):
         assert "head.output.weight" in report.missing
 
 
+def test_what_only_pre_training_trains_may_be_missing_from_a_fine_tuned_model(tmp_path):
+    fine_tuned, pretrained = tiny_model("refcoco", 1), tiny_model("pretraining", 2)
+    save_official(fine_tuned, "refcoco", tmp_path / "x.model")
+    report = load_encoder(pretrained.encoder, tmp_path / "x.model", rules("pretraining"))
+    names = ["hidden_region_word_embedding", "text_only_embedding"]
+    assert report.missing == [f"embeddings.{name}.weight" for name in names]
+    save_official(tiny_model("pretraining_prec", 1), "pretraining", tmp_path / "y.model")
+    fields = {**TINY_ENCODER, "feature_dim": pretrained.encoder.config.feature_dim, "with_pooler": True}
+    vcr = VLBertModel(VLBertConfig(**fields, image_slots=2))
+    assert all(
+        name.startswith(("pooler", "embeddings.image_slot"))
+        for name in load_encoder(vcr, tmp_path / "y.model", rules("vcr")).missing
+    )
+    state = torch.load(tmp_path / "y.model", weights_only=True)["state_dict"]
+    del state["module.aux_text_visual_embedding.weight"]
+    torch.save({"state_dict": state}, tmp_path / "y.model")
+    with pytest.raises(ValueError, match=r"1 missing \(embeddings.text_only_embedding.weight\)"):
+        load_encoder(VLBertModel(VLBertConfig(**fields, text_only_embedding=True)), tmp_path / "y.model", rules("vcr"))
+
+
+def test_a_fine_tuned_model_keeps_its_segments(tmp_path):
+    """Only pre-training has one text segment alone, see `Task.copies_first_segment`."""
+    for kind in ("refcoco", "vcr"):
+        source, target = tiny_model(kind, 1), tiny_model("vcr", 2)
+        save_official(source, kind, tmp_path / "x.model")
+        assert load_encoder(target.encoder, tmp_path / "x.model", rules("vcr")).copied == []
+        theirs, ours = (model.encoder.embeddings.segment_embeddings.weight for model in (source, target))
+        assert torch.equal(theirs, ours)
+
+
 def test_a_head_that_is_switched_off_is_left_over(tmp_path):
     for kind in ("pretraining", "vcr"):
         save_official(tiny_model(kind, 1), kind, tmp_path / f"{kind}.model")
         task = VCRTask(16, VCRConfig(region_loss_weight=0))
-        report = load_task(task, tmp_path / f"{kind}.model", task_name="vcr")
-        assert "region_classifier.transform.dense.weight" in report.unexpected
-        assert not any("region_classifier" in name for name in (*task.state_dict(), *report.copied))
+        report = load_task(task, tmp_path / f"{kind}.model", rules("vcr"))
+        head = "masked_regions" if kind == "pretraining" else "region_classifier"
+        assert f"{head}.transform.dense.weight" in report.unexpected
+        assert not any("region" in name for name in (*task.state_dict(), *report.copied))
+    without_words = {"masked_words": 0, "masked_text": 0, "masked_regions": {"classes": 5}}
+    task = pretraining_task(16, 40, without_words)
+    report = load_task(task, tmp_path / "pretraining.model", rules("pretraining"))
+    assert {name.split(".")[0] for name in report.unexpected} == {"word_head"}
+    assert not report.missing and len(report.matched) == len(task.state_dict()) == 4
 
 
 def test_no_rule_from_one_fine_tuned_task_to_another(tmp_path):
     save_official(tiny_model("vqa", 1), "vqa", tmp_path / "vqa.model")
     with pytest.raises(ValueError, match=r"vqa.model: holds the head of vqa, and no rule .* refcoco .*leave out"):
-        load_task(tiny_model("refcoco", 2).task, tmp_path / "vqa.model", task_name="refcoco")
+        load_task(tiny_model("refcoco", 2).task, tmp_path / "vqa.model", rules("refcoco"))
 
 
 def state_of(kind: str, tmp_path: Path) -> dict[str, Tensor]:
@@ -346,7 +383,7 @@ def test_what_does_not_fit_is_named_with_its_file(tmp_path, change, part, messag
     before = {key: value.clone() for key, value in model.state_dict().items()}
     load = load_encoder if part == "encoder" else load_task
     with pytest.raises(ValueError, match=message):
-        load(getattr(model, part), tmp_path / "x.model", task_name="refcoco")
+        load(getattr(model, part), tmp_path / "x.model", rules("refcoco"))
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
@@ -378,7 +415,7 @@ def test_a_file_that_tries_to_run_code_is_refused(tmp_path, monkeypatch, part):
     load = load_encoder if part == "encoder" else load_task
     for name in ("evil.model", "old.model"):
         with pytest.raises(ValueError, match=name):
-            load(getattr(model, part), name, task_name="refcoco")
+            load(getattr(model, part), name, rules("refcoco"))
     assert not Path("ran").exists()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
-from e2e_vl.data.storage.files import read_json, require_keys
+from e2e_vl.data.storage.files import checked_records, read_json
 from e2e_vl.samples import CandidateBoxes, EncodedImage
 
 logger = logging.getLogger(__name__)
@@ -56,10 +56,6 @@ class CaptionSource(abc.ABC):
 class CocoCaptions(CaptionSource):
     """COCO's `captions_*.json`: about five captions per image.
 
-    Args:
-        captions_file: the JSON file.
-        images_root: folder of the image files that it names.
-
     Attributes:
         image_ids: ids of the images with captions, in file order. Images without a caption are left out and counted in
             the log.
@@ -73,18 +69,14 @@ class CocoCaptions(CaptionSource):
     def __init__(self, captions_file: str | Path, images_root: str | Path) -> None:
         self.path = Path(captions_file).expanduser()
         self.images_root = Path(images_root).expanduser()
-        content = read_json(self.path, "captions")
-        require_keys(content, ("images", "annotations"), str(self.path))
+        content = read_json(self.path, "captions", ("images", "annotations"))
         rows: dict[int, dict[str, Any]] = {}
-        for number, row in enumerate(content["images"]):
-            require_keys(row, ("id", "file_name"), f"{self.path}: image number {number}")
+        for _, row in checked_records(content["images"], ("id", "file_name"), f"{self.path}: image"):
             if row["id"] in rows:
                 raise ValueError(f"{self.path}: image {row['id']} is listed twice; image ids must be unique")
             rows[row["id"]] = row
         captions: dict[int, list[str]] = {image_id: [] for image_id in rows}
-        for number, row in enumerate(content["annotations"]):
-            where = f"{self.path}: caption number {number}"
-            require_keys(row, ("image_id", "caption"), where)
+        for where, row in checked_records(content["annotations"], ("image_id", "caption"), f"{self.path}: caption"):
             if row["image_id"] not in rows:
                 raise ValueError(f"{where} is about image {row['image_id']}, which is not among the file's images")
             if not isinstance(row["caption"], str) or not row["caption"].strip():

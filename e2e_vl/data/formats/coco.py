@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from e2e_vl.data.storage.files import corners_of, read_json, require_keys
+from e2e_vl.data.storage.files import checked_records, corners_of, read_json
 from e2e_vl.samples import AnnotatedObjects
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,6 @@ def read_instances(path: str | Path, *, drop_empty_boxes: bool = False) -> CocoI
     [{id, name}].
 
     Args:
-        path: the JSON file.
         drop_empty_boxes: leave out annotations without width or height and log how many. Off by default: an empty box
             is an error. (COCO's own files are known to hold a few.)
 
@@ -93,30 +92,20 @@ def read_instances(path: str | Path, *, drop_empty_boxes: bool = False) -> CocoI
             empty, inverted, not finite or outside its image; the file and the record are named.
     """
     path = Path(path).expanduser()
-    content = read_json(path, "instances")
-    require_keys(content, ("images", "annotations", "categories"), str(path))
-
+    content = read_json(path, "instances", ("images", "annotations", "categories"))
     category_ids, class_names = _names(content["categories"], f"{path}: category")
     attribute_ids, attribute_names = _names(content.get("attributes", []), f"{path}: attribute")
     class_of = {category: index for index, category in enumerate(category_ids)}
     attribute_of = {attribute: index for index, attribute in enumerate(attribute_ids)}
 
-    images: dict[int, CocoImage] = {}
-    for index, row in enumerate(content["images"]):
-        where = f"{path}: image {row['id'] if isinstance(row, dict) and 'id' in row else f'number {index}'}"
-        require_keys(row, ("id", "file_name", "width", "height"), where)
-        if row["id"] in images:
-            raise ValueError(f"{where} is listed twice; image ids must be unique")
-        if not all(isinstance(side, int | float) and side > 0 for side in (row["width"], row["height"])):
-            raise ValueError(f"{where} has the size {row['width']} x {row['height']}; both must be positive numbers")
-        images[row["id"]] = CocoImage(row["id"], row["file_name"], int(row["width"]), int(row["height"]))
-
+    keys = ("id", "file_name", "width", "height")
+    rows = checked_records(content["images"], keys, f"{path}: image", "id", unique="image ids")
+    images = {row["id"]: _image(row, where) for where, row in rows}
     annotations: dict[int, CocoAnnotation] = {}
     by_image: dict[int, list[CocoAnnotation]] = {image_id: [] for image_id in images}
     dropped = []
-    for index, row in enumerate(content["annotations"]):
-        where = f"{path}: annotation {row['id'] if isinstance(row, dict) and 'id' in row else f'number {index}'}"
-        require_keys(row, ("id", "image_id", "category_id", "bbox"), where)
+    keys = ("id", "image_id", "category_id", "bbox")
+    for where, row in checked_records(content["annotations"], keys, f"{path}: annotation", "id"):
         if row["id"] in annotations:
             raise ValueError(f"{where} is listed twice; annotation ids must be unique")
         if row["image_id"] not in images:
@@ -126,29 +115,40 @@ def read_instances(path: str | Path, *, drop_empty_boxes: bool = False) -> CocoI
         if drop_empty_boxes and _is_empty(row["bbox"]):
             dropped.append(row["id"])
             continue
-        box = corners_of(row["bbox"], where)
-        image = images[row["image_id"]]
-        if box[0] >= image.width or box[1] >= image.height or box[2] <= 0 or box[3] <= 0:
-            raise ValueError(f"{where}: the box {row['bbox']} lies outside its {image.width} x {image.height} image")
-        attributes = row.get("attribute_ids", ())
-        unknown = [attribute for attribute in attributes if attribute not in attribute_of]
-        if unknown:
-            raise ValueError(f"{where} has attribute {unknown[0]}, which is not in the file's attributes")
-        annotation = CocoAnnotation(
-            id=row["id"],
-            image_id=row["image_id"],
-            category_id=row["category_id"],
-            class_index=class_of[row["category_id"]],
-            box=box,
-            is_crowd=bool(row.get("iscrowd", 0)),
-            attributes=tuple(attribute_of[attribute] for attribute in attributes),
-            area=row.get("area"),
-        )
+        annotation = _annotation(row, where, images[row["image_id"]], class_of, attribute_of)
         annotations[annotation.id] = annotation
         by_image[annotation.image_id].append(annotation)
     if dropped:
         logger.warning("%s: left out %d annotations with empty boxes: %s", path, len(dropped), dropped)
     return CocoInstances(path, images, annotations, by_image, category_ids, class_names, attribute_names)
+
+
+def _image(row: dict[str, Any], where: str) -> CocoImage:
+    if not all(isinstance(side, int | float) and side > 0 for side in (row["width"], row["height"])):
+        raise ValueError(f"{where} has the size {row['width']} x {row['height']}; both must be positive numbers")
+    return CocoImage(row["id"], row["file_name"], int(row["width"]), int(row["height"]))
+
+
+def _annotation(
+    row: dict[str, Any], where: str, image: CocoImage, class_of: dict[int, int], attribute_of: dict[int, int]
+) -> CocoAnnotation:
+    box = corners_of(row["bbox"], where)
+    if box[0] >= image.width or box[1] >= image.height or box[2] <= 0 or box[3] <= 0:
+        raise ValueError(f"{where}: the box {row['bbox']} lies outside its {image.width} x {image.height} image")
+    attributes = row.get("attribute_ids", ())
+    unknown = [attribute for attribute in attributes if attribute not in attribute_of]
+    if unknown:
+        raise ValueError(f"{where} has attribute {unknown[0]}, which is not in the file's attributes")
+    return CocoAnnotation(
+        id=row["id"],
+        image_id=row["image_id"],
+        category_id=row["category_id"],
+        class_index=class_of[row["category_id"]],
+        box=box,
+        is_crowd=bool(row.get("iscrowd", 0)),
+        attributes=tuple(attribute_of[attribute] for attribute in attributes),
+        area=row.get("area"),
+    )
 
 
 def object_labels(annotations: Sequence[CocoAnnotation], num_attributes: int) -> tuple[np.ndarray, np.ndarray | None]:
@@ -175,8 +175,7 @@ def _is_empty(box: Any) -> bool:
 
 def _names(rows: list[dict[str, Any]], what: str) -> tuple[list[int], list[str]]:
     names: dict[int, str] = {}
-    for index, row in enumerate(rows):
-        require_keys(row, ("id", "name"), f"{what} number {index}")
+    for _, row in checked_records(rows, ("id", "name"), what):
         if row["id"] in names:
             raise ValueError(f"{what} {row['id']} is listed twice; ids must be unique")
         names[row["id"]] = row["name"]

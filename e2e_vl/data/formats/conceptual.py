@@ -10,7 +10,7 @@
 The last three are base64 of float32 [R, 4], [R, C] and [R, D]: corners in pixels of the stored image, the detector's
 distribution over its classes (1601 for bottom-up attention, the background first) and region features.
 
-Shape legend: R boxes, C classes, D width of a feature.
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from e2e_vl.data.storage.archives import ArchivedFiles
 from e2e_vl.data.formats.caption_sources import CaptionSource
+from e2e_vl.data.loading.grouping import ConsecutiveGroups
+from e2e_vl.data.storage.archives import ArchivedFiles
 from e2e_vl.data.storage.corpus import TextLines
 from e2e_vl.data.storage.files import require_keys
-from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.samples import CandidateBoxes, EncodedImage
 
 

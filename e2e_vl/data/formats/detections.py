@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -58,17 +57,3 @@ class DetectionsFile:
             )
             for image_id in boxes
         }
-
-    def require_images(self, image_ids: Iterable[int]) -> None:
-        """Check that all images have detections.
-
-        Raises:
-            ValueError: some image has none; the first is named and all are counted.
-        """
-        missing = [image_id for image_id in image_ids if image_id not in self.by_image]
-        if missing:
-            more = f" (and {len(missing) - 1} more images)" if len(missing) > 1 else ""
-            raise ValueError(
-                f"{self.path}: no detections for image {missing[0]}{more}; use the detections of this dataset, or "
-                "another box source (gt or online)"
-            )

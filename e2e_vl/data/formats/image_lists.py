@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from e2e_vl.data.formats.coco import read_instances
-from e2e_vl.data.storage.files import corners_of, read_json, require_file, require_keys
+from e2e_vl.data.storage.files import checked_records, corners_of, read_json, require_file, require_keys
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
@@ -68,13 +68,9 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
 
 
 def _of_coco(source: Path, root: Path) -> list[ListedImage]:
-    content = read_json(source, "list of images")
-    require_keys(content, ("images",), str(source))
-    images = []
-    for number, row in enumerate(content["images"]):
-        require_keys(row, ("id", "file_name"), f"{source}: image number {number}")
-        images.append(ListedImage(str(row["id"]), root / row["file_name"]))
-    return images
+    rows = read_json(source, "list of images", ("images",))["images"]
+    found = checked_records(rows, ("id", "file_name"), f"{source}: image")
+    return [ListedImage(str(row["id"]), root / row["file_name"]) for _, row in found]
 
 
 def _of_lines(source: Path, root: Path) -> list[ListedImage]:

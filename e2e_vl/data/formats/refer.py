@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e_vl.data.formats.coco import CocoAnnotation, CocoImage, CocoInstances, read_instances
-from e2e_vl.data.storage.files import read_json, require_file, require_keys
+from e2e_vl.data.storage.files import checked_records, read_json, require_file, require_keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,16 +47,9 @@ class ReferFiles:
         self.path = Path(refs_file).expanduser()
         self.instances = instances if isinstance(instances, CocoInstances) else read_instances(instances)
         self.expressions: list[Expression] = []  # in file order
-        ref_ids: set[int] = set()
         sent_ids: set[int] = set()
-        for index, ref in enumerate(read_refs(self.path)):
-            where = (
-                f"{self.path}: ref {ref['ref_id'] if isinstance(ref, dict) and 'ref_id' in ref else f'number {index}'}"
-            )
-            require_keys(ref, ("ref_id", "ann_id", "image_id", "split", "sentences"), where)
-            if ref["ref_id"] in ref_ids:
-                raise ValueError(f"{where} is listed twice; ref ids must be unique")
-            ref_ids.add(ref["ref_id"])
+        keys = ("ref_id", "ann_id", "image_id", "split", "sentences")
+        for where, ref in checked_records(read_refs(self.path), keys, f"{self.path}: ref", "ref_id", unique="ref ids"):
             self._check_target(ref, where)
             if not ref["sentences"]:
                 raise ValueError(f"{where} has no sentences; every ref needs at least one")
@@ -67,17 +60,10 @@ class ReferFiles:
                         f"{where}: sentence {sentence['sent_id']} occurs twice; sentence ids must be unique"
                     )
                 sent_ids.add(sentence["sent_id"])
-                self.expressions.append(
-                    Expression(
-                        ref_id=ref["ref_id"],
-                        sent_id=sentence["sent_id"],
-                        ann_id=ref["ann_id"],
-                        image_id=ref["image_id"],
-                        split=ref["split"],
-                        sentence=sentence["sent"],
-                        family=sentence.get("family", ref.get("family")),
-                    )
-                )
+                facts = {key: ref[key] for key in ("ref_id", "ann_id", "image_id", "split")}
+                family = sentence.get("family", ref.get("family"))
+                expression = Expression(**facts, sent_id=sentence["sent_id"], sentence=sentence["sent"], family=family)
+                self.expressions.append(expression)
 
     def _check_target(self, ref: dict[str, Any], where: str) -> None:
         annotation = self.instances.annotations.get(ref["ann_id"])
@@ -149,33 +135,25 @@ def read_refs(path: str | Path) -> list[Any]:
 class _PlainUnpickler(pickle.Unpickler):
     """Builds lists, dicts, tuples, strings and numbers. Everything else needs a global, and those are refused."""
 
-    path: Path
-
     def find_class(self, module: str, name: str) -> Any:
-        raise _ForbiddenGlobalError(
-            f"{self.path}: tries to run code ({module}.{name}): a refs file holds only lists, dicts, strings and "
-            "numbers; do not trust this file, download it again from its original source"
-        )
+        raise _ForbiddenGlobalError(f"{module}.{name}")
 
 
-class _ForbiddenGlobalError(ValueError):
-    """Tells the refusal apart from the ValueErrors of a broken pickle."""
+class _ForbiddenGlobalError(Exception):
+    """Tells the refusal apart from the errors of a broken pickle."""
 
 
 def _read_plain_pickle(path: Path) -> Any:
     data = require_file(path, "refs").read_bytes()
     try:
         try:
-            return _load(data, path, "utf-8")
+            return _PlainUnpickler(io.BytesIO(data), encoding="utf-8").load()
         except UnicodeDecodeError:  # Python 2 byte strings in an older encoding
-            return _load(data, path, "latin1")
-    except _ForbiddenGlobalError:
-        raise
+            return _PlainUnpickler(io.BytesIO(data), encoding="latin1").load()
+    except _ForbiddenGlobalError as error:
+        raise ValueError(
+            f"{path}: tries to run code ({error}): a refs file holds only lists, dicts, strings and numbers; do not "
+            "trust this file, download it again from its original source"
+        ) from error
     except Exception as error:  # a broken pickle can raise nearly anything
         raise ValueError(f"{path}: not a readable pickle ({error}); copy or download the file again") from error
-
-
-def _load(data: bytes, path: Path, encoding: str) -> Any:
-    unpickler = _PlainUnpickler(io.BytesIO(data), encoding=encoding)
-    unpickler.path = path
-    return unpickler.load()

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from e2e_vl.data.formats.caption_sources import CaptionSource
-from e2e_vl.data.storage.files import read_json, require_keys
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
-from e2e_vl.samples import EncodedImage
+from e2e_vl.data.storage.files import read_json
 from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
+from e2e_vl.samples import EncodedImage
 
 logger = logging.getLogger(__name__)
 
@@ -54,26 +54,28 @@ class ShardCaptions(CaptionSource):
 
     def __init__(self, shards: str | Path, cache: str | Path) -> None:
         self.path = Path(shards).expanduser()
-        self.shards = _list_shards(self.path)
+        self.shards = sorted(self.path.glob("*.tar") if self.path.is_dir() else self.path.parent.glob(self.path.name))
+        if not self.shards:
+            raise FileNotFoundError(f"{self.path}: no shards (*.tar) there; check data.files.shards")
         self._files = OpenFiles(limit=64)
         self._indices = [
             ArrayFile(cached_index([shard], Path(cache), _VERSION, lambda s=shard: _rows(s), _COLUMNS), self._files)
             for shard in self.shards
         ]
         # the first row of an index counts what is left out
-        counts = [len(index) - 1 for index in self._indices]
-        self._ends = np.cumsum(counts)
+        self._records = ConsecutiveGroups([len(index) - 1 for index in self._indices])
         bad = np.sum([index[0] for index in self._indices], axis=0)
         self.left_out = {"no image": int(bad[0]), "no caption": int(bad[1]), "failed": _failed(self.shards)}
-        if not self._ends[-1]:
+        number = self._records.num_texts
+        if not number:
             raise ValueError(f"{self.path}: the {len(self.shards)} shards hold no image with a caption")
-        self.groups = ConsecutiveGroups(np.ones(self._ends[-1], dtype=np.int64))
+        self.groups = ConsecutiveGroups(np.ones(number, dtype=np.int64))
         failed = self.left_out["failed"]
         logger.log(
             logging.WARNING if bad[:2].any() else logging.INFO,
             "%s: %d images with captions in %d shards; left out: %d captions without image, %d images without caption; "
             "failed downloads: %s.",
-            *(self.path, self._ends[-1], len(self.shards), bad[0], bad[1]),
+            *(self.path, number, len(self.shards), bad[0], bad[1]),
             "not known" if failed < 0 else failed,
         )
 
@@ -95,9 +97,8 @@ class ShardCaptions(CaptionSource):
         return EncodedImage(self._files.read(shard, int(row[0]), int(row[1])), f"{shard}: {self._member(group)}")
 
     def _find(self, record: int) -> tuple[Path, np.ndarray]:
-        shard = int(np.searchsorted(self._ends, record, side="right"))
-        first = int(self._ends[shard - 1]) if shard else 0
-        return self.shards[shard], self._indices[shard][record - first + 1]
+        shard = self._records.of_text(record)
+        return self.shards[shard], self._indices[shard][record - self._records[shard].start + 1]
 
     def _member(self, record: int) -> str:
         """Name of the record's image in its shard, from the header before it."""
@@ -109,23 +110,14 @@ class ShardCaptions(CaptionSource):
             raise ValueError(f"{shard}: has changed while it was in use") from error
 
 
-def _list_shards(path: Path) -> list[Path]:
-    if path.is_dir():
-        shards = sorted(path.glob("*.tar"))
-    else:
-        shards = sorted(path.parent.glob(path.name)) if path.parent.is_dir() else []
-    if not shards:
-        raise FileNotFoundError(f"{path}: no shards (*.tar) there; check data.files.shards")
-    return shards
-
-
 def _rows(shard: Path) -> Iterator[np.ndarray]:
     """int64 [1 + n, 4]: the counts of records without image and without caption, then the complete records."""
     rows: list[tuple[int, int, int, int]] = []
     without_image = without_caption = 0
     try:
         with tarfile.open(shard, "r:") as tar:
-            for image, caption in _records(tar, shard):
+            for record in _records(tar, shard):
+                image, caption = record.get("image"), record.get("caption")
                 if image is None or image.size == 0:
                     without_image += 1
                 elif caption is None or not tar.extractfile(caption).read().strip():
@@ -151,9 +143,12 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
 _REMEDY = "run img2dataset again, it writes unfinished shards anew, or remove the file"
 
 
-def _records(tar: tarfile.TarFile, shard: Path) -> Iterator[tuple[tarfile.TarInfo | None, tarfile.TarInfo | None]]:
-    """Image and caption of records; their members stand side by side and share the name up to its first dot."""
-    key, image, caption = None, None, None
+def _records(tar: tarfile.TarFile, shard: Path) -> Iterator[dict[str, tarfile.TarInfo]]:
+    """Of each record its member under "image" and under "caption".
+
+    The members of a record stand side by side and share the name up to its first dot.
+    """
+    key, record = None, {}
     seen: set[tuple[str, str]] = set()
     while (member := tar.next()) is not None:
         tar.members.clear()  # tarfile keeps a list of all it has seen
@@ -161,31 +156,25 @@ def _records(tar: tarfile.TarFile, shard: Path) -> Iterator[tuple[tarfile.TarInf
             continue
         folder, _, file = member.name.rpartition("/")
         stem, _, suffix = file.partition(".")
-        if key is not None and (folder, stem) != key:
-            yield image, caption
-            image = caption = None
         if (folder, stem) != key:
-            key = (folder, stem)
+            if key is not None:
+                yield record
+            key, record = (folder, stem), {}
             if key in seen:
                 raise ValueError(
                     f"{shard}: the record of {member.name} is there twice, or its members do not stand side by side; "
                     "give every record a key of its own"
                 )
             seen.add(key)
-        is_image, is_caption = suffix.lower() in _IMAGE_SUFFIXES, suffix.lower() == "txt"
-        other = image if is_image else caption if is_caption else None
-        if other is not None:
-            what = "images" if is_image else "captions"
+        what = "image" if suffix.lower() in _IMAGE_SUFFIXES else "caption" if suffix.lower() == "txt" else "other"
+        if what != "other" and what in record:
             raise ValueError(
-                f"{shard}: {other.name} and {member.name} are two {what} of one record; give every record a key of its "
-                "own (a key ends at the first dot of the name)"
+                f"{shard}: {record[what].name} and {member.name} are two {what}s of one record; give every record a "
+                "key of its own (a key ends at the first dot of the name)"
             )
-        if is_image:
-            image = member
-        elif is_caption:
-            caption = member
+        record[what] = member
     if key is not None:
-        yield image, caption
+        yield record
 
 
 def _failed(shards: list[Path]) -> int:
@@ -195,7 +184,6 @@ def _failed(shards: list[Path]) -> int:
         path = shard.with_name(f"{shard.stem}_stats.json")
         if not path.is_file():
             return -1
-        stats = read_json(path, "statistics of a shard")
-        require_keys(stats, ("count", "successes"), str(path))
+        stats = read_json(path, "statistics of a shard", ("count", "successes"))
         failed += stats["count"] - stats["successes"]
     return failed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from e2e_vl.data.formats.vcr_files import read_polygons
-from e2e_vl.data.storage.files import read_json
+from e2e_vl.data.storage.files import is_box, read_json
 from e2e_vl.samples import UserBoxes
 
 
@@ -78,9 +77,7 @@ def _stack(boxes: list[list[float]]) -> np.ndarray:
 
 
 def _checked(box: Any, where: str) -> list[float]:
-    is_box = isinstance(box, list) and len(box) == 4
-    is_box = is_box and all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in box)
-    if not is_box or box[2] <= box[0] or box[3] <= box[1]:
+    if not is_box(box) or box[2] <= box[0] or box[3] <= box[1]:
         raise ValueError(
             f"{where} is no box; write the corners x1,y1,x2,y2 in pixels of the original image, x1 < x2 and y1 < y2."
         )

@@ -9,13 +9,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-import math
+import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from e2e_vl.data.storage.files import read_json, require_file, require_keys
+from e2e_vl.data.storage.files import is_box, read_json, require_file, require_keys
 
 CHOICES = 4
 Token = str | list[int]
@@ -57,9 +57,6 @@ class VCRFile:
     They are held as one block of bytes and parsed when they are asked for, so that forked workers share the memory of
     200,000 questions instead of copying it.
 
-    Args:
-        path: the jsonl file.
-
     Attributes:
         annot_ids: of all questions, in file order.
         image_names: `img_fn` of all questions.
@@ -80,7 +77,6 @@ class VCRFile:
         self.has_labels = False
         self.class_names: dict[str, str] = {}
         lines: list[bytes] = []
-        names: dict[str, str] = {}
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
@@ -93,7 +89,7 @@ class VCRFile:
                     )
                 self.has_labels = record["answer_label"] is not None
                 self.annot_ids.append(record["annot_id"])
-                self.image_names.append(names.setdefault(record["img_fn"], record["img_fn"]))
+                self.image_names.append(sys.intern(record["img_fn"]))
                 for name in record["objects"]:
                     self.class_names.setdefault(name, record["annot_id"])
                 lines.append(json.dumps(record, separators=(",", ":")).encode())
@@ -174,10 +170,6 @@ def read_metadata(path: str | Path, question: VCRQuestion) -> VCRMetadata:
 
     Besides VCR's own keys it may have `attribute_ids`: a list of equally many numbers from 0 for each object.
 
-    Args:
-        path: the JSON file.
-        question: whose `objects` the file must describe.
-
     Raises:
         FileNotFoundError: no such file.
         ValueError: no JSON, a missing key, other objects than the question's, a box or an outline that is not made of
@@ -219,7 +211,7 @@ def _attributes(rows: Any, number: int, where: str) -> np.ndarray:
 
 def _box(box: Any, where: str) -> list[float]:
     """[x1, y1, x2, y2, score] -> its corners; the score is not used."""
-    if not isinstance(box, list) or len(box) not in (4, 5) or not all(_is_number(value) for value in box[:4]):
+    if not isinstance(box, list) or len(box) > 5 or not is_box(box[:4]):
         raise ValueError(f"{where} is {box!r}, expected [x1, y1, x2, y2, score] of finite numbers")
     if box[2] <= box[0] or box[3] <= box[1]:
         raise ValueError(f"{where} [x1, y1, x2, y2] = {box[:4]} is empty or inverted; correct the file")
@@ -235,7 +227,3 @@ def read_polygons(outlines: Any, where: str) -> list[np.ndarray]:
     if arrays is None or any(a.ndim != 2 or a.shape[1:] != (2,) or not np.isfinite(a).all() for a in arrays):
         raise ValueError(f"{where} must be a list of outlines, each a list of points [x, y]; correct the file")
     return arrays
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from e2e_vl.data.storage.files import read_json, require_file, require_keys
+from e2e_vl.data.storage.files import checked_records, read_json, require_file, require_keys
 
 ANSWERS_FILE = "answers.json"  # a model's own list of answers, beside its weights
 
@@ -40,14 +40,11 @@ class VQAQuestion:
 
 
 def read_questions(questions_file: str | Path, annotations_file: str | Path | None = None) -> list[VQAQuestion]:
-    """Read a question file, joined with its annotation file on `question_id`.
+    """Read a question file, joined with its annotation file on `question_id`; the questions are in file order.
 
     Args:
         questions_file: `v2_OpenEnded_mscoco_<split>_questions.json`.
         annotations_file: `v2_mscoco_<split>_annotations.json`; None for a split without answers (test).
-
-    Returns:
-        The questions in file order.
 
     Raises:
         FileNotFoundError: no such file.
@@ -55,16 +52,12 @@ def read_questions(questions_file: str | Path, annotations_file: str | Path | No
             no strings; file and question are named.
     """
     path = Path(questions_file).expanduser()
-    content = read_json(path, "questions")
-    require_keys(content, ("questions",), str(path))
+    content = read_json(path, "questions", ("questions",))
     annotations = None if annotations_file is None else _read_annotations(Path(annotations_file).expanduser())
     questions: dict[int, VQAQuestion] = {}
-    for index, row in enumerate(_list(content["questions"], f"{path}: questions")):
-        where = _where(path, "question", row, index)
-        require_keys(row, ("question_id", "image_id", "question"), where)
+    rows, keys = _list(content["questions"], f"{path}: questions"), ("question_id", "image_id", "question")
+    for where, row in checked_records(rows, keys, f"{path}: question", "question_id", unique="question ids"):
         number = row["question_id"]
-        if number in questions:
-            raise ValueError(f"{where} is listed twice; question ids must be unique")
         if not isinstance(row["question"], str) or not row["question"].strip():
             raise ValueError(f"{where} has the text {row['question']!r}; a question must be a text")
         annotated = {}
@@ -92,15 +85,11 @@ def read_questions(questions_file: str | Path, annotations_file: str | Path | No
 
 def _read_annotations(path: Path) -> dict[int, dict[str, Any]]:
     """Fields of `VQAQuestion` by question id, and `image_id`."""
-    content = read_json(path, "annotations")
-    require_keys(content, ("annotations",), str(path))
+    rows = _list(read_json(path, "annotations", ("annotations",))["annotations"], f"{path}: annotations")
     found: dict[int, dict[str, Any]] = {}
     keys = ("question_id", "image_id", "answers", "multiple_choice_answer", "answer_type", "question_type")
-    for index, row in enumerate(_list(content["annotations"], f"{path}: annotations")):
-        where = _where(path, "annotation of question", row, index)
-        require_keys(row, keys, where)
-        if row["question_id"] in found:
-            raise ValueError(f"{where} is listed twice; question ids must be unique")
+    what = f"{path}: annotation of question"
+    for where, row in checked_records(rows, keys, what, "question_id", unique="question ids"):
         for key in keys[3:]:
             if not isinstance(row[key], str):
                 raise ValueError(f"{where}: {key} is {row[key]!r}; it must be a text")
@@ -119,11 +108,6 @@ def _read_annotations(path: Path) -> dict[int, dict[str, Any]]:
             "question_type": sys.intern(row["question_type"]),
         }
     return found
-
-
-def _where(path: Path, what: str, row: Any, index: int) -> str:
-    known = isinstance(row, dict) and "question_id" in row
-    return f"{path}: {what} {row['question_id'] if known else f'number {index}'}"
 
 
 def _list(value: Any, where: str) -> list[Any]:

@@ -1,7 +1,6 @@
 """Files of candidate boxes: detections in MAttNet's format, and region features.
 
-Shape legend
-    R   regions (candidate boxes) of one image
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -17,13 +16,19 @@ from e2e_vl.data.formats.detections import DetectionsFile
 from e2e_vl.data.storage.features.stores import FeatureStore, open_features
 from e2e_vl.samples import CandidateBoxes
 
+_OTHER_BOXES = "use the detections of this data set, or another box source (gt or online)"
+
 
 class BoxReader(abc.ABC):
     """Candidate boxes of images by their id, from one file or from several that each know other images."""
 
     @abc.abstractmethod
     def read(self, image_id: str) -> CandidateBoxes:
-        """The boxes of one image."""
+        """The boxes of one image.
+
+        Raises:
+            ValueError: no file has the image, or the file is damaged there.
+        """
 
     @abc.abstractmethod
     def require_images(self, image_ids: Iterable[str], split: str) -> None:
@@ -39,6 +44,8 @@ class DetectedBoxes(BoxReader):
         self._found = {str(image_id): (file, image_id) for file in reversed(files) for image_id in file.by_image}
 
     def read(self, image_id: str) -> CandidateBoxes:
+        if image_id not in self._found:
+            raise ValueError(f"{_names(self.files)}: no detections for image {image_id}; {_OTHER_BOXES}")
         file, key = self._found[image_id]
         found = file.by_image[key]
         kept = slice(None) if self.selection is None else select_regions(found.scores, self.selection).numpy()
@@ -49,13 +56,12 @@ class DetectedBoxes(BoxReader):
         if missing:
             more = f" (and {len(missing) - 1} more images)" if len(missing) > 1 else ""
             raise ValueError(
-                f"{_names(self.files)}: no detections for image {missing[0]}{more} of the split {split}; use the "
-                "detections of this data set, or another box source (gt or online)"
+                f"{_names(self.files)}: no detections for image {missing[0]}{more} of the split {split}; {_OTHER_BOXES}"
             )
 
 
 class StoredBoxes(BoxReader):
-    """Boxes of files of region features: detected ones by falling score where there are scores, given ones in file order.
+    """Boxes of files of region features: detected ones by falling score where there are scores, given ones as stored.
 
     Args:
         stores: the files.
@@ -69,7 +75,7 @@ class StoredBoxes(BoxReader):
         self.with_features = with_features
 
     def read(self, image_id: str) -> CandidateBoxes:
-        store = next(store for store in self.stores if image_id in store)
+        store = next((store for store in self.stores if image_id in store), self.stores[0])
         found = store[image_id]
         origin = f"{store.path}: image {image_id}"
         is_scored = found.scores is not None and found.box_ids is None

@@ -1,8 +1,6 @@
 """Outlines of objects as small masks on the grid of a RoI, as the official VL-BERT code draws them for VCR.
 
-Shape legend
-    P   points of an outline
-    S   side of the mask, that of the RoI map (14)
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -22,9 +20,7 @@ def instance_mask(outlines: Sequence[np.ndarray], box: np.ndarray, side: int = 1
     `skimage.draw.polygon`. So the mask is a little narrower than the object: points, not cells, are looked at.
 
     Args:
-        outlines: float [P, 2] (x, y) each, in the pixels of `box`.
-        box: [4] xyxy.
-        side: S.
+        outlines: float [points, 2] (x, y) each, in the pixels of `box` [4] xyxy.
 
     Returns:
         float32 [S, S] of 0 and 1; all 0 without an outline.
@@ -41,10 +37,10 @@ def instance_mask(outlines: Sequence[np.ndarray], box: np.ndarray, side: int = 1
 
 
 def _covers(points: np.ndarray, side: int) -> np.ndarray:
-    """bool [S, S]: grid points inside of a closed outline [P, 2], or on it (O'Rourke's crossing rule)."""
+    """bool [S, S]: grid points inside of a closed outline [points, 2], or on it (O'Rourke's crossing rule)."""
     rows, columns = np.mgrid[:side, :side]
     grid = np.stack([columns, rows], axis=-1).astype(np.float64)
-    end = points - grid[..., None, :]  # [S, S, P, 2]
+    end = points - grid[..., None, :]  # [S, S, points, 2]
     start = np.roll(end, 1, axis=2)
     (x0, y0), (x1, y1) = np.moveaxis(start, -1, 0), np.moveaxis(end, -1, 0)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -2,9 +2,7 @@
 
 They hold for every data set. Which boxes are candidates is the box source; files of boxes are read by `candidates.py`.
 
-Shape legend
-    R   regions (candidate boxes) of one image
-    S   side of a RoI map
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ class ImageRules:
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
+class Augmentation:
     """What was drawn at random for the images of one request."""
 
     flip: bool
@@ -86,7 +84,7 @@ class ImageLoader:
         boxes: files of boxes or of saved features; needed by the sources that read one.
 
     Raises:
-        ValueError: a source without its files, or flips of saved features.
+        ValueError: flips of saved features.
     """
 
     def __init__(self, rules: ImageRules, source: BoxSource, boxes: BoxReader | None = None) -> None:
@@ -106,31 +104,33 @@ class ImageLoader:
         if self.boxes is not None:
             self.boxes.require_images(image_ids, split)
 
-    def draw_look(self, generator: np.random.Generator) -> Look:
+    def draw_augmentation(self, generator: np.random.Generator) -> Augmentation:
         """Two draws: whether to flip, and which size."""
         flip = bool(generator.random() < self.rules.flip_probability)
-        return Look(flip, self.rules.resize[int(generator.integers(len(self.rules.resize)))])
+        return Augmentation(flip, self.rules.resize[int(generator.integers(len(self.rules.resize)))])
 
-    def load(self, image: SampleImage, look: Look) -> ImageExample:
+    def load(self, image: SampleImage, augmentation: Augmentation) -> ImageExample:
         """Pixels (or saved features) of one image, with its candidate boxes.
 
         Raises:
             BrokenImageError: the image is missing or cannot be read; the cause names image and path.
-            ValueError: it has another size than the annotations say, or a box lies outside it.
+            ValueError: it has another size than the annotations say, a box lies outside it, or there are no boxes or
+                objects although they are asked for.
         """
         found = image.boxes
         if found is None and self.boxes is not None:
             found = self.boxes.read(image.id)
+        self._check(image, found)
         if found is not None and found.features is not None:
-            return self._precomputed(image, found, look)
+            return self._precomputed(image, found, augmentation)
         size = image.size if found is None or found.image_size is None else found.image_size
         try:
             file = image.locate()
             pixels, placement = read_image(
                 file,
                 size,
-                look.resize,
-                flip=look.flip,
+                augmentation.resize,
+                flip=augmentation.flip,
                 channel_order=self.rules.channel_order,
                 name=f"image {image.id}",
             )
@@ -148,15 +148,27 @@ class ImageLoader:
             example.objects = self._objects(image.objects, placement)
         return example.without_boxes() if self.rules.is_blank and self.rules.blank_boxes else example
 
-    def _precomputed(self, image: SampleImage, found: CandidateBoxes, look: Look) -> ImageExample:
+    def _check(self, image: SampleImage, found: CandidateBoxes | None) -> None:
+        """Raises ValueError if boxes or objects are missing that are asked for, or if two files state two sizes."""
+        if found is None and self.source not in (BoxSource.GT, BoxSource.ONLINE):
+            raise ValueError(f"image {image.id} has no boxes '{self.source}'; set data.files.{self.source.needs[-1]}")
+        wants_candidates = image.boxes is None and self.source.reads_annotations
+        if image.objects is None and (wants_candidates or self.rules.with_objects):
+            wanted = f"boxes '{self.source}'" if wants_candidates else "the targets of the detection losses"
+            raise ValueError(
+                f"image {image.id}: {wanted} come from annotated objects; give an instances file (data.files.instances)"
+            )
+        boxes_size = None if found is None else found.image_size
+        if None not in (image.size, boxes_size) and image.size != boxes_size:
+            raise ValueError(
+                f"{found.origin}: the image was {boxes_size[1]} x {boxes_size[0]} pixels, but its annotations say "
+                f"{image.size[1]} x {image.size[0]}; use features of the same images"
+            )
+
+    def _precomputed(self, image: SampleImage, found: CandidateBoxes, augmentation: Augmentation) -> ImageExample:
         """Boxes and features from a file; of the image only the sizes."""
         size = found.image_size
-        if image.size is not None and image.size != size:
-            raise ValueError(
-                f"{found.origin}: the image was {size[1]} x {size[0]} pixels, but its annotations say {image.size[1]} x "
-                f"{image.size[0]}; use features of the same images"
-            )
-        placement = Placement(size, look.resize.target_size(*size), look.flip)
+        placement = Placement(size, augmentation.resize.target_size(*size), augmentation.flip)
         features, whole = found.features, found.image_feature
         if whole is None and self.rules.mean_image_feature:
             whole = features.mean(axis=0) if len(features) else np.zeros(features.shape[1], dtype=np.float32)

@@ -24,18 +24,17 @@ def read_image(
     channel_order: str = "BGR",
     name: str = "",
 ) -> tuple[np.ndarray, Placement]:
-    """Load, resize and maybe flip one image.
+    """Load, resize and maybe mirror one image.
 
     Args:
         source: image file, or its content.
         expected_size: (height, width) that the annotation file states, or None.
         resize: the network's size.
-        flip: mirror left and right.
         channel_order: "BGR" or "RGB".
         name: which record asks for the file, for error messages, such as "image 42".
 
     Returns:
-        Pixels uint8 [H, W, 3] and the placement.
+        Pixels uint8 [height, width, 3] and the placement.
 
     Raises:
         FileNotFoundError: no such file.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -41,9 +40,9 @@ class BatchLoader:
         keep_workers: bool = False,
     ) -> None:
         self._loader = DataLoader(
-            _PassingErrors(dataset),
+            _Batches(dataset, collate),
             batch_sampler=sampler,
-            collate_fn=_CollatePassingErrors(collate),
+            collate_fn=_unchanged,  # `_Batches` gives whole batches
             num_workers=workers,
             persistent_workers=keep_workers and workers > 0,
             # DataLoader draws a seed for its workers: not from the generator that dropout and RoI sampling use
@@ -55,37 +54,23 @@ class BatchLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self._loader:
-            if isinstance(batch, _DataError):
-                raise batch.error
+            if isinstance(batch, Exception):
+                raise batch
             yield batch
 
 
 @dataclasses.dataclass
-class _DataError:
-    """Travels from a worker in the place of examples or of a batch."""
-
-    error: Exception
-
-
-class _PassingErrors(Dataset):
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
-
-    def __getitems__(self, requests: list[Request]) -> list[Example] | _DataError:
-        try:
-            return [self.dataset[request] for request in requests]
-        except DATA_ERRORS as error:
-            return _DataError(error)
-
-
-@dataclasses.dataclass
-class _CollatePassingErrors:
+class _Batches(Dataset):
+    dataset: Dataset
     collate: Callable[[list[Example]], Batch]
 
-    def __call__(self, examples: list[Example] | _DataError) -> Any:
-        if isinstance(examples, _DataError):
-            return examples
+    def __getitems__(self, requests: list[Request]) -> Batch | Exception:
+        """An error travels from a worker in the place of a batch."""
         try:
-            return self.collate(examples)
+            return self.collate([self.dataset[request] for request in requests])
         except DATA_ERRORS as error:
-            return _DataError(error)
+            return error
+
+
+def _unchanged(batch: Batch | Exception) -> Batch | Exception:
+    return batch

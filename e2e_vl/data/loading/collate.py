@@ -1,10 +1,6 @@
 """Joins examples into a `Batch`; knows neither tasks nor data sets.
 
-Shape legend
-    N   images in the batch, those of all examples
-    M   texts in the batch, those of all examples
-    I   images that one text looks at, at most
-    L   wordpieces of the longest text
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -36,8 +32,7 @@ def collate(
 
     Args:
         examples: at least one, all of one kind: of the same data set, or of data sets for the same task.
-        pixel_mean: of the three channels in the order of the images; subtracted.
-        pixel_std: of the three channels; divides.
+        pixel_mean, pixel_std: of the three channels in the order of the images; subtracted, then divided by.
         pad_to: (height, width) of the padded images, or None = the largest of the batch.
         canvas: (short edge, long edge) in pixels of the least canvas of an image, see `canvas_size`; the batch is as
             large as its largest canvas. None = an image's canvas is its own size. `pad_to` beats it.
@@ -56,11 +51,8 @@ def collate(
         raise ValueError(f"a batch needs images and texts, this one has {len(images)} images and {len(texts)} texts")
     if pad_to is None and canvas is not None:
         pad_to = canvas_size([image.placement.size for image in images], canvas)
-    precomputed = _column(images, "features", "precomputed features")
     return Batch(
-        images=_pixel_batch(images, pixel_mean, pixel_std, pad_to)
-        if precomputed is None
-        else _precomputed_batch(images, precomputed),
+        images=_image_batch(images, pixel_mean, pixel_std, pad_to),
         boxes=_column(images, "boxes", "candidate boxes"),
         texts=pad_texts(texts, pad_id),
         looks_at=_looks_at(examples),
@@ -78,18 +70,11 @@ def collate(
 
 
 def canvas_size(sizes: Sequence[tuple[int, int]], canvas: Sequence[int]) -> tuple[int, int]:
-    """Size of a batch whose images each lie on a canvas of at least (short edge, long edge).
+    """(height, width) of a batch whose images each lie on a canvas of at least (short edge, long edge), all in pixels.
 
     The canvas of an image lies as the image does, a square one's as that of a wide one; an image that is larger has a
     larger canvas. As in the official VL-BERT code on VCR, a batch of wide images is (short, long), of high ones (long,
     short), and of both (long, long). With images of one orientation a box's features no longer depend on its batch.
-
-    Args:
-        sizes: N (height, width) in pixels.
-        canvas: (short edge, long edge) in pixels.
-
-    Returns:
-        (height, width) in pixels.
     """
     short, long = canvas
     least = [(short, long) if height <= width else (long, short) for height, width in sizes]
@@ -98,11 +83,7 @@ def canvas_size(sizes: Sequence[tuple[int, int]], canvas: Sequence[int]) -> tupl
 
 
 def pad_texts(texts: Sequence[TextExample], pad_id: int = 0) -> TextBatch:
-    """Pad wordpiece sequences at the end.
-
-    Args:
-        texts: M texts of one form.
-        pad_id: wordpiece id of the padding ([PAD] is 0 in BERT's vocabularies).
+    """Pad the wordpieces of M texts at the end ([PAD] is 0 in BERT's vocabularies).
 
     Returns:
         `TextBatch` with L = the longest sequence (at least 1). `region_of_token` is there if any text has it.
@@ -136,24 +117,24 @@ def pad_texts(texts: Sequence[TextExample], pad_id: int = 0) -> TextBatch:
     return TextBatch(input_ids, segment_ids, attend, summary, region_of_token)
 
 
-def _pixel_batch(
+def _image_batch(
     images: Sequence[ImageExample],
     pixel_mean: Sequence[float],
     pixel_std: Sequence[float],
     pad_to: tuple[int, int] | None,
 ) -> ImageBatch:
-    pixels, sizes, names = zip(*((one.pixels, one.placement.original_size, one.name) for one in images), strict=True)
-    return make_image_batch(list(pixels), list(sizes), list(names), pixel_mean, pixel_std, pad_to=pad_to)
-
-
-def _precomputed_batch(images: Sequence[ImageExample], features: list[Tensor]) -> ImageBatch:
-    """Sizes and features without pixels."""
+    """Pixels; or with precomputed features these and the sizes, without pixels."""
+    names, original_sizes = [image.name for image in images], [image.placement.original_size for image in images]
+    features = _column(images, "features", "precomputed features")
+    if features is None:
+        pixels = [image.pixels for image in images]
+        return make_image_batch(pixels, original_sizes, names, pixel_mean, pixel_std, pad_to=pad_to)
     whole = _column(images, "image_feature", "a feature of the whole image")
     return ImageBatch(
         pixels=torch.zeros(len(images), 3, 0, 0),
         sizes=torch.tensor([image.placement.size for image in images]),
-        original_sizes=torch.tensor([image.placement.original_size for image in images]),
-        names=[image.name for image in images],
+        original_sizes=torch.tensor(original_sizes),
+        names=names,
         precomputed=PrecomputedFeatures(features, None if whole is None else torch.stack(whole)),
     )
 

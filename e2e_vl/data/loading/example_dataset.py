@@ -8,6 +8,7 @@ data set --> Sample --> image loader --> ImageExample (pixels, moved boxes) --+-
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 
 from torch.utils.data import Dataset
@@ -65,12 +66,12 @@ class ExampleDataset(Dataset):
             ValueError: a file that cannot be read, files that contradict each other, or a box outside its image.
         """
         draw: Draw = functools.partial(random_generator, self.seed, request.epoch)
-        look = self.loader.draw_look(draw(request.texts[0]))
+        augmentation = self.loader.draw_augmentation(draw(request.texts[0]))
         group, texts = request.group, request.texts
         for _ in range(_BROKEN_IN_A_ROW):
             sample = self.dataset.sample(texts)
             try:
-                images = [self.loader.load(image, look) for image in sample.images]
+                images = [self.loader.load(image, augmentation) for image in sample.images]
                 break
             except BrokenImageError as error:
                 if not self.skip_broken:
@@ -86,12 +87,9 @@ class ExampleDataset(Dataset):
     def _next(self, group: int, num_texts: int, error: BrokenImageError) -> tuple[int, tuple[int, ...]]:
         """The next image with texts, and its first ones, in place of an image that cannot be read."""
         self.broken.add(group)
-        broken = group
-        while True:
-            group = (group + 1) % len(self.groups)
-            if len(self.groups[group]):
-                break
-        if group == broken:
+        others = itertools.chain(range(group + 1, len(self.groups)), range(group))
+        group = next((other for other in others if len(self.groups[other])), None)
+        if group is None:
             raise error.__cause__
         logger.warning(
             "%s The next image takes its place (%d unreadable images so far in this process).",

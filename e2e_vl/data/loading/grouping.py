@@ -61,14 +61,9 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         groups: text indices of each image (`dataset.groups`).
         images_per_batch: groups in a batch; with `shuffle` over all processes, so a multiple of `world_size`.
         texts_per_image: most texts in a group; None = all texts of the image.
-        seed: of the order.
-        shuffle: True in training.
         accumulate: batches of one optimiser step; with `shuffle` an epoch has a multiple of it.
-        rank: index of this process.
-        world_size: number of processes.
         start_batch: batches (counted over all ranks) to leave out at the start of the current epoch, to resume in its
             middle.
-        epoch: the current epoch.
 
     Raises:
         ValueError: a number that does not fit, or nothing to sample from.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import re
 import struct
@@ -23,11 +24,7 @@ class ArchivedFiles:
     """Reads `folder/archive.zip@/member`: from the archive if it is there, else from the folder of the same name.
 
     Members are found by an index on disk: the directory of an archive of millions of members would take gigabytes in
-    every process. (It is read once, to make the index.)
-
-    Args:
-        root: folder that the names start from.
-        cache: folder that keeps the indices.
+    every process. (It is read once, to make the index in the folder `cache`.) Names start from the folder `root`.
     """
 
     def __init__(self, root: str | Path, cache: str | Path) -> None:
@@ -44,7 +41,9 @@ class ArchivedFiles:
         """
         archive, marker, member = name.partition("@")
         if not marker:
-            return self._existing(self.root / name, name)
+            if not (self.root / name).is_file():
+                raise FileNotFoundError(f"{self.root / name}: there is no such file; it is named as {name}")
+            return self.root / name
         member = member.lstrip("/")
         path = self.root / archive
         if path.is_file():
@@ -68,22 +67,11 @@ class ArchivedFiles:
         found = self.find(name)
         return found.read_bytes() if isinstance(found, Path) else self._read_member(*found)
 
-    def _existing(self, path: Path, name: str) -> Path:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: there is no such file; it is named as {name}")
-        return path
-
     def _read_member(self, archive: Path, member: str) -> bytes:
         index = self._index(archive)
         wanted = _hash(member)
-        low, high = 0, len(index)
-        while low < high:
-            middle = (low + high) // 2
-            if index[middle][0] < wanted:
-                low = middle + 1
-            else:
-                high = middle
-        row = index[low] if low < len(index) else None
+        place = bisect.bisect_left(index, wanted, key=lambda row: row[0])
+        row = index[place] if place < len(index) else None
         if row is None or row[0] != wanted:
             raise FileNotFoundError(f"{archive}: has no member {member}; get the archive again")
         _, header_offset, size, method = (int(value) for value in row)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from torch.utils.data import ConcatDataset
 
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
@@ -102,12 +103,8 @@ def _check_text(decoder: codecs.IncrementalDecoder, chunk: bytes, path: Path, wh
         raise ValueError(f"{path}: the {what} file holds zero bytes (near byte {position}), so it is no text file")
 
 
-class TextCorpus(Sequence):
+class TextCorpus(ConcatDataset):
     """The lines of several text files, one after the other.
-
-    Args:
-        files: text files, in this order.
-        cache: folder that keeps the indices of the files.
 
     Raises:
         FileNotFoundError, ValueError: see `TextLines`; or there is no file.
@@ -116,15 +113,4 @@ class TextCorpus(Sequence):
     def __init__(self, files: Sequence[str | Path], cache: str | Path) -> None:
         if not files:
             raise ValueError("a text corpus needs at least one file")
-        self.parts = [TextLines(file, cache, "corpus") for file in files]
-        self._ends = np.cumsum([len(part) for part in self.parts])
-
-    def __len__(self) -> int:
-        """Lines of all files."""
-        return int(self._ends[-1])
-
-    def __getitem__(self, number: int) -> str:
-        """One line."""
-        part = int(np.searchsorted(self._ends, number, side="right"))
-        first = int(self._ends[part - 1]) if part else 0
-        return self.parts[part][number - first]
+        super().__init__([TextLines(file, cache, "corpus") for file in files])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ def require_file(path: str | Path, what: str) -> Path:
     return path
 
 
-def read_json(path: str | Path, what: str) -> Any:
-    """Read a JSON file; a missing or broken one is named in the error."""
+def read_json(path: str | Path, what: str, keys: tuple[str, ...] = ()) -> Any:
+    """Read a JSON file; a missing or broken one is named in the error, and one that is no dict with these keys."""
     path = require_file(path, what)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: the {what} are not valid JSON ({error}); copy or download the file again") from error
+    if keys:
+        require_keys(content, keys, str(path))
+    return content
 
 
 def require_keys(record: Any, keys: tuple[str, ...], where: str) -> None:
@@ -33,6 +37,36 @@ def require_keys(record: Any, keys: tuple[str, ...], where: str) -> None:
     missing = [key for key in keys if key not in record]
     if missing:
         raise ValueError(f"{where} has no {', '.join(repr(key) for key in missing)}")
+
+
+def checked_records(
+    records: Iterable[Any], keys: tuple[str, ...], what: str, key: str = "", *, unique: str = ""
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Records of a list, each with its name for errors and checked to be a dict with `keys`.
+
+    Args:
+        what: names file and kind of record; the record's `key` is added to it, or its number where it has none.
+        unique: what `key` is, such as "image ids", if two records may not share it.
+    """
+    seen = set()
+    for number, record in enumerate(records):
+        has_key = isinstance(record, dict) and key in record
+        where = f"{what} {record[key] if has_key else f'number {number}'}"
+        require_keys(record, keys, where)
+        if unique:
+            if record[key] in seen:
+                raise ValueError(f"{where} is listed twice; {unique} must be unique")
+            seen.add(record[key])
+        yield where, record
+
+
+def is_box(value: Any) -> bool:
+    """Whether it is a list of four finite numbers."""
+    return isinstance(value, list) and len(value) == 4 and all(map(_is_number, value))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def corners_of(box: Any, where: str) -> tuple[float, float, float, float]:

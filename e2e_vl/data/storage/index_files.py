@@ -15,16 +15,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-_COPY_ROWS = 1 << 16
-
 
 class OpenFiles:
     """Files open for reading in this process, the latest few of many.
 
-    File positions may not be shared with a forked worker, so every process opens its own.
-
-    Args:
-        limit: most files open at once.
+    File positions may not be shared with a forked worker, so every process opens its own: `limit` at most.
     """
 
     def __init__(self, limit: int = 32) -> None:
@@ -61,19 +56,15 @@ class OpenFiles:
 
 
 class ArrayFile(Sequence):
-    """The rows of a `.npy` file, read one by one.
-
-    Args:
-        path: an int64 array of one or two dimensions.
-        files: open files, to share their limit with others.
+    """The rows of a `.npy` file with an int64 array of one or two dimensions, read one by one through `files`.
 
     Raises:
         ValueError: no such array.
     """
 
-    def __init__(self, path: Path, files: OpenFiles | None = None) -> None:
+    def __init__(self, path: Path, files: OpenFiles) -> None:
         self.path = path
-        self.files = files or OpenFiles()
+        self.files = files
         with path.open("rb") as file:
             version = np.lib.format.read_magic(file)
             read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else None
@@ -104,8 +95,6 @@ def cached_index(
     Several processes may make it at once: each writes a file of its own and renames it when it is complete.
 
     Args:
-        sources: what is indexed.
-        folder: where indices are kept; created if needed.
         version: kind and version of the index.
         rows: yields int64 arrays [n] or [n, columns], the parts of the index.
         columns: 0 for an index of one dimension.
@@ -129,27 +118,23 @@ def cached_index(
             f"{folder}: the index of {sources[0]} cannot be kept there ({error.strerror}); set data.config.cache to a "
             "folder that can be written to"
         ) from error
-    os.close(handle)
-    complete = Path(unfinished + ".npy")
     try:
-        _write(Path(unfinished), complete, rows, columns)
-        complete.replace(path)
+        with os.fdopen(handle, "wb") as file:
+            _write(file, rows, columns)
+        Path(unfinished).replace(path)
     finally:
         Path(unfinished).unlink(missing_ok=True)
-        complete.unlink(missing_ok=True)
     return path
 
 
-def _write(raw: Path, complete: Path, rows: Callable[[], Iterator[np.ndarray]], columns: int) -> None:
-    """Through a file of bare numbers, because the header of a `.npy` file holds the number of rows."""
+def _write(file: BinaryIO, rows: Callable[[], Iterator[np.ndarray]], columns: int) -> None:
+    """The header holds the number of rows, so it is written again at the end; numpy leaves room for more digits."""
     count = 0
-    with raw.open("wb") as file:
-        for part in rows():
-            np.ascontiguousarray(part, dtype=np.int64).tofile(file)
-            count += len(part)
-    shape = (count, columns) if columns else (count,)
-    width = columns or 1
-    with raw.open("rb") as source, complete.open("wb") as file:
+    for is_complete in (False, True):
+        file.seek(0)
+        shape = (count, columns) if columns else (count,)
         np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": shape})
-        while chunk := source.read(8 * width * _COPY_ROWS):
-            file.write(chunk)
+        if not is_complete:
+            for part in rows():
+                file.write(np.ascontiguousarray(part, dtype="<i8"))
+                count += len(part)

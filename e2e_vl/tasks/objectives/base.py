@@ -1,10 +1,6 @@
 """One part of pre-training: how it words a text, what it hides and labels, its loss, its metric and its answer.
 
-Shape legend
-    M   texts in the batch
-    E   hidden size of the encoder
-    V   wordpieces of the vocabulary
-    D   width of a region feature
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -17,17 +13,21 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from detector.interface import Detector
 from detector.structures import Loss
+from e2e_vl.converter import check_numbers
 from e2e_vl.hiding import HidingRule
 from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import DataFacts, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions
 from e2e_vl.targets import Targets
+from e2e_vl.tasks.heads import Transform, start_head
 
+MASK = "[MASK]"  # a hidden wordpiece in a text
 NO_LABEL = -1
 
 
@@ -39,11 +39,16 @@ class ObjectiveConfig:
         ValueError: a negative weight.
     """
 
+    name: ClassVar[str] = "<name>"  # in settings, for error messages
     weight: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.weight >= 0:
-            raise ValueError(f"The weight of an objective is {self.weight}; it must not be negative.")
+        check_numbers(self, self.key(""), not_negative=("weight",))
+
+    @classmethod
+    def key(cls, field: str) -> str:
+        """The dotted key of a setting."""
+        return f"task.config.objectives.{cls.name}.{field}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +69,8 @@ class Draft:
     sample: Sample
     has_image: bool = True
     pieces: list[list[int]] = dataclasses.field(default_factory=list)  # wordpieces of each word, before masking
-    ids: np.ndarray | None = None  # int64 [number of pieces], after masking
-    labels: np.ndarray | None = None  # int64 [number of pieces], the masked wordpieces; `NO_LABEL` elsewhere
+    ids: Int64[np.ndarray, " pieces"] | None = None  # after masking
+    labels: Int64[np.ndarray, " pieces"] | None = None  # the masked wordpieces; `NO_LABEL` elsewhere
     is_match: bool = True  # the text belongs to its image
     record: dict[str, Any] = dataclasses.field(default_factory=dict)  # what the objectives add to the record
 
@@ -96,9 +101,9 @@ class ObjectiveOutput:
     """Loss and count of one objective."""
 
     loss: Loss  # weighted
-    text: Tensor  # int64 [items], which text an item belongs to
-    is_right: Tensor  # bool [items], whether its truth was found
-    logits: Tensor  # float32 [items, ...]
+    text: Int64[Tensor, " items"]  # which text an item belongs to
+    is_right: Bool[Tensor, " items"]  # whether its truth was found
+    logits: Float[Tensor, "items ..."]
 
 
 class WordHead(nn.Module):
@@ -106,22 +111,13 @@ class WordHead(nn.Module):
 
     def __init__(self, hidden_size: int, vocab_size: int):
         super().__init__()
-        self.transform = nn.ModuleDict({"dense": nn.Linear(hidden_size, hidden_size)})
-        self.transform["norm"] = nn.LayerNorm(hidden_size, eps=1e-12)
+        self.transform = Transform(hidden_size, norm=True)
         self.bias = nn.Parameter(torch.zeros(vocab_size))
-        start_layers(self.transform["dense"])
+        start_head([self.transform["dense"]], "normal")
 
-    def forward(self, states: Tensor, word_table: Tensor) -> Tensor:
-        """States [..., E] and the word table [V, E] -> logits [..., V]."""
-        states = self.transform["norm"](F.gelu(self.transform["dense"](states)))
-        return F.linear(states, word_table, self.bias)
-
-
-def start_layers(*linears: nn.Linear) -> None:
-    """BERT's start values: N(0, 0.02) and zero biases."""
-    for linear in linears:
-        nn.init.normal_(linear.weight, std=0.02)
-        nn.init.zeros_(linear.bias)
+    def forward(self, states: Float[Tensor, "*shape E"], word_table: Float[Tensor, "V E"]) -> Float[Tensor, "*shape V"]:
+        """States and the encoder's word table -> logits."""
+        return F.linear(self.transform(states), word_table, self.bias)
 
 
 class Objective(nn.Module, abc.ABC):
@@ -157,10 +153,10 @@ class Objective(nn.Module, abc.ABC):
         return []
 
 
-def best_columns(probabilities: Tensor, number: int = 5) -> tuple[list[list[float]], list[list[int]]]:
-    """Values and indices of the best columns of each row, best first."""
-    values, indices = probabilities.topk(min(number, probabilities.shape[1]), dim=1)
-    return values.tolist(), indices.tolist()
+def best_columns(probabilities: Float[Tensor, "rows columns"]) -> list[list[list[Any]]]:
+    """The five best columns of each row as [number, probability], best first."""
+    values, numbers = probabilities.topk(min(5, probabilities.shape[1]), dim=1)
+    return [list(map(list, zip(*row, strict=True))) for row in zip(numbers.tolist(), values.tolist(), strict=True)]
 
 
 def listed(pairs: list[list[Any]]) -> str:

@@ -1,10 +1,6 @@
 """Masked RoI classification with linguistic clues (VL-BERT, section 3.3): what is in the hidden regions?
 
-Shape legend
-    M   texts in the batch
-    R   regions of the text with the most regions
-    E   hidden size of the encoder
-    C   region classes, background included
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +20,7 @@ from e2e_vl.hiding import HidingRule
 from e2e_vl.samples import DataFacts
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets
+from e2e_vl.tasks.heads import Transform, start_head
 from e2e_vl.tasks.objectives.base import (
     Objective,
     ObjectiveConfig,
@@ -31,21 +29,17 @@ from e2e_vl.tasks.objectives.base import (
     WordHead,
     best_columns,
     listed,
-    start_layers,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskedRegionsConfig(ObjectiveConfig):
-    """The defaults are those of the official code.
+    """The defaults are those of the official code."""
 
-    Attributes:
-        classes: C; 1601 for Visual Genome's.
-        labels: "distribution": the whole class distribution (official code). "class": its best class (paper).
-    """
-
+    name = "masked_regions"
     weight: float = 1.0
-    classes: int = 1601
+    classes: int = 1601  # C; 1601 for Visual Genome's
+    # "distribution": the whole class distribution (official code). "class": its best class (paper).
     labels: Literal["distribution", "class"] = "distribution"
 
 
@@ -61,9 +55,9 @@ class MaskedRegions(Objective):
 
     def __init__(self, sizes: Sizes, config: MaskedRegionsConfig):
         super().__init__(sizes, config)
-        self.transform = nn.ModuleDict({"dense": nn.Linear(sizes.hidden_size, sizes.hidden_size)})
+        self.transform = Transform(sizes.hidden_size)
         self.output = nn.Linear(sizes.hidden_size, config.classes)
-        start_layers(self.transform["dense"], self.output)
+        start_head((self.transform["dense"], self.output), "normal")
 
     def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
         """Raises ValueError unless a detector that labels regions has the objective's classes."""
@@ -73,9 +67,9 @@ class MaskedRegions(Objective):
                 f"{detector.num_classes} classes and the background; make them agree."
             )
 
-    def classify(self, states: Tensor) -> Tensor:
-        """States [..., E] -> logits float32 [..., C]."""
-        return at_least_float32(self.output(F.gelu(self.transform["dense"](states))))
+    def classify(self, states: Float[Tensor, "*shape E"]) -> Float[Tensor, "*shape C"]:
+        """States -> logits."""
+        return at_least_float32(self.output(self.transform(states)))
 
     def forward(
         self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
@@ -103,8 +97,8 @@ class MaskedRegions(Objective):
         loss = Loss(self.config.weight * each.sum(), each.new_tensor(float(len(each))))
         return ObjectiveOutput(loss, text, logits.argmax(dim=1) == best, logits)
 
-    def _probabilities(self, batch: Batch, regions: TextRegions) -> Tensor:
-        """float [M, R, C]; zero where nothing is known."""
+    def _probabilities(self, batch: Batch, regions: TextRegions) -> Float[Tensor, "M R C"]:
+        """Zero where nothing is known."""
         known = batch.region_labels.class_probs
         if known is None:
             return regions.boxes.new_zeros(*regions.attend.shape, self.config.classes)
@@ -130,11 +124,10 @@ class MaskedRegions(Objective):
         boxes = (batch.boxes[0] / torch.cat([scales, scales]))[is_hidden].tolist()
         known = batch.region_labels.class_probs
         seen = [None] * len(boxes) if known is None else [_best(row) for row in known[0][is_hidden]]
-        best = zip(*best_columns(shares), strict=True)
         return {
             "hidden": [
-                {"box": box, "classes": [list(pair) for pair in zip(numbers, values, strict=True)], "seen": whole}
-                for box, (values, numbers), whole in zip(boxes, best, seen, strict=True)
+                {"box": box, "classes": classes, "seen": whole}
+                for box, classes, whole in zip(boxes, best_columns(shares), seen, strict=True)
             ]
         }
 

@@ -1,8 +1,4 @@
-"""Masked language modelling of a text-only corpus, one text of it beside each caption (VL-BERT, section 3.3).
-
-Shape legend
-    L   wordpieces of the longest text
-"""
+"""Masked language modelling of a text-only corpus, one text of it beside each caption (VL-BERT, section 3.3)."""
 
 from __future__ import annotations
 
@@ -22,26 +18,19 @@ from e2e_vl.text import word_pieces
 
 @dataclasses.dataclass(frozen=True)
 class MaskedTextConfig(MaskedWordsConfig):
-    """The defaults are those of the official code.
+    """The defaults are those of the official code."""
 
-    Attributes:
-        min_words: words that a text of the corpus has at least; following lines are added until it has.
-        max_length: wordpieces that it has at most.
-        special_tokens: texts of the corpus are `[CLS] text [SEP]` (the paper starts with [CLS]) instead of words alone
-            (official code).
-    """
-
-    min_words: int = 64
-    max_length: int = 64
+    name = "masked_text"
+    min_words: int = 64  # words that a text of the corpus has at least; following lines are added until it has
+    max_length: int = 64  # wordpieces that it has at most
+    # texts of the corpus are `[CLS] text [SEP]` (the paper starts with [CLS]) instead of words alone (official code)
     special_tokens: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.min_words < 1 or self.max_length < (3 if self.special_tokens else 1):
-            raise ValueError(
-                f"Texts of the corpus of at least {self.min_words} words and at most {self.max_length} wordpieces make "
-                "no sense."
-            )
+        for field, least in (("min_words", 1), ("max_length", 3 if self.special_tokens else 1)):
+            if getattr(self, field) < least:
+                raise ValueError(f"{self.key(field)} is {getattr(self, field)}; it must be at least {least}.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,6 @@
 """Masked language modelling with visual clues (VL-BERT, section 3.3): which words are hidden in a caption?
 
-Shape legend
-    M   texts in the batch
-    L   wordpieces of the longest text
-    V   wordpieces of the vocabulary
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
+from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +20,7 @@ from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, per_wordpiece
 from e2e_vl.tasks.objectives.base import (
+    MASK,
     NO_LABEL,
     Draft,
     Objective,
@@ -33,33 +32,28 @@ from e2e_vl.tasks.objectives.base import (
     listed,
 )
 
-MASK = "[MASK]"
-
 
 @dataclasses.dataclass(frozen=True)
 class MaskedWordsConfig(ObjectiveConfig):
-    """The defaults are those of the official code.
+    """The defaults are those of the official code."""
 
-    Attributes:
-        probability: chance of a word to be masked.
-        always_mask: every chosen word becomes [MASK] (paper), not 80 % of them (official code).
-    """
-
+    name = "masked_words"
     weight: float = 1.0
-    probability: float = 0.15
-    always_mask: bool = False
+    probability: float = 0.15  # chance of a word to be masked
+    always_mask: bool = False  # every chosen word becomes [MASK] (paper), not 80 % of them (official code)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.probability <= 1:
-            raise ValueError(f"The probability of masked words is {self.probability}; it must be from 0 to 1.")
+            raise ValueError(f"{self.key('probability')} is {self.probability}; it must be from 0 to 1.")
 
 
 @dataclasses.dataclass
 class WordLabels(Targets):
     """The masked wordpieces."""
 
-    labels: Tensor | None = per_wordpiece(fill=NO_LABEL)  # int64 [M, L], -1 = nothing to predict
+    # of one text, or of a batch; -1 = nothing to predict
+    labels: Int64[np.ndarray, " L"] | Int64[Tensor, "M L"] | None = per_wordpiece(fill=NO_LABEL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +102,7 @@ def mask_words(
     vocab_size: int,
     probability: float = 0.15,
     always_mask: bool = False,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"]]:
     """Hide some words of a text (official VL-BERT code).
 
     Whole words are chosen, before they are split into wordpieces. Of the chosen ones, 80 % become [MASK] at all of
@@ -117,14 +111,12 @@ def mask_words(
 
     Args:
         words: wordpiece ids of each word, without special tokens.
-        generator: source of randomness.
-        mask_id: wordpiece id of [MASK].
         vocab_size: V; random entries are drawn from 0 .. V - 1.
         probability: chance of a word to be chosen.
         always_mask: every chosen word becomes [MASK], as the paper (section 3.3) has it.
 
     Returns:
-        Two int64 arrays, one entry per wordpiece: the ids after masking; the original id at every piece of a chosen
+        One entry per wordpiece: the ids after masking; the original id at every piece of a chosen
         word and `NO_LABEL` elsewhere.
     """
     lengths = np.array([len(word) for word in words], dtype=np.int64)
@@ -172,8 +164,8 @@ class MaskedWords(Objective):
                 "the text."
             )
         masks = [
-            [[word, value] for word, value in zip(tokenizer.convert_ids_to_tokens(ids), values, strict=True)]
-            for values, ids in zip(*best_columns(logits.softmax(dim=1)), strict=True)
+            [[*tokenizer.convert_ids_to_tokens([number]), value] for number, value in row]
+            for row in best_columns(logits.softmax(dim=1))
         ]
         first, *rest = text.split(MASK)
         best = (words[0][0].removeprefix("##") for words in masks)

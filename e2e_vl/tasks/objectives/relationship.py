@@ -1,8 +1,6 @@
 """Sentence-image relationship prediction (VL-BERT, table 4, row c): does the text belong to the image?
 
-Shape legend
-    M   texts in the batch
-    E   hidden size of the encoder
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ import dataclasses
 
 import numpy as np
 import torch.nn.functional as F
+from jaxtyping import Int64
 from torch import Tensor, nn
 
 from detector.interface import Detector
@@ -20,6 +19,7 @@ from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import DataFacts
 from e2e_vl.structures import Ability, Batch, EncoderOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
+from e2e_vl.tasks.heads import start_head
 from e2e_vl.tasks.objectives.base import (
     Draft,
     Objective,
@@ -28,31 +28,28 @@ from e2e_vl.tasks.objectives.base import (
     ObjectiveWording,
     Sizes,
     WordHead,
-    start_layers,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class RelationshipConfig(ObjectiveConfig):
-    """Attributes:
-    probability: chance that a text is the caption of another image; the official option uses 0.5.
-    """
+    """How often texts and images are exchanged."""
 
-    probability: float = 0.5
+    name = "relationship"
+    probability: float = 0.5  # chance that a text is the caption of another image; the official option uses 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.probability < 1:
-            raise ValueError(
-                f"The probability of captions of other images is {self.probability}; it must be above 0 and below 1."
-            )
+            raise ValueError(f"{self.key('probability')} is {self.probability}; it must be above 0 and below 1.")
 
 
 @dataclasses.dataclass
 class MatchTargets(Targets):
     """Whether each text belongs to its image."""
 
-    is_match: Tensor | None = stacked()  # int64 [M], 1 = its own caption, 0 = another image's, -1 = no image
+    # 1 = its own caption, 0 = another image's, -1 = no image
+    is_match: int | np.int64 | Int64[Tensor, " M"] | None = stacked()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +62,8 @@ class CaptionExchange(ObjectiveWording):
         sample = draft.sample
         if sample.is_asked or not generator.random() < self.config.probability:
             return
+        if len(sample.own) >= len(sample.pool):
+            raise ValueError("Captions of other images need at least two images.")
         while index in sample.own:
             index = int(generator.integers(len(sample.pool)))
         draft.words, draft.is_match = sample.pool[index], False
@@ -83,7 +82,7 @@ class Relationship(Objective):
     def __init__(self, sizes: Sizes, config: RelationshipConfig):
         super().__init__(sizes, config)
         self.head = nn.Linear(sizes.hidden_size, 2)
-        start_layers(self.head)
+        start_head([self.head], "normal")
 
     def wording(self, writer: TextWriter) -> CaptionExchange:
         return CaptionExchange(writer, self.config)

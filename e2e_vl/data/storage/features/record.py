@@ -1,8 +1,6 @@
 """The regions of one image as they are kept on disk, and the `.npz` file that holds them.
 
-Shape legend
-    R   regions of the image
-    D   width of a region feature
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -84,11 +82,7 @@ def save_npz(file: Path | BinaryIO, record: RegionFeatures, stamp: dict[str, Any
 
 
 def load_npz(file: Path | BinaryIO, where: str | None = None) -> tuple[RegionFeatures, dict[str, Any] | None]:
-    """Read what `save_npz` wrote: the regions, and the stamp if there is one.
-
-    Args:
-        file: path or open file.
-        where: names the file in errors; default: its path.
+    """Read what `save_npz` wrote: the regions, and the stamp if there is one; `where` names an open file in errors.
 
     Raises:
         FileNotFoundError: no such file.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import abc
 import base64
 import binascii
+import importlib
 import io
 import json
 import os
@@ -143,16 +144,11 @@ class TsvStore(FeatureStore):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        index = None
-        self.stamp = None
-        if sidecar(path).is_file():
-            content = json.loads(sidecar(path).read_text(encoding="utf-8"))
-            self.stamp = content.get("stamp")
-            index = content.get("index")
-        if index is not None and index["bytes"] == path.stat().st_size:
-            self.offsets: dict[str, int] = index["offsets"]
-        else:
-            self.offsets = self._scan()
+        beside = sidecar(path)
+        content = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+        self.stamp, index = content.get("stamp"), content.get("index")
+        is_whole = index is not None and index["bytes"] == path.stat().st_size
+        self.offsets: dict[str, int] = index["offsets"] if is_whole else self._scan()
         self.ids = list(self.offsets)
 
     def _scan(self) -> dict[str, int]:
@@ -226,7 +222,7 @@ class Hdf5Store(FeatureStore):
         self.rows = {image_id: row for row, image_id in enumerate(self.ids)}
 
     def _open(self) -> Any:
-        return import_hdf5().File(self.path, "r")
+        return import_optional("h5py").File(self.path, "r")
 
     def read(self, image_id: str) -> RegionFeatures:
         file, row = self._handle(), self.rows[image_id]
@@ -246,7 +242,7 @@ class LmdbStore(FeatureStore):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        lmdb = import_lmdb()
+        lmdb = import_optional("lmdb")
         try:
             with self._open() as environment, environment.begin() as transaction:
                 keys = list(transaction.cursor().iternext(values=False))
@@ -257,7 +253,7 @@ class LmdbStore(FeatureStore):
         self.stamp = None if stamp is None else json.loads(stamp)
 
     def _open(self) -> Any:
-        return import_lmdb().open(str(self.path), subdir=False, readonly=True, lock=False)
+        return import_optional("lmdb").open(str(self.path), subdir=False, readonly=True, lock=False)
 
     def read(self, image_id: str) -> RegionFeatures:
         with self._open() as environment, environment.begin() as transaction:
@@ -265,19 +261,12 @@ class LmdbStore(FeatureStore):
         return load_npz(io.BytesIO(content), f"{self.path}: image {image_id}")[0]
 
 
-def import_hdf5() -> Any:
-    """The module h5py; raises ValueError with the command that installs it."""
+def import_optional(name: str) -> Any:
+    """The module h5py or lmdb; raises ValueError with the command that installs it."""
     try:
-        import h5py
+        return importlib.import_module(name)
     except ImportError as error:
-        raise ValueError("HDF5 files need the package h5py; install it with: pip install 'e2e-vl[features]'") from error
-    return h5py
-
-
-def import_lmdb() -> Any:
-    """The module lmdb; raises ValueError with the command that installs it."""
-    try:
-        import lmdb
-    except ImportError as error:
-        raise ValueError("LMDB files need the package lmdb; install it with: pip install 'e2e-vl[features]'") from error
-    return lmdb
+        kind = {"h5py": "HDF5", "lmdb": "LMDB"}[name]
+        raise ValueError(
+            f"{kind} files need the package {name}; install it with: pip install 'e2e-vl[features]'"
+        ) from error

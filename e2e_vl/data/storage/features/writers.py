@@ -18,20 +18,17 @@ from e2e_vl.data.storage.features.stores import (
     LXMERT_FIELDS,
     STAMP_KEY,
     TSV_COLUMNS,
-    import_hdf5,
-    import_lmdb,
+    import_optional,
     sidecar,
 )
+from e2e_vl.run_files import write_text
 
 LMDB_COMMIT = 256  # images per transaction
 LMDB_OVERHEAD = 2.0  # pages of the file per byte of content, at most; the space is reserved, not filled
 
 
 def write_tsv(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, Any], *, layout: str = "tsv") -> None:
-    """Write a TSV file, and beside it a JSON file with the stamp and the offset of each image.
-
-    Args:
-        layout: "tsv" (bottom-up attention) or "lxmert".
+    """Write a TSV file of the layout "tsv" (bottom-up attention) or "lxmert", and a JSON file with stamp and offsets.
 
     Raises:
         ValueError: LXMERT's layout, and an image without classes or attributes.
@@ -46,10 +43,7 @@ def write_tsv(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, An
             offsets[record.image_id] = position
             position += len(line)
     content = {"stamp": stamp, "columns": TSV_COLUMNS[layout], "index": {"bytes": position, "offsets": offsets}}
-    beside = sidecar(path)
-    part = beside.with_name(beside.name + ".part")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    part.replace(beside)
+    write_text(sidecar(path), json.dumps(content, indent=1) + "\n")
     temporary.replace(path)
 
 
@@ -75,7 +69,7 @@ def write_hdf5(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
     """Write one HDF5 file: columns of all regions; `ids`, `image_sizes` [N, 2] (height, width) and `starts` [N + 1]."""
     temporary = path.with_name(path.name + ".part")
     ids, sizes, starts = [], [], [0]
-    with import_hdf5().File(temporary, "w") as file:
+    with import_optional("h5py").File(temporary, "w") as file:
         file.attrs["stamp"] = json.dumps(stamp)
         for record in records:
             for name, rows in record.columns().items():
@@ -110,7 +104,7 @@ def write_lmdb(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
     Raises:
         ValueError: an image id that is too long for a key.
     """
-    lmdb = import_lmdb()
+    lmdb = import_optional("lmdb")
     temporary = path.with_name(path.name + ".part")
     temporary.unlink(missing_ok=True)
     size = int(num_bytes * LMDB_OVERHEAD) + 2**26
@@ -131,6 +125,7 @@ def write_lmdb(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
 
 
 SUFFIXES = {"tsv": (".tsv",), "lxmert": (".tsv",), "hdf5": (".h5", ".hdf5"), "lmdb": (".lmdb",)}
+PACKAGES = {"hdf5": "h5py", "lmdb": "lmdb"}
 FORMATS = ("npz", *SUFFIXES)  # the folder of .npz files is written while the extraction goes on
 
 
@@ -143,10 +138,8 @@ def check_format(layout: str, path: Path) -> None:
     suffixes = SUFFIXES[layout]
     if path.suffix not in suffixes:
         raise ValueError(f"{path}: a file of the format {layout} must end in {' or '.join(suffixes)}")
-    if layout == "hdf5":
-        import_hdf5()
-    if layout == "lmdb":
-        import_lmdb()
+    if layout in PACKAGES:
+        import_optional(PACKAGES[layout])
 
 
 def write_features(

@@ -1,0 +1,184 @@
+"""The data of a run: from settings to texts, loaded images and batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from detector.images import ResizeRule
+from detector.selection import SelectionRule
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import DetectorSettings, RunConfig
+from e2e_vl.converter import check_keys, from_dict
+from e2e_vl.data.base import VLDataset, Wants, check_boxes_source, open_options
+from e2e_vl.data.images.candidates import open_boxes
+from e2e_vl.data.images.loader import ImageLoader, ImageRules
+from e2e_vl.data.loading.collate import collate
+from e2e_vl.data.loading.example_dataset import ExampleDataset
+from e2e_vl.engine.build import named_parts, task_config
+from e2e_vl.layout import TextWriter
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.samples import Sample
+from e2e_vl.structures import Batch
+from e2e_vl.synthetic import FORMATS, LanguageConfig, SceneConfig, make_scenes
+from e2e_vl.text import build_vocabulary, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def make_synthetic_data(config: RunConfig) -> None:
+    """Draw the data set that `data.synthetic` describes into `data.root`, unless it is there already."""
+    synthetic = config.data.synthetic
+    if not synthetic.scenes:
+        return
+    check_keys(("scene", "language"), synthetic.config, "data.synthetic.config")
+    for name, file in config.data.files.items():
+        folder = file.partition("/")[0]
+        if synthetic.formats is not None and folder in set(FORMATS) - set(synthetic.formats):
+            raise ValueError(
+                f"data.files.{name} is {file}, but data.synthetic.formats does not have '{folder}', so it would not be "
+                "drawn; add it."
+            )
+    make_scenes(
+        Path(config.data.root).expanduser(),
+        scenes=synthetic.scenes,
+        seed=synthetic.seed,
+        config=from_dict(SceneConfig, synthetic.config.get("scene", {}), "data.synthetic.config.scene"),
+        language=from_dict(LanguageConfig, synthetic.config.get("language", {}), "data.synthetic.config.language"),
+        formats=synthetic.formats,
+        workers=config.data.workers,
+    )
+
+
+def build_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
+    """The named vocabulary, or one built from the training texts and kept with the run."""
+    if config.data.vocabulary is not None:
+        return load_tokenizer(config.data.vocabulary)
+    path = Path(config.output) / "tokenizer" / "vocab.txt"
+    build_vocabulary(training_texts(config), path)
+    return load_tokenizer(path)
+
+
+def training_texts(config: RunConfig) -> Iterable[str]:
+    """All texts of the training split and what the task adds to them, to build a vocabulary from."""
+    parts = named_parts(config)
+    yield from parts.dataset.texts_of(*open_options(parts.dataset, config.data), config.data.train_split)
+    yield from parts.task[1].own_words(task_config(config))
+
+
+def class_names(config: RunConfig) -> list[str] | None:
+    """Names of the annotated classes in the detector's order, where the data set knows them."""
+    dataset = named_parts(config).dataset
+    split = [*config.data.eval_splits, config.data.train_split][0]
+    return dataset.class_names_of(*open_options(dataset, config.data), split)
+
+
+def wants_given_answer(config: RunConfig) -> bool:
+    """Texts of the run stand behind an answer that is given."""
+    dataset = named_parts(config).dataset
+    return dataset.wants_given_answer(open_options(dataset, config.data)[1])
+
+
+def narrowed(config: RunConfig, sample: Sample) -> Sample:
+    """A user's sample with the candidate boxes that `data.config` leaves."""
+    dataset = named_parts(config).dataset
+    return dataset.narrowed(sample, open_options(dataset, config.data)[1])
+
+
+def build_examples(
+    config: RunConfig,
+    model: VisionLanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    split: str,
+    *,
+    boxes: BoxSource | str,
+    training: bool = False,
+) -> ExampleDataset:
+    """One split, read, loaded and worded; training adds random resizing, mirroring and detection targets.
+
+    Raises:
+        ValueError: precomputed features for a detector that needs pixels, or the other way round; boxes or a file that
+            the data set does not know; and see the data set.
+    """
+    boxes = BoxSource(boxes)
+    if (boxes is BoxSource.PRECOMPUTED) != (config.detector.backend == "precomputed"):
+        raise ValueError(
+            f"The box source is {boxes} and detector.backend is {config.detector.backend}: precomputed features need "
+            "both to be precomputed (data.boxes.train, eval.boxes and detector.backend)."
+        )
+    kind = named_parts(config).dataset
+    check_boxes_source(kind, config.data.name, boxes)
+    wording = model.task.wording(build_writer(config, model, tokenizer, training=training))
+    wants = Wants(boxes, objects=training and config.detector.loss_weight > 0, training=training)
+    files, options = open_options(kind, config.data)
+    if wants.annotations and "instances" in kind.known_files and "instances" not in files:
+        wanted = "the targets of the detection losses" if wants.objects else f"boxes '{boxes}'"
+        raise ValueError(f"{wanted} come from annotated objects; give an instances file as data.files.instances.")
+    dataset = kind.open(files, options, split, wants)
+    loader = build_loader(config, model, dataset, boxes, training=training)
+    loader.require_images(dataset.image_ids(), split)
+    return ExampleDataset(dataset, loader, wording, seed=config.seed, skip_broken=config.data.skip_broken and training)
+
+
+def build_writer(
+    config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, *, training: bool = False
+) -> TextWriter:
+    """What puts texts into the layout of the model's encoder."""
+    data = config.data
+    return TextWriter(tokenizer, model.encoder.layout, data.max_text_length, data.blank_text, training)
+
+
+def build_loader(
+    config: RunConfig,
+    model: VisionLanguageModel,
+    dataset: VLDataset | None,
+    boxes: BoxSource,
+    *,
+    training: bool = False,
+) -> ImageLoader:
+    """The rules for images of a run, with its files of boxes; in evaluation nothing is random.
+
+    Args:
+        dataset: whose files of boxes are opened; None: boxes come with each sample, or the detector finds them.
+    """
+    data = config.data
+    sizes = data.resize.short_edge if training else data.resize.short_edge[-1:]
+    rules = ImageRules(
+        resize=tuple(ResizeRule(size, data.resize.long_edge, data.resize.rounding) for size in sizes),
+        flip_probability=data.flip if training else 0.0,
+        channel_order=model.detector.config.input.format,
+        with_objects=training and config.detector.loss_weight > 0,
+        mask_size=model.task.mask_size,
+        is_blank=data.blank_image,
+        blank_boxes=model.task.blind_without_boxes,
+        mirror_precomputed=data.mirror_precomputed,
+        mean_image_feature=data.mean_image_feature,
+    )
+    key = next((key for key in boxes.needs if key != "instances"), None)
+    reader = None
+    if dataset is not None and key is not None and dataset.parts:
+        files, _ = open_options(type(dataset), data)
+        paths = list(dict.fromkeys(files.path(key, **values) for values in dataset.parts))
+        rule = data.boxes.selection
+        selection = SelectionRule(rule.min_score, rule.min_regions, rule.max_regions)
+        reader = open_boxes(paths, selection, with_features=boxes is BoxSource.PRECOMPUTED)
+    return ImageLoader(rules, boxes, reader)
+
+
+def build_collate(config: RunConfig, model: VisionLanguageModel) -> Callable[..., Batch]:
+    """Examples -> batch, with the colour statistics of the model's detector and the canvas of the data settings."""
+    settings = model.detector.config.input
+    return partial(collate, pixel_mean=settings.pixel_mean, pixel_std=settings.pixel_std, canvas=config.data.canvas)
+
+
+def warn_of_random_boxes(settings: DetectorSettings) -> None:
+    """To be called where a detector's own boxes are evaluated."""
+    if settings.proposes_at_random:
+        logger.warning(
+            "The detector's own boxes are random: it was neither trained (detector.loss_weight is 0, or it is frozen) "
+            "nor loaded with an RPN (detector.weights), so accuracies with boxes 'online' mean nothing."
+        )

@@ -1,0 +1,280 @@
+"""Region features of many images, over any number of processes, and again after a kill where it stopped.
+
+Every image is first written to a `.npz` file of its own, in one step: a file that is there is complete, and its image
+is not described again. The folder of these files is the output itself or, for the formats of one file, a working folder
+beside it; when all images are done, the main process joins the files in the order of the list. So the output shows
+neither kills nor the number of processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from torch.utils.data import DataLoader, Dataset
+from tqdm.auto import tqdm
+
+from detector.images import ResizeRule
+from e2e_vl.data.formats.image_lists import GivenBoxes, ListedImage
+from e2e_vl.data.storage.features.record import RegionFeatures, load_npz, save_npz
+from e2e_vl.data.storage.features.stores import STAMP_NAME, open_features
+from e2e_vl.data.storage.features.writers import check_format, write_features
+from e2e_vl.extraction.chain import ExtractionSettings, InputImage, RegionExtractor, load_input
+from e2e_vl.extraction.detectors import LoadedDetector
+from e2e_vl.run_files import write_json
+
+WAITING_BATCHES = 8  # images that wait for others of their size, in batches
+LONGEST_WAIT = datetime.timedelta(days=30)  # for the accelerator: a process that is done waits for the others
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtractionJob:
+    """What to do.
+
+    Raises:
+        ValueError: a batch size below 1, or a negative number of workers.
+    """
+
+    images: list[ListedImage]
+    output: Path
+    layout: str  # one of `FORMATS`
+    source: LoadedDetector
+    settings: ExtractionSettings
+    given: dict[str, GivenBoxes] | None = None  # by image id, with the rule "given"
+    stamp: dict[str, Any] = dataclasses.field(default_factory=dict)
+    batch_size: int = 8  # images of one size in one pass of the detector
+    workers: int = 2  # processes that read images, per process
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.workers < 0:
+            raise ValueError(f"batch size {self.batch_size} and workers {self.workers}: at least 1 and 0 are needed")
+
+    @property
+    def folder(self) -> Path:
+        """Where the `.npz` files are."""
+        return self.output if self.layout == "npz" else self.output.with_name(self.output.name + ".parts")
+
+
+@dataclasses.dataclass
+class ExtractionSummary:
+    """What was done, over all processes."""
+
+    done: int = 0  # images described by this call
+    before: int = 0  # images that were there already
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)  # id -> reason, in the order of the list
+    few: int = 0  # images with fewer regions than the rule's `min_regions`, among the images of this call
+
+
+def extract_images(job: ExtractionJob, accelerator: Accelerator) -> ExtractionSummary:
+    """Describe all images; called on every process.
+
+    Images that cannot be read are left out and reported in `failures`. The `.npz` files of a one-file format stay then,
+    so that after a repair the same call describes only the missing images.
+
+    Args:
+        job: what to do.
+        accelerator: its mixed precision is used; the written features are float32 all the same. With several processes
+            its process group needs the timeout `LONGEST_WAIT`.
+
+    Raises:
+        ValueError: the output belongs to other settings or other images, or cannot be written in this format.
+    """
+    check_format(job.layout, job.output)
+    if job.given is not None and not any(image.id in job.given for image in job.images):
+        raise ValueError("The file of given boxes has boxes of none of the images; give the file that belongs to them.")
+    missing = _missing_images(job, accelerator)
+    if missing is None:
+        return ExtractionSummary(before=len(job.images))
+    own = _describe_all(job, missing[accelerator.process_index :: accelerator.num_processes], accelerator)
+
+    gathered = gather_object([own])
+    accelerator.wait_for_everyone()
+    failures = {image_id: reason for one in gathered for image_id, reason in one.failures.items()}
+    summary = ExtractionSummary(
+        done=sum(one.done for one in gathered),
+        before=len(job.images) - len(missing),
+        failures={image.id: failures[image.id] for image in job.images if image.id in failures},
+        few=sum(one.few for one in gathered),
+    )
+    if accelerator.is_main_process and job.layout != "npz" and len(failures) < len(job.images):
+        _join(job, failures)
+    accelerator.wait_for_everyone()
+    return summary
+
+
+def _missing_images(job: ExtractionJob, accelerator: Accelerator) -> list[ListedImage] | None:
+    """Images that are still to be described, the same on all processes; None: the output is finished.
+
+    Only the main process looks at the folder: others would already see files that it has just written.
+    """
+    found: list[Any] = [None]
+    if accelerator.is_main_process:
+        try:
+            found = [_prepare(job)]
+        except (ValueError, OSError) as error:
+            found = [error]
+    broadcast_object_list(found)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    if found[0] is None:
+        return None
+    missing = set(found[0])
+    return [image for image in job.images if image.id in missing]
+
+
+def _prepare(job: ExtractionJob) -> list[str] | None:
+    """Ids of images without features, after the folder and its stamp are made or checked; None: all is finished."""
+    folder = job.folder
+    shutil.rmtree(_to_be_removed(folder), ignore_errors=True)
+    stamp = json.loads(json.dumps(job.stamp))
+    wanted = {image.id for image in job.images}
+    if job.layout != "npz" and job.output.exists() and not folder.exists():
+        store = open_features(job.output)
+        if store.stamp == stamp and set(store.ids) == wanted:
+            return None
+        raise ValueError(f"{job.output} exists and holds other images or was made differently; choose another output")
+    _check_begun(folder, stamp)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / STAMP_NAME, stamp)
+    for cut_off in folder.rglob("*.npz.*.part"):
+        cut_off.unlink()
+    there = {file.relative_to(folder).as_posix().removesuffix(".npz") for file in folder.rglob("*.npz")}
+    if job.layout == "npz" and there - wanted:
+        raise ValueError(
+            f"{folder} has features of image {min(there - wanted)}, which is not listed; list it, or choose another "
+            "output"
+        )
+    return [image.id for image in job.images if image.id not in there]
+
+
+def _check_begun(folder: Path, stamp: dict[str, Any]) -> None:
+    """Raise a ValueError if the folder holds files of another extraction or other files."""
+    written = folder / STAMP_NAME
+    if written.is_file():
+        before = json.loads(written.read_text(encoding="utf-8"))
+        changed = sorted(key for key in {*before, *stamp} if before.get(key) != stamp.get(key))
+        if changed:
+            raise ValueError(
+                f"{folder} was begun with other settings ({', '.join(changed)}); use the same again, or another output"
+            )
+    elif folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} holds other files; choose an empty or new output")
+
+
+def _describe_all(job: ExtractionJob, images: list[ListedImage], accelerator: Accelerator) -> ExtractionSummary:
+    """This process's share of the images."""
+    chain = RegionExtractor(job.source.detector.eval().to(accelerator.device), job.settings)
+    summary = ExtractionSummary()
+    name = f"images (process 1 of {accelerator.num_processes})" if accelerator.num_processes > 1 else "images"
+    with tqdm(total=len(images), desc=name, unit="image", disable=not accelerator.is_local_main_process) as bar:
+        for batch in _batches(job, images, summary, bar):
+            with accelerator.autocast():
+                records = _describe(chain, job, batch, summary.failures)
+            for record in records:
+                _save(job, record)
+                summary.few += len(record) < job.settings.numbers.min_regions if job.given is None else 0
+            summary.done += len(records)
+            bar.update(len(batch))
+    return summary
+
+
+def _describe(
+    chain: RegionExtractor, job: ExtractionJob, batch: list[InputImage], failures: dict[str, str]
+) -> list[RegionFeatures]:
+    """Records of the batch. A bad box of one image goes to `failures`; the others are done without that image."""
+    given = None
+    if job.given is not None:
+        empty = GivenBoxes(np.zeros((0, 4)), np.zeros(0, dtype=np.int64))
+        given = [job.given.get(image.id, empty) for image in batch]
+    try:
+        return chain(batch, given)
+    except ValueError as error:
+        if len(batch) == 1:
+            failures[batch[0].id] = str(error)
+            return []
+        return [record for image in batch for record in _describe(chain, job, [image], failures)]
+
+
+def _save(job: ExtractionJob, record: RegionFeatures) -> None:
+    path = job.folder / f"{record.image_id}.npz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")  # workers may outlive a launcher that was killed
+    with temporary.open("wb") as file:
+        save_npz(file, record, job.stamp if job.layout == "npz" else None)
+    temporary.replace(path)
+
+
+def _join(job: ExtractionJob, failures: dict[str, str]) -> None:
+    """Write the output file from the `.npz` files, and remove these if no image failed."""
+    images = [image for image in job.images if image.id not in failures]
+    paths = [job.folder / f"{image.id}.npz" for image in images]
+    records = (load_npz(path)[0] for path in tqdm(paths, desc=f"writing {job.output.name}", unit="image"))
+    job.output.parent.mkdir(parents=True, exist_ok=True)
+    num_bytes = sum(path.stat().st_size for path in paths)
+    write_features(job.layout, job.output, records, job.stamp, num_bytes=num_bytes)
+    if not failures:
+        job.folder.rename(_to_be_removed(job.folder))  # in one step, so that a kill does not leave half of it
+        shutil.rmtree(_to_be_removed(job.folder))
+
+
+def _to_be_removed(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".done")
+
+
+# Reading images
+
+
+class _Unreadable(NamedTuple):
+    id: str
+    reason: str
+
+
+class _ImageFiles(Dataset):
+    def __init__(self, images: list[ListedImage], resize: ResizeRule, channel_order: str) -> None:
+        self.images = images
+        self.resize = resize
+        self.channel_order = channel_order
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> InputImage | _Unreadable:
+        image = self.images[index]
+        try:
+            return load_input(image, self.resize, self.channel_order)
+        except (ValueError, OSError) as error:
+            return _Unreadable(image.id, str(error))
+
+
+def _batches(
+    job: ExtractionJob, images: list[ListedImage], summary: ExtractionSummary, bar: tqdm
+) -> Iterator[list[InputImage]]:
+    """Batches of one image size each: padding would make features depend on the neighbours in the batch."""
+    dataset = _ImageFiles(images, job.source.resize, job.source.detector.config.input.format)
+    loader = DataLoader(dataset, batch_size=None, num_workers=job.workers if images else 0, collate_fn=_unchanged)
+    waiting: dict[tuple[int, ...], list[InputImage]] = {}
+    for loaded in loader:
+        if isinstance(loaded, _Unreadable):
+            summary.failures[loaded.id] = loaded.reason
+            bar.update(1)
+            continue
+        size = loaded.pixels.shape[:2]
+        waiting.setdefault(size, []).append(loaded)
+        if len(waiting[size]) == job.batch_size:
+            yield waiting.pop(size)
+        elif sum(map(len, waiting.values())) >= WAITING_BATCHES * job.batch_size:
+            yield waiting.pop(max(waiting, key=lambda key: len(waiting[key])))
+    yield from waiting.values()
+
+
+def _unchanged(loaded: InputImage | _Unreadable) -> InputImage | _Unreadable:
+    return loaded

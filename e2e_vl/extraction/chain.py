@@ -1,0 +1,273 @@
+"""From images to their regions: a detector, a rule that chooses boxes, and the features of the chosen boxes.
+
+Single images and whole folders go through this one chain.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.ops import batched_nms, nms
+
+from detector.boxes import clip, decode_deltas, is_larger
+from detector.faster_rcnn import TwoStageDetector
+from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
+from detector.roi_heads import to_rois
+from detector.selection import SelectionRule, best_class_boxes, select_max_conf, select_max_nms, select_regions
+from detector.structures import ImageBatch
+from e2e_vl.data.formats.image_lists import GivenBoxes, ListedImage
+from e2e_vl.data.storage.features.record import RegionFeatures
+from e2e_vl.examples import Placement
+
+Rule = Literal["score", "maxconf", "maxnms", "given"]
+SAME_PLACE = 0.7  # IoU above which the rule "score" counts two detections as one region
+MAX_CANDIDATES = 5000  # best (proposal, class) pairs that the rule "score" looks at, besides each proposal's best class
+DEFAULTS = {  # VL-BERT section 4.1; bottom-up attention; the features that LXMERT was trained on
+    "score": SelectionRule(0.5, 10, 100),
+    "maxconf": SelectionRule(0.2, 10, 100),
+    "maxnms": SelectionRule(0.0, 36, 36),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtractionSettings:
+    """Which boxes become regions, and what is kept of them.
+
+    rule
+      score     detections (NMS within each class; several in one place are one region of the best class) by score
+      maxconf   proposals by their best class probability after NMS within each class (bottom-up attention)
+      maxnms    each proposal's best class and its refined box, NMS over all, loosened until there are enough (LXMERT)
+      given     boxes from a file
+    features_of
+      proposal  features of the proposals; the boxes of "score" and "maxnms" are refined nonetheless, as in the original
+      final     the box head's refined box of the best class is the region and gets features of its own
+    """
+
+    rule: Rule = "score"
+    selection: SelectionRule | None = None  # None: the rule's `DEFAULTS`
+    features_of: Literal["proposal", "final"] = "final"
+    attributes: bool = False  # keep the most probable attribute of each region
+    image_feature: bool = False  # keep the feature of the whole image
+
+    @property
+    def numbers(self) -> SelectionRule:
+        return self.selection or DEFAULTS[self.rule]
+
+
+class InputImage(NamedTuple):
+    """One image in the size and the channel order of the network input."""
+
+    id: str
+    path: Path
+    pixels: np.ndarray  # uint8 [h, w, 3]
+    original_size: tuple[int, int]  # (height, width) of the image in the file, after its EXIF rotation
+
+
+def load_input(image: ListedImage, resize: ResizeRule, channel_order: str) -> InputImage:
+    """Read and resize one image file.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such image, or it is not readable.
+    """
+    return InputImage(image.id, image.path, *load_resized(image.path, resize, channel_order))
+
+
+@dataclasses.dataclass
+class _Chosen:
+    """Boxes of one image in pixels of the resized image."""
+
+    boxes: Tensor  # float32 [R, 4]
+    features: Tensor | None = None  # float [R, D]; None: still to be pooled from the boxes
+    scores: Tensor | None = None  # float [R]; None: the best class probability of the features
+    classes: Tensor | None = None  # int64 [R]
+
+
+class _Proposals(NamedTuple):
+    """What the detector says about the proposals of one image."""
+
+    boxes: Tensor  # float32 [P, 4], pixels of the resized image
+    features: Tensor  # float [P, D]
+    probs: Tensor  # float32 [P, K], without the background's column
+    refined: Tensor  # float32 [P, K, 4], the box of every class, not clipped
+    size: tuple[int, int]  # (height, width) of the resized image
+    original_size: tuple[int, int]  # (height, width)
+
+
+class RegionExtractor:
+    """Turns images into `RegionFeatures`.
+
+    Args:
+        detector: in evaluation mode, on its device.
+        settings: see `ExtractionSettings`.
+
+    Raises:
+        ValueError: attributes are wanted, but the detector has no attribute head.
+    """
+
+    def __init__(self, detector: TwoStageDetector, settings: ExtractionSettings) -> None:
+        if settings.attributes and not detector.roi_heads.box_predictor.has_attributes:
+            raise ValueError("The detector has no attribute head; extract without attributes, or use another config.")
+        self.detector = detector
+        self.settings = settings
+
+    @torch.no_grad()
+    def __call__(self, images: Sequence[InputImage], given: Sequence[GivenBoxes] | None = None) -> list[RegionFeatures]:
+        """Regions of N images, which all have the same size.
+
+        Args:
+            images: N images.
+            given: N times the boxes of an image; with the rule "given" only.
+
+        Returns:
+            N records: with the rules "score" and "maxnms" best score first, with "maxconf" in the order of
+            `select_max_conf`, with "given" in the given order. R is 0 only where no box was given, or where the rule
+            asks for none or the detector proposes no box with an area.
+
+        Raises:
+            ValueError: a given box lies outside its image.
+        """
+        batch = self._batch(images)
+        maps = self.detector.features(batch)
+        if self.settings.rule == "given":
+            chosen = [self._given(batch, row, boxes) for row, boxes in enumerate(given)]
+        else:
+            chosen = [self._choose(proposals) for proposals in self._propose(maps, batch)]
+        for one, features in zip(chosen, self._pool(maps, [one.boxes for one in chosen]), strict=True):
+            one.features = features if one.features is None else one.features
+        whole = None
+        if self.settings.image_feature:
+            corners = batch.sizes.flip(1).float() - 1  # VL-BERT's box of the whole image ends at the last pixel
+            whole = self._pool(maps, list(torch.cat((torch.zeros_like(corners), corners), dim=1)[:, None]))
+        return [
+            self._record(image, one, None if whole is None else whole[row][0], given[row] if given else None)
+            for row, (image, one) in enumerate(zip(images, chosen, strict=True))
+        ]
+
+    def _batch(self, images: Sequence[InputImage]) -> ImageBatch:
+        settings = self.detector.config.input
+        batch = make_image_batch(
+            [image.pixels for image in images],
+            [image.original_size for image in images],
+            [str(image.path) for image in images],
+            settings.pixel_mean,
+            settings.pixel_std,
+        )
+        return batch.to(next(self.detector.parameters()).device)
+
+    def _pool(self, maps: Any, boxes: list[Tensor]) -> list[Tensor]:
+        pooled = self.detector.describe(maps, to_rois(boxes))
+        return list(pooled.split([len(rows) for rows in boxes]))
+
+    def _given(self, batch: ImageBatch, row: int, given: GivenBoxes) -> _Chosen:
+        """Boxes moved and clamped as training on the same boxes does it."""
+        placement = Placement(tuple(batch.original_sizes[row].tolist()), tuple(batch.sizes[row].tolist()))
+        boxes = placement.move_and_clamp_boxes(given.boxes, batch.names[row])
+        return _Chosen(torch.from_numpy(boxes).to(batch.pixels.device))
+
+    def _propose(self, maps: Any, batch: ImageBatch) -> list[_Proposals]:
+        detector = self.detector
+        sizes = [(height, width) for height, width in batch.sizes.tolist()]
+        boxes = detector.propose(detector.run_rpn(maps), sizes)
+        pooled = detector.describe(maps, to_rois(boxes))
+        logits, deltas = detector.roi_heads.box_predictor(pooled)
+        probs = logits.float().softmax(dim=1)[:, :-1]
+        refined = decode_deltas(deltas, torch.cat(boxes), detector.config.roi_heads.box_weights)
+        refined = refined.unflatten(1, (-1, 4)).expand(-1, probs.shape[1], -1)  # one box may serve all classes
+        split = (tensor.split([len(rows) for rows in boxes]) for tensor in (pooled, probs, refined))
+        originals = [(height, width) for height, width in batch.original_sizes.tolist()]
+        return [_Proposals(*one) for one in zip(boxes, *split, sizes, originals, strict=True)]
+
+    def _choose(self, found: _Proposals) -> _Chosen:
+        if len(found.boxes) == 0:
+            none = found.boxes.new_zeros(0)
+            return _Chosen(found.boxes, found.features, none, none.long())
+        is_final = self.settings.features_of == "final"
+        rule = self.settings.rule
+        if rule == "score":
+            rows, classes, boxes = self._detections(found)
+        else:
+            best_boxes, best_scores, best_classes = best_class_boxes(found.probs, found.refined, found.size)
+            usable = torch.arange(len(found.boxes), device=found.boxes.device)
+            if is_final or rule == "maxnms":
+                usable = (torch.isfinite(best_boxes).all(dim=1) & is_larger(best_boxes)).nonzero()[:, 0]
+            if rule == "maxnms":
+                kept, _ = select_max_nms(best_boxes[usable], best_scores[usable], self.settings.numbers)
+            else:
+                in_original = resize_boxes(found.boxes[usable], found.size, found.original_size)
+                kept = select_max_conf(in_original, found.probs[usable], self.settings.numbers)
+            rows = usable[kept]
+            classes = best_classes[rows]
+            boxes = best_boxes[rows] if is_final or rule == "maxnms" else found.boxes[rows]
+        return _Chosen(boxes, None if is_final else found.features[rows], found.probs[rows, classes], classes)
+
+    def _detections(self, found: _Proposals) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of proposals, classes and boxes [R, 4] of the detections that the rule "score" keeps."""
+        probs = found.probs
+        rows, classes = candidates(probs)
+        boxes = clip(found.refined[rows, classes], found.size)
+        usable = torch.isfinite(boxes).all(dim=1) & is_larger(boxes)
+        rows, classes, boxes = rows[usable], classes[usable], boxes[usable]
+        scores = probs[rows, classes]
+        kept = batched_nms(boxes, scores, classes, self.detector.config.roi_heads.nms_thresh)
+        kept = kept[nms(boxes[kept], scores[kept], SAME_PLACE)]
+        kept = kept[select_regions(scores[kept], self.settings.numbers)]
+        return rows[kept], classes[kept], boxes[kept]
+
+    def _record(
+        self, image: InputImage, chosen: _Chosen, image_feature: Tensor | None, given: GivenBoxes | None
+    ) -> RegionFeatures:
+        predictor = self.detector.roi_heads.box_predictor
+        logits = predictor.class_logits(chosen.features)
+        scores, classes = chosen.scores, chosen.classes
+        if scores is None:
+            scores, classes = logits.softmax(dim=1)[:, :-1].max(dim=1)
+        attributes = attribute_scores = None
+        if self.settings.attributes:  # "no attribute" is dropped before the softmax
+            by_region = predictor.attributes(chosen.features, logits.argmax(dim=1))[:, :-1]
+            attribute_scores, attributes = by_region.softmax(dim=1).max(dim=1)
+        if given is None:
+            boxes = resize_boxes(chosen.boxes, image.pixels.shape[:2], image.original_size)
+        else:
+            boxes = torch.from_numpy(given.boxes)  # as they were given: scaling there and back would round them
+        arrays = {
+            "boxes": clip(boxes, image.original_size),
+            "features": chosen.features,
+            "scores": scores,
+            "attribute_scores": attribute_scores,
+            "image_feature": image_feature,
+        }
+        labels = {"classes": classes, "attributes": attributes}
+        return RegionFeatures(
+            image_id=image.id,
+            image_size=image.original_size,
+            box_ids=None if given is None else given.ids,
+            **{name: None if one is None else one.float().cpu().numpy() for name, one in arrays.items()},
+            **{name: None if one is None else one.cpu().numpy() for name, one in labels.items()},
+        )
+
+
+def candidates(probs: Tensor) -> tuple[Tensor, Tensor]:
+    """The (proposal, class) pairs that can become detections: the most probable ones, and each proposal's best class.
+
+    A few sure proposals have more pairs than `MAX_CANDIDATES` where there are many classes; without their best classes
+    the other proposals could not fill up the rule's minimum.
+
+    Args:
+        probs: float [P, K], without the background's column.
+
+    Returns:
+        int64 [C] rows of proposals and int64 [C] classes, in the order of the rows.
+    """
+    num_classes = probs.shape[1]
+    most_probable = probs.flatten().topk(min(probs.numel(), MAX_CANDIDATES)).indices
+    best_class = torch.arange(len(probs), device=probs.device) * num_classes + probs.argmax(dim=1)
+    pairs = torch.cat((most_probable, best_class)).unique()
+    return pairs // num_classes, pairs % num_classes

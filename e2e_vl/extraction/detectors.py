@@ -1,0 +1,102 @@
+"""The detector that extracts region features: a config with weights, or the detector of a trained run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from detector.backends import BACKENDS, detector_class
+from detector.checkpoint import load_checkpoint
+from detector.faster_rcnn import TwoStageDetector
+from detector.images import ResizeRule
+from detector.weight_files import find_weights
+from e2e_vl.config import load_config
+
+RANDOM_WEIGHTS = "The detector's weights are random, so its boxes, classes and features mean nothing."
+RANDOM_BOXES = "The run's detector learned to describe given boxes only: the boxes that it finds itself are random."
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedDetector:
+    """A detector in evaluation mode, with the image size that it is used at and where it comes from."""
+
+    detector: TwoStageDetector
+    resize: ResizeRule
+    backend: str = "builtin"  # name of the detector's class
+    weights: Path | None = None  # the file that was loaded; None = random values
+    seed: int = 0  # of the random values
+    warning: str = ""  # one sentence for users if the boxes that the detector finds mean nothing
+
+
+def load_detector(
+    config: str | Path,
+    weights: str | Path | None,
+    *,
+    backend: str = "builtin",
+    resize: ResizeRule | None = None,
+    max_proposals: int = 100,
+    seed: int = 0,
+) -> LoadedDetector:
+    """Build a detector from its config and load its weights.
+
+    Args:
+        config: Detectron2 YAML file.
+        weights: file or folder of any kind that `load_checkpoint` reads; None = random values that depend on the seed
+            only.
+        backend: builtin or detectron2.
+        resize: size of the network input; None = the config's INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST.
+        max_proposals: upper limit for RPN.POST_NMS_TOPK_TEST, the number of proposals that the RoI head sees. Time on a
+            CPU grows with it; bottom-up attention uses 300, Detectron2 1000.
+        seed: of the random values.
+
+    Raises:
+        FileNotFoundError, ValueError: a file is missing or does not fit, the backend does not exist, or
+            `max_proposals` is less than 1.
+    """
+    if max_proposals < 1:
+        raise ValueError(f"The detector needs at least 1 proposal, not {max_proposals} proposals.")
+    cls = detector_class(backend)
+    settings = cls.config_class.from_yaml(config)
+    changes = {"MODEL.RPN.POST_NMS_TOPK_TEST": min(settings.rpn.post_nms_topk_test, max_proposals)}
+    settings = cls.config_class.from_flat(settings.to_flat() | changes, str(config))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        detector = cls(settings).eval()
+    if weights is not None:
+        weights = find_weights(weights)
+        load_checkpoint(detector, weights)
+    resize = resize or ResizeRule(settings.input.min_size_test, settings.input.max_size_test, "detectron2")
+    return LoadedDetector(detector, resize, backend, weights, seed, RANDOM_WEIGHTS if weights is None else "")
+
+
+def detector_of_run(run_dir: str | Path, *, backend: str | None = None, max_proposals: int = 100) -> LoadedDetector:
+    """The trained detector of a run directory or saved model folder, with the image size of the run's evaluation.
+
+    Args:
+        backend: builtin or detectron2; None = the run's own.
+
+    Raises:
+        FileNotFoundError: the folder holds no trained model.
+        ValueError: the run was trained on precomputed features, so that it has no detector.
+    """
+    folder = Path(run_dir)
+    folder = folder / "model" if (folder / "model").is_dir() else folder
+    if not (folder / "detector" / "config.yaml").is_file():
+        raise FileNotFoundError(f"{run_dir} holds no trained model; give a run directory of tools/train.py.")
+    config = load_config(folder / "config.yaml")
+    if config.detector.backend not in BACKENDS:
+        raise ValueError(
+            f"{run_dir}: detector.backend is {config.detector.backend}, so the run has no detector that can look at "
+            "images; give --config and --weights."
+        )
+    resize = config.data.resize
+    loaded = load_detector(
+        folder / "detector" / "config.yaml",
+        folder / "detector",
+        backend=backend or config.detector.backend,
+        resize=ResizeRule(resize.short_edge[-1], resize.long_edge, resize.rounding),
+        max_proposals=max_proposals,
+    )
+    return dataclasses.replace(loaded, warning=RANDOM_BOXES if config.detector.proposes_at_random else "")

@@ -1,0 +1,51 @@
+"""Files of a run directory: its log (`log.jsonl`, one JSON object per line), and files that are never half written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class RunLog:
+    """Appends to `log.jsonl`.
+
+    Args:
+        enabled: True on the main process only; the other processes write nothing.
+        resume_step: drop the lines beyond this step, because its successors are about to be computed again; None starts
+            a new file.
+    """
+
+    def __init__(self, path: Path, *, enabled: bool, resume_step: int | None = None):
+        self.path = path
+        self.enabled = enabled
+        if not enabled:
+            return
+        kept = [line for line in read_log(path) if line["step"] <= resume_step] if resume_step is not None else []
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+
+    def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
+        """Append one line; `kind` is "train" or "eval"."""
+        if self.enabled:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """All lines of a `log.jsonl`. A missing file has no lines; a last line that was cut off is left out."""
+    if not path.exists():
+        return []
+    *lines, _ = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines]
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file in one step."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in one step, so that a killed run never leaves half of it."""
+    temporary = path.with_suffix(path.suffix + ".part")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+import logging
+import math
+
+import numpy as np
+import pytest
+
+from e2e_vl.data.formats.coco import object_labels, read_instances
+
+
+def test_reads_images_boxes_and_contiguous_labels(tiny):
+    instances = read_instances(tiny.instances_file)
+    assert list(instances.images) == [7, 3, 9]
+    assert (instances.images[3].file_name, instances.images[3].width, instances.images[3].height) == (
+        "three.png",
+        40,
+        80,
+    )
+    assert instances.category_ids == [2, 90]
+    assert instances.class_names == ["square", "box"]
+    assert instances.num_classes == 2
+    assert instances.attribute_names == ["blue", "red", "green"]
+    assert [annotation.id for annotation in instances.by_image[7]] == [100, 101, 102]
+    np.testing.assert_array_equal(instances.boxes(7), [[10, 20, 30, 40], [60, 10, 90, 40], [0, 0, 100, 60]])
+    np.testing.assert_array_equal(instances.boxes(3), [[5.5, 10, 25.75, 70]])
+    assert [annotation.is_crowd for annotation in instances.by_image[7]] == [False, False, True]
+    assert instances.annotations[200].class_index == 1
+
+
+def test_object_labels_pad_attributes(tiny):
+    instances = read_instances(tiny.instances_file)
+    classes, attributes = object_labels(instances.by_image[7][:2], len(instances.attribute_names))
+    np.testing.assert_array_equal(classes, [0, 0])
+    np.testing.assert_array_equal(attributes, [[1, -1], [0, 2]])
+    assert object_labels(instances.by_image[7], 0)[1] is None
+
+
+def test_an_image_without_annotations_has_no_boxes(tiny):
+    tiny.instances["images"].append({"id": 11, "file_name": "eleven.png", "width": 5, "height": 5})
+    assert read_instances(tiny.write().instances_file).boxes(11).shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("box", "message"),
+    [
+        ([10, 20, 0, 5], "empty or inverted"),
+        ([10, 20, 5, -1], "empty or inverted"),
+        ([math.nan, 20, 5, 5], "finite"),
+        ([10, 20, 5], "finite"),
+        (None, "finite"),
+        ([100, 20, 5, 5], "outside"),
+        ([-9, 20, 5, 5], "outside"),
+    ],
+)
+def test_a_bad_box_names_file_and_annotation(tiny, box, message):
+    tiny.instances["annotations"][1]["bbox"] = box
+    tiny.instances_file.write_text(json.dumps(tiny.instances))
+    with pytest.raises(ValueError, match=rf"instances\.json: annotation 101.*{message}"):
+        read_instances(tiny.instances_file)
+
+
+def test_empty_boxes_are_dropped_only_when_asked_and_counted(tiny, caplog):
+    tiny.instances["annotations"][1]["bbox"] = [10, 20, 0, 5]
+    tiny.write()
+    with caplog.at_level(logging.WARNING):
+        instances = read_instances(tiny.instances_file, drop_empty_boxes=True)
+    assert 101 not in instances.annotations
+    assert len(instances.annotations) == 5
+    assert "left out 1 annotations with empty boxes: [101]" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.pop("categories"), "has no 'categories'"),
+        (lambda c: c["annotations"][0].update(image_id=8), "annotation 100 belongs to image 8"),
+        (lambda c: c["annotations"][0].update(category_id=8), "annotation 100 has category 8"),
+        (lambda c: c["annotations"][0].update(attribute_ids=[8]), "annotation 100 has attribute 8"),
+        (lambda c: c["annotations"][0].update(id=101), "annotation 101 is listed twice"),
+        (lambda c: c["annotations"][0].pop("bbox"), "annotation 100 has no 'bbox'"),
+        (lambda c: c["images"][0].update(id=3), "image 3 is listed twice"),
+        (lambda c: c["images"][0].update(width=0), "image 7 has the size 0 x 60"),
+        (lambda c: c["images"][0].pop("id"), "image number 0 has no 'id'"),
+        (lambda c: c["categories"][0].update(id=2), "category 2 is listed twice"),
+    ],
+)
+def test_a_bad_record_is_named(tiny, change, message):
+    change(tiny.instances)
+    tiny.instances_file.write_text(json.dumps(tiny.instances))
+    with pytest.raises(ValueError, match=rf"instances\.json.*{message}"):
+        read_instances(tiny.instances_file)
+
+
+def test_missing_or_broken_file(tiny, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"gone\.json: cannot read the instances.*check the path"):
+        read_instances(tmp_path / "gone.json")
+    tiny.instances_file.write_text('{"images": [')
+    with pytest.raises(ValueError, match=r"instances\.json: the instances are not valid JSON"):
+        read_instances(tiny.instances_file)

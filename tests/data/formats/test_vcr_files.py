@@ -1,0 +1,88 @@
+"""Broken and missing files of VCR are named in one sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from e2e_vl.data.formats.vcr_files import VCRFile, read_metadata
+from tests.data.tiny_vcr import BOXES, TinyVCR
+
+
+@pytest.fixture
+def tiny(tmp_path) -> TinyVCR:
+    return TinyVCR(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda line: line.pop("objects"), r"line 2 \(val-1\) has no 'objects'"),
+        (lambda line: line.update(objects="person"), "expected a list of class names"),
+        (lambda line: line.update(img_fn="../a.png"), "inside the image folder"),
+        (lambda line: line.update(question=[]), r"val-1\): the question is \[\]"),
+        (lambda line: line["question"].append([4]), "names the object 4, but the line has 4 objects"),
+        (lambda line: line["question"].append([]), r"has the token \[\]"),
+        (lambda line: line["answer_choices"][3].append(7), "choice 3 of answer_choices has the token 7"),
+        (lambda line: line["answer_choices"].pop(), "answer_choices must hold four choices"),
+        (lambda line: line.update(answer_label=4), r"the labels are \[4, 1\]"),
+        (lambda line: line.update(answer_label=True), r"the labels are \[True, 1\]"),
+        (lambda line: line.pop("rationale_label"), r"the labels are \[2, None\]"),
+        (
+            lambda line: [line.pop("rationale_label"), line.pop("answer_label")],
+            "has no labels, unlike the lines before",
+        ),
+        (lambda line: line.update(annot_id="val-0"), "the annot_id val-0 is there twice"),
+    ],
+)
+def test_broken_lines(tiny, change, message):
+    change(tiny.lines[1])
+    with pytest.raises(ValueError, match=f"val.jsonl.*{message}"):
+        VCRFile(tiny.write().file)
+
+
+def test_broken_files(tiny):
+    tiny.write()
+    tiny.file.write_text("{}\n{")
+    with pytest.raises(ValueError, match=r"val.jsonl, line 1 has no 'annot_id'"):
+        VCRFile(tiny.file)
+    tiny.file.write_text("\n")
+    with pytest.raises(ValueError, match="no question in the file"):
+        VCRFile(tiny.file)
+    tiny.file.write_text("nothing\n")
+    with pytest.raises(ValueError, match="line 1 is not valid JSON"):
+        VCRFile(tiny.file)
+    with pytest.raises(FileNotFoundError, match="cannot read the VCR questions"):
+        VCRFile(tiny.root / "none.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"names": ["person"]}, r"names \['person'\] differ from the question's objects"),
+        ({"boxes": BOXES[:2]}, "boxes must hold one entry for each of the 4 objects"),
+        ({"boxes": [[1, 2, 3], *BOXES[1:]]}, r"box 0 is \[1, 2, 3\]"),
+        ({"boxes": [[5, 5, 5, 9, 1], *BOXES[1:]]}, "box 0 .* is empty or inverted"),
+        ({"segms": [[[1, 2]], [], [], []]}, "segms 0 must be a list of outlines"),
+        ({"segms": [[[["x", 2]]], [], [], []]}, "segms 0 must be a list of outlines"),
+        ({"attribute_ids": [[1], [2]]}, "attribute_ids must be a list of equally many numbers"),
+        ({"attribute_ids": [[1], [2], [3], [-1]]}, "numbers from 0 for each of the 4 objects"),
+        ({"width": 100.5}, "width and height are 100.5 and 60"),
+    ],
+)
+def test_broken_metadata(tiny, change, message):
+    tiny.metadata |= change
+    with pytest.raises(ValueError, match=message):
+        read_metadata(tiny.write().images_root / "film" / "a.json", VCRFile(tiny.file)[0])
+
+
+def test_missing_metadata_names_the_question(tiny):
+    question = VCRFile(tiny.write().file)[1]
+    (tiny.images_root / "film" / "b.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"b.json: cannot read the metadata of val-1"):
+        read_metadata(tiny.images_root / question.metadata_fn, question)
+
+
+def test_an_object_may_have_no_outline(tiny):
+    tiny.metadata["segms"][1] = []
+    question = VCRFile(tiny.write().file)[0]
+    assert read_metadata(tiny.images_root / "film" / "a.json", question).polygons[1] == []

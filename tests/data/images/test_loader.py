@@ -1,0 +1,386 @@
+"""From the facts about an image to pixels and moved boxes, for all data sets alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from detector.selection import SelectionRule
+from e2e_vl.data.formats.coco import read_instances
+from e2e_vl.data.images.candidates import BoxReader, open_boxes
+from e2e_vl.data.images.loader import Augmentation
+from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
+from e2e_vl.examples import ImageExample
+from e2e_vl.samples import AnnotatedObjects, BrokenImageError, CandidateBoxes, EncodedImage, SampleImage
+from tests.data.roads import DOUBLE, SAME, make_loader
+from tests.data.tiny_refcoco import DETECTIONS_7, GT_7
+
+ALL = SelectionRule(min_score=0.0, min_regions=0, max_regions=100)
+BETTER = SelectionRule(min_score=0.5, min_regions=1, max_regions=100)
+FEATURE_BOXES = np.array([[0, 0, 10, 10], [5, 5, 20, 20]], dtype=np.float32)
+
+
+@pytest.fixture
+def photo(tiny) -> SampleImage:
+    """Photo 7, 100 x 60 pixels."""
+    objects = read_instances(tiny.instances_file).objects(7)
+    return SampleImage("7", tiny.images_root / "seven.png", (60, 100), objects)
+
+
+def load(image: SampleImage, *args, flip: bool = False, **rules) -> ImageExample:
+    loader = make_loader(*args, **rules)
+    return loader.load(image, Augmentation(flip, loader.rules.resize[0]))
+
+
+def detections(tiny, selection: SelectionRule = BETTER) -> BoxReader:
+    return open_boxes([tiny.detections_file], selection, with_features=False)
+
+
+def in_file_order(tiny) -> BoxReader:
+    reader = detections(tiny)
+    reader.selection = None
+    return reader
+
+
+# Pixels and sizes
+
+
+def test_pixels_boxes_and_names(photo):
+    image = load(photo, resize=DOUBLE)
+    assert image.pixels.shape == (120, 200, 3)
+    assert image.pixels.dtype == np.uint8
+    assert (image.placement.original_size, image.placement.size, image.placement.flipped) == (
+        (60, 100),
+        (120, 200),
+        False,
+    )
+    assert image.name.endswith("seven.png")
+    np.testing.assert_array_equal(image.boxes, [[20, 40, 60, 80], [120, 20, 180, 80], [0, 0, 199, 119]])
+    assert image.box_ids == (100, 101, 102)
+    assert image.box_classes.tolist() == [0, 0, 1]
+    assert image.objects is None and image.roi_masks is None and image.hide is None
+
+
+def test_without_annotations_images_have_the_size_that_they_have(photo):
+    image = load(SampleImage("7", photo.file), "online")
+    assert image.placement.original_size == (60, 100) and image.boxes is None
+
+
+def test_the_content_of_an_archive_and_a_file_that_is_looked_up_late(photo):
+    encoded = EncodedImage(photo.file.read_bytes(), "a.tar: seven.png")
+    image = load(dataclasses.replace(photo, file=lambda: encoded))
+    np.testing.assert_array_equal(image.pixels, load(photo).pixels)
+    assert image.name == "a.tar: seven.png"
+    assert load(dataclasses.replace(photo, file=lambda: photo.file)).name == str(photo.file)
+
+
+@pytest.mark.parametrize(("order", "colour"), [("RGB", [123, 116, 103]), ("BGR", [103, 116, 123])])
+def test_a_blank_image_keeps_boxes_and_size(photo, order, colour):
+    plain = load(photo, channel_order=order)
+    blank = load(photo, channel_order=order, is_blank=True)
+    assert blank.pixels.shape == plain.pixels.shape and blank.pixels.dtype == np.uint8
+    assert (blank.pixels == np.array(colour)).all()
+    np.testing.assert_array_equal(blank.boxes, plain.boxes)
+
+
+def test_a_blank_image_may_lose_its_boxes(photo):
+    blank = load(photo, is_blank=True, blank_boxes=True, with_objects=True)
+    assert blank.boxes.shape == (0, 4) and blank.box_classes.shape == (0,) and blank.box_ids is None
+    assert len(blank.objects.boxes) == 2, "targets of the detection losses are no input"
+    np.testing.assert_array_equal(load(photo, blank_boxes=True).boxes, GT_7)
+    assert load(photo, "online", is_blank=True, blank_boxes=True).boxes is None
+
+
+def test_a_flip_moves_pixels_boxes_and_objects(photo):
+    plain, mirrored = load(photo, with_objects=True), load(photo, with_objects=True, flip=True)
+    assert mirrored.placement.flipped
+    np.testing.assert_array_equal(mirrored.pixels, plain.pixels[:, ::-1])
+    np.testing.assert_array_equal(mirrored.boxes, [[69, 20, 89, 40], [9, 10, 39, 40], [0, 0, 99, 59]])
+    # x' = width - 1 - x for candidates (official VL-BERT code), width - x for the detector's targets (Detectron2)
+    np.testing.assert_array_equal(mirrored.objects.boxes, [[70, 20, 90, 40], [10, 10, 40, 40]])
+    for one, other in zip(plain.objects.boxes.astype(int), mirrored.objects.boxes.astype(int), strict=True):
+        inside = mirrored.pixels[other[1] : other[3], other[0] : other[2]]
+        assert (inside == inside[0, 0]).all()
+        assert (inside == plain.pixels[one[1] : one[3], one[0] : one[2]]).all()
+
+
+def test_flip_and_size_are_drawn(photo):
+    loader = make_loader(resize=(SAME, DOUBLE), flip_probability=0.5)
+    augmentations = {loader.draw_augmentation(np.random.default_rng(seed)) for seed in range(40)}
+    assert augmentations == {Augmentation(flip, resize) for flip in (False, True) for resize in (SAME, DOUBLE)}
+    assert loader.load(photo, Augmentation(False, DOUBLE)).pixels.shape == (120, 200, 3)
+    always, never = (make_loader(flip_probability=probability) for probability in (1.0, 0.0))
+    assert {always.draw_augmentation(np.random.default_rng(seed)).flip for seed in range(9)} == {True}
+    assert {never.draw_augmentation(np.random.default_rng(seed)).flip for seed in range(9)} == {False}
+
+
+# Candidate boxes
+
+
+@pytest.mark.parametrize(
+    ("source", "boxes"),
+    [("gt", GT_7), ("detections", DETECTIONS_7), ("detections+gt", DETECTIONS_7 + GT_7), ("online", None)],
+)
+def test_box_sources(tiny, photo, source, boxes):
+    image = load(photo, source, in_file_order(tiny) if "detections" in source else None)
+    if boxes is None:
+        assert image.boxes is None
+    else:
+        np.testing.assert_array_equal(image.boxes, boxes)
+        assert image.boxes.dtype == np.float32
+    if source != "gt":  # of other boxes neither ids nor classes are known
+        assert image.box_ids is None and image.box_classes is None
+
+
+def test_the_selection_rule_applies_to_detections_only(tiny, photo):
+    image = load(photo, "detections+gt", detections(tiny))
+    np.testing.assert_array_equal(image.boxes, [DETECTIONS_7[1], *GT_7])
+
+
+def test_some_of_the_objects_are_candidates(photo):
+    image = load(dataclasses.replace(photo, candidates=(2, 0)), with_objects=True)
+    np.testing.assert_array_equal(image.boxes, [GT_7[2], GT_7[0]])
+    assert image.box_ids == (102, 100) and image.box_classes.tolist() == [1, 0]
+    assert len(image.objects.boxes) == 2, "the others are still targets of the detection losses"
+    assert load(dataclasses.replace(photo, candidates=())).boxes.shape == (0, 4)
+
+
+@pytest.mark.parametrize("source", ["gt", "detections", "detections+gt", "online"])
+def test_boxes_that_come_with_a_sample_go_before_every_other_source(tiny, photo, source):
+    probabilities = np.array([[0.25, 0.75]], dtype=np.float32)
+    own = CandidateBoxes(np.array([[1.0, 2, 30, 40]]), "--boxes", class_probs=probabilities)
+    image = load(dataclasses.replace(photo, boxes=own), source, detections(tiny), resize=DOUBLE)
+    np.testing.assert_array_equal(image.boxes, [[2, 4, 60, 80]])
+    np.testing.assert_array_equal(image.class_probs, probabilities)
+
+
+def test_a_box_outside_its_image_is_named(tiny, photo):
+    tiny.detections[1]["box"] = [101, 5, 10, 10]
+    with pytest.raises(ValueError, match=r"dets\.json: image 7: box 0 .* outside the 100 x 60 image"):
+        load(photo, "detections", in_file_order(tiny.write()))
+    own = CandidateBoxes(np.array([[100.0, 2, 130, 40]]), "--boxes")
+    with pytest.raises(ValueError, match=r"--boxes: box 0 .* outside the 100 x 60 image"):
+        load(dataclasses.replace(photo, boxes=own))
+
+
+def test_boxes_to_hide_move_with_the_image(photo):
+    hide = np.array([[10.0, 0, 20, 60]])
+    image = load(dataclasses.replace(photo, hide=hide), "online", resize=DOUBLE, flip=True)
+    np.testing.assert_array_equal(image.hide, [[159, 0, 179, 119]])
+    nothing = load(dataclasses.replace(photo, hide=np.zeros((0, 4))), "online")
+    assert nothing.hide.shape == (0, 4), "exactly nothing is to be hidden"
+
+
+# Targets of the detection losses
+
+
+def test_objects_are_the_annotations_without_crowds(photo):
+    objects = load(photo, "online", with_objects=True).objects
+    np.testing.assert_array_equal(objects.boxes, GT_7[:2])
+    assert objects.boxes.dtype == np.float32
+    np.testing.assert_array_equal(objects.classes, [0, 0])
+    np.testing.assert_array_equal(objects.attributes, [[1, -1], [0, 2]])
+
+
+def test_objects_without_attributes_or_crowds(photo):
+    bare = dataclasses.replace(photo.objects, attributes=None, is_crowd=None)
+    objects = load(dataclasses.replace(photo, objects=bare), with_objects=True).objects
+    assert objects.attributes is None and len(objects.boxes) == len(objects.classes) == 3
+
+
+def test_an_image_without_objects_has_empty_targets(photo):
+    none = AnnotatedObjects(np.zeros((0, 4)), "i.json: image 7", np.zeros(0, dtype=np.int64))
+    image = load(dataclasses.replace(photo, objects=none), with_objects=True)
+    assert image.objects.boxes.shape == image.boxes.shape == (0, 4)
+    assert image.objects.classes.shape == (0,)
+
+
+def test_objects_are_clipped_to_the_image(tiny, photo):
+    tiny.instances["annotations"][0]["bbox"] = [-10, 20, 130, 50]  # of a 100 x 60 image
+    objects = read_instances(tiny.write().instances_file).objects(7)
+    image = load(dataclasses.replace(photo, objects=objects), with_objects=True, resize=DOUBLE)
+    np.testing.assert_allclose(image.objects.boxes[0], [0, 40, 200, 120])
+    np.testing.assert_allclose(image.boxes[0], [0, 40, 199, 119])
+
+
+def test_an_object_that_vanishes_is_named(photo):
+    thin = AnnotatedObjects(np.array([[-5.0, 0, 0, 60]]), "i.json: image 7", np.zeros(1, dtype=np.int64))
+    with pytest.raises(ValueError, match=r"i\.json: image 7: object 0"):
+        load(dataclasses.replace(photo, objects=thin), "online", with_objects=True)
+
+
+# Instance masks
+
+
+def with_outlines(photo: SampleImage, *outlines: list) -> SampleImage:
+    objects = dataclasses.replace(photo.objects, outlines=[[np.array(one, float) for one in row] for row in outlines])
+    return dataclasses.replace(photo, objects=objects)
+
+
+LEFT_HALF = [[10, 20], [19, 20], [19, 40], [10, 40]]
+SQUARE = [[60, 10], [90, 10], [90, 40], [60, 40]]
+CORNER = [[0, 0], [50, 0], [0, 30]]
+
+
+def test_masks_of_the_candidates(photo):
+    photo = with_outlines(photo, [LEFT_HALF], [SQUARE], [CORNER])
+    masks = load(photo, mask_size=14).roi_masks
+    assert masks.shape == (3, 14, 14) and masks.dtype == np.float32
+    assert masks[0, :, :4].all() and not masks[0, :, 8:].any()
+    assert masks[1].all()
+    np.testing.assert_array_equal(load(photo, mask_size=14, flip=True).roi_masks, masks[:, :, ::-1])
+    chosen = load(dataclasses.replace(photo, candidates=(2, 0)), mask_size=14).roi_masks
+    np.testing.assert_array_equal(chosen, masks[[2, 0]])
+    np.testing.assert_array_equal(load(photo, mask_size=14, resize=DOUBLE).roi_masks, masks)
+
+
+def test_masks_are_left_out_or_blank(tiny, photo):
+    assert load(photo, mask_size=14).roi_masks is None, "nothing has an outline"
+    photo = with_outlines(photo, [LEFT_HALF], [SQUARE], [CORNER])
+    assert load(photo).roi_masks is None
+    assert load(photo, "detections+gt", detections(tiny), mask_size=14).roi_masks is None
+    assert load(photo, mask_size=14, is_blank=True).roi_masks.all(), "outlines tell shapes"
+    nothing = load(dataclasses.replace(photo, candidates=()), mask_size=14)
+    assert nothing.roi_masks.shape == (0, 14, 14)
+
+
+def test_objects_without_an_outline_are_counted_and_said(photo, caplog):
+    photo = with_outlines(photo, [LEFT_HALF], [], [[[3, 3], [9, 30]]])  # nothing, and a line
+    loader = make_loader(mask_size=14)
+    for image_id in ("a", "a", "b", "a"):
+        masks = loader.load(dataclasses.replace(photo, id=image_id), Augmentation(False, SAME)).roi_masks
+        assert masks.any(axis=(1, 2)).tolist() == [True, False, False]
+    assert loader.without_outline == {(name, row) for name in "ab" for row in (1, 2)}
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+    assert "image 7: object 1 (square) has no outline" in caplog.records[0].getMessage()
+    assert [record.args[-1] for record in caplog.records] == [1, 2, 4]
+    caplog.clear()
+    load(photo)
+    assert not caplog.records
+
+
+# Saved features
+
+
+@pytest.fixture
+def features(tmp_path) -> BoxReader:
+    values = np.arange(8, dtype=np.float32).reshape(2, 4)
+    (tmp_path / "features").mkdir()
+    save_npz(tmp_path / "features" / "7.npz", RegionFeatures("7", (60, 100), FEATURE_BOXES, values))
+    return open_boxes([tmp_path / "features"], ALL, with_features=True)
+
+
+def test_precomputed_features_need_no_pixels(photo, features):
+    photo.file.unlink()
+    image = load(photo, "precomputed", features, resize=DOUBLE)
+    assert image.features.shape == (2, 4) and image.image_feature is None
+    np.testing.assert_array_equal(image.boxes, FEATURE_BOXES * 2)
+    assert image.pixels.shape == (120, 200, 3) and image.pixels.strides[:2] == (0, 0), "a shape without memory"
+    assert image.placement.original_size == (60, 100) and image.name == str(photo.file)
+
+
+def test_the_mean_of_the_regions_may_stand_for_the_whole_image(photo, features):
+    """As in the official code."""
+    assert load(photo, "precomputed", features, mean_image_feature=True).image_feature.tolist() == [2, 3, 4, 5]
+    empty = CandidateBoxes(np.zeros((0, 4)), "f", image_size=(60, 100), features=np.zeros((0, 4), dtype=np.float32))
+    image = load(dataclasses.replace(photo, boxes=empty), "precomputed", mean_image_feature=True)
+    assert image.image_feature.tolist() == [0, 0, 0, 0] and image.boxes.shape == (0, 4)
+    own = dataclasses.replace(empty, image_feature=np.ones(4, dtype=np.float32))
+    image = load(dataclasses.replace(photo, boxes=own), "precomputed", mean_image_feature=True)
+    assert image.image_feature.tolist() == [1, 1, 1, 1]
+
+
+def test_mirrored_precomputed_features(photo, features):
+    """As in the official code: boxes (and words) are mirrored, features are not."""
+    with pytest.raises(ValueError, match=r"precomputed features are those of images as they are.*set data.flip to 0"):
+        make_loader("precomputed", features, flip_probability=0.5)
+    image = load(photo, "precomputed", features, flip=True, mirror_precomputed=True, flip_probability=1.0)
+    np.testing.assert_array_equal(image.boxes[0], [89, 0, 99, 10])
+    assert image.features[0, 0] == 0 and image.placement.flipped
+
+
+def test_blank_features(photo, features):
+    blank = load(photo, "precomputed", features, is_blank=True, mean_image_feature=True)
+    assert not blank.features.any() and not blank.image_feature.any() and blank.boxes.shape == (2, 4)
+    assert len(np.unique(blank.pixels.reshape(-1, 3), axis=0)) == 1
+    nothing = load(photo, "precomputed", features, is_blank=True, blank_boxes=True)
+    assert nothing.boxes.shape == (0, 4) and nothing.features.shape == (0, 4)
+
+
+def test_features_of_an_archive_name_their_own_file(photo, features):
+    archived = dataclasses.replace(photo, file=lambda: EncodedImage(b"", "x"), size=None)
+    assert load(archived, "precomputed", features).name.endswith("features: image 7")
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"flip_probability": 1.5}, "flip_probability is 1.5"),
+        ({"resize": ()}, "at least one resize rule"),
+    ],
+)
+def test_rules_that_make_no_sense(rules, message):
+    with pytest.raises(ValueError, match=message):
+        make_loader(**rules)
+
+
+def test_image_files_are_checked_when_loaded(photo):
+    with pytest.raises(ValueError, match=r"seven\.png: image 7 is 100 x 60 pixels, but its annotation file says 101 x"):
+        load(dataclasses.replace(photo, size=(60, 101)))
+    photo.file.write_bytes(b"no image")
+    with pytest.raises(BrokenImageError) as caught:
+        load(photo)
+    assert isinstance(caught.value.__cause__, ValueError) and "seven.png" in str(caught.value.__cause__)
+    photo.file.unlink()
+    with pytest.raises(BrokenImageError) as caught:
+        load(photo)
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    assert "seven.png: the file of image 7 is missing" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("source", ["gt", "detections+gt"])
+def test_annotated_boxes_need_annotations(tiny, photo, source):
+    with pytest.raises(ValueError, match=rf"image 7: boxes '{source.replace('+', '.')}' come from annotated objects"):
+        load(dataclasses.replace(photo, objects=None), source, detections(tiny))
+
+
+def test_detection_losses_need_annotations(photo):
+    with pytest.raises(ValueError, match="image 7: the targets of the detection losses come from annotated objects"):
+        load(dataclasses.replace(photo, objects=None), "online", with_objects=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "file"), [("detections", "detections"), ("detections+gt", "detections"), ("precomputed", "features")]
+)
+def test_a_source_without_its_file_is_not_taken_for_another_one(photo, source, file):
+    with pytest.raises(ValueError, match=rf"image 7 has no boxes '.*'; set data\.files\.{file}"):
+        load(photo, source)
+
+
+@pytest.mark.parametrize("with_features", [True, False])
+def test_features_of_an_image_of_another_size(photo, features, with_features):
+    features.with_features = with_features
+    Image.new("RGB", (50, 60)).save(photo.file)
+    source = "precomputed" if with_features else "detections"
+    with pytest.raises(ValueError, match="image 7: the image was 100 x 60 pixels, but its annotations say 50 x 60"):
+        load(dataclasses.replace(photo, size=(60, 50)), source, features)
+
+
+def test_files_of_boxes_must_hold_all_images(tiny):
+    make_loader("detections", detections(tiny)).require_images(["7", "3"], "train")
+    with pytest.raises(ValueError, match=r"dets\.json: no detections for image 8 .*split val"):
+        make_loader("detections", detections(tiny)).require_images(["7", "8", "11"], "val")
+    make_loader("gt").require_images(["8"], "val")
+
+
+def test_nothing_is_said_about_images_in_order(photo, caplog):
+    with caplog.at_level(logging.INFO):
+        load(photo, with_objects=True)
+    assert not caplog.records

@@ -1,0 +1,78 @@
+"""A data set on its way to examples, as tests of readers, loader and loading need it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from detector.images import ResizeRule
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import DataSettings
+from e2e_vl.data.base import VLDataset, Wants, open_options
+from e2e_vl.data.images.candidates import BoxReader
+from e2e_vl.data.images.loader import ImageLoader, ImageRules
+from e2e_vl.data.loading.example_dataset import ExampleDataset
+from e2e_vl.examples import ImageExample, TextExample
+from e2e_vl.layout import TextWriter
+from e2e_vl.samples import Sample, SampleText
+from e2e_vl.wording import Draw, Wording
+
+SAME = ResizeRule(short_edge=60, long_edge=1000)  # a photo of 100 x 60 pixels keeps its size
+DOUBLE = ResizeRule(short_edge=120, long_edge=1000)
+
+
+class PlainWording(Wording):
+    """Every text as it is, without targets."""
+
+    def word(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    ) -> Iterable[TextExample]:
+        laid = self.writer.single(self.writer.pieces(text.words))
+        yield TextExample(laid, text.looks_at, self.record(text, images, laid), seed=int(draw(text.index).integers(99)))
+
+
+def make_loader(
+    boxes: BoxSource | str = BoxSource.GT,
+    reader: BoxReader | None = None,
+    *,
+    resize: ResizeRule | Sequence[ResizeRule] = SAME,
+    **rules,
+) -> ImageLoader:
+    """A loader of images; `rules` are fields of `ImageRules`."""
+    sizes = (resize,) if isinstance(resize, ResizeRule) else tuple(resize)
+    return ImageLoader(ImageRules(sizes, **rules), BoxSource(boxes), reader)
+
+
+def examples(
+    dataset: VLDataset,
+    wording: Wording | PreTrainedTokenizerBase,
+    boxes: BoxSource | str = BoxSource.GT,
+    reader: BoxReader | None = None,
+    *,
+    seed: int = 0,
+    skip_broken: bool = False,
+    **rules,
+) -> ExampleDataset:
+    """The examples of a data set: in a task's wording, or (given a tokenizer) every text as it is."""
+    if not isinstance(wording, Wording):
+        wording = PlainWording(TextWriter(wording))
+    return ExampleDataset(dataset, make_loader(boxes, reader, **rules), wording, seed=seed, skip_broken=skip_broken)
+
+
+def open_dataset(
+    kind: type[VLDataset],
+    settings: DataSettings,
+    split: str,
+    boxes: BoxSource | str = BoxSource.ONLINE,
+    *,
+    objects: bool = False,
+    training: bool = False,
+) -> VLDataset:
+    """A data set as a run opens it."""
+    return kind.open(*open_options(kind, settings), split, Wants(BoxSource(boxes), objects, training))
+
+
+def words_of(text: TextExample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The wordpieces of a text."""
+    return tokenizer.convert_ids_to_tokens(text.laid.input_ids.tolist())

@@ -1,0 +1,73 @@
+"""Files and options of the settings, and what all readers share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import DataSettings
+from e2e_vl.data.base import DataFiles, NoOptions, Wants, check_boxes_source, group_texts, open_options
+from e2e_vl.data.captions import CaptionDataset
+from e2e_vl.data.coco_detection import CocoDetectionDataset
+from e2e_vl.data.refcoco import RefCOCODataset
+from e2e_vl.data.vcr import VCRDataset, VCROptions
+
+KNOWN = ("images", "captions", "corpus")
+
+
+def test_names_of_files_have_placeholders_and_start_from_the_root(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    files = {"captions": "cc/{split}.json", "images": "/elsewhere/{images}", "corpus": "a.doc+{split}.doc"}
+    found = DataFiles(DataSettings(name="some", root="~/data", files=files), KNOWN)
+    assert found.path("captions", split="val") == tmp_path / "data" / "cc" / "val.json"
+    assert found.path("images", split="val", images="val2014") == Path("/elsewhere/val2014")
+    assert found.name("corpus", split="val") == "a.doc+val.doc"
+    assert "corpus" in found and "instances" not in found
+
+
+def test_files_that_are_unknown_or_not_set():
+    with pytest.raises(ValueError, match=r"data\.files has the unknown key 'image'; some takes images"):
+        DataFiles(DataSettings(name="some", root=".", files={"image": "x"}), KNOWN)
+    with pytest.raises(ValueError, match=r"data\.files\.corpus is not set; it names the corpus of some"):
+        DataFiles(DataSettings(name="some", root="."), KNOWN).path("corpus")
+
+
+def test_options_are_checked_by_their_dataclass():
+    files, options = open_options(RefCOCODataset, DataSettings(name="refcoco", root="r"))
+    assert options == NoOptions() and files.root == Path("r")
+    _, options = open_options(VCRDataset, DataSettings(name="vcr", root="r", config={"question": "rationale"}))
+    assert options == VCROptions(question="rationale")
+    with pytest.raises(ValueError, match=r"data\.config\.question is 'both'"):
+        open_options(VCRDataset, DataSettings(name="vcr", root="r", config={"question": "both"}))
+
+
+def test_texts_are_grouped_in_the_order_of_first_mention():
+    assert group_texts(["b", "a", "b", 3, "a"]) == [[0, 2], [1, 4], [3]]
+
+
+@pytest.mark.parametrize(
+    ("wants", "annotations"),
+    [
+        (Wants(BoxSource.GT), True),
+        (Wants(BoxSource.DETECTIONS_GT), True),
+        (Wants(BoxSource.ONLINE), False),
+        (Wants(BoxSource.ONLINE, objects=True), True),
+        (Wants(BoxSource.PRECOMPUTED, training=True), False),
+    ],
+)
+def test_when_annotations_are_read(wants, annotations):
+    assert wants.annotations is annotations
+
+
+def test_sources_of_boxes_that_make_sense():
+    check_boxes_source(RefCOCODataset, "refcoco", BoxSource.DETECTIONS_GT)
+    for kind, name, source, known in (
+        (VCRDataset, "vcr", BoxSource.ONLINE, "gt"),
+        (CocoDetectionDataset, "coco_detection", BoxSource.GT, "online"),
+        (CaptionDataset, "captions", BoxSource.DETECTIONS_GT, "gt, detections, online, precomputed"),
+    ):
+        message = rf"{name} cannot have boxes from '.*'; set data\.boxes\.train and eval\.boxes to one of {known}\."
+        with pytest.raises(ValueError, match=message):
+            check_boxes_source(kind, name, source)

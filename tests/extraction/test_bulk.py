@@ -1,0 +1,169 @@
+"""Bulk extraction in this process: rules, given boxes, interruptions, failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from detector.images import make_image_batch, resize_boxes
+from detector.selection import SelectionRule
+from e2e_vl.data.formats.image_lists import GivenBoxes, list_images
+from e2e_vl.data.storage.features.stores import open_features
+from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.extraction import bulk
+from e2e_vl.extraction.bulk import ExtractionJob, ExtractionSummary, extract_images
+from e2e_vl.extraction.chain import ExtractionSettings
+from e2e_vl.extraction.stamp import make_stamp
+from tests.extraction.conftest import SIZES
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+@pytest.fixture
+def make_job(folder: Path, source, tmp_path: Path):
+    def make(layout: str = "npz", **changes) -> ExtractionJob:
+        name = {"npz": "out", "hdf5": "out.h5"}.get(layout, f"out.{layout}")
+        settings = changes.pop("settings", ExtractionSettings("score", SelectionRule(0.0, 4, 6)))
+        return ExtractionJob(
+            **{
+                "images": list_images(folder),
+                "output": tmp_path / name,
+                "layout": layout,
+                "source": source,
+                "settings": settings,
+                "stamp": make_stamp(source, settings),
+                "workers": 0,
+                "batch_size": 2,
+                **changes,
+            }
+        )
+
+    return make
+
+
+def extract(job: ExtractionJob) -> ExtractionSummary:
+    return extract_images(job, make_accelerator("no"))
+
+
+def described_again(source, image, boxes: np.ndarray) -> np.ndarray:
+    """Features of boxes, in pixels of the original image, from the detector's own call."""
+    settings = source.detector.config.input
+    batch = make_image_batch([image.pixels], [image.original_size], ["x"], settings.pixel_mean, settings.pixel_std)
+    resized = resize_boxes(boxes, image.original_size, image.pixels.shape[:2])
+    with torch.no_grad():
+        return source.detector(batch, [torch.from_numpy(resized)]).features[0].numpy()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ExtractionSettings("score", SelectionRule(0.0, 6, 6)),
+        ExtractionSettings("maxconf", SelectionRule(0.5, 3, 8), "proposal", attributes=True),
+        ExtractionSettings("maxconf", SelectionRule(0.5, 3, 8), "final"),
+        ExtractionSettings("maxnms", SelectionRule(0.0, 7, 7), "final", attributes=True),
+    ],
+    ids=lambda settings: f"{settings.rule}-{settings.features_of}",
+)
+def test_features_are_those_of_the_boxes(settings, make_job, source, input_of):
+    summary = extract(make_job(settings=settings))
+    assert (summary.done, summary.before, summary.few, summary.failures) == (5, 0, 0, {})
+    store = open_features(make_job().output)
+    assert store.ids == ["0", "1", "2", "3", "4"]
+    for record, size in zip(store, SIZES, strict=True):
+        assert record.image_size == size
+        assert settings.numbers.min_regions <= len(record) <= settings.numbers.max_regions
+        assert np.allclose(described_again(source, input_of(record.image_id), record.boxes), record.features, atol=1e-4)
+        assert (record.boxes >= 0).all() and (record.boxes <= [size[1], size[0]] * 2).all()
+        assert (record.attributes is None) is not settings.attributes
+        if settings.features_of == "proposal":
+            logits = source.detector.roi_heads.box_predictor.class_logits(torch.from_numpy(record.features))
+            best = logits.softmax(dim=1)[:, :-1].max(dim=1)
+            assert np.array_equal(best.indices.numpy(), record.classes)
+            assert np.allclose(best.values.detach().numpy(), record.scores, atol=1e-5)
+
+
+def test_given_boxes(make_job, source, input_of):
+    boxes = np.array([[3.2, 4, 50, 60.7], [0, 0, 200, 300], [10, 10, 12, 30]])
+    given = {"0": GivenBoxes(boxes, np.array([5, 4, 9])), "3": GivenBoxes(boxes + 500, np.array([1, 2, 3]))}
+    settings = ExtractionSettings("given", image_feature=True)
+    summary = extract(make_job("hdf5", settings=settings, given=given))
+    assert summary.done == 4 and list(summary.failures) == ["3"] and "lies outside" in summary.failures["3"]
+    store = open_features(make_job("hdf5").output)
+    assert store.ids == ["0", "1", "2", "4"] and len(store["1"]) == 0
+    record = store["0"]
+    assert record.box_ids.tolist() == [5, 4, 9]
+    assert np.allclose(record.boxes, [[3.2, 4, 50, 60.7], [0, 0, 90, 70], [10, 10, 12, 30]])
+    last_pixel = [[3.2, 4, 50, 60.7], [0, 0, 90 * 81 / 82, 70 * 63 / 64], [10, 10, 12, 30]]  # resized to 82 x 64
+    again = described_again(source, input_of("0"), np.array(last_pixel, dtype=np.float32))
+    assert np.allclose(record.features, again, atol=1e-4)
+    whole = described_again(source, input_of("0"), np.array([[0, 0, *last_pixel[1][2:]]], dtype=np.float32))
+    assert np.allclose(record.image_feature, whole[0], atol=1e-4)
+
+
+def test_an_interrupted_extraction_goes_on(make_job, monkeypatch):
+    extract(make_job("hdf5"))
+    expected = make_job("hdf5").output.read_bytes()
+    make_job("hdf5").output.unlink()
+
+    save = bulk.save_npz
+    saved = []
+
+    def save_some(file, record, stamp):
+        if len(saved) == 3:
+            file.write(b"half of a fil")
+            raise KeyboardInterrupt
+        saved.append(record.image_id)
+        save(file, record, stamp)
+
+    monkeypatch.setattr(bulk, "save_npz", save_some)
+    with pytest.raises(KeyboardInterrupt):
+        extract(make_job("hdf5"))
+    assert not make_job("hdf5").output.exists()
+
+    def save_others(file, record, stamp):
+        assert record.image_id not in saved[:3], "done twice"
+        saved.append(record.image_id)
+        save(file, record, stamp)
+
+    monkeypatch.setattr(bulk, "save_npz", save_others)
+    summary = extract(make_job("hdf5"))
+    assert (summary.before, summary.done) == (3, 2) and sorted(saved) == ["0", "1", "2", "3", "4"]
+    found, original = open_features(make_job("hdf5").output), make_job("hdf5").output.with_name("original.h5")
+    original.write_bytes(expected)
+    for record in open_features(original):
+        assert np.array_equal(found[record.image_id].boxes, record.boxes)
+        assert np.allclose(found[record.image_id].features, record.features, atol=1e-5)
+    assert not make_job("hdf5").folder.exists()
+    assert extract(make_job("hdf5")).before == 5
+
+
+@pytest.mark.parametrize("layout", ["npz", "tsv"])
+def test_a_damaged_image_does_not_stop_the_others(layout, make_job, folder, tmp_path):
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    for path in folder.iterdir():
+        (mixed / path.name).write_bytes(path.read_bytes())
+    (mixed / "1.png").write_bytes((folder / "1.png").read_bytes()[:500])
+    summary = extract(make_job(layout, images=list_images(mixed)))
+    assert list(summary.failures) == ["1"] and str(mixed / "1.png") in summary.failures["1"]
+    assert open_features(make_job(layout).output).ids == ["0", "2", "3", "4"]
+    (mixed / "1.png").write_bytes((folder / "1.png").read_bytes())
+    summary = extract(make_job(layout, images=list_images(mixed)))
+    assert (summary.before, summary.done, summary.failures) == (4, 1, {})
+    assert open_features(make_job(layout).output).ids == ["0", "1", "2", "3", "4"]
+
+
+def test_other_settings_or_images_need_another_output(make_job):
+    extract(make_job())
+    extract(make_job("tsv"))
+    other = ExtractionSettings("score", SelectionRule(0.0, 4, 5))
+    with pytest.raises(ValueError, match=r"out was begun with other settings \(box_rule\)"):
+        extract(make_job(settings=other))
+    with pytest.raises(ValueError, match=r"out\.tsv exists and holds other images or was made differently"):
+        extract(make_job("tsv", settings=other))
+    fewer = make_job().images[1:]
+    with pytest.raises(ValueError, match="features of image 0, which is not listed"):
+        extract(make_job(images=fewer))

@@ -1,0 +1,98 @@
+"""From images to regions: the rules, and which features belong to the boxes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from detector.boxes import is_larger, pairwise_iou
+from detector.detector_config import DetectorConfig
+from detector.faster_rcnn import FasterRCNN
+from detector.images import make_image_batch
+from detector.selection import SelectionRule
+from detector.structures import ImageBatch
+from e2e_vl.extraction.chain import MAX_CANDIDATES, SAME_PLACE, ExtractionSettings, RegionExtractor, candidates
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+def network_input(source, image) -> ImageBatch:
+    settings = source.detector.config.input
+    return make_image_batch([image.pixels], [image.original_size], ["x"], settings.pixel_mean, settings.pixel_std)
+
+
+def test_features_of_the_proposal_with_a_refined_box(source, input_of):
+    """The boxes are the boxes of "final"; the features are not."""
+    numbers, image = SelectionRule(0.0, 5, 5), input_of("0")
+    final, proposal = (
+        RegionExtractor(source.detector, ExtractionSettings("maxnms", numbers, of))([image])[0]
+        for of in ("final", "proposal")
+    )
+    assert np.array_equal(final.boxes, proposal.boxes) and np.array_equal(final.classes, proposal.classes)
+    assert not np.allclose(final.features, proposal.features, atol=1e-3)
+    images = network_input(source, image)
+    maps = source.detector.features(images)
+    generator = source.detector.proposal_generator
+    boxes = generator.propose(generator(maps), [tuple(images.sizes[0].tolist())]).boxes[0]
+    with torch.no_grad():
+        all_features = source.detector(images, [boxes]).features[0].numpy()
+    for row in proposal.features:
+        assert np.abs(all_features - row).max(axis=1).min() < 1e-4
+
+
+def test_the_score_rule(source, input_of):
+    image = input_of("0")
+    every = RegionExtractor(source.detector, ExtractionSettings("score", SelectionRule(0.0, 0, 100)))([image])[0]
+    overlap = pairwise_iou(every.boxes, every.boxes) - np.eye(len(every))
+    assert len(every) > 8 and overlap.max() < SAME_PLACE + 1e-3
+    assert (np.diff(every.scores) <= 0).all()
+    middle = float(every.scores[4])
+    rule = SelectionRule(middle, 2, 100)
+    some = RegionExtractor(source.detector, ExtractionSettings("score", rule))([image])[0]
+    assert np.array_equal(some.boxes, every.boxes[every.scores >= middle])
+
+
+def test_the_score_rule_keeps_what_the_detector_itself_detects(source, input_of):
+    """The detections of `Detector.forward` (Detectron2's test-time rule) without boxes of no area and same places."""
+    changes = {"MODEL.ROI_HEADS.SCORE_THRESH_TEST": 0.0, "TEST.DETECTIONS_PER_IMAGE": 100}
+    detector = FasterRCNN(DetectorConfig.from_flat(source.detector.config.to_flat() | changes)).eval()
+    detector.load_state_dict(source.detector.state_dict())
+    image = input_of("2")
+    with torch.no_grad():
+        found = detector(network_input(source, image))
+    scores, boxes = found.scores[0].numpy(), found.boxes[0].numpy()
+    distinct: list[int] = []
+    for row in np.flatnonzero(is_larger(boxes)):
+        if not distinct or pairwise_iou(boxes[row : row + 1], boxes[distinct]).max() <= SAME_PLACE:
+            distinct.append(int(row))
+    expected = distinct[:6]
+    assert len(expected) == 6
+    regions = RegionExtractor(detector, ExtractionSettings("score", SelectionRule(0.0, 6, 6)))([image])[0]
+    assert np.array_equal(regions.scores, scores[expected])
+    assert np.array_equal(regions.classes, found.classes[0].numpy()[expected])
+    assert np.allclose(regions.features, found.features[0].numpy()[expected], atol=1e-5)
+
+
+def test_sure_proposals_with_many_classes_leave_room_for_the_others():
+    """Three proposals alone have more pairs than are looked at; the others come in with their best class."""
+    probs = torch.full((20, 2000), 1e-9)
+    probs[:3] = 1e-4
+    probs[:3, 0] = 2e-4
+    probs[3:, 7] = 1e-5
+    rows, classes = candidates(probs)
+    assert MAX_CANDIDATES < 3 * 2000
+    assert len(rows) == MAX_CANDIDATES + 17
+    assert rows.unique().tolist() == list(range(20))
+    assert (classes[rows >= 3] == 7).all()
+
+
+def test_few_pairs_are_all_candidates():
+    rows, classes = candidates(torch.rand(3, 4).softmax(dim=1))
+    assert list(zip(rows.tolist(), classes.tolist(), strict=True)) == [(r, c) for r in range(3) for c in range(4)]
+
+
+def test_a_detector_without_attributes():
+    bare = FasterRCNN(DetectorConfig.from_flat({"MODEL.RESNETS.DEPTH": 18, "MODEL.RESNETS.RES2_OUT_CHANNELS": 8}))
+    with pytest.raises(ValueError, match="no attribute head"):
+        RegionExtractor(bare, ExtractionSettings("score", attributes=True))

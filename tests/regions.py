@@ -1,0 +1,25 @@
+"""Regions of texts that share no image."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from e2e_vl.structures import TextRegions
+
+
+def regions_of_own_images(
+    features: Tensor, boxes: Tensor, image_sizes: Tensor, attend: Tensor, image_slot: Tensor
+) -> TextRegions:
+    """`image` is the text's own row, `row` counts its regions, none is hidden."""
+    number, position = (torch.arange(length, device=attend.device) for length in attend.shape)
+    return TextRegions(
+        features,
+        boxes,
+        image_sizes,
+        attend,
+        image_slot,
+        image=number[:, None].expand_as(attend).masked_fill(~attend, -1),
+        row=position.expand_as(attend).masked_fill(~attend, -1),
+        is_hidden=torch.zeros_like(attend),
+    )

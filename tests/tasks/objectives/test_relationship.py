@@ -1,0 +1,84 @@
+"""Captions of other images in the place of some; the loss is tested beside."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from e2e_vl.samples import Question
+from e2e_vl.tasks.objectives.relationship import RelationshipConfig
+from tests.tasks.objectives.worded import make_task, make_wording
+from tests.tasks.wordings import make_tokenizer, sample_of, tokens, word
+
+POOL = [f"caption {number}" for number in range(10)]
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return make_tokenizer(tmp_path, "caption 0 1 2 3 4 5 6 7 8 9 a b")
+
+
+def exchanging(tokenizer, probability: float = 0.5, **options):
+    relationship = {"weight": 1.0, "probability": probability}
+    return make_wording(tokenizer, masked_words=0.0, relationship=relationship, **options)
+
+
+def test_half_of_the_captions_belong_to_other_images(tokenizer):
+    wording = exchanging(tokenizer)
+    matches, shown = [], set()
+    for epoch in range(60):
+        sample = sample_of(*POOL[:3], pool=POOL, own=range(3))
+        for number, text in enumerate(word(wording, sample, epoch=epoch)):
+            is_match = int(text.targets.parts["relationship"].is_match)
+            assert text.record["is_match"] == bool(is_match)
+            assert text.record["text_index"] == number
+            if is_match:
+                assert text.record["sent"] == POOL[number]
+            else:
+                assert text.record["sent"] in POOL[3:], "never another caption of the same image"
+                shown.add(text.record["sent"])
+            assert tokens(text, tokenizer) == ["[CLS]", *text.record["sent"].split(), "[SEP]"]
+            matches.append(is_match)
+    assert 0.35 < np.mean(matches) < 0.65
+    assert shown == set(POOL[3:])
+
+
+def test_the_exchange_is_part_of_the_texts_own_randomness(tokenizer):
+    wording = exchanging(tokenizer)
+    sample = sample_of(*POOL[:3], pool=POOL, own=range(3))
+    one, other = (word(wording, sample, epoch=epoch) for epoch in (4, 4))
+    assert [text.record for text in one] == [text.record for text in other]
+    assert one[0].record == json.loads(json.dumps(one[0].record))
+    seen = {tuple(text.record["sent"] for text in word(wording, sample, epoch=epoch)) for epoch in range(20)}
+    assert len(seen) > 10
+
+
+def test_without_the_objective_every_caption_is_its_own(tokenizer):
+    wording = make_wording(tokenizer, masked_words=1.0)
+    for epoch in range(10):
+        [text] = word(wording, sample_of(POOL[0], pool=POOL, own=range(1)), epoch=epoch)
+        assert text.record["sent"] == POOL[0] and "is_match" not in text.record
+
+
+def test_texts_of_a_corpus_have_no_match(tokenizer):
+    relationship, corpus = {"weight": 1.0, "probability": 0.9}, ["a b"]
+    wording = make_wording(tokenizer, masked_text=1.0, relationship=relationship)
+    for epoch in range(5):
+        _, text = word(wording, sample_of(POOL[0], pool=POOL, own=range(1), corpus=corpus), epoch=epoch)
+        assert text.targets.parts["relationship"].is_match == -1 and text.record == {}
+
+
+def test_a_users_text_is_never_exchanged(tokenizer, tmp_path):
+    task = make_task(tokenizer, relationship=1.0)
+    sample = task.question(Question(tmp_path / "photo.jpg", "caption [MASK]"))
+    for epoch in range(9):
+        [text] = word(exchanging(tokenizer, 0.9), sample, epoch=epoch)
+        assert text.record["sent"] == "caption [MASK]" and text.targets.parts["relationship"].is_match == 1
+
+
+@pytest.mark.parametrize("probability", [0, 1, 1.5])
+def test_probabilities_that_make_no_sense(probability):
+    with pytest.raises(ValueError, match="it must be above 0 and below 1"):
+        RelationshipConfig(probability=probability)

@@ -1,0 +1,159 @@
+"""A question of VCR as four texts: names, segments, which words name which box, cuts and controls."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from e2e_vl.converter import from_dict
+from e2e_vl.data.vcr import VCROptions
+from e2e_vl.layout import TextWriter
+from e2e_vl.tasks.vcr import VCRConfig, VCRTask
+from e2e_vl.tasks.vcr_sentences import NEUTRAL_NAMES
+from tests.data.tiny_vcr import TinyVCR
+from tests.tasks.wordings import photo, tokens, word
+from tests.tasks.wordings import spoken as spoken_by
+
+READER = set(VCROptions.__dataclass_fields__)
+
+
+@pytest.fixture
+def tiny(tmp_path) -> TinyVCR:
+    return TinyVCR(tmp_path)
+
+
+def texts_of(tiny, texts=(0,), *, blank=False, training=False, flipped=False, epoch=0, **options):
+    """Text examples of some questions; `options` are the reader's and the task's."""
+    reader = {name: value for name, value in options.items() if name in READER}
+    config = VCRConfig(**{name: value for name, value in options.items() if name not in READER})
+    wording = VCRTask(8, config).wording(TextWriter(tiny.tokenizer, is_blank=blank, training=training))
+    return word(wording, tiny.dataset(**reader).sample(texts), photo(flipped=flipped), epoch=epoch)
+
+
+def spoken(tiny, text) -> str:
+    return spoken_by(text, tiny.tokenizer)
+
+
+def test_four_texts_of_a_question(tiny):
+    texts = texts_of(tiny)
+    assert len(texts) == 4
+    first = texts[0]
+    assert spoken(tiny, first) == "[CLS] why is riley and chair there ? [SEP] no casey . [SEP]"
+    assert first.laid.segment_ids.tolist() == [0] * 9 + [1] * 4
+    assert first.laid.summary is None
+    assert first.region_of_token.tolist() == [-1, -1, -1, 1, -1, 2, -1, -1, -1, -1, 0, -1, -1]
+    assert tokens(texts[2], tiny.tokenizer)[9:] == ["riley", "'", "s", "chair", ".", "[SEP]"]
+    assert texts[2].region_of_token[9:].tolist() == [1, -1, -1, -1, -1, -1]
+    assert [float(text.targets.is_right) for text in texts] == [0, 0, 1, 0]
+    assert {text.looks_at for text in texts} == {(0,)}
+
+
+def test_words_may_name_no_region(tiny):
+    assert all(text.region_of_token is None for text in texts_of(tiny, ground_words=False))
+
+
+def test_question_and_right_answer_stand_before_a_rationale(tiny):
+    texts = texts_of(tiny, question="rationale")
+    said = spoken(tiny, texts[1])
+    assert said == "[CLS] why is riley and chair there ? riley ' s chair . [SEP] jessie is . [SEP]"
+    assert texts[1].laid.segment_ids.tolist() == [0] * 14 + [1] * 4
+    assert [float(text.targets.is_right) for text in texts] == [0, 1, 0, 0]
+    assert (texts[0].record["label"], texts[0].record["conditioned_on"]) == (1, 2)
+
+
+def test_rationales_given_each_answer(tiny):
+    texts = texts_of(tiny, (1, 8), question="rationale", condition_on="each")
+    assert len(texts) == 8
+    assert [text.record["text_index"] for text in texts] == [1] * 4 + [8] * 4
+    assert {(text.record["annot_id"], text.record["conditioned_on"]) for text in texts} == {("val-0", 1), ("val-2", 0)}
+    assert spoken(tiny, texts[0]).startswith("[CLS] why is riley and chair there ? yes . [SEP]")
+    assert all(text.targets.is_right is None for text in texts)
+
+
+def test_a_mirrored_image_changes_no_words(tiny):
+    tiny.lines[0]["question"][3] = "left"
+    for one, other in zip(texts_of(tiny), texts_of(tiny, flipped=True), strict=True):
+        np.testing.assert_array_equal(one.laid.input_ids, other.laid.input_ids)
+        assert other.record["flipped"] is True
+
+
+def test_names_and_rows_of_some_of_the_objects(tiny):
+    first = texts_of(tiny, objects="mentioned")[0]
+    assert spoken(tiny, first) == "[CLS] why is casey and chair there ? [SEP] no riley . [SEP]"
+    assert first.region_of_token[[3, 5, 10]].tolist() == [0, 1, 2]
+    first = texts_of(tiny, objects="r2c", join_word=None)[0]
+    assert spoken(tiny, first).startswith("[CLS] why is riley chair there ? [SEP]")
+
+
+def test_people_are_named_in_turn_and_in_training_from_anywhere(tiny):
+    seen = {spoken(tiny, texts_of(tiny, training=True, epoch=epoch)[0]) for epoch in range(20)}
+    assert len(seen) > 5
+    assert len({spoken(tiny, texts_of(tiny, epoch=epoch)[0]) for epoch in range(5)}) == 1
+    fixed = texts_of(tiny, training=True, turn_names=False, epoch=3)[0]
+    assert tokens(fixed, tiny.tokenizer)[3] == "riley"
+    own = texts_of(tiny, people_names=("Quinn", "Pat"))[0]
+    assert spoken(tiny, own).startswith("[CLS] why is pat and chair there")
+
+
+def test_a_name_does_not_depend_on_the_other_questions(tiny):
+    alone, together = (texts_of(tiny, texts, training=True, epoch=1) for texts in ((2,), (0, 2)))
+    for one, other in zip(alone, together[4:], strict=True):
+        np.testing.assert_array_equal(one.laid.input_ids, other.laid.input_ids)
+
+
+def test_texts_are_cut_without_special_tokens(tiny):
+    assert max(len(text.laid.input_ids) for text in texts_of(tiny, max_pieces=6)) == 6 + 3
+    with pytest.raises(ValueError, match=r"set task\.config\.max_pieces instead"):
+        VCRTask(8).wording(TextWriter(tiny.write().tokenizer, max_length=20))
+
+
+def test_controls_without_words(tiny):
+    assert [tokens(text, tiny.tokenizer) for text in texts_of(tiny, blank=True)] == [["[CLS]", "[SEP]", "[SEP]"]] * 4
+    answers = texts_of(tiny, blank_question=True)
+    assert tokens(answers[1], tiny.tokenizer) == ["[CLS]", "[SEP]", "yes", ".", "[SEP]"]
+
+
+def test_records_are_plain(tiny):
+    tiny.lines[0]["family"] = "colour"
+    record = texts_of(tiny)[3].record
+    assert record == json.loads(json.dumps(record))
+    assert (record["text_index"], record["annot_id"], record["kind"], record["label"]) == (0, "val-0", "answer", 2)
+    assert record["sent"] == "Why is Riley and chair there ?"
+    assert record["choices"][0] == "No Casey ."
+    assert record["family"] == "colour"
+    assert "objects" not in record, "only a user's own question repeats them"
+
+
+def test_the_test_split_has_no_targets(tiny):
+    for line in tiny.lines:
+        del line["answer_label"], line["rationale_label"]
+    assert [text.targets.is_right for text in texts_of(tiny)] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_pieces": 1}, "need at least 2"),
+        ({"mask_size": 0}, "side of the detector's RoI maps"),
+        ({"people_names": []}, "needs at least one name"),
+        ({"max_pieces": "many"}, r"task\.config\.max_pieces is 'many'; it must be a int"),
+        ({"ground_words": "maybe"}, r"task\.config\.ground_words is 'maybe'; it must be a bool"),
+        ({"people_names": "Casey"}, r"task\.config\.people_names is 'Casey'; it must be a list"),
+        ({"max_pieces": None}, r"task\.config\.max_pieces is None"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        from_dict(VCRConfig, options, "task.config")
+
+
+def test_options_that_may_be_left_open():
+    config = from_dict(VCRConfig, {"mask_size": None, "join_word": None}, "task.config")
+    assert config == VCRConfig(mask_size=None, join_word=None)
+
+
+def test_words_that_a_vocabulary_needs_beside_those_of_the_data():
+    words = list(VCRTask.own_words(VCRConfig()))
+    assert set(NEUTRAL_NAMES) <= set(words) and "and" in words

@@ -1,0 +1,52 @@
+"""Samples, loaded images and tokenizers for tests of wordings; no data set is read."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from e2e_vl.data.loading.requests import random_generator
+from e2e_vl.examples import ImageExample, Placement, TextExample
+from e2e_vl.samples import Sample, SampleImage, SampleText
+from e2e_vl.text import build_vocabulary, load_tokenizer
+from e2e_vl.wording import Wording
+
+
+def make_tokenizer(folder: Path, *sentences: str) -> PreTrainedTokenizerBase:
+    """A tokenizer that knows the words of the sentences."""
+    build_vocabulary(sentences, folder / "vocab.txt")
+    return load_tokenizer(folder / "vocab.txt")
+
+
+def photo(*, flipped: bool = False, scale: int = 1, **fields) -> ImageExample:
+    """A loaded photo of 100 x 60 stored pixels."""
+    placement = Placement((60, 100), (60 * scale, 100 * scale), flipped)
+    return ImageExample(np.zeros((60 * scale, 100 * scale, 3), dtype=np.uint8), placement, "photo.jpg", **fields)
+
+
+def sample_of(*texts: SampleText | str, image: SampleImage | None = None, **fields) -> Sample:
+    """The texts about one photo; a string is a text of that number without facts."""
+    stated = image or SampleImage("7", Path("photo.jpg"))
+    made = (SampleText(n, text, {}) if isinstance(text, str) else text for n, text in enumerate(texts))
+    return Sample((stated,), tuple(made), **fields)
+
+
+def word(
+    wording: Wording, sample: Sample, image: ImageExample | None = None, *, seed: int = 0, epoch: int = 0
+) -> list[TextExample]:
+    """The texts of a sample as wordpieces."""
+    draw = functools.partial(random_generator, seed, epoch)
+    return list(wording(sample, [image or photo()], draw))
+
+
+def tokens(text: TextExample, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The wordpieces of a text."""
+    return tokenizer.convert_ids_to_tokens(text.laid.input_ids.tolist())
+
+
+def spoken(text: TextExample, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The wordpieces of a text in one line."""
+    return " ".join(tokens(text, tokenizer))

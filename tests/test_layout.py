@@ -1,0 +1,167 @@
+"""How texts are laid out as wordpieces: templates, cutting, the place of the summary, values at their pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+
+from e2e_vl.layout import BARE, CLS, MASK, SEP, LaidText, Template, TextLayout, TextWriter, lay
+from e2e_vl.text import build_vocabulary, load_tokenizer
+
+SLOT = Template((CLS, 0, SEP, MASK, SEP), (0, 0, 0, 1, 1), summary=3)  # an answer behind the text
+EARLY = Template((CLS, 0, MASK, SEP), (0, 0, 0, 0), summary=2)  # an answer before the end
+SWAPPED = Template((CLS, 1, SEP, 0, SEP), (1, 1, 1, 0, 0), summary=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "vocab.txt"
+    build_vocabulary(["is the red box left or right of a blue thing"], path)
+    return load_tokenizer(path)
+
+
+def words(laid: LaidText, tokenizer) -> list[str]:
+    return tokenizer.convert_ids_to_tokens(laid.input_ids.tolist())
+
+
+def pieces(tokenizer, text: str) -> list[int]:
+    return TextWriter(tokenizer).pieces(text)
+
+
+# Templates
+
+
+def test_a_template_is_filled_with_its_texts(tokenizer):
+    first, second = pieces(tokenizer, "the red box"), pieces(tokenizer, "left")
+    laid = lay(TextLayout().pair, (first, second), tokenizer)
+    assert words(laid, tokenizer) == ["[CLS]", "the", "red", "box", "[SEP]", "left", "[SEP]"]
+    assert laid.segment_ids.tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert laid.source.tolist() == [-1, 0, 1, 2, -1, 3, -1], "pieces of both texts counted through"
+    assert laid.summary is None and laid.num_cut == 0
+    for column in (laid.input_ids, laid.segment_ids, laid.source):
+        assert column.dtype == np.int64
+
+
+def test_texts_may_stand_in_any_order(tokenizer):
+    first, second = pieces(tokenizer, "the red"), pieces(tokenizer, "left right box")
+    laid = lay(SWAPPED, (first, second), tokenizer)
+    assert words(laid, tokenizer) == ["[CLS]", "left", "right", "box", "[SEP]", "the", "red", "[SEP]"]
+    assert laid.segment_ids.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+    assert laid.source.tolist() == [-1, 2, 3, 4, -1, 0, 1, -1]
+    assert laid.summary == 0
+
+
+@pytest.mark.parametrize(("template", "text", "summary"), [(SLOT, "the red box", 5), (EARLY, "the red box", 4)])
+def test_the_summary_is_where_the_template_says(tokenizer, template, text, summary):
+    laid = lay(template, (pieces(tokenizer, text),), tokenizer)
+    assert laid.summary == summary
+    assert words(laid, tokenizer)[summary] == "[MASK]"
+    shorter = lay(template, (pieces(tokenizer, "the"),), tokenizer)
+    assert shorter.summary == summary - 2
+
+
+@pytest.mark.parametrize("empty", [[], (), np.zeros(0, dtype=np.int64)])
+def test_an_empty_text_leaves_the_special_wordpieces(tokenizer, empty):
+    laid = lay(SLOT, (empty,), tokenizer)
+    assert words(laid, tokenizer) == ["[CLS]", "[SEP]", "[MASK]", "[SEP]"]
+    assert laid.source.tolist() == [-1] * 4 and laid.summary == 2
+    nothing = lay(BARE, (empty,), tokenizer)
+    assert nothing.input_ids.shape == nothing.segment_ids.shape == nothing.source.shape == (0,)
+    assert nothing.input_ids.dtype == np.int64
+
+
+def test_arrays_are_taken_as_lists_are(tokenizer):
+    ids = pieces(tokenizer, "the red box")
+    one, other = lay(SLOT, (ids,), tokenizer), lay(SLOT, (np.array(ids),), tokenizer)
+    np.testing.assert_array_equal(one.input_ids, other.input_ids)
+    np.testing.assert_array_equal(one.source, other.source)
+
+
+def test_wordpieces_beside_those_of_the_texts():
+    assert (SLOT.extra, EARLY.extra, BARE.extra) == (4, 3, 0)
+    layout = TextLayout()
+    assert (layout.single.extra, layout.question.extra, layout.pair.extra) == (2, 2, 3)
+
+
+def test_the_forms_of_bert_need_no_declaration(tokenizer):
+    writer, ids = TextWriter(tokenizer), pieces(tokenizer, "the red box")
+    expected = tokenizer("the red box", "left")
+    assert writer.single(ids).input_ids.tolist() == tokenizer("the red box")["input_ids"]
+    np.testing.assert_array_equal(writer.question(ids).input_ids, writer.single(ids).input_ids)
+    pair = writer.pair(ids, pieces(tokenizer, "left"))
+    assert pair.input_ids.tolist() == expected["input_ids"]
+    assert pair.segment_ids.tolist() == expected["token_type_ids"]
+
+
+# Values at the pieces
+
+
+def test_values_stand_at_their_pieces(tokenizer):
+    first, second = pieces(tokenizer, "the red box"), pieces(tokenizer, "left")
+    writer = TextWriter(tokenizer)
+    assert writer.pair(first, second).place([5, 6, 7, 8]).tolist() == [-1, 5, 6, 7, -1, 8, -1]
+    assert writer.pair(first, second).place(np.array([5, 6, 7, 8]), fill=0).tolist() == [0, 5, 6, 7, 0, 8, 0]
+    assert lay(SWAPPED, (first, second), tokenizer).place([5, 6, 7, 8]).tolist() == [-1, 8, -1, 5, 6, 7, -1]
+    assert writer.bare(first).place([5, 6, 7]).tolist() == [5, 6, 7]
+    assert writer.single([]).place([]).tolist() == [-1, -1]
+    assert writer.pair(first, second).place([5, 6, 7, 8]).dtype == np.int64
+
+
+def test_values_of_pieces_that_were_cut_off_are_left_out(tokenizer):
+    laid = TextWriter(tokenizer, max_length=4).single(pieces(tokenizer, "the red box left"))
+    assert laid.place([5, 6, 7, 8]).tolist() == [-1, 5, 6, -1]
+    assert laid.num_cut == 2
+
+
+# The writer
+
+
+def test_pieces_of_a_text(tokenizer):
+    writer = TextWriter(tokenizer)
+    assert tokenizer.convert_ids_to_tokens(writer.pieces("The RED boxes")) == ["the", "red", "box", "##e", "##s"]
+    mirrored = tokenizer.convert_ids_to_tokens(writer.pieces("left or right of lefts", mirrored=True))
+    assert mirrored == ["right", "or", "left", "of", "right", "##s"], "wordpieces are swapped, as in the official code"
+    assert writer.pieces("") == []
+    blank = TextWriter(tokenizer, is_blank=True)
+    assert blank.pieces("the red box") == blank.pieces("left", mirrored=True) == []
+
+
+@pytest.mark.parametrize(("form", "extra"), [("single", 2), ("question", 4)])
+@pytest.mark.parametrize("max_length", [None, 4, 5, 7, 8, 20])
+def test_what_is_too_long_loses_its_last_pieces(tokenizer, form, extra, max_length):
+    writer = TextWriter(tokenizer, TextLayout(question=SLOT), max_length)
+    ids = pieces(tokenizer, "is the red box left")
+    laid = getattr(writer, form)(ids)
+    kept = 5 if max_length is None else min(max_length - extra, 5)
+    assert len(laid.input_ids) == kept + extra
+    assert laid.num_cut == 5 - kept
+    assert laid.source[laid.source >= 0].tolist() == list(range(kept))
+    assert laid.input_ids[laid.source >= 0].tolist() == ids[:kept]
+    assert laid.input_ids[-1] == tokenizer.sep_token_id
+    assert (laid.summary is None) == (form == "single")
+    if form == "question":
+        assert laid.input_ids[laid.summary] == tokenizer.mask_token_id
+
+
+def test_pairs_and_bare_texts_are_cut_by_the_caller(tokenizer):
+    writer, ids = TextWriter(tokenizer, max_length=3), pieces(tokenizer, "is the red box left")
+    assert len(writer.pair(ids, ids).input_ids) == 13 and writer.pair(ids, ids).num_cut == 0
+    assert writer.bare(ids).input_ids.tolist() == ids
+
+
+def test_a_limit_must_leave_room_for_the_special_wordpieces(tokenizer):
+    TextWriter(tokenizer).require_room(SLOT)
+    TextWriter(tokenizer, max_length=4).require_room(SLOT)
+    with pytest.raises(ValueError, match=r"data\.max_text_length is 3, but the special wordpieces alone need 4"):
+        TextWriter(tokenizer, max_length=3).require_room(SLOT)
+
+
+def test_a_writer_is_sent_to_workers(tokenizer):
+    writer = TextWriter(tokenizer, TextLayout(question=SLOT), 6)
+    copy = pickle.loads(pickle.dumps(writer))
+    ids = pieces(tokenizer, "is the red box left")
+    np.testing.assert_array_equal(copy.question(ids).input_ids, writer.question(ids).input_ids)
+    assert dataclasses.replace(writer, max_length=None).question(ids).num_cut == 0

@@ -1,0 +1,57 @@
+"""A user's question as a sample like those of a data set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from e2e_vl.samples import AnnotatedObjects, EncodedImage, Question, SampleImage, SampleText, UserBoxes
+
+BOXES = UserBoxes(np.array([[1.0, 2, 30, 40]]), names=["cat"], source="boxes.json")
+TEXT = SampleText(0, "the cat", {})
+
+
+def question(**fields) -> Question:
+    return Question(Path("photo.jpg"), "the cat", **fields)
+
+
+def test_a_question_is_a_sample_of_one_image_and_one_text():
+    sample = question().sample(TEXT)
+    assert sample.is_asked and sample.texts == (TEXT,)
+    [image] = sample.images
+    assert (image.id, image.locate()) == ("photo.jpg", Path("photo.jpg"))
+    assert image.boxes is image.objects is image.size is image.hide is None
+
+
+def test_given_boxes_are_the_candidates_or_the_objects():
+    [image] = question(boxes=BOXES).sample(TEXT).images
+    assert image.boxes.boxes is BOXES.boxes and image.boxes.origin == "boxes.json"
+    objects = AnnotatedObjects(BOXES.boxes, BOXES.source, names=("cat",))
+    [image] = question(boxes=BOXES).sample(TEXT, objects=objects).images
+    assert image.boxes is None and image.objects is objects and image.candidates is None
+    assert len(BOXES) == len(objects) == 1
+
+
+def test_none_but_the_given_boxes_are_hidden():
+    [image] = question(hidden=BOXES).sample(TEXT, hides=True).images
+    assert image.hide is BOXES.boxes
+    [image] = question().sample(TEXT, hides=True).images
+    assert image.hide.shape == (0, 4)
+    assert question(hidden=BOXES).sample(TEXT).images[0].hide is None
+
+
+def test_what_a_task_does_not_take_is_refused():
+    question().refuse_choices("A caption")
+    question().refuse_hidden()
+    for fields in ({"choices": ["a"]}, {"answer": "b"}):
+        with pytest.raises(ValueError, match="A caption takes neither choices nor an answer"):
+            question(**fields).refuse_choices("A caption")
+    with pytest.raises(ValueError, match="leave --hide out"):
+        question(hidden=BOXES).refuse_hidden()
+
+
+def test_an_image_may_be_found_when_it_is_needed():
+    encoded = EncodedImage(b"", "a.tar: b.png")
+    assert SampleImage("b", lambda: encoded).locate() is encoded

@@ -1,0 +1,124 @@
+"""The shapes in annotations are enforced while the tests run (see `CHECKED` in tests/conftest.py)."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+
+import detector
+from detector import boxes
+from detector.detector_config import DetectorConfig
+from detector.matching import match
+from detector.pixel_masking import mask_pixels
+from detector.precomputed import PrecomputedDetector
+from detector.structures import DetectionTargets, ImageBatch, Loss, PrecomputedFeatures, Regions
+
+PLANTED = """
+from __future__ import annotations
+
+import dataclasses
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclasses.dataclass
+class Row:
+    values: Float[Tensor, "N 3"]
+    masks: list[Float[Tensor, "_R N"]] | None = None
+
+
+def total(x: Float[Tensor, "N 3"]) -> Float[Tensor, "RETURNED"]:
+    return x.sum(dim=1)
+"""
+
+
+@pytest.fixture
+def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports source code as a module of `detector`, and so under the hook of tests/conftest.py."""
+    monkeypatch.setattr(detector, "__path__", [*detector.__path__, str(tmp_path)])
+    before = set(sys.modules)
+
+    def make(source: str) -> ModuleType:
+        name = f"planted_{len(list(tmp_path.iterdir()))}"
+        (tmp_path / f"{name}.py").write_text(source)
+        return importlib.import_module(f"detector.{name}")
+
+    yield make
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_wrong_annotation_fails(plant: Callable[[str], ModuleType]):
+    right = plant(PLANTED.replace("RETURNED", " N"))
+    assert right.total(torch.zeros(2, 3)).shape == (2,)
+    right.Row(torch.zeros(2, 3), [torch.zeros(4, 2), torch.zeros(0, 2)])
+    for call in (
+        lambda: right.total(torch.zeros(2, 4)),
+        lambda: right.total(torch.zeros(2, 3, dtype=torch.int64)),
+        lambda: right.Row(torch.zeros(2, 4)),
+        lambda: right.Row(torch.zeros(2, 3), [torch.zeros(4, 3)]),
+    ):
+        with pytest.raises(TypeCheckError):
+            call()
+    wrong = plant(PLANTED.replace("RETURNED", "N 3"))
+    with pytest.raises(TypeCheckError, match=r"return value of detector\.planted_1\.total"):
+        wrong.total(torch.zeros(2, 3))
+
+
+def test_a_wrong_annotation_of_a_real_function_fails(plant: Callable[[str], ModuleType]):
+    source = Path(boxes.__file__).read_text()
+    promised = 'Float[Array, "rows columns"]'
+    assert source.count(promised) == 1
+    first, second = torch.rand(2, 4), torch.rand(3, 4)
+    assert plant(source).pairwise_iou(first, second).shape == (2, 3)
+    with pytest.raises(TypeCheckError, match="pairwise_iou"):
+        plant(source.replace(promised, 'Float[Array, "columns rows"]')).pairwise_iou(first, second)
+
+
+def batch(**changes: object) -> ImageBatch:
+    sizes = torch.tensor([[8, 8]])
+    fields = {"pixels": torch.zeros(1, 3, 8, 8), "sizes": sizes, "original_sizes": sizes, "names": ["a.jpg"]}
+    return ImageBatch(**(fields | changes))
+
+
+BOX, FEATURE, LOGITS = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.zeros(1, 6), torch.zeros(1, 3)
+WRONG: dict[str, Callable[[], object]] = {
+    "pixels": lambda: batch(pixels=torch.zeros(1, 4, 8, 8)),
+    "sizes of another batch": lambda: batch(sizes=torch.tensor([[8, 8]] * 2)),
+    "sizes in floats": lambda: batch(sizes=torch.tensor([[8.0, 8.0]])),
+    "a loss that is not a scalar": lambda: Loss(torch.zeros(2), torch.tensor(2.0)),
+    "boxes of five numbers": lambda: Regions([torch.zeros(1, 5)], [FEATURE], [LOGITS]),
+    "features without rows": lambda: Regions([BOX], [FEATURE[0]], [LOGITS]),
+    "classes in floats": lambda: DetectionTargets([BOX], [torch.zeros(1)]),
+    "features of three axes": lambda: PrecomputedFeatures([torch.zeros(1, 6, 2)]),
+    "iou": lambda: match(torch.zeros(3), [0.5], [0, 1]),
+    "masks of other images": lambda: mask_pixels(torch.zeros(1, 3, 8, 8), torch.tensor([[8, 8]] * 2), [BOX]),
+    "the detector's boxes": lambda: PrecomputedDetector(DetectorConfig())(batch(), [BOX[:, :3]]),
+}
+
+
+@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
+def test_the_detectors_interfaces_are_checked(call: Callable[[], object]):
+    with pytest.raises(TypeCheckError):
+        call()
+
+
+def test_regions_have_the_same_rows_in_all_lists():
+    Regions([BOX], [FEATURE], [LOGITS], classes=[torch.tensor([1])])
+    with pytest.raises(ValueError, match=r"Regions.features must have as many rows per image as boxes, \[1\], .*\[2\]"):
+        Regions([BOX], [torch.zeros(2, 6)], [LOGITS])
+    with pytest.raises(ValueError, match=r"Regions.classes .*, \[1\], but has \[1, 1\]"):
+        Regions([BOX], [FEATURE], [LOGITS], classes=[torch.tensor([1])] * 2)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_checks_can_be_switched_off_for_a_test():
+    assert batch(pixels=torch.zeros(1, 4, 8, 8)).pixels.shape[1] == 4

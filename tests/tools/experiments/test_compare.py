@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import compare as tool
+from e2e_vl.config import differences, load_config
+
+ROOT = Path(__file__).parents[3]
+DEMO = ROOT / "configs" / "demo" / "refcoco.yaml"
+
+# Stands in for the Python that runs tools/train.py: notes its arguments and writes what a run leaves behind.
+FAKE = """
+import json, sys
+from pathlib import Path
+from e2e_vl.config import load_config, save_config
+
+words = sys.argv[2:]
+config = load_config(words[words.index("--config") + 1], [word for word in words if "=" in word])
+run = Path(config.output)
+run.mkdir(parents=True, exist_ok=True)
+save_config(config, run / "config.yaml")
+with Path(__file__).with_suffix(".log").open("a") as log:
+    log.write(json.dumps(sys.argv[1:]) + "\\n")
+if config.seed == 13:
+    sys.exit(3)
+accuracy = 0.3 if config.detector.freeze else 0.9
+metrics = {"val/accuracy_gt_boxes": accuracy, "val/accuracy_gt_boxes/relation": None, "val/ceiling_gt_boxes": 1.0}
+(run / "metrics.json").write_text(json.dumps({**metrics, "steps": 7, "seconds_training": 90.0}))
+"""
+
+
+class Compare:
+    """Calls the tool with the fake run."""
+
+    def __init__(self, folder: Path):
+        self.output, self.fake = folder / "runs", folder / "fake.py"
+        self.fake.write_text(FAKE, encoding="utf-8")
+        self.launch = shlex.join([sys.executable, str(self.fake)])
+
+    def __call__(self, *words: str) -> int:
+        required = ["--config", str(DEMO), "--output", str(self.output), "--launch", self.launch]
+        return tool.main([*required, *words])
+
+    @property
+    def calls(self) -> list[list[str]]:
+        log = self.fake.with_suffix(".log")
+        return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
+
+
+@pytest.fixture
+def compare(tmp_path, monkeypatch) -> Compare:
+    monkeypatch.chdir(ROOT)
+    return Compare(tmp_path)
+
+
+def test_variants_are_trained_once_and_compared(compare, capsys):
+    words = ("--set", "train.lr=2e-3", "--variant", "joint", "--variant", "kept as it is", "detector.freeze=true")
+    assert compare(*words) == 0
+    run = compare.output / "kept_as_it_is"
+    train = str(ROOT / "tools" / "train.py")
+    assert compare.calls == [
+        [train, "--config", str(DEMO), "train.lr=2e-3", f"output={compare.output / 'joint'}"],
+        [train, "--config", str(DEMO), "train.lr=2e-3", "detector.freeze=true", f"output={run}"],
+    ]
+    comparison = json.loads((compare.output / "comparison.json").read_text(encoding="utf-8"))
+    assert comparison["metrics"] == ["val/accuracy_gt_boxes"]
+    assert comparison["common_overrides"] == ["train.lr=2e-3"]
+    assert comparison["variants"]["kept as it is"] == {
+        "overrides": ["detector.freeze=true"],
+        "run": str(run),
+        "metrics": {"val/accuracy_gt_boxes": 0.3},
+        "steps": 7,
+        "training_minutes": 1.5,
+    }
+    lines = (compare.output / "comparison.md").read_text(encoding="utf-8").splitlines()
+    assert lines[:4] == [
+        "| | val/accuracy_gt_boxes | minutes of training |",
+        "|---|---:|---:|",
+        "| joint | 0.900 | 1.5 |",
+        "| kept as it is | 0.300 | 1.5 |",
+    ]
+    assert "--variant joint --variant 'kept as it is' detector.freeze=true" in lines[-1]
+
+    assert compare(*words, "--metrics", "val/ceiling_gt_boxes", "val/accuracy_gt_boxes/relation") == 0
+    assert len(compare.calls) == 2, "finished runs must not be run again"
+    assert "| joint | 1.000 | – | 1.5 |" in capsys.readouterr().out
+
+    (run / "metrics.json").unlink()
+    assert compare(*words) == 0
+    assert len(compare.calls) == 3
+    assert "--resume" in compare.calls[2]
+    assert compare.calls[2][-1] == f"output={run}"
+
+
+def test_a_run_with_other_settings_is_not_taken_for_this_one(compare, capsys):
+    assert compare("--variant", "joint") == 0
+    assert compare("--variant", "new", "--variant", "joint", "train.lr=0.5") == 2
+    error = capsys.readouterr().err.strip()
+    assert "joint holds a run with other settings (train.lr: 0.001 -> 0.5)" in error
+    assert len(compare.calls) == 1, "nothing may be trained before all folders are checked"
+
+
+def test_a_failed_variant_stops_the_comparison(compare, capsys):
+    assert compare("--variant", "bad", "seed=13", "--variant", "later") == 2
+    assert "Variant 'bad' failed with exit status 3" in capsys.readouterr().err
+    assert len(compare.calls) == 1
+    assert not (compare.output / "comparison.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing to compare"),
+        (["--variant", "train.lr=1"], "cannot name a variant"),
+        (["--variant", ".."], "cannot name a variant"),
+        (["--variant", "a b", "--variant", "a_b"], "share the folder a_b"),
+        (["--variant", "a", "--variant", "a"], "given twice"),
+        (["--variants", "absent.yaml"], "absent.yaml does not exist"),
+        (["--variants", str(DEMO)], "must map names to lists"),
+        (["--variant", "a", "detector.frozen=true"], "detector.frozen"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(compare, capsys, words, message):
+    assert compare(*words) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ")
+    assert message in error
+    assert compare.calls == []
+
+
+def test_an_unknown_metric_is_named_with_the_known_ones(compare, capsys):
+    assert compare("--variant", "a", "--metrics", "val/accuracy") == 2
+    assert "no metric 'val/accuracy'; it has val/accuracy_gt_boxes" in capsys.readouterr().err
+
+
+def test_the_demo_variants_are_settings_of_the_demo(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    variants = tool.read_variants(ROOT / "configs" / "demo" / "variants.yaml", [])
+    assert list(variants) == ["joint", "detector frozen at its start", "without the text"]
+    joint, frozen, blind = (load_config(DEMO, words) for words in variants.values())
+    assert differences(joint, frozen) == ["detector.freeze: False -> True"]
+    assert differences(joint, blind) == ["data.blank_text: False -> True"]
+
+
+def test_a_real_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    small = ["data.synthetic.scenes.train=4", "data.synthetic.scenes.val=2", "train.images_per_batch=2"]
+    small += ["train.max_steps=2", "data.workers=0", "data.resize.short_edge=[96]", f"data.root={tmp_path / 'data'}"]
+    required = ["--config", str(DEMO), "--output", str(tmp_path / "runs"), "--set", *small]
+    assert tool.main([*required, "--variant", "without the text", "data.blank_text=true"]) == 0
+    row = json.loads((tmp_path / "runs" / "comparison.json").read_text(encoding="utf-8"))["variants"][
+        "without the text"
+    ]
+    assert row["steps"] == 2
+    assert set(row["metrics"]) == {"val/accuracy_gt_boxes", "val/accuracy_own_boxes"}
+    assert 0 < row["training_minutes"] < 3

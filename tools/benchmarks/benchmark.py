@@ -1,0 +1,230 @@
+"""Measure speed and memory on this machine.
+
+    python tools/benchmarks/benchmark.py train --json FILE
+    python tools/benchmarks/benchmark.py train --preset base --json FILE
+    python tools/benchmarks/benchmark.py train --config configs/demo/refcoco.yaml data.texts_per_image=8
+    python tools/benchmarks/benchmark.py train --preset base --sweep --json FILE
+    python tools/benchmarks/benchmark.py detector --json FILE
+    python tools/benchmarks/benchmark.py detector --detector-config configs/detector/R_101_C4.yaml --image-size 600 1000
+    python tools/benchmarks/benchmark.py memory --folder DIR --corpus-mib 2048 --records 200000 --json FILE
+    python tools/benchmarks/benchmark.py memory --folder DIR --steps 2000 --against 16 2000 --picture FILE --json FILE
+
+`train` times whole training steps (forward, backward, optimiser) with several texts of each image in one batch
+(grouped) against the same texts one per batch (ungrouped: as many passes over the same images, gradients accumulated,
+one optimiser step), so both are the same update. `ratios.grouped_5_over_1` is the median time of the grouped step
+divided by the median time of the ungrouped one, for the same texts: below 1, grouping is faster. The two ways take
+turns. Before that it checks that both give the same loss and gradients; if not, the exit status is 1. With `--sweep` it
+times single steps instead and shows their peak memory: one text per image and several, float32 and bfloat16, with and
+without activation checkpointing.
+
+`detector` times features of given boxes and training steps of the built-in detector and, where Detectron2 is installed,
+of Detectron2's model with the same config and weights. `ratio` is Detectron2's median time divided by ours: above 1,
+ours is faster. The two take turns. If their features differ, the exit status is 1.
+
+`memory` writes a text corpus and captioned images in shards (of the given sizes; they stay in the folder), reads
+batches of them as pre-training does, and shows the resident memory of the main process and of each worker. With
+`--steps` it pre-trains for that many steps instead, model and optimiser included, and shows the memory of each process
+early (from 20 to 30 % of the steps, when caches have filled) and late (the last 10 %): RSS is all resident memory, PSS
+divides pages that processes share among them, USS leaves them out. `--against` does the same on smaller files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import detector_speed
+import grouped_steps
+import reading_memory
+import single_steps
+import training_memory
+from e2e_vl.command_line import says_errors
+from e2e_vl.config import load_config
+from measuring import CONFIGS, ROOT
+
+DETECTOR_CONFIG = ROOT / "configs" / "detector" / "vl_bert_R_101.yaml"
+SHAPE: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+
+
+class Preset(NamedTuple):
+    """A config file with the sizes that go with it."""
+
+    config: Path
+    image_size: tuple[int, int]
+    rois: tuple[int, ...]
+
+
+PRESETS = {
+    "small": Preset(CONFIGS / "train.yaml", (320, 416), (16,)),
+    "base": Preset(CONFIGS / "train_base.yaml", (600, 800), (36, 100)),
+}
+Measured = tuple[dict[str, Any], Callable[[dict[str, Any]], int]]  # the numbers, and what shows them
+
+
+@says_errors
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(**SHAPE)
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train", help="training steps", **SHAPE)
+    add_train_options(train)
+    add_detector_options(commands.add_parser("detector", help="built-in detector against Detectron2", **SHAPE))
+    add_memory_options(commands.add_parser("memory", help="memory of pre-training on large files", **SHAPE))
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["train"]:  # overrides may stand anywhere, which a parser of sub-commands cannot read
+        arguments = train.parse_intermixed_args(words[1:])
+    else:
+        arguments = parser.parse_args(words)
+    result, show = arguments.measure(arguments)
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return show(result)
+
+
+def numbers(text: str) -> list[int]:
+    """`36,100` as numbers."""
+    return [int(number) for number in text.split(",")]
+
+
+def add_train_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--preset",
+        choices=tuple(PRESETS),
+        default="small",
+        help="small: ResNet-50 C4 and 4 layers, 16 boxes, 320 x 416 pixels, about two minutes on two CPU cores "
+        "(default); base: ResNet-101 C4 and BASE (12 layers of 768), 36 and 100 boxes, 600 x 800 pixels",
+    )
+    parser.add_argument("--config", type=Path, help="YAML file of a run instead of a preset, with its own sizes")
+    parser.add_argument("--sweep", action="store_true", help="precision, checkpointing and memory of single steps")
+    add_common_options(parser, measure_train, rois=None, image_size=None)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that beat the file")
+
+
+def add_detector_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--detector-config",
+        type=Path,
+        default=DETECTOR_CONFIG,
+        help="Detectron2 YAML file (default: VL-BERT's ResNet-101 C4 with dilated res5)",
+    )
+    parser.add_argument("--images", type=int, default=1, help="images in a batch (default: 1)")
+    parser.add_argument("--no-train", action="store_true", help="leave out the training step")
+    add_common_options(parser, measure_detector, rois=[36, 100], image_size=(600, 1000))
+
+
+def add_common_options(
+    parser: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace], Measured],
+    rois: list[int] | None,
+    image_size: tuple[int, int] | None,
+) -> None:
+    """What training steps and detectors share; without defaults, sizes are those of the preset."""
+    parser.add_argument(
+        "--rois",
+        type=numbers,
+        default=rois,
+        metavar="N[,N...]",
+        help="boxes per image; each number is measured (detector: default 36,100, the training step has the first)",
+    )
+    parser.add_argument(
+        "--image-size",
+        type=int,
+        nargs=2,
+        default=image_size,
+        metavar=("H", "W"),
+        help="pixels of the padded images (detector: default 600 1000)",
+    )
+    parser.add_argument("--repetitions", type=int, default=5, help="measured steps of each way (default: 5)")
+    parser.add_argument("--warm-up", type=int, default=1, help="steps of each way before them (default: 1)")
+    add_result_option(parser, measure)
+
+
+def add_result_option(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Measured]) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
+    parser.set_defaults(measure=measure)
+
+
+def add_memory_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", type=Path, required=True, metavar="DIR", help="the files are written there")
+    parser.add_argument("--corpus-mib", type=int, default=2048, help="size of the text corpus (default: 2048 MiB)")
+    parser.add_argument("--records", type=int, default=200_000, help="images with captions (default: 200000)")
+    parser.add_argument("--batches", type=int, default=1000, help="batches that are read (default: 1000)")
+    parser.add_argument("--images-per-batch", type=int, default=8, help="captions in a batch (default: 8)")
+    parser.add_argument("--workers", type=int, default=2, help="processes that read (default: 2)")
+    parser.add_argument("--steps", type=int, metavar="N", help="pre-train for N steps instead of only reading")
+    parser.add_argument(
+        "--against",
+        type=int,
+        nargs=2,
+        metavar=("MIB", "RECORDS"),
+        help="with --steps: the same on a corpus and records of these sizes, to compare",
+    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="with --steps: draw the curves into this PNG file")
+    add_result_option(parser, measure_memory)
+
+
+def measure_train(arguments: argparse.Namespace) -> Measured:
+    if arguments.config is None:
+        name, preset = arguments.preset, PRESETS[arguments.preset]
+        config = load_config(preset.config, arguments.overrides)
+    else:
+        name, preset = str(arguments.config), Preset(arguments.config, None, (None,))
+        config = load_config(arguments.config, arguments.overrides)
+    common = {
+        "rois": arguments.rois or preset.rois,
+        "image_size": tuple(arguments.image_size) if arguments.image_size else preset.image_size,
+        "repetitions": arguments.repetitions,
+        "warm_up": arguments.warm_up,
+    }
+    if arguments.sweep:
+        if None in common["rois"]:
+            raise ValueError("Give the boxes per image with --rois, such as --rois 36,100.")
+        kind, show, result = "steps", single_steps.show, single_steps.benchmark_steps(config, **common)
+    else:
+        kind, show, result = "train", grouped_steps.show, grouped_steps.benchmark_training(config, **common)
+    return {"benchmark": kind, "config": name, "overrides": arguments.overrides, **result}, show
+
+
+def measure_detector(arguments: argparse.Namespace) -> Measured:
+    result = detector_speed.benchmark_detector(
+        arguments.detector_config,
+        image_size=tuple(arguments.image_size),
+        images=arguments.images,
+        rois=arguments.rois,
+        repetitions=arguments.repetitions,
+        warm_up=arguments.warm_up,
+        training=not arguments.no_train,
+    )
+    return {"benchmark": "detector", **result}, detector_speed.show
+
+
+def measure_memory(arguments: argparse.Namespace) -> Measured:
+    common = {"images_per_batch": arguments.images_per_batch, "workers": arguments.workers}
+    if arguments.steps is None:
+        if arguments.against is not None or arguments.picture is not None:
+            raise ValueError("--against and --picture belong to --steps; give the number of steps too.")
+        result = reading_memory.benchmark_memory(
+            arguments.folder,
+            corpus_mib=arguments.corpus_mib,
+            records=arguments.records,
+            batches=arguments.batches,
+            **common,
+        )
+        return {"benchmark": "memory", **result}, reading_memory.show
+    sizes = [(arguments.corpus_mib, arguments.records)]
+    if arguments.against is not None:
+        sizes.append(tuple(arguments.against))
+    result = training_memory.benchmark_training_memory(
+        CONFIGS / "memory.yaml", arguments.folder, sizes=sizes, steps=arguments.steps, **common
+    )
+    if arguments.picture is not None:
+        training_memory.draw_memory(result, arguments.picture)
+    return {"benchmark": "training_memory", **result}, training_memory.show
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

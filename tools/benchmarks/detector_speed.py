@@ -1,0 +1,187 @@
+"""How fast the built-in detector is, against Detectron2's model with the same config, weights and inputs.
+
+Shape legend
+    N   images of a batch
+    R   given boxes of one image
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from detector.interface import Detector
+from detector.structures import DetectionTargets, ImageBatch
+from e2e_vl.engine.build import DETECTORS
+from measuring import machine_facts, print_machine, random_boxes, spread, take_turns
+
+OBJECTS = 8  # annotated objects of each image in the training step
+TOLERANCE = 1e-3  # of the features, relative to the largest one
+
+
+def benchmark_detector(
+    config: Path,
+    *,
+    image_size: tuple[int, int] = (600, 1000),
+    images: int = 1,
+    rois: Sequence[int] = (36, 100),
+    repetitions: int = 5,
+    warm_up: int = 1,
+    training: bool = True,
+    sampled_rois: int = 64,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Time features of given boxes, and training steps, in float32; the backends take turns.
+
+    A training step is a forward pass with detection losses and features of the given boxes, the backward pass of both,
+    and an SGD step. Images and boxes are random: the time does not depend on what they show. Without Detectron2 only
+    the built-in detector is measured.
+
+    Args:
+        config: Detectron2 YAML file of a C4 model.
+        image_size: (height, width), pixels of the network input; images: N.
+        rois: numbers of given boxes R, one measurement each; the training step uses the first.
+        repetitions, warm_up: measured calls of each backend, and calls before the measured ones.
+        training: also measure training steps, with `sampled_rois` RoIs of each image for the detection losses.
+
+    Returns:
+        `machine`, `settings`, `backends`, `cases` (by name, such as "features_36" or "train": `times` of each backend
+        in seconds and, with both backends, `ratio` = Detectron2's median / ours, above 1 = ours is faster), and
+        `max_feature_difference`, relative to the largest feature; None with one backend.
+
+    Raises:
+        ValueError: a number that is not positive, or a config that the detectors refuse.
+    """
+    if repetitions < 1 or warm_up < 0 or images < 1 or not rois or min(rois) < 1:
+        raise ValueError("Repetitions, images and boxes must be positive numbers.")
+    torch.manual_seed(seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    detectors = {name: detector.to(device) for name, detector in make_detectors(config, sampled_rois).items()}
+    detectors["builtin"].to(memory_format=torch.channels_last)  # as `train.channels_last` does; Detectron2 as it comes
+    cases = _calls(detectors, random_images(images, image_size).to(device), rois, training)
+    difference = _feature_difference(cases[f"features_{rois[0]}"])
+    return {
+        "machine": machine_facts(device),
+        "settings": {
+            "config": config.name,
+            "image_size": list(image_size),
+            "images": images,
+            "sampled_rois": sampled_rois,
+            "repetitions": repetitions,
+            "warm_up": warm_up,
+            "seed": seed,
+        },
+        "backends": list(detectors),
+        "cases": {name: _measure(calls, repetitions, warm_up, device, name) for name, calls in cases.items()},
+        "max_feature_difference": difference,
+    }
+
+
+def make_detectors(config: Path, sampled_rois: int) -> dict[str, Detector]:
+    """The built-in detector and, where Detectron2 can be imported, its detector with the same weights."""
+    tree = {"_BASE_": str(config.resolve()), "MODEL": {"ROI_HEADS": {"BATCH_SIZE_PER_IMAGE": sampled_rois}}}
+    detectors: dict[str, Detector] = {}
+    for name in ("builtin", "detectron2"):
+        try:
+            detector_class = DETECTORS[name]()
+        except ValueError:  # not installed
+            continue
+        detectors[name] = detector_class(detector_class.config_class.from_yaml(tree))
+    if "detectron2" in detectors:
+        detectors["detectron2"].load_state_dict(detectors["builtin"].state_dict())
+    return detectors
+
+
+def random_images(number: int, size: tuple[int, int]) -> ImageBatch:
+    sizes = torch.tensor([size] * number)
+    pixels = torch.randn(number, 3, *size) * 50
+    return ImageBatch(pixels, sizes, sizes, [f"image {index}" for index in range(number)])
+
+
+def _boxes(batch: ImageBatch, number: int) -> list[Tensor]:
+    """N x float32 [number, 4], random."""
+    scale = batch.sizes[0].flip(0).repeat(2)
+    return [random_boxes(number).to(batch.pixels.device) * scale for _ in range(len(batch))]
+
+
+def _calls(
+    detectors: dict[str, Detector], batch: ImageBatch, rois: Sequence[int], training: bool
+) -> dict[str, dict[str, Callable[[], Any]]]:
+    """What is timed: by case, then by backend."""
+    cases: dict[str, dict[str, Callable[[], Any]]] = {}
+    for number in rois:
+        boxes = _boxes(batch, number)
+        cases[f"features_{number}"] = {name: _feature_call(one, batch, boxes) for name, one in detectors.items()}
+    if training:  # last, because it changes the weights
+        boxes = _boxes(batch, rois[0])
+        cases["train"] = {name: _training_call(one, batch, boxes) for name, one in detectors.items()}
+    return cases
+
+
+def _feature_difference(calls: dict[str, Callable[[], Tensor]]) -> float | None:
+    """The largest difference of the backends' features, relative to the largest feature; None with one backend."""
+    if len(calls) < 2:
+        return None
+    ours, theirs = (call() for call in calls.values())
+    return ((ours - theirs).abs().max() / theirs.abs().max()).item()
+
+
+def _feature_call(detector: Detector, batch: ImageBatch, boxes: list[Tensor]) -> Callable[[], Tensor]:
+    def call() -> Tensor:
+        detector.eval()
+        with torch.no_grad():
+            return torch.cat(detector(batch, boxes).features)
+
+    return call
+
+
+def _training_call(detector: Detector, batch: ImageBatch, boxes: list[Tensor]) -> Callable[[], None]:
+    objects = [rows[:OBJECTS] for rows in boxes]
+    classes = [torch.arange(len(rows), device=rows.device) % detector.num_classes for rows in objects]
+    targets = DetectionTargets(objects, classes)
+    optimizer = torch.optim.SGD([p for p in detector.parameters() if p.requires_grad], lr=1e-6)
+
+    def call() -> None:
+        detector.train()
+        regions = detector(batch, boxes, targets)
+        loss = sum(loss.mean for loss in regions.losses.values()) + torch.cat(regions.features).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return call
+
+
+def _measure(
+    calls: dict[str, Callable[[], Any]], repetitions: int, warm_up: int, device: torch.device, label: str
+) -> dict[str, Any]:
+    """`times` of each backend and, with both, their `ratio`."""
+    times = spread(take_turns(calls, repetitions, warm_up, device, label))
+    if len(times) < 2:
+        return {"times": times}
+    return {"times": times, "ratio": times["detectron2"]["median"] / times["builtin"]["median"]}
+
+
+def show(result: dict[str, Any]) -> int:
+    """Print a short table; returns the exit status."""
+    settings = result["settings"]
+    height, width = settings["image_size"]
+    print_machine(result["machine"])
+    print(f"{settings['config']}, {settings['images']} x {height} x {width} pixels, float32")
+    for name, case in result["cases"].items():
+        for backend, times in case["times"].items():
+            print(f"  {name:14s} {backend:12s} {times['median']:8.3f} s ({times['min']:.3f} .. {times['max']:.3f})")
+        if "ratio" in case:
+            print(f"  {name:14s} {'ratio':12s} {case['ratio']:8.3f}")
+    if "detectron2" not in result["backends"]:
+        print("Detectron2 is not installed: only the built-in detector was measured.")
+    difference = result["max_feature_difference"]
+    if difference is None or difference <= TOLERANCE:
+        return 0
+    print(f"The backends' features differ by {difference:.2g}.", file=sys.stderr)
+    return 1

@@ -1,0 +1,156 @@
+"""Training runs that start from each other, several at a time, each in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from e2e_vl.config import differences, load_config
+from e2e_vl.engine.build import resolve
+
+TRAIN = Path(__file__).resolve().parents[1] / "train.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A run of tools/train.py.
+
+    Attributes:
+        config: YAML file.
+        words: `key=value` settings that beat the file, without `output`.
+        run: run directory; unique among the jobs.
+        after: run directories of the jobs that must be finished before this one starts.
+    """
+
+    config: Path
+    words: tuple[str, ...]
+    run: Path
+    after: tuple[Path, ...] = ()
+
+    @property
+    def settings(self) -> list[str]:
+        """All settings that beat the file."""
+        return [*self.words, f"output={self.run}"]
+
+    @property
+    def metrics(self) -> dict[str, Any] | None:
+        """The numbers of the finished run; None before it is finished."""
+        path = self.run / "metrics.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    def command(self, launch: str) -> list[str]:
+        """The command of the run; an interrupted run goes on.
+
+        Args:
+            launch: what starts tools/train.py, such as "python" or "accelerate launch --num_processes 4".
+        """
+        resume = ["--resume"] if self.run.is_dir() else []
+        return [*shlex.split(launch), str(TRAIN), "--config", str(self.config), *resume, *self.settings]
+
+    def check(self) -> None:
+        """Check that a run directory that exists holds a run of this job.
+
+        Raises:
+            ValueError: it does not, or the settings do not load.
+        """
+        wanted = load_config(self.config, self.settings)
+        saved = self.run / "config.yaml"
+        if saved.is_file():
+            changed = differences(load_config(saved), resolve(wanted))
+            if changed:
+                raise ValueError(
+                    f"{self.run} holds a run with other settings ({'; '.join(changed[:3])}); remove it or choose "
+                    "another --output."
+                )
+
+
+def run_jobs(jobs: Sequence[Job], *, launch: str, parallel: int = 1) -> None:
+    """Run all unfinished jobs. An interrupted run goes on, so the same call can be made until all are done.
+
+    Args:
+        jobs: in an order in which each job comes after those that it needs.
+        launch: see `Job.command`.
+        parallel: runs at a time; on the CPU they share the cores evenly.
+
+    Raises:
+        ValueError: a folder holds a run with other settings, or a run failed; the message names the run, or its log.
+    """
+    for job in jobs:
+        job.check()
+    waiting = [job for job in jobs if job.metrics is None]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // parallel, 1))}
+    running: dict[concurrent.futures.Future[None], Job] = {}
+    with (
+        concurrent.futures.ThreadPoolExecutor(parallel) as pool,
+        tqdm(total=len(jobs), initial=len(jobs) - len(waiting), desc="runs", unit="run") as bar,
+    ):
+        while waiting or running:
+            unfinished = {job.run for job in (*waiting, *running.values())}
+            ready = [job for job in waiting if not unfinished.intersection(job.after)]
+            for job in ready[: parallel - len(running)]:
+                waiting.remove(job)
+                running[pool.submit(_run, job, launch, environment)] = job
+            done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            for future in done:
+                running.pop(future)
+                try:
+                    future.result()
+                except ValueError:
+                    waiting.clear()  # the other running jobs still end by themselves
+                    raise
+                bar.update()
+
+
+def _run(job: Job, launch: str, environment: dict[str, str]) -> None:
+    log = job.run.with_name(job.run.name + ".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = job.command(launch)
+    with log.open("w", encoding="utf-8") as file:
+        file.write(f"{shlex.join(command)}\n")
+        file.flush()
+        status = subprocess.run(command, check=False, env=environment, stdout=file, stderr=file).returncode
+    if status != 0 or job.metrics is None:
+        raise ValueError(f"The run {job.run} failed with exit status {status}, see {log}; give the command again.")
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """What every command that trains many runs takes."""
+    parser.add_argument("--output", type=Path, required=True, help="folder of the runs and the table")
+    parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="settings for all runs")
+    parser.add_argument(
+        "--launch",
+        default=shlex.quote(sys.executable),
+        metavar="COMMAND",
+        help='what starts tools/train.py, such as "accelerate launch --num_processes 4" (default: this Python)',
+    )
+
+
+def made_by(tool: str, argv: Sequence[str] | None) -> str:
+    """The sentence with the command, to be repeated from the root of the repository."""
+    command = shlex.join(["python", f"tools/experiments/{Path(tool).name}", *(sys.argv[1:] if argv is None else argv)])
+    return f"Made by `{command}`."
+
+
+def markdown_table(columns: Sequence[str], rows: Mapping[str, Iterable[str]]) -> list[str]:
+    """Lines of a table: a name in front of the cells of each row."""
+    lines = [f"| | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
+    return [*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
+
+
+def write_table(path: Path, content: Any, lines: Sequence[str]) -> None:
+    """Write the numbers as `path` + .json and the lines as `path` + .md, and print the lines."""
+    path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    text = "\n".join([*lines, ""])
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)

@@ -1,0 +1,178 @@
+"""The ablation of VL-BERT's table 4 in miniature, on drawn scenes: what does each part of pre-training give?
+
+    python tools/experiments/table4.py --output runs/table4
+    python tools/experiments/table4.py --output runs/table4 --seeds 0 --rows none full --tasks refcoco
+
+Draws the scenes, trains a detector on objects and attributes (as the paper's detector is trained on Visual Genome),
+pre-trains the rows of the table (configs/table4/pretrain*.yaml) and trains every task from each row, all with every
+seed. Writes OUTPUT/table4.json, table4.md and table4.png: mean and standard deviation over the seeds, and with the
+first seed two controls that see no image or no text. Finished runs are not run again, so the same command can be given
+until all are done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from e2e_vl.command_line import make_parser, says_errors
+from e2e_vl.config import load_config
+from e2e_vl.engine.build_data import make_synthetic_data, training_texts
+from e2e_vl.text import build_vocabulary
+from jobs import Job, add_common_options, made_by, markdown_table, run_jobs, write_table
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs" / "table4"
+ROWS = {  # name -> what pre-training has
+    "none": "without pre-training",
+    "a": "(a) masked words with visual clues",
+    "b": "(b) = (a) + masked regions with linguistic clues",
+    "c": "(c) = (b) + sentence-image relationship",
+    "d": "(d) = (b) + text-only corpus",
+    "full": "full = (d) + detector tuned in pre-training",
+}
+CONTROLS = {  # name -> what it is, and its setting; they start like the full model, with the first seed only
+    "image_blind": ("full, without the image", "data.blank_image=true"),
+    "text_blind": ("full, without the text", "data.blank_text=true"),
+}
+TASKS = {"vqa": "VQA", "vcr": "VCR Q -> A", "refcoco": "RefCOCO+"}
+METRIC = "val/accuracy_gt_boxes"
+
+
+@says_errors
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS), help="default: all")
+    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS), help="default: all")
+    parser.add_argument("--data", type=Path, default=Path("data/table4"), help="folder of the drawn scenes")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2)")
+    parser.add_argument("--configs", type=Path, default=CONFIGS, help="folder of the configs (default: configs/table4)")
+    add_common_options(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.jobs < 1:
+        raise ValueError(f"--jobs is {arguments.jobs}; give a positive number.")
+    settings = [*arguments.set, f"data.root={arguments.data}"]
+    jobs = plan(arguments.configs, arguments.output, settings, arguments.seeds, arguments.rows, arguments.tasks)
+    prepare(arguments.configs, arguments.output, settings)
+    run_jobs(list(jobs.values()), launch=arguments.launch, parallel=arguments.jobs)
+    table = collect(jobs, arguments.seeds, arguments.rows, arguments.tasks)
+    draw(table, arguments.output / "table4.png")
+    write_table(arguments.output / "table4", table, [*as_markdown(table), made_by(__file__, argv)])
+    return 0
+
+
+def plan(
+    configs: Path,
+    output: Path,
+    settings: Sequence[str],
+    seeds: Sequence[int],
+    rows: Sequence[str],
+    tasks: Sequence[str],
+) -> dict[str, Job]:
+    """All runs by name, each after the runs that it starts from: detector, <row>_<seed>, <task>_<row>_<seed>.
+
+    Heads start at random: the runs are too short to turn a head of pre-training into a head for another task.
+
+    Args:
+        configs: folder of the YAML files.
+        output: folder of the runs.
+        settings: `key=value` words for all runs.
+        seeds, rows, tasks: what to run, in this order; see `ROWS` and `TASKS`.
+    """
+    jobs = {"detector": Job(configs / "detector.yaml", tuple(settings), output / "detector")}
+    common = (*settings, f"data.vocabulary={output / 'vocabulary' / 'vocab.txt'}")
+    detector = jobs["detector"].run
+    for seed in seeds:
+        for row in rows:
+            if row == "none":
+                continue
+            name = "pretrain.yaml" if row == "full" else f"pretrain_{row}.yaml"
+            words = (*common, f"seed={seed}", f"detector.weights={detector / 'model'}")
+            jobs[f"{row}_{seed}"] = Job(configs / name, words, output / f"pretrain_{row}_{seed}", (detector,))
+    for seed in seeds:
+        for task in tasks:
+            for row in rows:
+                words, after = (*common, f"seed={seed}"), detector
+                if row != "none":
+                    after = jobs[f"{row}_{seed}"].run
+                    words += (f"encoder.weights={after}",)
+                words += (f"detector.weights={after / 'model'}",)
+                name = f"{task}_{row}_{seed}"
+                jobs[name] = Job(configs / f"{task}.yaml", words, output / name, (after,))
+    if "full" in rows:
+        for task in tasks:
+            like = jobs[f"{task}_full_{seeds[0]}"]
+            for control, (_, setting) in CONTROLS.items():
+                name = f"{task}_{control}_{seeds[0]}"
+                jobs[name] = dataclasses.replace(like, words=(*like.words, setting), run=output / name)
+    return jobs
+
+
+def prepare(configs: Path, output: Path, settings: Sequence[str]) -> None:
+    """Draw the scenes and build one vocabulary for all tasks, unless both exist."""
+    make_synthetic_data(load_config(configs / "detector.yaml", settings))
+    vocabulary = output / "vocabulary" / "vocab.txt"
+    if not vocabulary.is_file():
+        texts = []
+        for name in ("pretrain", *TASKS):
+            texts += training_texts(load_config(configs / f"{name}.yaml", settings))
+        build_vocabulary(texts, vocabulary)
+
+
+def collect(
+    jobs: dict[str, Job], seeds: Sequence[int], rows: Sequence[str], tasks: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """row -> task -> the seeds' accuracies, their mean and (with several seeds) their standard deviation."""
+    table: dict[str, dict[str, Any]] = {}
+    for row in (*rows, *CONTROLS):
+        table[row] = {}
+        for task in tasks:
+            found = [jobs[name] for seed in seeds if (name := f"{task}_{row}_{seed}") in jobs]
+            if not found:
+                continue
+            values = [job.metrics[METRIC] for job in found]
+            spread = statistics.stdev(values) if len(values) > 1 else None
+            table[row][task] = {"seeds": values, "mean": statistics.mean(values), "spread": spread}
+    return {row: cells for row, cells in table.items() if cells}
+
+
+def as_markdown(table: dict[str, dict[str, Any]]) -> list[str]:
+    """The lines of the table, in percent, and what they show."""
+    rows = {}
+    for row, cells in table.items():
+        spreads = ("" if cell["spread"] is None else f" ± {100 * cell['spread']:.1f}" for cell in cells.values())
+        shown = [f"{100 * cell['mean']:.1f}{spread}" for cell, spread in zip(cells.values(), spreads, strict=True)]
+        rows[ROWS[row] if row in ROWS else CONTROLS[row][0]] = shown
+    first = next(iter(table.values()))
+    number = len(next(iter(first.values()))["seeds"])
+    note = f"Accuracy in percent with annotated boxes; mean ± standard deviation of {number} seed(s)."
+    return [*markdown_table([TASKS[task] for task in first], rows), "", note]
+
+
+def draw(table: dict[str, dict[str, Any]], path: Path) -> None:
+    """Write a PNG with bars for every task, one bar per row, with the spread."""
+    tasks = list(next(iter(table.values())))
+    figure = Figure(figsize=(4 * len(tasks), 3.2), layout="constrained")
+    axes = figure.subplots(1, len(tasks), squeeze=False)
+    for axis, task in zip(axes[0], tasks, strict=True):
+        means = [100 * cells[task]["mean"] for cells in table.values()]
+        # one seed has no spread: NaN draws no error bar
+        spreads = [math.nan if (one := cells[task]["spread"]) is None else 100 * one for cells in table.values()]
+        axis.bar(list(table), means, yerr=spreads, color="0.7", capsize=3)
+        axis.set_xticks(range(len(table)), [row.replace("_", " ") for row in table], rotation=45, ha="right")
+        axis.set_title(TASKS[task])
+        axis.set_ylabel("accuracy, %")
+        axis.set_ylim(0, 105)
+    FigureCanvasAgg(figure).print_figure(path, dpi=120)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
