@@ -19,8 +19,10 @@ from e2e_vl.data.base import Wants, open_options
 from e2e_vl.data.loading.requests import Request
 from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
 from e2e_vl.engine import build
+from e2e_vl.engine.build_data import build_collate, build_examples, make_synthetic_data
 from e2e_vl.engine.evaluate import evaluate_run
 from e2e_vl.engine.predict import answer
+from e2e_vl.engine.run import build_run
 from e2e_vl.engine.saving import load_model
 from e2e_vl.engine.train import train
 from e2e_vl.run_files import read_log
@@ -117,9 +119,9 @@ def test_an_encoder_that_lacks_an_ability_is_refused(settings, monkeypatch):
     monkeypatch.setitem(build.TASKS, "statements", (statements.StatementConfig, statements.StatementTask))
     message = r"The task statements needs an encoder with a way to tell the images of one text apart; choose another"
     with pytest.raises(ValueError, match=message):
-        build.build_run(settings("data.name=pairs", "task.name=statements", encoder=POOLED))
+        build_run(settings("data.name=pairs", "task.name=statements", encoder=POOLED))
     with pytest.raises(ValueError, match=r"image_slots to 2"):
-        build.build_run(settings("data.name=pairs", "task.name=statements"))
+        build_run(settings("data.name=pairs", "task.name=statements"))
 
 
 # A task with two images per text
@@ -134,8 +136,8 @@ def test_a_task_about_two_images(settings, monkeypatch, tmp_path):
     assert len(records) == 8 and all(len(set(record["file_names"])) == 2 for record in records)
 
     config, model, tokenizer = load_model(run)
-    data = build.build_examples(config, model, tokenizer, "val", boxes="gt")
-    batch = build.build_collate(config, model)([data[Request(number, tuple(data.groups[number]))] for number in (0, 1)])
+    data = build_examples(config, model, tokenizer, "val", boxes="gt")
+    batch = build_collate(config, model)([data[Request(number, tuple(data.groups[number]))] for number in (0, 1)])
     assert batch.looks_at.tolist() == [[0, 1], [0, 1], [2, 3], [2, 3]]
     counts = [len(boxes) for boxes in batch.boxes]
     output = model(batch)
@@ -171,8 +173,8 @@ def test_a_task_with_several_boxes_for_each_of_several_phrases(settings, monkeyp
         assert len(record["boxes"]) == len(record["phrases"]) == len(record["gt_boxes"])
 
     config, model, tokenizer = load_model(run)
-    data = build.build_examples(config, model, tokenizer, "train", boxes="gt", training=True)
-    batch = build.build_collate(config, model)([data[Request(number, (number,))] for number in range(4)])
+    data = build_examples(config, model, tokenizer, "train", boxes="gt", training=True)
+    batch = build_collate(config, model)([data[Request(number, (number,))] for number in range(4)])
     targets = batch.targets
     assert {record["flipped"] for record in batch.records} == {False, True}
     phrase = iter(targets.boxes.split())
@@ -195,7 +197,7 @@ def test_a_reader_with_names_as_ids(settings, monkeypatch, tmp_path):
     monkeypatch.setitem(build.DATASETS, "named_scenes", named_scenes.NamedSceneDataset)
     words = "data.name=named_scenes", "data.files.detections=found.json"
     config = settings(*words, "data.boxes.train=detections+gt", "eval.boxes=[gt,detections]")
-    build.make_synthetic_data(config)
+    make_synthetic_data(config)
     found = [
         {"image_id": f"scene-{one['image_id']}.b", "box": one["bbox"], "category_id": 1, "score": 0.9}
         for split in ("train", "val")
@@ -219,7 +221,7 @@ def test_names_as_ids_in_a_file_of_features(settings, monkeypatch):
         *("detector.backend=precomputed", "data.boxes.train=precomputed", "eval.boxes=[precomputed]"),
         "eval.report_pictures=0",
     )
-    build.make_synthetic_data(config)
+    make_synthetic_data(config)
     folder = Path(config.data.root) / "features"
     folder.mkdir()
     width = build.build_detector(config).feature_dim
@@ -286,11 +288,11 @@ def test_an_objective_alone(settings, monkeypatch, tmp_path):
 def test_a_name_that_does_not_exist_is_answered_with_those_that_do(settings, setting, names):
     config = settings(f"{setting}=nothing")
     with pytest.raises(ValueError, match=f"{setting} is 'nothing'; it must be one of .*{names}"):
-        build.build_run(config)
+        build_run(config)
     assert not Path(config.output).exists()
 
 
 def test_an_objective_that_does_not_exist_is_answered_with_those_that_do(settings):
     config = settings("task.config.objectives.masked_word=1", config=ROOT / "configs" / "tiny" / "pretraining.yaml")
     with pytest.raises(ValueError, match=r"unknown key 'masked_word'; .*relationship; did you mean .*masked_words'\?"):
-        build.build_run(config)
+        build_run(config)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from e2e_vl.config import load_config, saved_version
 from e2e_vl.engine.build import TASKS
-from e2e_vl.engine.checkpoint import load_model, saved_settings
+from e2e_vl.engine.saving import load_model, saved_settings
 from tests.same import assert_same
 from tests.tools.calls import ask, first_image, saved, told
 from tools import evaluate as evaluation_tool
@@ -85,6 +85,8 @@ def write_back(folder: Path) -> None:
     assert settings.pop("version") == 2
     for key in NEW_KEYS:
         del settings["data"][key]
+    resize = settings["data"]["resize"]
+    resize["rounding"] = {"truncate": "vl_bert"}.get(resize["rounding"], resize["rounding"])
     EARLIER[settings["task"]["name"]](settings["task"]["config"], settings["data"])
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     path = folder / "task" / "model.safetensors"

@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from detector.structures import Loss
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets
-from e2e_vl.tasks.objectives.base import Objective, ObjectiveConfig, ObjectiveOutput, Sizes, WordHead, start_layers
+from e2e_vl.tasks.heads import start_head
+from e2e_vl.tasks.objectives.base import Objective, ObjectiveConfig, ObjectiveOutput, Sizes, WordHead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class RegionFeatures(Objective):
     def __init__(self, sizes: Sizes, config: RegionFeaturesConfig):
         super().__init__(sizes, config)
         self.output = nn.Linear(sizes.hidden_size, sizes.feature_dim)
-        start_layers(self.output)
+        start_head((self.output,), "normal")
 
     def forward(
         self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
