@@ -1,0 +1,62 @@
+"""tools/train.py: what it says of settings that do not exist, and where it finds files from other directories."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, SAME_SIZE
+from tools import evaluate as evaluation_tool
+from tools import train as tool
+
+SHORT = ("train.max_steps=1", "eval.boxes=[gt]", "eval.every_epochs=0", "eval.report_pictures=1", SAME_SIZE)
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+@pytest.fixture
+def project(tmp_path, tiny_words) -> Path:
+    """A folder with settings and data beside each other, as in the repository."""
+    [root] = [word.partition("=")[2] for word in tiny_words if word.startswith("data.root=")]
+    shutil.copytree(ROOT / "configs", tmp_path / "project" / "configs")
+    shutil.copytree(root, tmp_path / "project" / "data" / "tiny_refcoco")
+    return tmp_path / "project"
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [
+        ("train.learning_rate=1", "train.lr"),
+        ("encoder.config.hidden_sizes=8", "encoder.config.hidden_size"),
+        ("task.config.los=binary", "task.config.loss"),
+    ],
+)
+def test_a_setting_that_does_not_exist_is_answered_with_the_nearest(tiny_words, tmp_path, capsys, word, near):
+    words = [*tiny_words, f"output={tmp_path / 'run'}", word]
+    assert tool.main(["--config", str(ROOT / "configs" / "tiny" / "refcoco.yaml"), *words]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("error: ") and message.endswith(f"did you mean '{near}'?")
+
+
+def test_settings_are_found_and_run_from_another_directory(project, tmp_path, monkeypatch):
+    """Detector and data are found beside the settings; the run goes where the tool was called."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert tool.main(["--config", "../project/configs/tiny/refcoco.yaml", *SHORT]) == 0
+    run = tmp_path / "elsewhere" / "runs" / "tiny_refcoco"
+    records = json.loads((run / "predictions_val_gt.json").read_text())
+    assert all(Path(record["file_name"]).is_relative_to(project / "data") for record in records)
+    assert {path.name for path in (tmp_path / "elsewhere").iterdir()} == {"runs"}
+
+
+def test_a_run_is_evaluated_from_another_directory(project, tmp_path, monkeypatch, capsys):
+    """What it saved are relative paths, because it was trained in the project."""
+    monkeypatch.chdir(project)
+    assert tool.main(["--config", "configs/tiny/refcoco.yaml", *SHORT]) == 0
+    assert "root: data/tiny_refcoco\n" in (project / "runs" / "tiny_refcoco" / "config.yaml").read_text()
+    monkeypatch.chdir(tmp_path)
+    assert evaluation_tool.main(["--run", "project/runs/tiny_refcoco", "--split", "val", "--boxes", "gt"]) == 0
+    assert "val/accuracy_gt_boxes" in capsys.readouterr().out
