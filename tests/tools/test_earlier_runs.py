@@ -166,7 +166,7 @@ def test_every_former_setting_has_its_place():
         "region_labels": "class",
         "max_length": 40,
     }
-    options = {"source": "shards", "word_probability": 0.3, "always_mask": True, "relationship": 0.4}
+    options = {"source": "vl_bert", "word_probability": 0.3, "always_mask": True, "relationship": 0.4}
     corpus = {"corpus_words": 7, "corpus_length": 8, "corpus_special_tokens": True}
     data = {"config": {**options, **corpus, "skip_broken": True}}
     TASKS["pretraining"][1].upgrade(former, data)
@@ -180,7 +180,7 @@ def test_every_former_setting_has_its_place():
             "relationship": {"weight": 0.25, "probability": 0.4},
         },
     }
-    assert data == {"config": {"source": "shards"}, "skip_broken": True}
+    assert data == {"config": {"source": "json_lines"}, "skip_broken": True}
     pronounced = {"join_word": None, "ground_words": False, "max_pieces": 9, "blank_question": True}
     task, data = {"loss": "softmax"}, {"config": {"question": "rationale", **pronounced}}
     TASKS["vcr"][1].upgrade(task, data)
