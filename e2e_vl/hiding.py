@@ -49,7 +49,7 @@ def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: Hid
     """A copy of the batch with candidate boxes, and with what the teacher says of them when nothing is hidden.
 
     A user's own boxes to hide (`Batch.hide`) become the first candidates; candidates that overlap one of them with an
-    IoU of 0.5 or more are left out.
+    IoU of 0.5 or more are left out. Saved features are what a file says of the regions.
 
     Args:
         detector: the model's own, which proposes boxes where there are none.
@@ -74,6 +74,8 @@ def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: Hid
         classes = labels.classes  # annotated, so they stay what they are
         boxes, labels = describe_regions(teacher, batch.images, boxes, rule)
         labels.classes = classes
+    elif labels.features is None and batch.images.precomputed is not None:
+        labels = dataclasses.replace(labels, features=batch.images.precomputed.features)
     return dataclasses.replace(batch, boxes=boxes, region_labels=labels)
 
 

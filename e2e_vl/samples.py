@@ -192,7 +192,8 @@ class UserBoxes:
 class Question:
     """One image and one text from a user; `choices` and `answer` are for tasks that choose among texts.
 
-    `hidden` are boxes that a pre-trained model is to recognise without seeing their pixels.
+    `hidden` are boxes that a pre-trained model is to recognise without seeing their pixels, `others` the further images
+    that the text is about.
     """
 
     image: Path
@@ -203,23 +204,39 @@ class Question:
     hidden: UserBoxes | None = None
     class_names: Sequence[str] | None = None  # of the run's data set, where it has classes
     wants_answer: bool = False  # the run reads an answer that is given
+    others: tuple[Path, ...] = ()
+
+    @property
+    def images(self) -> tuple[Path, ...]:
+        return (self.image, *self.others)
 
     def sample(self, text: SampleText, *, objects: AnnotatedObjects | None = None, hides: bool = False) -> Sample:
-        """The sample of one text about the image, with the given boxes as candidates.
+        """The sample of one text about the images, with the given boxes as candidates.
 
         Args:
             text: the question in the form that the task words.
             objects: the given boxes as annotated objects, for tasks whose texts name them; they are the candidates.
             hides: the task answers for hidden boxes; then none but the given ones is hidden.
+
+        Raises:
+            ValueError: more or fewer images than the text looks at, or boxes of several images.
         """
+        wanted = len(text.looks_at)
+        if len(self.images) != wanted:
+            raise ValueError(
+                f"Texts of this run are about {wanted} image{'s' if wanted > 1 else ''}, and {len(self.images)} "
+                f"{'are' if len(self.images) > 1 else 'is'} given; give {wanted} with --image."
+            )
+        if self.others and (self.boxes is not None or self.hidden is not None):
+            raise ValueError("Boxes of several images cannot be told apart; leave --boxes and --hide out.")
         boxes = None
         if objects is None and self.boxes is not None:
             boxes = CandidateBoxes(self.boxes.boxes, self.boxes.source)
         hide = None
         if hides:
             hide = np.zeros((0, 4)) if self.hidden is None else self.hidden.boxes
-        image = SampleImage(str(self.image), self.image, objects=objects, boxes=boxes, hide=hide)
-        return Sample((image,), (text,), is_asked=True)
+        images = [SampleImage(str(path), path, objects=objects, boxes=boxes, hide=hide) for path in self.images]
+        return Sample(tuple(images), (text,), is_asked=True)
 
     def plain_sample(self, what: str) -> Sample:
         """The sample of a text alone. Raises ValueError for choices, an answer or boxes to hide."""

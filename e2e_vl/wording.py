@@ -34,15 +34,12 @@ class Wording(abc.ABC):
         """One text of the sample: usually one example, several where it has several choices."""
 
     def record(self, text: SampleText, images: Sequence[ImageExample], laid: LaidText | None = None) -> dict[str, Any]:
-        """What goes into the prediction beside the answer; sizes are (height, width) of the stored image."""
-        image = images[text.looks_at[0]]
-        record = {
-            "text_index": text.index,
-            **text.facts,
-            "file_name": image.name,
-            "image_size": list(image.placement.original_size),
-            "flipped": image.placement.flipped,
-        }
+        """What goes into the prediction beside the answer; sizes are (height, width) of the stored (first) image."""
+        record = {"text_index": text.index, **text.facts}
+        if text.looks_at:
+            image = images[text.looks_at[0]]
+            size = list(image.placement.original_size)
+            record |= {"file_name": image.name, "image_size": size, "flipped": image.placement.flipped}
         if laid is not None and laid.num_cut:
             record["cut_wordpieces"] = laid.num_cut
         return record

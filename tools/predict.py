@@ -20,7 +20,8 @@ and its texts name them as [0] or [1,2], counted from 0; a VCR metadata file as 
 outlines too. A pre-training run names the best words at every [MASK], and the best classes of every region that --hide
 takes out of the image before the detector sees it. --output DIR writes answer.json (the whole prediction, the regions,
 and the last layer's attention on them where the task points at no box), regions.png (all regions) and answer.png (the
-answer's box, or the regions it looked at most, without the pixels that were hidden).
+answer's box, or the regions it looked at most, without the pixels that were hidden). A run whose texts are about two
+images takes --image A B, and writes pictures of the second one as regions_2.png and answer_2.png.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     split.set_defaults(action=write_split)
     ask = commands.add_parser("ask", help="one image and one text in, the answer out", **shape)
     ask.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
-    ask.add_argument("--image", type=Path, required=True, help="any JPEG or PNG file")
+    ask.add_argument(
+        "--image", type=Path, nargs="+", required=True, help="any JPEG or PNG file; two for a run on pairs of images"
+    )
     ask.add_argument("--text", required=True, help="phrase, question, or a caption with [MASK]")
     ask.add_argument(
         "--boxes",
@@ -105,12 +108,13 @@ def write_split(arguments: argparse.Namespace) -> None:
 
 def ask_one(arguments: argparse.Namespace) -> None:
     question = Question(
-        arguments.image,
+        arguments.image[0],
         arguments.text,
         boxes=None if arguments.boxes is None else read_boxes(arguments.boxes),
         choices=tuple(arguments.choices),
         answer=arguments.answer,
         hidden=None if arguments.hide is None else read_boxes(arguments.hide, "--hide"),
+        others=tuple(arguments.image[1:]),
     )
     answer = answer_question(arguments.run, question)
     for line in answer.lines:
@@ -121,32 +125,40 @@ def ask_one(arguments: argparse.Namespace) -> None:
 
 
 def save(folder: Path, question: Question, answer: Answer) -> None:
-    """Write answer.json, regions.png and answer.png."""
+    """Write answer.json, regions.png and answer.png; of a second image regions_2.png and answer_2.png."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {key: value for key, value in answer.record.items() if key not in ("text_index", "file_name", "sent")}
     shown = {"image": str(question.image), "text": question.text, **record, "regions": answer.boxes.tolist()}
+    if question.others:
+        shown |= {"other_images": list(map(str, question.others)), "region_images": answer.images.tolist()}
     if answer.attention is not None:
         shown["attention"] = answer.attention.tolist()
     text = json.dumps(shown, indent=2, ensure_ascii=False)
     (folder / "answer.json").write_text(text + "\n", encoding="utf-8")
-
-    title = f"{question.text} -> {answer.lines[0]}" if not answer.task.points_at_box else question.text
     names = answer.record.get("objects", [""] * len(answer.boxes))
-    labels = [f"{number} {name}".strip() for number, name in enumerate(names)]
-    save_picture(folder / "regions.png", question.image, answer.boxes, labels, None)
-    hidden = answer.record.get("hidden", [])
+    labels = [f"{row} {name}".strip() for row, name in enumerate(names)]
+    for number, image in enumerate(question.images):
+        end = f"_{number + 1}" if number else ""
+        rows = np.flatnonzero(answer.images == number)
+        save_picture(folder / f"regions{end}.png", image, answer.boxes[rows], [labels[row] for row in rows], None)
+        save_answer(folder / f"answer{end}.png", image, question.text, answer, labels, rows)
+
+
+def save_answer(path: Path, image: Path, text: str, answer: Answer, labels: list[str], rows: np.ndarray) -> None:
+    """Draw the answer's box, or those of the regions `rows` of this image that the answer looked at most."""
+    title = text if answer.task.points_at_box else f"{text} -> {answer.lines[0]}"
     if answer.box is not None:
-        save_picture(folder / "answer.png", question.image, [answer.box], [f"{answer.record['score']:.2f}"], title)
+        save_picture(path, image, [answer.box], [f"{answer.record['score']:.2f}"], title)
     elif answer.attention is not None:
+        hidden = answer.record.get("hidden", [])
         best = np.argsort(-answer.attention, kind="stable")[:MOST_ATTENDED]
-        best = [row for row in best if row >= len(hidden)]
-        labels = [f"{labels[row]}: {answer.attention[row]:.2f}" for row in best]
+        best = [row for row in best if row >= len(hidden) and row in rows]
         covered = [one["box"] for one in hidden]  # the first of the regions
-        labels = [f"hidden: {one['classes'][0][0]} {one['classes'][0][1]:.2f}" for one in hidden] + labels
-        boxes = [*covered, *answer.boxes[best]]
-        save_picture(folder / "answer.png", question.image, boxes, labels, title, covered)
+        shown = [f"hidden: {one['classes'][0][0]} {one['classes'][0][1]:.2f}" for one in hidden]
+        shown += [f"{labels[row]}: {answer.attention[row]:.2f}" for row in best]
+        save_picture(path, image, [*covered, *answer.boxes[best]], shown, title, covered)
     else:
-        save_picture(folder / "answer.png", question.image, [], [], title)
+        save_picture(path, image, [], [], title)
 
 
 def save_picture(

@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from e2e_vl.config import EncoderSettings, RunConfig, TaskSettings, load_config
 from e2e_vl.data.base import Wants, open_options
@@ -26,6 +27,7 @@ from e2e_vl.engine.run import build_run
 from e2e_vl.engine.saving import load_model
 from e2e_vl.engine.train import train
 from e2e_vl.run_files import read_log
+from e2e_vl.samples import Sample
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.text import mirror_words
 from tests.engine.extensions import (
@@ -38,7 +40,7 @@ from tests.engine.extensions import (
     statements,
 )
 from tests.same import assert_same
-from tests.tools.calls import ask, first_image, is_picture, saved, told
+from tests.tools.calls import ask, first_image, is_picture, refused, saved, told
 from tools import predict as tool
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +79,7 @@ def live(config: RunConfig) -> Path:
     return run
 
 
-def asked(run: Path, folder: Path, image: Path, text: str, *more: object) -> dict:
+def asked(run: Path, folder: Path, image: Path | tuple[Path, ...], text: str, *more: object) -> dict:
     assert tool.main(ask(run, image, text, *more, "--output", folder)) == 0
     assert is_picture(folder / "regions.png") and is_picture(folder / "answer.png")
     return told(folder)
@@ -127,7 +129,7 @@ def test_an_encoder_that_lacks_an_ability_is_refused(settings, monkeypatch):
 # A task with two images per text
 
 
-def test_a_task_about_two_images(settings, monkeypatch, tmp_path):
+def test_a_task_about_two_images(settings, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(build.DATASETS, "pairs", image_pairs.PairDataset)
     monkeypatch.setitem(build.TASKS, "statements", (statements.StatementConfig, statements.StatementTask))
     words = "data.name=pairs", "task.name=statements", "encoder.config.image_slots=2", "train.lr=0.02"
@@ -156,6 +158,34 @@ def test_a_task_about_two_images(settings, monkeypatch, tmp_path):
     bare = [dataclasses.replace(image, objects=None) for image in sample.images]
     own = answer(config, model, tokenizer, dataclasses.replace(sample, images=tuple(bare), is_asked=True))
     assert own.lines[0].endswith("true") and set(own.images) == {0, 1}
+
+    pair = tuple(image.file for image in sample.images)
+    answered = asked(run, tmp_path / "answer", pair, sample.texts[0].words)
+    assert answered["true"] == pytest.approx(own.record["true"], abs=1e-5)
+    assert answered["region_images"] == own.images.tolist() and answered["other_images"] == [str(pair[1])]
+    assert is_picture(tmp_path / "answer" / "regions_2.png") and is_picture(tmp_path / "answer" / "answer_2.png")
+    capsys.readouterr()
+    message = refused(ask(run, pair[0], "both images hold a star"), capsys)
+    assert "are about 2 images, and 1 is given; give 2 with --image" in message
+    message = refused(ask(run, pair, "both images hold a star", "--boxes", "1,2,30,40"), capsys)
+    assert "Boxes of several images cannot be told apart" in message
+
+
+class DataWithFacts(image_pairs.PairDataset):
+    """The second text of each pair looks at no image."""
+
+    def sample(self, texts: Sequence[int]) -> Sample:
+        sample = super().sample(texts)
+        own = [dataclasses.replace(text, looks_at=() if text.index % 2 else (0, 1)) for text in sample.texts]
+        return dataclasses.replace(sample, texts=tuple(own))
+
+
+def test_texts_without_an_image_beside_texts_about_two(settings, monkeypatch):
+    monkeypatch.setitem(build.DATASETS, "facts", DataWithFacts)
+    monkeypatch.setitem(build.TASKS, "statements", (statements.StatementConfig, statements.StatementTask))
+    words = "data.name=facts", "encoder.config.image_slots=2", "encoder.config.text_only_embedding=true"
+    records = saved(live(settings(*words, task=TaskSettings("statements", {}))))
+    assert ["file_name" in record for record in records] == [True, False] * 4
 
 
 # A task with ragged targets
@@ -271,6 +301,30 @@ def test_an_objective_alone(settings, monkeypatch, tmp_path):
     assert {name.split(".")[0] for name in model.task.state_dict()} == {"region_features"}
     record = asked(run, tmp_path / "answer", first_image(run), "a circle", "--hide", "5,6,40,50")
     assert len(record["feature_norms"]) == 1
+
+
+def test_an_objective_on_saved_features(settings, monkeypatch):
+    """The features to be predicted are those of the file."""
+    entry = (region_features.RegionFeaturesConfig, region_features.RegionFeatures)
+    monkeypatch.setitem(build.OBJECTIVES, "region_features", entry)
+    frcnn = "conceptual/{split}_frcnn.json"
+    config = settings(
+        "data.config.source=json_lines",
+        f"data.files={{captions: 'conceptual/{{split}}.json', features: '{frcnn}'}}",
+        *("detector.backend=precomputed", "data.boxes.train=precomputed", "eval.boxes=[precomputed]", "data.flip=0"),
+        "detector.overrides.MODEL.RESNETS={RES2_OUT_CHANNELS: 4, WIDTH_PER_GROUP: 4}",  # features are 32 wide
+        *("task.config.teacher=file", "task.config.hide_pixels=false", "encoder.config.hidden_region_feature=true"),
+        *("task.config.region_probability=0.5", "task.config.objectives.region_features=1", "eval.report_pictures=0"),
+        config=ROOT / "configs" / "tiny" / "pretraining.yaml",
+    )
+    run = build_run(config)
+    data = run.train_data
+    batch = run.collate([data[Request(number, tuple(data.groups[number]))] for number in range(2)])
+    output = run.model(batch)
+    for one, other in zip(output.batch.region_labels.features, batch.images.precomputed.features, strict=True):
+        assert torch.equal(one, other)
+    assert output.task.losses["region_features"].count > 0
+    live(config)
 
 
 # Names

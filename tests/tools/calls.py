@@ -32,8 +32,9 @@ def data_root(run: Path) -> Path:
     return Path(load_config(run / "model" / "config.yaml").data.root)
 
 
-def ask(run: Path, image: Path, text: str, *more: object) -> list[str]:
-    return [str(word) for word in ("ask", "--run", run, "--image", image, "--text", text, *more)]
+def ask(run: Path, image: Path | tuple[Path, ...], text: str, *more: object) -> list[str]:
+    images = image if isinstance(image, tuple) else (image,)
+    return [str(word) for word in ("ask", "--run", run, "--image", *images, "--text", text, *more)]
 
 
 def first_image(run: Path) -> Path:

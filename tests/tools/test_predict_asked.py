@@ -136,6 +136,7 @@ def test_what_cannot_be_answered(trained_run, vqa_run, tmp_path, capsys):
     image = first_image(vqa_run)
     assert "The text is empty" in refused(ask(vqa_run, image, "  "), capsys)
     assert "takes neither choices nor an answer" in refused(ask(vqa_run, image, "x", "--choices", "a"), capsys)
+    assert "about 1 image, and 2 are given; give 1" in refused(ask(vqa_run, (image, image), "x"), capsys)
     assert "is missing" in refused(ask(vqa_run, tmp_path / "no.png", "x"), capsys)
     (tmp_path / "bad.png").write_text("no image")
     assert "bad.png" in refused(ask(vqa_run, tmp_path / "bad.png", "x"), capsys)
