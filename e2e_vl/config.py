@@ -251,7 +251,7 @@ def load_config(
 
     Files and folders that the keys in `INPUTS` name are found from any working directory: where a relative path in a
     YAML file does not exist, it is looked for in the folder of that file, then in the folder's parents. A path that
-    exists nowhere stays as it is; so do those of the command line.
+    exists nowhere stays as it is; so do paths of the command line.
 
     Args:
         path: YAML file; its `base:` key names a file (relative to it) whose settings it changes.

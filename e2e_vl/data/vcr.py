@@ -33,7 +33,7 @@ CLASS_NAMES = (
 
 @dataclasses.dataclass(frozen=True)
 class VCROptions:
-    """Fields of `data.config`. The defaults are those of the official VL-BERT code.
+    """Fields of `data.config`. The official VL-BERT code has the same defaults.
 
     Attributes:
         question: "answer" (Q->A) or "rationale" (QA->R).

@@ -171,7 +171,7 @@ class VLBertEmbeddings(nn.Module):
     def word_vectors(
         self, texts: TextBatch, vectors: Float[Tensor, "M R F"], regions: TextRegions
     ) -> Float[Tensor, "M _ F"] | None:
-        """The region vector each word carries: that of the whole image, or of the region of the first image it names.
+        """The region vector each word carries: the whole image, or the region of the first image that it names.
 
         Of several images it is the mean of the whole images' vectors. Row 0 of the regions is the first image as a
         whole.

@@ -129,7 +129,7 @@ def _load_runs(
 
 
 def answer_question(run_dir: Path, question: Question, *, points_at_box: bool = False) -> Answer:
-    """Ask a trained model about one image: the question is a sample like those of a data set.
+    """Ask a trained model about one image: the question becomes a sample, as a data set makes them.
 
     Args:
         run_dir: run directory of tools/train.py, or a saved model folder.

@@ -35,7 +35,7 @@ from e2e_vl.wording import Draw, Wording
 
 @dataclasses.dataclass(frozen=True)
 class ReferringConfig:
-    """The defaults are those of the official VL-BERT code."""
+    """The official VL-BERT code has the same defaults."""
 
     dropout: float = 0.0  # dropout between the two Linears of the head
     # "binary": a binary cross entropy per region (official). "softmax": a cross entropy over the regions of a text,

@@ -48,7 +48,7 @@ MOVED = ("people_names", "turn_names", "join_word", "ground_words", "max_pieces"
 
 @dataclasses.dataclass(frozen=True)
 class VCRConfig:
-    """The defaults are those of the official VL-BERT code."""
+    """The official VL-BERT code has the same defaults."""
 
     people_names: tuple[str, ...] = NEUTRAL_NAMES  # what people are called, in turn
     # in training the turn begins with a random name (the official code goes on from question to question); otherwise

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class VQAConfig:
-    """The defaults are those of the official VL-BERT code."""
+    """The official VL-BERT code has the same defaults."""
 
     # the possible answers, the position in the list is the class. In settings also a file, see
     # `e2e_vl.data.formats.vqa_files.read_answers`; None: `data.files.answers`, or built from the annotations of the

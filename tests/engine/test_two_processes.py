@@ -15,6 +15,7 @@ from e2e_vl.engine.evaluate import evaluate_run
 from e2e_vl.engine.train import train
 from e2e_vl.run_files import read_log
 from tests.engine.two_processes import start, wait
+from tests.same import assert_same
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "tiny" / "refcoco.yaml"
@@ -110,12 +111,12 @@ def test_evaluation_does_not_depend_on_the_number_of_processes(runs, boxes, tmp_
     """The same weights, evaluated by two processes at the end of their training and by one now."""
     run = runs["detection_losses", 2]
     metrics, path = evaluate_run(run, split="val", boxes=boxes, output=tmp_path / "one.json")
-    assert json_of(path) == json_of(run / f"predictions_val_{boxes}.json")
+    assert_same(json_of(path), json_of(run / f"predictions_val_{boxes}.json"))
     by_two = json_of(run / "metrics.json")
-    assert metrics == {name: by_two[name] for name in metrics}
+    assert_same(metrics, {name: by_two[name] for name in metrics})
 
 
 def test_a_saved_run_is_evaluated_by_two_processes(runs):
     for variant in VARIANTS:
         run = runs[variant, 2]
-        assert json_of(run / "again.json") == json_of(run / "predictions_val_gt.json")
+        assert_same(json_of(run / "again.json"), json_of(run / "predictions_val_gt.json"))

@@ -41,13 +41,13 @@ class ImageRules:
         is_blank: every pixel is the mean colour, saved features are zero and instance masks one: the control that sees
             no image.
         blank_boxes: that control has no candidate boxes either, because their number and places tell the answer.
-        mirror_precomputed: mirror the boxes of saved features although the features stay those of the image as it is
+        mirror_precomputed: mirror the boxes of saved features although the features describe the unmirrored image
             (official VL-BERT code); False forbids flips of saved features.
         mean_image_feature: the whole image's feature is the mean of its regions' features where the file has none
             (official VL-BERT code).
 
     Raises:
-        ValueError: no size, or a probability that is none.
+        ValueError: no size, or a probability outside 0 to 1.
     """
 
     resize: tuple[ResizeRule, ...]
@@ -186,7 +186,7 @@ class ImageLoader:
         return example.without_boxes() if self.rules.is_blank and self.rules.blank_boxes else example
 
     def _add_candidates(self, example: ImageExample, image: SampleImage, found: CandidateBoxes | None) -> None:
-        """Boxes of a file or of the sample, then those of the annotations, as the source says; clamped."""
+        """Boxes of a file or of the sample, then annotated boxes, as the source says; clamped."""
         parts = []
         if found is not None:
             parts.append(example.placement.move_and_clamp_boxes(found.boxes, found.origin))
