@@ -37,8 +37,8 @@ class TwoStageDetector(Detector):
     config: Any  # has `attributes`
 
     @abc.abstractmethod
-    def features(self, images: ImageBatch, pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None) -> Any:
-        """Feature maps of the padded batch; `pixel_masks` as in `Detector.forward`."""
+    def features(self, images: ImageBatch) -> Any:
+        """Feature maps of the padded batch."""
 
     @abc.abstractmethod
     def run_rpn(self, features: Any) -> Any:
@@ -67,6 +67,11 @@ class TwoStageDetector(Detector):
         """Features of RoIs; `masks` as in `Detector.forward`."""
 
     @abc.abstractmethod
+    def choose(
+        self, predictions: tuple[Float[Tensor, "J K_plus_1"], Tensor], proposals: ImageBoxes, sizes: ImageSizes
+    ) -> Detections:
+        """Final boxes from class logits and box deltas ([J, 4 * K], or [J, 4] if class-agnostic) of the proposals."""
+
     def detect(
         self, features: Any, proposals: ImageBoxes, sizes: ImageSizes
     ) -> tuple[Detections, list[Float[Tensor, "_R D"]] | None]:
@@ -74,6 +79,15 @@ class TwoStageDetector(Detector):
 
         The features are None where FEATURES_OF is "final": then nothing here is differentiable.
         """
+        keep_features = self.config.roi_heads.features_of == "proposal"
+        with torch.set_grad_enabled(torch.is_grad_enabled() and keep_features):
+            pooled = self.describe(features, to_rois(proposals))
+            predictions = self.roi_heads.box_predictor(pooled)
+        detections = self.choose(predictions, proposals, sizes)
+        if not keep_features:
+            return detections, None
+        split = pooled.split([len(boxes) for boxes in proposals])
+        return detections, [rows[index] for rows, index in zip(split, detections.proposal_index, strict=True)]
 
     def forward(
         self,
@@ -91,8 +105,10 @@ class TwoStageDetector(Detector):
         score 1 and class K (background). The `mean` of each loss is Detectron2's value, weights included.
         """
         self._check_input(images, boxes, targets, roi_masks)
+        if pixel_masks is not None:
+            images = dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, pixel_masks))
         sizes = [(height, width) for height, width in images.sizes.tolist()]
-        features = self.features(images, pixel_masks)
+        features = self.features(images)
 
         losses = {}
         sampled = detections = proposal_features = None
@@ -157,21 +173,15 @@ class TwoStageDetector(Detector):
         logits = predictor.class_logits(joined)
         attributes = None
         if predictor.has_attributes:
-            attributes = predictor.attributes(joined, logits.argmax(dim=1))[:, :-1].split(counts)
-        return Regions(
-            boxes=boxes,
-            features=features,
-            class_logits=list(logits.split(counts)),
-            attribute_logits=None if attributes is None else list(attributes),
-        )
+            attributes = list(predictor.attributes(joined, logits.argmax(dim=1))[:, :-1].split(counts))
+        return Regions(boxes, features, list(logits.split(counts)), attribute_logits=attributes)
 
     @torch.no_grad()
     def _with_scores(self, regions: Regions, detections: Detections | None, whole_image: bool) -> Regions:
         if detections is None:
-            best = [logits.softmax(dim=1)[:, :-1].max(dim=1) for logits in regions.class_logits]
+            first = int(whole_image)  # row 0 is the whole image then
+            best = [logits[first:].softmax(dim=1)[:, :-1].max(dim=1) for logits in regions.class_logits]
             scores, classes = [pair.values for pair in best], [pair.indices for pair in best]
-            if whole_image:
-                scores, classes = [rows[1:] for rows in scores], [rows[1:] for rows in classes]
         else:
             scores, classes = detections.scores, detections.classes
         if whole_image:
@@ -219,12 +229,9 @@ class FasterRCNN(TwoStageDetector):
         """See `Detector.recompute_activations`."""
         recompute_activations(self)
 
-    def features(self, images: ImageBatch, pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None) -> FeatureMap:
+    def features(self, images: ImageBatch) -> FeatureMap:
         """res4 of the padded batch; h, w = H, W / stride."""
-        pixels = images.pixels
-        if pixel_masks is not None:
-            pixels = mask_pixels(pixels, images.sizes, pixel_masks)
-        return self.backbone(pixels.contiguous(memory_format=torch.channels_last))
+        return self.backbone(images.pixels.contiguous(memory_format=torch.channels_last))
 
     def run_rpn(self, features: FeatureMap) -> RPNOutput:
         return self.proposal_generator(features)
@@ -248,19 +255,10 @@ class FasterRCNN(TwoStageDetector):
     ) -> Float[Tensor, "J D"]:
         return self.roi_heads.describe(features, rois, masks)
 
-    def detect(
-        self, features: FeatureMap, proposals: ImageBoxes, sizes: ImageSizes
-    ) -> tuple[Detections, list[Float[Tensor, "_R D"]] | None]:
-        """See `TwoStageDetector.detect`."""
-        keep_features = self.config.roi_heads.features_of == "proposal"
-        with torch.set_grad_enabled(torch.is_grad_enabled() and keep_features):
-            pooled = self.describe(features, to_rois(proposals))
-            logits, deltas = self.roi_heads.box_predictor(pooled)
-        detections = self.roi_heads.detect(logits, deltas, proposals, sizes)
-        if not keep_features:
-            return detections, None
-        split = pooled.split([len(boxes) for boxes in proposals])
-        return detections, [rows[index] for rows, index in zip(split, detections.proposal_index, strict=True)]
+    def choose(
+        self, predictions: tuple[Float[Tensor, "J K_plus_1"], Tensor], proposals: ImageBoxes, sizes: ImageSizes
+    ) -> Detections:
+        return self.roi_heads.detect(*predictions, proposals, sizes)
 
 
 def _check_all_boxes(boxes: list[Tensor], names: list[str], what: str) -> None:

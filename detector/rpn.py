@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float32, Int8, Int64
 from torch import Tensor, nn
-from torchvision.ops import nms
+from torchvision.ops import clip_boxes_to_image, nms
 
 from detector.anchors import AnchorGenerator, configured_cell_anchors
 from detector.box_losses import box_regression_loss
-from detector.boxes import clip, decode_deltas, is_larger, pairwise_iou
+from detector.boxes import decode_deltas, is_larger, pairwise_iou
 from detector.detector_config import DetectorConfig, RPNConfig
 from detector.matching import match, subsample
 from detector.structures import DetectionTargets, FeatureMap, ImageBoxes, ImageSizes, Loss, PerImage
@@ -128,7 +128,7 @@ class RPN(nn.Module):
             raise FloatingPointError("Proposals are NaN or infinite: the training has diverged; lower train.lr.")
         images = []
         for boxes, logits, rows, finite, size in zip(decoded, scores, index, is_finite, sizes, strict=True):
-            boxes = clip(boxes, size)
+            boxes = clip_boxes_to_image(boxes, size)
             usable = finite & is_larger(boxes, config.min_size)
             boxes, logits, rows = boxes[usable], logits[usable], rows[usable]
             kept = nms(boxes, logits, config.nms_thresh)[:after]

@@ -32,8 +32,6 @@ def is_builtin(model: TwoStageDetector) -> bool:
 
 def stages(model: TwoStageDetector, pixels: Tensor) -> dict[str, Tensor]:
     """Outputs of stem, res2, res3 and res4."""
-    if is_builtin(model):
-        return model.backbone.stages(pixels)
     outputs = {}
     for name in ("stem", "res2", "res3", "res4"):
         pixels = outputs[name] = getattr(model.backbone, name)(pixels)
