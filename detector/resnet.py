@@ -157,7 +157,10 @@ class BottleneckBlock(ResidualBlock):
 
 
 class ResNet(nn.Module):
-    """Stem, res2, res3, res4. Stages up to `freeze_at` get no gradient and their batch norms become FrozenBN."""
+    """Stem (stride 4), res2 (4), res3 (8) and res4 (16); all strides are half without a pool in the stem.
+
+    Stages up to `freeze_at` get no gradient and their batch norms become FrozenBN.
+    """
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
@@ -167,7 +170,7 @@ class ResNet(nn.Module):
             freeze(part)
 
     def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMap:
-        """res4, a map of H/16, W/16 cells; stem and res2 have stride 4, res3 8. Without a pool in the stem, all are half."""
+        """res4, a map of H/16, W/16 cells (H/8, W/8 without a pool in the stem)."""
         return self.res4(self.res3(self.res2(self.stem(pixels))))
 
 
