@@ -89,8 +89,7 @@ def label_anchors(
 ) -> tuple[Tensor, Tensor]:
     """Labels [N, A] and matched objects [N, A] before sampling."""
     if is_builtin(model):
-        found = model.proposal_generator.label_anchors(rpn_output.anchors, targets.boxes, sizes)
-        return found.labels, found.matched
+        return model.proposal_generator.label_anchors(rpn_output.anchors, targets.boxes, sizes)
     from detectron2.structures import Boxes, pairwise_iou
 
     rpn, anchors = model.proposal_generator, rpn_output.anchors[0]
