@@ -121,9 +121,7 @@ class TwoStageDetector(Detector):
         if boxes is None and (sampled is None or not self.training):
             detections, proposal_features = self.detect(features, proposals, sizes)
 
-        groups: dict[str, list[Tensor]] = {}
-        if whole_image:
-            groups["whole"] = whole_image_boxes(images.sizes)
+        groups = {"whole": whole_image_boxes(images.sizes)} if whole_image else {}
         if boxes is not None:
             groups["regions"] = boxes
         elif detections is not None and proposal_features is None:
@@ -135,10 +133,9 @@ class TwoStageDetector(Detector):
         if sampled is not None:
             losses |= self.head_losses(torch.cat(pooled["sampled"]), sampled, targets)
         if proposal_features is not None:
-            region_boxes, region_features = detections.boxes, proposal_features
-        else:
-            group = "regions" if "regions" in groups else "sampled"
-            region_boxes, region_features = groups[group], pooled[group]
+            groups["regions"], pooled["regions"] = detections.boxes, proposal_features
+        group = "regions" if "regions" in groups else "sampled"
+        region_boxes, region_features = groups[group], pooled[group]
         if whole_image:
             region_boxes = prepend(groups["whole"], region_boxes)
             region_features = prepend(pooled["whole"], region_features)
@@ -155,12 +152,9 @@ class TwoStageDetector(Detector):
             return {}
         masks = None
         if roi_masks is not None:
-            side = roi_masks[0].shape[-1]
-            ones = {
-                name: [mask.new_ones(len(b), side, side) for b, mask in zip(boxes, roi_masks, strict=True)]
-                for name, boxes in groups.items()
-            }
-            masks = torch.cat([mask for group in (ones | {"regions": roi_masks}).values() for mask in group])
+            pairs = [(name, *pair) for name, boxes in groups.items() for pair in zip(boxes, roi_masks, strict=True)]
+            masks = [mask if name == "regions" else mask.new_ones(len(b), *mask.shape[1:]) for name, b, mask in pairs]
+            masks = torch.cat(masks)
         rois = torch.cat([to_rois(boxes) for boxes in groups.values()])
         pooled = self.describe(features, rois, masks)
         split = iter(pooled.split([len(rows) for boxes in groups.values() for rows in boxes]))
