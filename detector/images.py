@@ -119,7 +119,7 @@ def load_image(path: str | Path, channel_order: str = "BGR") -> Pixels:
 
 
 def load_resized(path: str | Path, rule: ResizeRule, channel_order: str = "BGR") -> tuple[Pixels, tuple[int, int]]:
-    """Read a file and resize it: `load_image` and `resize_image` in one, with less memory for very large files.
+    """Read a file and resize it, with less memory for very large files than `load_image` and a resize after it.
 
     Returns:
         the resized image, and the (height, width) of the file's image after its rotation.
