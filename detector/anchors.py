@@ -29,12 +29,11 @@ def make_cell_anchors(sizes: Sequence[float], aspect_ratios: Sequence[float]) ->
     return torch.tensor(anchors)
 
 
-def configured_cell_anchors(config: AnchorConfig, level: int = 0) -> Float32[Tensor, "cell_anchors 4"]:
-    """CELL_ANCHORS where given, otherwise made from SIZES and ASPECT_RATIOS of a feature map."""
+def configured_cell_anchors(config: AnchorConfig) -> Float32[Tensor, "cell_anchors 4"]:
+    """CELL_ANCHORS where given, otherwise made from SIZES and ASPECT_RATIOS."""
     if config.cell_anchors:
         return torch.tensor(config.cell_anchors)
-    ratios = config.aspect_ratios[level if len(config.aspect_ratios) > 1 else 0]
-    return make_cell_anchors(config.sizes[level], ratios)
+    return make_cell_anchors(config.sizes[0], config.aspect_ratios[0])
 
 
 class AnchorGenerator(nn.Module):

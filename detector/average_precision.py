@@ -21,8 +21,7 @@ import numpy as np
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-AREAS = {"s": "small", "m": "medium", "l": "large"}  # below 32^2, up to 96^2, above: pixels of the original image
-MAX_DETECTIONS = 100  # per image; pycocotools counts the best
+SUMMARY = {"AP": 0, "AP50": 1, "AP75": 2, "APs": 3, "APm": 4, "APl": 5, "AR100": 8}  # place in pycocotools' summary
 
 
 def coco_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
@@ -33,9 +32,10 @@ def coco_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
 
     Returns:
         in 0 .. 1: `AP` (mean over the IoU thresholds 0.5, 0.55, ..., 0.95 and the categories), `AP50`, `AP75`, `APs`,
-        `APm`, `APl` (objects by area), `AR100` (mean recall with up to 100 detections per image), and `AP/<category>`
-        for each category of the truth. None where there is no object to find. Crowds are ignored: a detection of one
-        is neither right nor wrong. As in COCO, detections of a category that has no object in any record are ignored.
+        `APm`, `APl` (objects by area: below 32^2, up to 96^2, above), `AR100` (mean recall), and `AP/<category>` for
+        each category of the truth. The 100 best detections of an image count. None where there is no object to find.
+        Crowds are ignored: a detection of one is neither right nor wrong. As in COCO, detections of a category that
+        has no object in any record are ignored.
 
     Raises:
         ValueError: two records of one image; lists of different lengths; boxes or scores that are not finite.
@@ -54,22 +54,15 @@ def coco_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         evaluation.evaluate()
         evaluation.accumulate()
-    params = evaluation.params
-    area = {name: params.areaRngLbl.index(name) for name in ("all", *AREAS.values())}
-    most = params.maxDets.index(MAX_DETECTIONS)
-    # [IoU thresholds, recalls, categories, areas, numbers of detections]; -1 where there is no object
-    precision = evaluation.eval["precision"]
-    metrics = {"AP": _mean(precision[:, :, :, area["all"], most])}
-    for percent in (50, 75):
-        threshold = int(np.flatnonzero(np.isclose(params.iouThrs, percent / 100))[0])
-        metrics[f"AP{percent}"] = _mean(precision[threshold, :, :, area["all"], most])
-    for letter, name in AREAS.items():
-        metrics[f"AP{letter}"] = _mean(precision[:, :, :, area[name], most])
-    metrics[f"AR{MAX_DETECTIONS}"] = _mean(evaluation.eval["recall"][:, :, area["all"], most])
-    for column, category_id in enumerate(params.catIds):
+        evaluation.summarize()
+    metrics = {name: None if evaluation.stats[i] < 0 else float(evaluation.stats[i]) for name, i in SUMMARY.items()}
+    # [IoU thresholds, recalls, categories], all areas and 100 detections; -1 where there is no object
+    precision = evaluation.eval["precision"][..., 0, -1]
+    for column, category_id in enumerate(evaluation.params.catIds):
         name = categories[category_id]
         name = name if list(categories.values()).count(name) == 1 else f"{name} {category_id}"
-        metrics[f"AP/{name}"] = _mean(precision[:, :, column, area["all"], most])
+        values = precision[:, :, column]
+        metrics[f"AP/{name}"] = float(values[values > -1].mean()) if (values > -1).any() else None
     return metrics
 
 
@@ -101,21 +94,17 @@ def _check(records: Sequence[dict[str, Any]]) -> None:
 
 
 def _truth_annotations(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    annotations = []
-    for record in records:
-        for entry in record["objects"]:
-            x, y, width, height = _xywh(entry["box"])
-            area = entry.get("area")
-            annotations.append(
-                {
-                    "image_id": record["image_id"],
-                    "category_id": entry["category_id"],
-                    "bbox": [x, y, width, height],
-                    "area": width * height if area is None else area,
-                    "iscrowd": int(entry.get("is_crowd", False)),
-                }
-            )
-    return annotations
+    return [
+        {
+            "image_id": record["image_id"],
+            "category_id": entry["category_id"],
+            "bbox": (box := _xywh(entry["box"])),
+            "area": box[2] * box[3] if entry.get("area") is None else entry["area"],
+            "iscrowd": int(entry.get("is_crowd", False)),
+        }
+        for record in records
+        for entry in record["objects"]
+    ]
 
 
 def _dataset(images: list[dict], categories: dict[int, str], annotations: list[dict[str, Any]]) -> COCO:
@@ -135,9 +124,3 @@ def _dataset(images: list[dict], categories: dict[int, str], annotations: list[d
 def _xywh(box: Sequence[float]) -> list[float]:
     x1, y1, x2, y2 = box
     return [x1, y1, x2 - x1, y2 - y1]
-
-
-def _mean(values: np.ndarray) -> float | None:
-    """Mean of the values that exist, that is, are not -1."""
-    values = values[values > -1]
-    return float(values.mean()) if values.size else None

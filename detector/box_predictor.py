@@ -23,7 +23,11 @@ class AttributeHead(nn.Module):
     """
 
     num_classes: int  # K
+    cls_score: nn.Linear
     attribute_config: AttributeConfig
+
+    def class_logits(self, features: Float[Tensor, "J D"]) -> Float32[Tensor, "J K_plus_1"]:
+        return self.cls_score(features).float()
 
     def add_attribute_layers(self, feature_dim: int, config: AttributeConfig) -> None:
         """Create the layers for features of width `feature_dim`, unless the config has no attributes."""
@@ -83,9 +87,6 @@ class BoxPredictor(AttributeHead):
     ) -> tuple[Float32[Tensor, "J K_plus_1"], Float32[Tensor, "J deltas"]]:
         """Class logits, and box deltas in 4 * K columns (or 4 if class-agnostic)."""
         return self.class_logits(features), self.bbox_pred(features).float()
-
-    def class_logits(self, features: Float[Tensor, "J D"]) -> Float32[Tensor, "J K_plus_1"]:
-        return self.cls_score(features).float()
 
     def box_losses(
         self,

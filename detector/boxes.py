@@ -1,4 +1,4 @@
-"""Box arithmetic: areas, overlaps, clipping, the box coder, and checks of boxes that come from outside.
+"""Box arithmetic: areas, overlaps, the box coder, and checks of boxes that come from outside.
 
 Boxes are xyxy and continuous: a box covers [x1, x2) x [y1, y2), so its width is x2 - x1. Functions of an `Array` take
 and return NumPy arrays or torch tensors (the type of the first argument comes back).
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Int64, Num
 from torch import Tensor
+from torchvision.ops import clip_boxes_to_image
 
 Array = TypeVar("Array", np.ndarray, Tensor)
 
@@ -48,16 +49,6 @@ def pairwise_iou(
     return iou.numpy() if is_numpy else iou
 
 
-def clip(boxes: Num[Array, "*R 4"], size: Sequence[int] | Int64[Tensor, " 2"]) -> Num[Array, "*R 4"]:
-    """Boxes clipped to an image of (height, width): x into 0..width, y into 0..height."""
-    height, width = size[0], size[1]
-    if isinstance(boxes, np.ndarray):
-        x, y = boxes[..., 0::2].clip(0, width), boxes[..., 1::2].clip(0, height)
-        return np.stack((x[..., 0], y[..., 0], x[..., 1], y[..., 1]), axis=-1)
-    x, y = boxes[..., 0::2].clamp(min=0).clamp(max=width), boxes[..., 1::2].clamp(min=0).clamp(max=height)
-    return torch.stack((x[..., 0], y[..., 0], x[..., 1], y[..., 1]), dim=-1)
-
-
 def is_larger(boxes: Num[Array, "*R 4"], side: float = 0.0) -> Bool[Array, "*R"]:
     """Whether both sides of a box exceed `side`."""
     return (boxes[..., 2] - boxes[..., 0] > side) & (boxes[..., 3] - boxes[..., 1] > side)
@@ -74,7 +65,7 @@ def rescale_detections(
         the boxes that are left, and their rows.
     """
     scale_y, scale_x = float(output_size[0]) / float(size[0]), float(output_size[1]) / float(size[1])
-    scaled = clip(boxes * boxes.new_tensor([scale_x, scale_y, scale_x, scale_y]), output_size)
+    scaled = clip_boxes_to_image(boxes * boxes.new_tensor([scale_x, scale_y, scale_x, scale_y]), output_size)
     kept = is_larger(scaled).nonzero()[:, 0]
     return scaled[kept], kept
 

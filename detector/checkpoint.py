@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from detector.anchors import configured_cell_anchors
 from detector.backends import detector_class
-from detector.detectron2_config import AnyDetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import TwoStageDetector
 from detector.interface import Detector
 from detector.weight_files import WEIGHTS_NAME, read_tensors, read_weights
@@ -29,9 +29,13 @@ TOLERANCE = 1e-3  # pixels or grey levels, between buffers of old checkpoints an
 
 TRUNK = ("backbone.", "roi_heads.res5.")
 ATTRIBUTE_HEAD = tuple(f"{PREDICTOR}{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
-# The part of the detector that a file must hold. The rest of the detector keeps its values, the rest of the file is not
-# used.
-EXPECT = ("all", "no_attributes", "backbone")
+# The part of the detector that a file must hold -> arguments of `load_weights`. The rest of the detector keeps its
+# values, the rest of the file is not used.
+EXPECT: dict[str, dict[str, Sequence[str]]] = {
+    "all": {"may_exceed": LEFTOVERS},
+    "no_attributes": {"may_exceed": (*LEFTOVERS, *ATTRIBUTE_HEAD), "may_miss": ATTRIBUTE_HEAD},
+    "backbone": {"only": TRUNK},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,22 +47,20 @@ class LoadReport:
     unexpected: list[str]  # in the file, not in the model (or not asked for)
     mismatched: list[str]  # in both, with different shapes: "key [file shape] -> [model shape]"
     layout: str = "this detector"  # the software whose names and conventions the file has
-    copied: list[str] = dataclasses.field(
-        default_factory=list
-    )  # "from -> to": values that were loaded under a different name
+    copied: list[str] = dataclasses.field(default_factory=list)  # "from -> to": loaded under a different name
 
     @property
     def is_complete(self) -> bool:
         return not (self.missing or self.unexpected or self.mismatched)
 
-    def summary(self, shown: int = SHOWN_KEYS) -> str:
+    def summary(self) -> str:
         """One clause that counts each kind of misfit and names the first keys of it."""
         parts = [f"{len(self.matched)} keys match"]
         for kind in ("missing", "unexpected", "mismatched"):
             keys = getattr(self, kind)
             if keys:
-                more = ", ..." if len(keys) > shown else ""
-                parts.append(f"{len(keys)} {kind} ({', '.join(keys[:shown])}{more})")
+                more = ", ..." if len(keys) > SHOWN_KEYS else ""
+                parts.append(f"{len(keys)} {kind} ({', '.join(keys[:SHOWN_KEYS])}{more})")
         if self.copied:
             parts.append(f"copied: {', '.join(self.copied)}")
         return ", ".join(parts)
@@ -134,9 +136,8 @@ def load_weights(
         raise ValueError(
             f"{source} does not fit the model's config: {judged.summary()}; use the settings it was trained with.{part}"
         )
-    counters = [name for name in module.state_dict() if name.endswith("num_batches_tracked") and name in tensors]
-    used = (*report.matched, *(name for name in counters if name.startswith(wanted)))
-    module.load_state_dict({name: tensors[name] for name in used}, strict=False)
+    used = {name: tensors[name] for name in module.state_dict() if name in tensors and name.startswith(wanted)}
+    module.load_state_dict(used, strict=False)  # the keys were judged above
     return dataclasses.replace(report, unexpected=[*report.unexpected, *unused], layout=layout)
 
 
@@ -172,18 +173,9 @@ def convert_checkpoint(detector: Detector, path: str | Path) -> Renamed:
 
 def load_converted(detector: Detector, converted: Renamed, source: str | Path, *, expect: str) -> LoadReport:
     """The second half of `load_checkpoint`."""
-    return load_weights(detector, converted.tensors, source, layout=converted.layout, **_permitted(expect))
-
-
-def _permitted(expect: str) -> dict[str, Sequence[str]]:
-    """Arguments of `load_weights`."""
-    if expect == "all":
-        return {"may_exceed": LEFTOVERS}
-    if expect == "no_attributes":
-        return {"may_exceed": (*LEFTOVERS, *ATTRIBUTE_HEAD), "may_miss": ATTRIBUTE_HEAD}
-    if expect == "backbone":
-        return {"only": TRUNK}
-    raise ValueError(f"Weights cannot be expected to hold '{expect}'; use one of {', '.join(EXPECT)}.")
+    if expect not in EXPECT:
+        raise ValueError(f"Weights cannot be expected to hold '{expect}'; use one of {', '.join(EXPECT)}.")
+    return load_weights(detector, converted.tensors, source, layout=converted.layout, **EXPECT[expect])
 
 
 def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
@@ -205,10 +197,8 @@ def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
 
 def save_pretrained(detector: TwoStageDetector, directory: str | Path) -> None:
     """Write `config.yaml` and `model.safetensors` (Detectron2's parameter names) into a folder, made if needed."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / CONFIG_NAME).write_text(detector.config.to_yaml(), encoding="utf-8")
-    save_weights(detector.state_dict(), directory / WEIGHTS_NAME)
+    save_weights(detector.state_dict(), Path(directory) / WEIGHTS_NAME)
+    Path(directory, CONFIG_NAME).write_text(detector.config.to_yaml(), encoding="utf-8")
 
 
 def load_detector(directory: str | Path, backend: str = "builtin") -> TwoStageDetector:
@@ -228,15 +218,12 @@ def load_detector(directory: str | Path, backend: str = "builtin") -> TwoStageDe
     return detector.eval()
 
 
-def _drop_config_buffers(
-    config: AnyDetectorConfig, tensors: dict[str, Tensor], source: str | Path
-) -> dict[str, Tensor]:
+def _drop_config_buffers(config: DetectorConfig, tensors: dict[str, Tensor], source: str | Path) -> dict[str, Tensor]:
     expected = {
         "pixel_mean": (torch.tensor(config.input.pixel_mean), "MODEL.PIXEL_MEAN"),
         "pixel_std": (torch.tensor(config.input.pixel_std), "MODEL.PIXEL_STD"),
+        f"{CELL_ANCHORS}0": (configured_cell_anchors(config.anchors), "MODEL.ANCHOR_GENERATOR"),
     }
-    for level in range(len(config.anchors.sizes)):
-        expected[f"{CELL_ANCHORS}{level}"] = configured_cell_anchors(config.anchors, level), "MODEL.ANCHOR_GENERATOR"
     for name, (value, key) in expected.items():
         if name not in tensors:
             continue

@@ -156,23 +156,16 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     Raises:
         ValueError: a value of a different type; the message begins with `name`.
     """
-    if hint is str:
-        if isinstance(value, str):
-            return value
-    else:
+    if hint is not str:
         value = decode(value)
-        if hint is bool and isinstance(value, bool):
-            return value
-        if hint is int and isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(hint, types.GenericAlias):
-            item = hint.__args__[0]
-            if isinstance(value, list):
-                return tuple(convert(part, item, name) for part in value)
-            if item is int and isinstance(value, int):  # Detectron2 accepts a single size too
-                return (value,)
+    if isinstance(hint, types.GenericAlias):
+        item = hint.__args__[0]
+        if isinstance(value, list):
+            return tuple(convert(part, item, name) for part in value)
+        if item is int and isinstance(value, int):  # Detectron2 accepts a single size too
+            return (value,)
+    elif isinstance(value, (int, float) if hint is float else hint) and isinstance(value, bool) == (hint is bool):
+        return hint(value)
     shown = hint.__name__ if isinstance(hint, type) else str(hint)
     raise ValueError(f"{name} = {value!r} has the wrong type; expected {shown}.")
 

@@ -137,9 +137,7 @@ class ResNetConfig(_Group):
     stem_pool: str = _key("MODEL.RESNETS.STEM_POOL", "max", ours=True, choices=("max", "caffe_max", "none"))
 
     def _rules(self) -> Rules:
-        return [
-            (self.depth >= 50 or self.num_groups == 1, "MODEL.RESNETS.NUM_GROUPS must be 1 for depths 18 and 34"),
-        ]
+        return [(self.depth >= 50 or self.num_groups == 1, "MODEL.RESNETS.NUM_GROUPS must be 1 for depths 18 and 34")]
 
     @property
     def res4_channels(self) -> int:
@@ -173,8 +171,7 @@ class AnchorConfig(_Group):
     cell_anchors: tuple[tuple[float, ...], ...] = _key("MODEL.ANCHOR_GENERATOR.CELL_ANCHORS", (), ours=True)
 
     def _rules(self) -> Rules:
-        # lists of different lengths are refused by the first two rules
-        number = sum(len(ratios) * len(sizes) for sizes, ratios in zip(self.sizes, self.aspect_ratios, strict=False))
+        number = sum(map(len, self.sizes)) * sum(map(len, self.aspect_ratios))  # one list each, by the first two rules
         are_boxes = all(len(cell) == 4 and cell[0] < cell[2] and cell[1] < cell[3] for cell in self.cell_anchors)
         return [
             (len(self.sizes) == 1, "MODEL.ANCHOR_GENERATOR.SIZES must be one list in a list (one feature map)"),
@@ -295,9 +292,8 @@ class DetectorConfig:
     @classmethod
     def from_flat(cls, flat: dict[str, Any], name: str = "detector config") -> DetectorConfig:
         """Build from dotted keys, e.g. {"MODEL.RESNETS.DEPTH": 101}; `name` is used in error messages."""
-        known = {key for _, _, key, _ in _fields(cls)}
         for key, value in flat.items():
-            if key in known:
+            if key in KEYS:
                 continue
             if key in FIXED:
                 if decode(value) != FIXED[key]:
@@ -308,7 +304,7 @@ class DetectorConfig:
                     "probability data.flip."
                 )
             elif not key.startswith(IGNORED):
-                close = difflib.get_close_matches(key, [*known, *FIXED], n=1)
+                close = difflib.get_close_matches(key, [*KEYS, *FIXED], n=1)
                 hint = f" Did you mean {close[0]}?" if close else ""
                 if key in PORT_KEYS:
                     hint = f" It belongs to a port of bottom-up attention; here it is {PORT_KEYS[key]}."
@@ -349,4 +345,5 @@ def _fields(cls: type) -> list[tuple[str, dataclasses.Field, str, Any]]:
     return leaves
 
 
+KEYS: tuple[str, ...] = tuple(key for _, _, key, _ in _fields(DetectorConfig))
 OUR_KEYS: tuple[str, ...] = tuple(key for _, field, key, _ in _fields(DetectorConfig) if field.metadata["ours"])

@@ -22,9 +22,8 @@ from detector.config_file import nest
 from detector.detector_config import OUR_KEYS, DetectorConfig, ResNetConfig
 from detector.detectron2_config import Detectron2Config
 from detector.faster_rcnn import TwoStageDetector
-from detector.pixel_masking import mask_pixels
 from detector.resnet import BLOCKS_PER_STAGE
-from detector.roi_heads import Detections, mask_maps, to_rois
+from detector.roi_heads import Detections, mask_maps
 from detector.structures import DetectionTargets, FeatureMap, ImageBatch, ImageBoxes, ImageSizes, Loss
 
 try:
@@ -41,8 +40,6 @@ except ImportError as error:
         f"The detectron2 backend needs Detectron2, which cannot be imported here ({error}); install it with: "
         "python -m pip install 'git+https://github.com/facebookresearch/detectron2.git'"
     ) from error
-
-DEEPEST_BASIC = 34  # ResNet-18 and -34 have basic blocks
 
 
 class LevelOutputs(NamedTuple):
@@ -62,9 +59,6 @@ class SampledInstances(NamedTuple):
 
 class OutputLayers(AttributeHead, FastRCNNOutputLayers):
     """Detectron2's box predictor, with room for the attribute head."""
-
-    def class_logits(self, features: Float[Tensor, "J D"]) -> Float32[Tensor, "J K_plus_1"]:
-        return self.cls_score(features).float()
 
 
 class Stem(nn.Module):
@@ -90,13 +84,13 @@ class Detectron2Detector(TwoStageDetector):
 
     config_class = Detectron2Config
 
-    def __init__(self, config: DetectorConfig | Detectron2Config) -> None:
+    def __init__(self, config: DetectorConfig) -> None:
         """
         Raises:
             ValueError: Detectron2 does not know a key, or refuses a value.
         """
         super().__init__()
-        self.config = Detectron2Config.from_flat(config.to_flat()) if isinstance(config, DetectorConfig) else config
+        self.config = config if isinstance(config, Detectron2Config) else Detectron2Config.from_flat(config.to_flat())
         try:
             cfg = make_cfg(self.config)
             self.backbone, self.proposal_generator, self.roi_heads = build_parts(cfg, self.config.resnet)
@@ -109,16 +103,11 @@ class Detectron2Detector(TwoStageDetector):
         predictor.add_attribute_layers(self.feature_dim, self.config.attributes)
         self.roi_heads.box_predictor = predictor
 
-    def features(self, images: ImageBatch, pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None) -> dict[str, Tensor]:
+    def features(self, images: ImageBatch) -> dict[str, Tensor]:
         """Feature maps by name: `res4` of a C4 model, `p2` .. `p6` of an FPN."""
-        pixels = images.pixels
-        if pixel_masks is not None:
-            pixels = mask_pixels(pixels, images.sizes, pixel_masks)
-        multiple = self.backbone.size_divisibility
-        if multiple > 1:
-            height, width = pixels.shape[-2:]
-            pixels = F.pad(pixels, (0, -width % multiple, 0, -height % multiple))
-        return self.backbone(pixels)
+        height, width = images.pixels.shape[-2:]
+        multiple = max(self.backbone.size_divisibility, 1)
+        return self.backbone(F.pad(images.pixels, (0, -width % multiple, 0, -height % multiple)))
 
     def run_rpn(self, features: dict[str, Tensor]) -> LevelOutputs:
         rpn = self.proposal_generator
@@ -195,29 +184,20 @@ class Detectron2Detector(TwoStageDetector):
             maps = mask_maps(maps, masks[order])
         return maps.mean(dim=(2, 3))[order.argsort()]
 
-    def detect(
-        self, features: dict[str, Tensor], proposals: ImageBoxes, sizes: ImageSizes
-    ) -> tuple[Detections, list[Float[Tensor, "_R D"]] | None]:
-        """See `TwoStageDetector.detect`."""
-        keep_features = self.config.roi_heads.features_of == "proposal"
-        with torch.set_grad_enabled(torch.is_grad_enabled() and keep_features):
-            pooled = self.describe(features, to_rois(proposals))
-            predictions = self.roi_heads.box_predictor(pooled)
+    def choose(
+        self, predictions: tuple[Float[Tensor, "J K_plus_1"], Tensor], proposals: ImageBoxes, sizes: ImageSizes
+    ) -> Detections:
         candidates = [
             Instances(size, proposal_boxes=Boxes(boxes)) for size, boxes in zip(sizes, proposals, strict=True)
         ]
         with torch.no_grad():
             found, index = self.roi_heads.box_predictor.inference(predictions, candidates)
-        detections = Detections(
+        return Detections(
             boxes=[rows.pred_boxes.tensor for rows in found],
             scores=[rows.scores for rows in found],
             classes=[rows.pred_classes for rows in found],
             proposal_index=index,
         )
-        if not keep_features:
-            return detections, None
-        split = pooled.split([len(boxes) for boxes in proposals])
-        return detections, [rows[kept] for rows, kept in zip(split, index, strict=True)]
 
 
 def make_cfg(config: Detectron2Config) -> CfgNode:
@@ -242,7 +222,7 @@ def build_parts(cfg: CfgNode, resnet: ResNetConfig) -> tuple[nn.Module, nn.Modul
     `build_model` builds ResNet-18 and -34 with RES2_OUT_CHANNELS 64 only; networks of other widths are put together
     here from the same classes.
     """
-    if resnet.depth > DEEPEST_BASIC or resnet.res2_out_channels == 64:
+    if resnet.depth >= 50 or resnet.res2_out_channels == 64:
         model = build_model(cfg)
         return model.backbone, model.proposal_generator, model.roi_heads
     stages, channels = [], resnet.stem_out_channels

@@ -37,8 +37,8 @@ class TwoStageDetector(Detector):
     config: Any  # has `attributes`
 
     @abc.abstractmethod
-    def features(self, images: ImageBatch, pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None) -> Any:
-        """Feature maps of the padded batch; `pixel_masks` as in `Detector.forward`."""
+    def features(self, images: ImageBatch) -> Any:
+        """Feature maps of the padded batch."""
 
     @abc.abstractmethod
     def run_rpn(self, features: Any) -> Any:
@@ -67,6 +67,11 @@ class TwoStageDetector(Detector):
         """Features of RoIs; `masks` as in `Detector.forward`."""
 
     @abc.abstractmethod
+    def choose(
+        self, predictions: tuple[Float[Tensor, "J K_plus_1"], Tensor], proposals: ImageBoxes, sizes: ImageSizes
+    ) -> Detections:
+        """Final boxes from class logits and box deltas ([J, 4 * K], or [J, 4] if class-agnostic) of the proposals."""
+
     def detect(
         self, features: Any, proposals: ImageBoxes, sizes: ImageSizes
     ) -> tuple[Detections, list[Float[Tensor, "_R D"]] | None]:
@@ -74,6 +79,15 @@ class TwoStageDetector(Detector):
 
         The features are None where FEATURES_OF is "final": then nothing here is differentiable.
         """
+        keep_features = self.config.roi_heads.features_of == "proposal"
+        with torch.set_grad_enabled(torch.is_grad_enabled() and keep_features):
+            pooled = self.describe(features, to_rois(proposals))
+            predictions = self.roi_heads.box_predictor(pooled)
+        detections = self.choose(predictions, proposals, sizes)
+        if not keep_features:
+            return detections, None
+        split = pooled.split([len(boxes) for boxes in proposals])
+        return detections, [rows[index] for rows, index in zip(split, detections.proposal_index, strict=True)]
 
     def forward(
         self,
@@ -91,8 +105,10 @@ class TwoStageDetector(Detector):
         score 1 and class K (background). The `mean` of each loss is Detectron2's value, weights included.
         """
         self._check_input(images, boxes, targets, roi_masks)
+        if pixel_masks is not None:
+            images = dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, pixel_masks))
         sizes = [(height, width) for height, width in images.sizes.tolist()]
-        features = self.features(images, pixel_masks)
+        features = self.features(images)
 
         losses = {}
         sampled = detections = proposal_features = None
@@ -105,9 +121,7 @@ class TwoStageDetector(Detector):
         if boxes is None and (sampled is None or not self.training):
             detections, proposal_features = self.detect(features, proposals, sizes)
 
-        groups: dict[str, list[Tensor]] = {}
-        if whole_image:
-            groups["whole"] = whole_image_boxes(images.sizes)
+        groups = {"whole": whole_image_boxes(images.sizes)} if whole_image else {}
         if boxes is not None:
             groups["regions"] = boxes
         elif detections is not None and proposal_features is None:
@@ -119,10 +133,9 @@ class TwoStageDetector(Detector):
         if sampled is not None:
             losses |= self.head_losses(torch.cat(pooled["sampled"]), sampled, targets)
         if proposal_features is not None:
-            region_boxes, region_features = detections.boxes, proposal_features
-        else:
-            group = "regions" if "regions" in groups else "sampled"
-            region_boxes, region_features = groups[group], pooled[group]
+            groups["regions"], pooled["regions"] = detections.boxes, proposal_features
+        group = "regions" if "regions" in groups else "sampled"
+        region_boxes, region_features = groups[group], pooled[group]
         if whole_image:
             region_boxes = prepend(groups["whole"], region_boxes)
             region_features = prepend(pooled["whole"], region_features)
@@ -139,12 +152,9 @@ class TwoStageDetector(Detector):
             return {}
         masks = None
         if roi_masks is not None:
-            side = roi_masks[0].shape[-1]
-            ones = {
-                name: [mask.new_ones(len(b), side, side) for b, mask in zip(boxes, roi_masks, strict=True)]
-                for name, boxes in groups.items()
-            }
-            masks = torch.cat([mask for group in (ones | {"regions": roi_masks}).values() for mask in group])
+            pairs = [(name, *pair) for name, boxes in groups.items() for pair in zip(boxes, roi_masks, strict=True)]
+            masks = [mask if name == "regions" else mask.new_ones(len(b), *mask.shape[1:]) for name, b, mask in pairs]
+            masks = torch.cat(masks)
         rois = torch.cat([to_rois(boxes) for boxes in groups.values()])
         pooled = self.describe(features, rois, masks)
         split = iter(pooled.split([len(rows) for boxes in groups.values() for rows in boxes]))
@@ -157,21 +167,15 @@ class TwoStageDetector(Detector):
         logits = predictor.class_logits(joined)
         attributes = None
         if predictor.has_attributes:
-            attributes = predictor.attributes(joined, logits.argmax(dim=1))[:, :-1].split(counts)
-        return Regions(
-            boxes=boxes,
-            features=features,
-            class_logits=list(logits.split(counts)),
-            attribute_logits=None if attributes is None else list(attributes),
-        )
+            attributes = list(predictor.attributes(joined, logits.argmax(dim=1))[:, :-1].split(counts))
+        return Regions(boxes, features, list(logits.split(counts)), attribute_logits=attributes)
 
     @torch.no_grad()
     def _with_scores(self, regions: Regions, detections: Detections | None, whole_image: bool) -> Regions:
         if detections is None:
-            best = [logits.softmax(dim=1)[:, :-1].max(dim=1) for logits in regions.class_logits]
+            first = int(whole_image)  # row 0 is the whole image then
+            best = [logits[first:].softmax(dim=1)[:, :-1].max(dim=1) for logits in regions.class_logits]
             scores, classes = [pair.values for pair in best], [pair.indices for pair in best]
-            if whole_image:
-                scores, classes = [rows[1:] for rows in scores], [rows[1:] for rows in classes]
         else:
             scores, classes = detections.scores, detections.classes
         if whole_image:
@@ -219,12 +223,9 @@ class FasterRCNN(TwoStageDetector):
         """See `Detector.recompute_activations`."""
         recompute_activations(self)
 
-    def features(self, images: ImageBatch, pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None) -> FeatureMap:
+    def features(self, images: ImageBatch) -> FeatureMap:
         """res4 of the padded batch; h, w = H, W / stride."""
-        pixels = images.pixels
-        if pixel_masks is not None:
-            pixels = mask_pixels(pixels, images.sizes, pixel_masks)
-        return self.backbone(pixels.contiguous(memory_format=torch.channels_last))
+        return self.backbone(images.pixels.contiguous(memory_format=torch.channels_last))
 
     def run_rpn(self, features: FeatureMap) -> RPNOutput:
         return self.proposal_generator(features)
@@ -248,19 +249,10 @@ class FasterRCNN(TwoStageDetector):
     ) -> Float[Tensor, "J D"]:
         return self.roi_heads.describe(features, rois, masks)
 
-    def detect(
-        self, features: FeatureMap, proposals: ImageBoxes, sizes: ImageSizes
-    ) -> tuple[Detections, list[Float[Tensor, "_R D"]] | None]:
-        """See `TwoStageDetector.detect`."""
-        keep_features = self.config.roi_heads.features_of == "proposal"
-        with torch.set_grad_enabled(torch.is_grad_enabled() and keep_features):
-            pooled = self.describe(features, to_rois(proposals))
-            logits, deltas = self.roi_heads.box_predictor(pooled)
-        detections = self.roi_heads.detect(logits, deltas, proposals, sizes)
-        if not keep_features:
-            return detections, None
-        split = pooled.split([len(boxes) for boxes in proposals])
-        return detections, [rows[index] for rows, index in zip(split, detections.proposal_index, strict=True)]
+    def choose(
+        self, predictions: tuple[Float[Tensor, "J K_plus_1"], Tensor], proposals: ImageBoxes, sizes: ImageSizes
+    ) -> Detections:
+        return self.roi_heads.detect(*predictions, proposals, sizes)
 
 
 def _check_all_boxes(boxes: list[Tensor], names: list[str], what: str) -> None:

@@ -119,7 +119,7 @@ def load_image(path: str | Path, channel_order: str = "BGR") -> Pixels:
 
 
 def load_resized(path: str | Path, rule: ResizeRule, channel_order: str = "BGR") -> tuple[Pixels, tuple[int, int]]:
-    """Read a file and resize it: `load_image` and `resize_image` in one, with less memory for very large files.
+    """Read a file and resize it, with less memory for very large files than `load_image` and a resize after it.
 
     Returns:
         the resized image, and the (height, width) of the file's image after its rotation.
@@ -145,17 +145,12 @@ def decode_resized(
 
 def _resized(image: Image.Image, rule: ResizeRule, channel_order: str) -> tuple[Pixels, tuple[int, int]]:
     size = (image.height, image.width)
-    return _to_array(_resize(image, rule.target_size(*size)), channel_order), size
+    return _to_array(resize_image(image, rule.target_size(*size)), channel_order), size
 
 
-def resize_image(image: np.ndarray, size: tuple[int, int]) -> Pixels:
-    """Resize an image to `size`, (height, width), with PIL's antialiased bilinear filter.
-
-    Raises:
-        ValueError: not uint8 [height, width, 3].
-    """
-    _check_pixels(image, "An image to be resized")
-    return np.array(_resize(Image.fromarray(np.ascontiguousarray(image)), size))
+def resize_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Resize an image to `size`, (height, width), with PIL's antialiased bilinear filter."""
+    return image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
 
 
 def resize_boxes(boxes: Float[Array, "*R 4"], size: tuple[int, int], new_size: tuple[int, int]) -> Float[Array, "*R 4"]:
@@ -198,7 +193,8 @@ def make_image_batch(
     if not images:
         raise ValueError("A batch needs at least one image.")
     for image, name in zip(images, names, strict=True):
-        _check_pixels(image, name)
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
+            raise ValueError(f"{name} must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}.")
         if pad_to is not None and (image.shape[0] > pad_to[0] or image.shape[1] > pad_to[1]):
             raise ValueError(
                 f"{name}: the resized image has {image.shape[0]} x {image.shape[1]} pixels (height x width) and does "
@@ -213,15 +209,6 @@ def make_image_batch(
         content = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1).float()
         row[:, : image.shape[0], : image.shape[1]] = (content - mean) / std
     return ImageBatch(pixels, sizes, torch.tensor([tuple(size) for size in original_sizes]), list(names))
-
-
-def _check_pixels(image: np.ndarray, name: str) -> None:
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
-        raise ValueError(f"{name} must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}.")
-
-
-def _resize(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    return image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
 
 
 def _to_array(image: Image.Image, channel_order: str) -> Pixels:

@@ -68,11 +68,6 @@ def freeze(module: nn.Module) -> None:
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, BATCH_NORMS):
-                setattr(parent, name, _frozen(child))
-
-
-def _frozen(norm: nn.BatchNorm2d | nn.SyncBatchNorm) -> FrozenBatchNorm2d:
-    frozen = FrozenBatchNorm2d(norm.num_features, eps=norm.eps).to(norm.weight.device)
-    for name in ("weight", "bias", "running_mean", "running_var"):
-        getattr(frozen, name).copy_(getattr(norm, name).detach())
-    return frozen
+                frozen = FrozenBatchNorm2d(child.num_features, eps=child.eps).to(child.weight.device)
+                frozen.load_state_dict(child.state_dict())
+                setattr(parent, name, frozen)

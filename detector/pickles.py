@@ -56,10 +56,6 @@ def _reconstruct(kind: object, *_: object) -> _Array:
     return _Array()
 
 
-def _from_buffer(data: Any, dtype: Any, shape: tuple[int, ...], order: str) -> np.ndarray:
-    return _to_array(data, dtype, shape, order)
-
-
 def _scalar(dtype: Any, data: Any) -> np.generic:
     return _to_array(data, dtype, (), "C")[()]
 
@@ -70,21 +66,17 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-def _empty_bytes() -> bytes:
-    return b""
-
-
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): _Array,
     ("numpy", "dtype"): _Dtype,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("_codecs", "encode"): _encode,  # how Python 3 writes bytes for Python 2 ...
-    ("__builtin__", "bytes"): _empty_bytes,  # ... and empty ones
+    ("__builtin__", "bytes"): lambda: b"",  # ... and empty ones
 }
 for _core in ("numpy.core", "numpy._core"):  # numpy renamed it in version 2
     _ALLOWED[f"{_core}.multiarray", "_reconstruct"] = _reconstruct
     _ALLOWED[f"{_core}.multiarray", "scalar"] = _scalar
-    _ALLOWED[f"{_core}.numeric", "_frombuffer"] = _from_buffer
+    _ALLOWED[f"{_core}.numeric", "_frombuffer"] = _to_array
 
 
 class _Unpickler(pickle.Unpickler):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torchvision.ops import clip_boxes_to_image
 
 _ROUNDINGS = ("outward", "truncate")
 
@@ -48,15 +49,13 @@ def mask_rectangles(
     else:
         corners = boxes.trunc()
         corners[:, 2:] += 1
-    height, width = (int(side) for side in size)
-    return corners.clamp(min=0).minimum(corners.new_tensor([width, height, width, height])).long()
+    return clip_boxes_to_image(corners, size).long()
 
 
 def mask_pixels(
     pixels: Float[Tensor, "N 3 H W"],
     sizes: Int64[Tensor, "N 2"],
     masks: list[Float[Tensor, "_Q 4"]],
-    rounding: str = "outward",
     fill: Float[Tensor, " 3"] | None = None,
 ) -> Float[Tensor, "N 3 H W"]:
     """A copy of a normalised batch in which the pixels of boxes have one colour.
@@ -64,8 +63,7 @@ def mask_pixels(
     Args:
         pixels: network input after normalisation.
         sizes: (height, width) of each image without padding.
-        masks: N entries, xyxy in pixels of the resized image; Q may be 0.
-        rounding: see `mask_rectangles`.
+        masks: N entries, xyxy in pixels of the resized image, rounded outward; Q may be 0.
         fill: the colour after normalisation; None = 0, which is the mean colour.
 
     Raises:
@@ -76,7 +74,7 @@ def mask_pixels(
     colour = 0.0 if fill is None else fill.to(pixels)[:, None, None]
     for number, (size, boxes) in enumerate(zip(sizes.tolist(), masks, strict=True)):
         try:
-            rectangles = mask_rectangles(boxes, size, rounding)
+            rectangles = mask_rectangles(boxes, size)
         except ValueError as error:
             raise ValueError(f"Image {number} of the batch: {error}") from error
         for x1, y1, x2, y2 in rectangles.tolist():

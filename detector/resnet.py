@@ -131,31 +131,16 @@ class BottleneckBlock(ResidualBlock):
     """1x1, 3x3, 1x1 convolutions. The stride sits in the first 1x1 (MSRA, Caffe) or in the 3x3 (torchvision)."""
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        *,
-        bottleneck_channels: int,
-        stride: int,
-        dilation: int,
-        num_groups: int,
-        stride_in_1x1: bool,
-        norm: str,
+        self, in_channels: int, out_channels: int, config: ResNetConfig, *, width: int, stride: int, dilation: int
     ) -> None:
+        """`width` is the number of channels between the 1x1 convolutions."""
+        norm = config.norm
         super().__init__(in_channels, out_channels, stride=stride, norm=norm)
-        stride_1x1, stride_3x3 = (stride, 1) if stride_in_1x1 else (1, stride)
-        self.conv1 = ConvNorm(in_channels, bottleneck_channels, 1, norm=norm, stride=stride_1x1)
-        self.conv2 = ConvNorm(
-            bottleneck_channels,
-            bottleneck_channels,
-            3,
-            norm=norm,
-            stride=stride_3x3,
-            padding=dilation,
-            dilation=dilation,
-            groups=num_groups,
-        )
-        self.conv3 = ConvNorm(bottleneck_channels, out_channels, 1, norm=norm)
+        stride_1x1, stride_3x3 = (stride, 1) if config.stride_in_1x1 else (1, stride)
+        options = {"stride": stride_3x3, "padding": dilation, "dilation": dilation, "groups": config.num_groups}
+        self.conv1 = ConvNorm(in_channels, width, 1, norm=norm, stride=stride_1x1)
+        self.conv2 = ConvNorm(width, width, 3, norm=norm, **options)
+        self.conv3 = ConvNorm(width, out_channels, 1, norm=norm)
         _scale_down(self.conv3)
 
     def branch(self, x: Tensor) -> Tensor:
@@ -172,33 +157,21 @@ class BottleneckBlock(ResidualBlock):
 
 
 class ResNet(nn.Module):
-    """Stem, res2, res3, res4. Stages up to `freeze_at` get no gradient and their batch norms become FrozenBN."""
+    """Stem (stride 4), res2 (4), res3 (8) and res4 (16); all strides are half without a pool in the stem.
+
+    Stages up to `freeze_at` get no gradient and their batch norms become FrozenBN.
+    """
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
         self.stem = BasicStem(config)
-        channels = config.stem_out_channels
-        for stage, num_blocks in enumerate(BLOCKS_PER_STAGE[config.depth], start=2):
-            out_channels = config.res2_out_channels * 2 ** (stage - 2)
-            first_stride = 1 if stage == 2 else 2
-            make = _basic_stage if config.depth < 50 else _bottleneck_stage
-            setattr(self, f"res{stage}", make(config, stage, num_blocks, channels, out_channels, first_stride))
-            channels = out_channels
-        for level, name in enumerate(("stem", "res2", "res3", "res4"), start=1):
-            if level <= config.freeze_at:
-                freeze(getattr(self, name))
-
-    def stages(self, pixels: Float[Tensor, "N 3 H W"]) -> dict[str, Float[Tensor, "N _channels _h _w"]]:
-        """Outputs of stem (stride 4), res2 (4), res3 (8) and res4 (16)."""
-        outputs = {}
-        x = pixels
-        for name in ("stem", "res2", "res3", "res4"):
-            x = outputs[name] = getattr(self, name)(x)
-        return outputs
+        self.res2, self.res3, self.res4 = (_make_stage(config, stage) for stage in (2, 3, 4))
+        for part in (self.stem, self.res2, self.res3, self.res4)[: config.freeze_at]:
+            freeze(part)
 
     def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMap:
         """res4, a map of H/16, W/16 cells (H/8, W/8 without a pool in the stem)."""
-        return self.stages(pixels)["res4"]
+        return self.res4(self.res3(self.res2(self.stem(pixels))))
 
 
 class Res5(nn.Sequential):
@@ -238,51 +211,28 @@ def make_res5(config: ResNetConfig) -> Res5:
     With RES5_DILATION 2 all blocks have stride 1 and dilation 2, so the output keeps the side of the RoI map. (Stock
     Detectron2 ignores that key in `Res5ROIHeads`; VL-BERT and bottom-up attention need it.) FREEZE_AT 5 freezes res5.
     """
-    stride = 1 if config.res5_dilation == 2 else 2
-    stage = _bottleneck_stage(
-        config, 5, RES5_BLOCKS, config.res4_channels, config.res5_channels, stride, config.res5_dilation
-    )
-    res5 = Res5(*stage)
+    res5 = Res5(*_make_stage(config, 5))
     if config.freeze_at >= 5:
         freeze(res5)
     return res5
 
 
-def _basic_stage(
-    config: ResNetConfig, stage: int, num_blocks: int, channels: int, out_channels: int, first_stride: int
-) -> nn.Sequential:
+def _make_stage(config: ResNetConfig, stage: int) -> nn.Sequential:
+    """Stage 2, 3, 4 or 5; its first block has the stride."""
+    out_channels = config.res2_out_channels * 2 ** (stage - 2)
+    channels = config.stem_out_channels if stage == 2 else out_channels // 2
+    num_blocks = RES5_BLOCKS if stage == 5 else BLOCKS_PER_STAGE[config.depth][stage - 2]
+    dilation = config.res5_dilation if stage == 5 else 1
+    stride = 1 if stage == 2 or dilation == 2 else 2
+    width = config.num_groups * config.width_per_group * 2 ** (stage - 2)
     blocks = []
-    for index in range(num_blocks):
-        stride = first_stride if index == 0 else 1
-        blocks.append(BasicBlock(channels, out_channels, stride=stride, norm=config.norm))
-        channels = out_channels
-    return nn.Sequential(*blocks)
-
-
-def _bottleneck_stage(
-    config: ResNetConfig,
-    stage: int,
-    num_blocks: int,
-    channels: int,
-    out_channels: int,
-    first_stride: int,
-    dilation: int = 1,
-) -> nn.Sequential:
-    blocks = []
-    for index in range(num_blocks):
-        blocks.append(
-            BottleneckBlock(
-                channels,
-                out_channels,
-                bottleneck_channels=config.num_groups * config.width_per_group * 2 ** (stage - 2),
-                stride=first_stride if index == 0 else 1,
-                dilation=dilation,
-                num_groups=config.num_groups,
-                stride_in_1x1=config.stride_in_1x1,
-                norm=config.norm,
-            )
-        )
-        channels = out_channels
+    for _ in range(num_blocks):
+        if config.depth < 50 and stage < 5:
+            block = BasicBlock(channels, out_channels, stride=stride, norm=config.norm)
+        else:
+            block = BottleneckBlock(channels, out_channels, config, width=width, stride=stride, dilation=dilation)
+        blocks.append(block)
+        channels, stride = out_channels, 1
     return nn.Sequential(*blocks)
 
 

@@ -11,10 +11,10 @@ import dataclasses
 import torch
 from jaxtyping import Float, Float32, Int64, Shaped
 from torch import Tensor, nn
-from torchvision.ops import batched_nms, roi_pool
+from torchvision.ops import batched_nms, clip_boxes_to_image, roi_pool
 
 from detector.box_predictor import BoxPredictor
-from detector.boxes import clip, decode_deltas, pairwise_iou
+from detector.boxes import decode_deltas, pairwise_iou
 from detector.detector_config import DetectorConfig
 from detector.matching import match, subsample
 from detector.resnet import make_res5
@@ -203,7 +203,7 @@ class Res5ROIHeads(nn.Module):
         candidate = (scores[:, :-1] > self.config.score_thresh) & finite[:, None]
         proposal, category = candidate.nonzero(as_tuple=True)
         column = torch.zeros_like(category) if self.config.class_agnostic_boxes else category
-        boxes = clip(boxes.unflatten(1, (-1, 4))[proposal, column], size)
+        boxes = clip_boxes_to_image(boxes.unflatten(1, (-1, 4))[proposal, column], size)
         scores = scores[proposal, category]
         kept = batched_nms(boxes, scores, category, self.config.nms_thresh)[: self.config.detections_per_image]
         return boxes[kept], scores[kept], category[kept], proposal[kept]

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float32, Int8, Int64
 from torch import Tensor, nn
-from torchvision.ops import nms
+from torchvision.ops import clip_boxes_to_image, nms
 
 from detector.anchors import AnchorGenerator, configured_cell_anchors
 from detector.box_losses import box_regression_loss
-from detector.boxes import clip, decode_deltas, is_larger, pairwise_iou
+from detector.boxes import decode_deltas, is_larger, pairwise_iou
 from detector.detector_config import DetectorConfig, RPNConfig
 from detector.matching import match, subsample
 from detector.structures import DetectionTargets, FeatureMap, ImageBoxes, ImageSizes, Loss, PerImage
@@ -36,14 +36,6 @@ class Proposals(PerImage):
 
     objectness: list[Float32[Tensor, " _P"]]  # logits
     anchor_index: list[Int64[Tensor, " _P"]]  # row of the anchor that each proposal came from
-
-
-@dataclasses.dataclass
-class AnchorLabels:
-    """Training targets of every anchor."""
-
-    labels: Int8[Tensor, "N B"]  # 1 positive, 0 negative, -1 ignored
-    matched: Int64[Tensor, "N B"]  # row of the object that an anchor overlaps most (0 if there is no object)
 
 
 class RPNHead(nn.Module):
@@ -128,7 +120,7 @@ class RPN(nn.Module):
             raise FloatingPointError("Proposals are NaN or infinite: the training has diverged; lower train.lr.")
         images = []
         for boxes, logits, rows, finite, size in zip(decoded, scores, index, is_finite, sizes, strict=True):
-            boxes = clip(boxes, size)
+            boxes = clip_boxes_to_image(boxes, size)
             usable = finite & is_larger(boxes, config.min_size)
             boxes, logits, rows = boxes[usable], logits[usable], rows[usable]
             kept = nms(boxes, logits, config.nms_thresh)[:after]
@@ -136,8 +128,15 @@ class RPN(nn.Module):
         return Proposals(*map(list, zip(*images, strict=True)))
 
     @torch.no_grad()
-    def label_anchors(self, anchors: Float[Tensor, "B 4"], objects: ImageBoxes, sizes: ImageSizes) -> AnchorLabels:
-        """Compare all anchors with the annotated boxes of each image; no sampling yet."""
+    def label_anchors(
+        self, anchors: Float[Tensor, "B 4"], objects: ImageBoxes, sizes: ImageSizes
+    ) -> tuple[Int8[Tensor, "N B"], Int64[Tensor, "N B"]]:
+        """Compare all anchors with the annotated boxes of each image; no sampling yet.
+
+        Returns:
+            labels (1 positive, 0 negative, -1 ignored), and the row of the object that an anchor overlaps most (0 if
+            there is no object).
+        """
         labels, matches = [], []
         for boxes, size in zip(objects, sizes, strict=True):
             matched, label = match(
@@ -150,7 +149,7 @@ class RPN(nn.Module):
                 label[~_is_inside(anchors, size, self.config.boundary_thresh)] = -1
             labels.append(label)
             matches.append(matched)
-        return AnchorLabels(torch.stack(labels), torch.stack(matches))
+        return torch.stack(labels), torch.stack(matches)
 
     @torch.no_grad()
     def sample(self, labels: Int8[Tensor, "N B"]) -> Int8[Tensor, "N B"]:
@@ -166,11 +165,11 @@ class RPN(nn.Module):
 
     def losses(self, output: RPNOutput, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
         """`loss_rpn_cls` and `loss_rpn_loc`, both divided by BATCH_SIZE_PER_IMAGE * N (not by the sampled number)."""
-        anchor_labels = self.label_anchors(output.anchors, targets.boxes, sizes)
-        labels = self.sample(anchor_labels.labels)
+        labels, matched = self.label_anchors(output.anchors, targets.boxes, sizes)
+        labels = self.sample(labels)
         image, anchor = (labels == 1).nonzero(as_tuple=True)
         starts = torch.tensor([0] + [len(boxes) for boxes in targets.boxes[:-1]], device=labels.device).cumsum(0)
-        wanted = torch.cat(targets.boxes)[starts[image] + anchor_labels.matched[image, anchor]]
+        wanted = torch.cat(targets.boxes)[starts[image] + matched[image, anchor]]
         loc = box_regression_loss(
             output.deltas[image, anchor],
             output.anchors[anchor],

@@ -26,8 +26,7 @@ class WeightsFile:
 
     path: Path
     tensors: dict[str, Tensor]
-    author: str | None  # Detectron2's `__author__`; "Caffe2" for a pickle without one, as Detectron2 assumes
-    matching_heuristics: bool  # Detectron2 may match its names with the ends of the model's
+    matching_heuristics: bool = False  # Detectron2 may match its names with the ends of the model's
 
 
 def read_weights(path: str | Path) -> WeightsFile:
@@ -41,20 +40,19 @@ def read_weights(path: str | Path) -> WeightsFile:
         FileNotFoundError, ValueError: the file is missing, damaged, of an unknown kind, or holds more than tensors.
     """
     path = find_weights(path)
-    loaded: Any
     if path.suffix == ".safetensors":
         try:
-            return WeightsFile(path, load_file(path), author=None, matching_heuristics=False)
+            return WeightsFile(path, load_file(path))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: cannot be read as weights: {str(error).splitlines()[0]}") from error
     is_pickle = path.suffix == ".pkl" and not zipfile.is_zipfile(path)  # torch writes zip archives
     loaded = load_arrays(path) if is_pickle else _load_torch(path)
     if not isinstance(loaded, dict):
         raise ValueError(f"{path}: expected weights by name, found {type(loaded).__name__}.")
-    author = loaded.get("__author__")
+    heuristics = bool(loaded.get("matching_heuristics")) or loaded.get("__author__") == "Caffe2"
     state = next((loaded[key] for key in ("model", "state_dict", "blobs") if isinstance(loaded.get(key), dict)), loaded)
-    if is_pickle and "model" not in loaded:
-        author = "Caffe2"
+    if is_pickle and "model" not in loaded:  # Detectron2 takes it for a file of Caffe2, too
+        heuristics = True
         state = {name: value for name, value in state.items() if not str(name).endswith("_momentum")}
     tensors = {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in state.items()}
     for name, value in tensors.items():
@@ -62,8 +60,7 @@ def read_weights(path: str | Path) -> WeightsFile:
             raise ValueError(
                 f"{path}: expected a state dict of tensors, bare or under the key `model`; {name!r} is not a tensor."
             )
-    heuristics = bool(loaded.get("matching_heuristics", False)) or author == "Caffe2"
-    return WeightsFile(path, tensors, author=author, matching_heuristics=heuristics)
+    return WeightsFile(path, tensors, heuristics)
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:

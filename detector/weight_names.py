@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from detector.detectron2_config import AnyDetectorConfig
+from detector.detector_config import DetectorConfig
 from detector.weight_files import WeightsFile
 
 FULL_PREFIXES = ("backbone.", "proposal_generator.", "roi_heads.")
@@ -70,6 +70,11 @@ _CAFFE2_BLOCK = re.compile(r"res(?P<stage>\d)_(?P<block>\d+)_branch(?P<branch>1|
 VL_BERT = "image_feature_extractor."
 _VL_BERT_RES5 = f"{VL_BERT}roi_head_feature_extractor."
 _VL_BERT_RES5_AGAIN = f"{VL_BERT}head.0."  # the official module has res5 under two names
+_CAFFE_ATTENTION_LAYERS = {
+    f"{PREDICTOR}cls_embed": f"{PREDICTOR}cls_embedding",
+    f"{PREDICTOR}attr_linear1": f"{PREDICTOR}fc_attr",
+    f"{PREDICTOR}attr_linear2": f"{PREDICTOR}attr_score",
+}
 _TORCHVISION_BLOCK = re.compile(r"layer(?P<stage>[1-4])\.(?P<block>\d+)\.(?P<rest>.+)")
 
 
@@ -80,7 +85,7 @@ class Renamed(NamedTuple):
     layout: str  # for people
 
 
-def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: AnyDetectorConfig) -> Renamed:
+def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: DetectorConfig) -> Renamed:
     """Recognise a checkpoint's layout by its names, and convert it.
 
     Args:
@@ -97,15 +102,14 @@ def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: 
         return Renamed(from_vl_bert(tensors, source), "VL-BERT")
     if any(name.startswith(FULL_PREFIXES) for name in tensors):
         if is_caffe_attention(tensors):
-            converted = from_caffe_attention(tensors, config, str(source))
-            return Renamed(converted, "bottom-up attention, Caffe conventions")
+            return Renamed(from_caffe_attention(tensors, config, source), "bottom-up attention, Caffe conventions")
         if weights.matching_heuristics:
-            tensors = match_ends(tensors, model_names, str(source))
+            tensors = match_ends(tensors, model_names, source)
         return Renamed(tensors, "Detectron2")
     if any(_CAFFE2_BLOCK.match(name) for name in tensors):
         converted, layout = from_caffe2(tensors), "Caffe2"
     elif any(_TORCHVISION_BLOCK.match(name) for name in tensors):
-        converted, layout = from_torchvision(tensors), "torchvision"
+        converted, layout = {_torchvision_name(name): value for name, value in tensors.items()}, "torchvision"
     elif any(name.startswith(("stem.", "res2.")) for name in tensors):
         converted, layout = tensors, "Detectron2 without prefixes"
     else:
@@ -113,10 +117,10 @@ def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: 
             f"{source}: its names are of no known layout ({', '.join(list(tensors)[:3])}, ...); use a file of "
             "Detectron2, Caffe2, torchvision or VL-BERT."
         )
-    return Renamed(match_ends(converted, model_names, str(source)), layout)
+    return Renamed(match_ends(converted, model_names, source), layout)
 
 
-def match_ends(tensors: dict[str, Tensor], model_names: Iterable[str], source: str) -> dict[str, Tensor]:
+def match_ends(tensors: dict[str, Tensor], model_names: Iterable[str], source: str | Path) -> dict[str, Tensor]:
     """Give each name the full name in the model that ends with it, after a dot; the longest such name wins.
 
     (Detectron2's matching heuristics.) A name without a match is kept.
@@ -174,12 +178,8 @@ def _caffe2_name(blob: str) -> str:
     return f"{_CAFFE2_LAYERS[layer]}.{parameter}" if layer in _CAFFE2_LAYERS else blob
 
 
-def from_torchvision(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`layer1.0.bn1.weight` -> `res2.0.conv1.norm.weight`, to be matched by its end; names in `fc.` are kept."""
-    return {_torchvision_name(name): value for name, value in tensors.items()}
-
-
 def _torchvision_name(name: str) -> str:
+    """`layer1.0.bn1.weight` -> `res2.0.conv1.norm.weight`; names in `fc.` are kept."""
     block = _TORCHVISION_BLOCK.fullmatch(name)
     rest = block["rest"] if block else name
     rest = re.sub(r"^bn(\d)\.", r"conv\1.norm.", rest)
@@ -209,9 +209,9 @@ def from_vl_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[str,
                 raise ValueError(f"{source}: {name} differs from its copy under {_VL_BERT_RES5}; the file is damaged.")
         elif name.startswith(_VL_BERT_RES5):
             rest = _torchvision_name(f"layer4.{name.removeprefix(_VL_BERT_RES5)}")
-            renamed[f"roi_heads.{rest}"] = _as_float(value)
+            renamed[f"roi_heads.{rest}"] = value
         elif name.startswith(VL_BERT) and rest.startswith("backbone."):
-            renamed[f"backbone.{_torchvision_name(rest.removeprefix('backbone.'))}"] = _as_float(value)
+            renamed[f"backbone.{_torchvision_name(rest.removeprefix('backbone.'))}"] = value
         elif name.startswith(VL_BERT) and not rest.startswith("obj_downsample."):
             raise ValueError(f"{source}: {name} is not a name of the official VL-BERT code; use a file that it wrote.")
     if not renamed:
@@ -219,7 +219,7 @@ def from_vl_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[str,
             f"{source}: this VL-BERT model was made for precomputed features and holds no detector; leave out "
             "detector.weights, or name a different file."
         )
-    return renamed
+    return {name: value.float() if value.is_floating_point() else value for name, value in renamed.items()}
 
 
 def to_vl_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -246,17 +246,13 @@ def to_vl_bert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return official
 
 
-def _as_float(value: Tensor) -> Tensor:
-    return value.float() if value.is_floating_point() else value
-
-
 def is_caffe_attention(tensors: dict[str, Tensor]) -> bool:
     """Whether the RPN has two logits per anchor, and so half as many logits as deltas."""
     logits, deltas = (tensors.get(f"{RPN_HEAD}{name}.bias") for name in ("objectness_logits", "anchor_deltas"))
     return logits is not None and deltas is not None and 2 * len(logits) == len(deltas)
 
 
-def from_caffe_attention(tensors: dict[str, Tensor], config: AnyDetectorConfig, source: str) -> dict[str, Tensor]:
+def from_caffe_attention(tensors: dict[str, Tensor], config: DetectorConfig, source: Path) -> dict[str, Tensor]:
     """Caffe's conventions of bottom-up attention -> Detectron2's. Exact, apart from rounding in the objectness.
 
     - objectness [2 * cell_anchors]: background logits, then foreground logits -> their difference [cell_anchors] (its
@@ -289,25 +285,20 @@ def from_caffe_attention(tensors: dict[str, Tensor], config: AnyDetectorConfig, 
     def continuous(value: Tensor) -> Tensor:
         return sizes_outer(value) + value.new_tensor([0, 0, 1, 1])
 
-    layers: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
-        f"{RPN_HEAD}objectness_logits": (f"{RPN_HEAD}objectness_logits", objectness),
-        f"{RPN_HEAD}anchor_deltas": (f"{RPN_HEAD}anchor_deltas", sizes_outer),
-        f"{PREDICTOR}cls_score": (f"{PREDICTOR}cls_score", background_last),
-        f"{PREDICTOR}bbox_pred": (f"{PREDICTOR}bbox_pred", box_deltas),
-        f"{PREDICTOR}cls_embed": (f"{PREDICTOR}cls_embedding", background_last),
-        f"{PREDICTOR}attr_linear1": (f"{PREDICTOR}fc_attr", lambda value: value),
-        f"{PREDICTOR}attr_linear2": (f"{PREDICTOR}attr_score", background_last),
+    conversions: dict[str, Callable[[Tensor], Tensor]] = {
+        f"{RPN_HEAD}objectness_logits": objectness,
+        f"{RPN_HEAD}anchor_deltas": sizes_outer,
+        CELL_ANCHORS.removesuffix("."): continuous,
+        f"{PREDICTOR}cls_score": background_last,
+        f"{PREDICTOR}bbox_pred": box_deltas,
+        f"{PREDICTOR}cls_embed": background_last,
+        f"{PREDICTOR}attr_linear2": background_last,
     }
     converted = {}
     for name, value in tensors.items():
         layer, _, parameter = name.rpartition(".")
-        if name.startswith(CELL_ANCHORS):
-            converted[name] = continuous(value)
-        elif layer in layers:
-            new_layer, convert = layers[layer]
-            converted[f"{new_layer}.{parameter}"] = convert(value)
-        else:
-            converted[name] = value
+        new_name = f"{_CAFFE_ATTENTION_LAYERS[layer]}.{parameter}" if layer in _CAFFE_ATTENTION_LAYERS else name
+        converted[new_name] = conversions[layer](value) if layer in conversions else value
     return converted
 
 

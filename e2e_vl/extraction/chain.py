@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision.ops import batched_nms, nms
+from torchvision.ops import batched_nms, clip_boxes_to_image, nms
 
-from detector.boxes import clip, decode_deltas, is_larger
+from detector.boxes import decode_deltas, is_larger
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
 from detector.roi_heads import to_rois
@@ -212,7 +212,7 @@ class RegionExtractor:
         """Rows of proposals, classes and boxes [R, 4] of the detections that the rule "score" keeps."""
         probs = found.probs
         rows, classes = candidates(probs)
-        boxes = clip(found.refined[rows, classes], found.size)
+        boxes = clip_boxes_to_image(found.refined[rows, classes], found.size)
         usable = torch.isfinite(boxes).all(dim=1) & is_larger(boxes)
         rows, classes, boxes = rows[usable], classes[usable], boxes[usable]
         scores = probs[rows, classes]
@@ -238,7 +238,7 @@ class RegionExtractor:
         else:
             boxes = torch.from_numpy(given.boxes)  # as they were given: scaling there and back would round them
         arrays = {
-            "boxes": clip(boxes, image.original_size),
+            "boxes": clip_boxes_to_image(boxes, image.original_size),
             "features": chosen.features,
             "scores": scores,
             "attribute_scores": attribute_scores,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from detector.boxes import area, check_boxes, clip, decode_deltas, encode_deltas, pairwise_iou, rescale_detections
+from detector.boxes import area, check_boxes, decode_deltas, encode_deltas, pairwise_iou, rescale_detections
 
 BOXES = [[0.0, 0.0, 10.0, 10.0], [5.0, 5.0, 15.0, 15.0], [20.0, 0.0, 30.0, 5.0]]
 
@@ -26,12 +26,6 @@ def test_iou_of_boxes_without_area_is_zero():
     point = torch.tensor([[3.0, 3.0, 3.0, 3.0]])
     assert pairwise_iou(point, point).item() == 0
     assert pairwise_iou(point, torch.tensor(BOXES)).sum() == 0
-
-
-@pytest.mark.parametrize("make", [np.array, torch.tensor])
-def test_clip_to_height_and_width(make):
-    clipped = clip(make([[-3.0, -4.0, 50.0, 60.0]]), (20, 30))
-    assert clipped.tolist() == [[0, 0, 30, 20]]
 
 
 def test_coder_is_its_own_inverse_for_several_classes():

@@ -215,7 +215,8 @@ def test_load_resized_is_load_then_resize(tmp_path: Path):
     rule = ResizeRule(40, 50, "truncate")
     pixels, size = load_resized(tmp_path / "a.png", rule)
     assert size == (140, 90)
-    assert np.array_equal(pixels, resize_image(load_image(tmp_path / "a.png"), rule.target_size(*size)))
+    expected = resize_image(Image.fromarray(load_image(tmp_path / "a.png")), rule.target_size(*size))
+    assert np.array_equal(pixels, expected)
 
 
 def test_the_content_of_a_file_is_read_as_the_file_itself(tmp_path: Path):
@@ -265,13 +266,11 @@ def test_resize_rule_errors():
         ResizeRule(100, 200, "up")
     with pytest.raises(ValueError, match="5 x 0"):
         ResizeRule().target_size(0, 5)
-    with pytest.raises(ValueError, match="float32"):
-        resize_image(np.zeros((4, 4, 3), np.float32), (2, 2))
 
 
 def test_thin_image_resizes_to_something():
-    resized = resize_image(random_pixels(2, 3000), ResizeRule(800, 1333).target_size(2, 3000))
-    assert resized.shape == (1, 1333, 3)
+    resized = resize_image(Image.fromarray(random_pixels(2, 3000)), ResizeRule(800, 1333).target_size(2, 3000))
+    assert resized.size == (1333, 1)
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor])

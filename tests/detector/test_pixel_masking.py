@@ -52,7 +52,8 @@ def test_nothing_of_a_masked_box_reaches_any_feature(rounding: str):
         for x1, y1, x2, y2 in rows.tolist():
             image[:, int(y1) : int(y2), int(x1) : int(x2)] += 50 * torch.randn(())
     assert not torch.equal(network(pixels), network(changed))
-    outputs = [network(mask_pixels(version, sizes, boxes, rounding)) for version in (pixels, changed)]
+    masks = [mask_rectangles(rows, size, rounding).float() for rows, size in zip(boxes, sizes.tolist(), strict=True)]
+    outputs = [network(mask_pixels(version, sizes, masks)) for version in (pixels, changed)]
     assert torch.equal(*outputs)
 
 

@@ -30,9 +30,9 @@ def test_depths(depth: int, blocks: list[int]):
 @pytest.mark.parametrize(("pool", "cells"), [("max", (5, 7)), ("caffe_max", (5, 7)), ("none", (9, 13))])
 def test_strides_for_sides_that_are_no_multiple(norm: str, pool: str, cells: tuple[int, int]):
     model = ResNet(tiny(norm=norm, stem_pool=pool, depth=50))
-    stages = model.stages(torch.rand(2, 3, 67, 99))
-    assert tuple(stages["res4"].shape) == (2, 64, *cells)
-    assert stages["res4"].isfinite().all()
+    res4 = model(torch.rand(2, 3, 67, 99))
+    assert tuple(res4.shape) == (2, 64, *cells)
+    assert res4.isfinite().all()
 
 
 @pytest.mark.parametrize(("dilation", "side"), [(1, 4), (2, 7)])

@@ -49,7 +49,7 @@ def test_names_of_torchvision_itself(published: ModuleType):
     with torch.device("meta"):
         state = torchvision.models.resnet50().state_dict()
         wanted = {k: v.shape for k, v in torchvision_targets()}
-    renamed = to_detector_names(WeightsFile(Path("r50.pth"), state, None, False), wanted, DetectorConfig())
+    renamed = to_detector_names(WeightsFile(Path("r50.pth"), state), wanted, DetectorConfig())
     shapes = {k: v.shape for k, v in renamed.tensors.items() if not k.endswith("num_batches_tracked")}
     assert {k: v for k, v in shapes.items() if published.is_trunk(k)} == {
         k: v for k, v in wanted.items() if published.is_trunk(k)

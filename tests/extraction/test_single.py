@@ -12,7 +12,7 @@ import torch
 from detector.boxes import pairwise_iou
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
-from detector.images import ResizeRule, load_image, make_image_batch, resize_boxes, resize_image
+from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
 from detector.selection import SelectionRule
 from e2e_vl.data.formats.image_lists import list_images
 from e2e_vl.data.storage.features.stores import open_features
@@ -29,7 +29,7 @@ def test_features_are_those_of_the_boxes(source, folder: Path):
     found = extract_image(folder / "0.png", source, RULE)
     regions = found.regions
     assert 12 <= len(regions) <= 20 and regions.image_size == (70, 90)
-    pixels = resize_image(load_image(folder / "0.png", "RGB"), ResizeRule(64, 128).target_size(70, 90))
+    pixels, _ = load_resized(folder / "0.png", ResizeRule(64, 128), "RGB")
     assert np.array_equal(found.pixels, pixels)
     settings = source.detector.config.input
     batch = make_image_batch([pixels], [(70, 90)], ["image"], settings.pixel_mean, settings.pixel_std)

@@ -32,8 +32,6 @@ def is_builtin(model: TwoStageDetector) -> bool:
 
 def stages(model: TwoStageDetector, pixels: Tensor) -> dict[str, Tensor]:
     """Outputs of stem, res2, res3 and res4."""
-    if is_builtin(model):
-        return model.backbone.stages(pixels)
     outputs = {}
     for name in ("stem", "res2", "res3", "res4"):
         pixels = outputs[name] = getattr(model.backbone, name)(pixels)
@@ -91,8 +89,7 @@ def label_anchors(
 ) -> tuple[Tensor, Tensor]:
     """Labels [N, A] and matched objects [N, A] before sampling."""
     if is_builtin(model):
-        found = model.proposal_generator.label_anchors(rpn_output.anchors, targets.boxes, sizes)
-        return found.labels, found.matched
+        return model.proposal_generator.label_anchors(rpn_output.anchors, targets.boxes, sizes)
     from detectron2.structures import Boxes, pairwise_iou
 
     rpn, anchors = model.proposal_generator, rpn_output.anchors[0]

@@ -12,8 +12,10 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from detector.boxes import decode_deltas, rescale_detections
@@ -264,9 +266,8 @@ def test_feature_of_a_resized_image(golden: GoldenSet, model: TwoStageDetector):
         source = golden[f"resize.{case}.input_bgr_u8"].numpy()
         height, width = golden[f"resize.{case}.output_bgr_u8"].shape[:2]
         settings = model.config.input
-        batch = make_image_batch(
-            [resize_image(source, (height, width))], [source.shape[:2]], [case], settings.pixel_mean, settings.pixel_std
-        )
+        resized = np.array(resize_image(Image.fromarray(source), (height, width)))
+        batch = make_image_batch([resized], [source.shape[:2]], [case], settings.pixel_mean, settings.pixel_std)
         with torch.no_grad():
             regions = model(batch, [torch.tensor([[0.0, 0.0, width, height]])])
         assert_near(regions.features[0], golden[f"resize.{case}.full_image_feature"])

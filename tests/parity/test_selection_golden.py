@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from detector.images import ResizeRule, make_image_batch, resize_boxes, resize_image
@@ -69,7 +70,7 @@ def test_detectron2_resize(detectron2: dict[str, torch.Tensor], tensor_notes: di
         short, long = re.search(r"short edge (\d+), max (\d+)", note).groups()
         size = ResizeRule(int(short), int(long), "detectron2").target_size(*before.shape[:2])
         assert size == after.shape[:2]
-        assert np.array_equal(resize_image(before, size), after)
+        assert np.array_equal(resize_image(Image.fromarray(before), size), after)
         boxes = resize_boxes(detectron2[f"resize.{case}.boxes_in"], before.shape[:2], size)
         assert torch.allclose(boxes, detectron2[f"resize.{case}.boxes_out"], rtol=0, atol=1e-9)
 
@@ -108,7 +109,7 @@ def test_vl_bert_network_input(golden_root: Path):
     source = arrays["cc.image_uint8"].numpy()[:, :, ::-1]  # stored as RGB
     size = source.shape[:2]
     new_size = ResizeRule(*settings["scales"], "truncate").target_size(*size)
-    resized = resize_image(source, new_size)
+    resized = np.array(resize_image(Image.fromarray(source), new_size))
     order = arrays["cc.class_scores"].amax(1).argsort(descending=True, stable=True)
     whole = torch.tensor([[0.0, 0.0, size[1] - 1.0, size[0] - 1.0]])
     limit = torch.tensor([new_size[1], new_size[0]] * 2) - 1.0
@@ -121,7 +122,8 @@ def test_vl_bert_network_input(golden_root: Path):
         boxes = boxes.clamp(min=0).minimum(limit)
         is_masked = arrays[f"cc.{number}.mvrc_ops_before_truncation"] == 1
         batch = make_image_batch([image], [size], ["cc"], settings["pixel_means"], [1, 1, 1])
-        masked = mask_pixels(batch.pixels, batch.sizes, [boxes[is_masked]], "truncate")[0]
+        rectangles = mask_rectangles(boxes[is_masked], new_size, "truncate").to(boxes.dtype)
+        masked = mask_pixels(batch.pixels, batch.sizes, [rectangles])[0]
         expected = arrays[f"cc.{number}.image"]
         assert torch.allclose(masked, expected, atol=1e-3), case
         assert torch.equal(masked == 0, expected == 0), case
