@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,30 +81,3 @@ def spread(seconds: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
         name: {"median": statistics.median(values), "min": min(values), "max": max(values), "all": values}
         for name, values in seconds.items()
     }
-
-
-@contextlib.contextmanager
-def fresh_process(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Any]]:
-    """Run `target(sender, *arguments)` in a process of its own; yields the process and the receiver of what it sends.
-
-    Raises:
-        RuntimeError: the process died before it had sent what the block receives.
-    """
-    # Spawned, not forked: it must not inherit the memory of this process.
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_fork_workers, args=(target, sender, *arguments))
-    process.start()
-    sender.close()
-    try:
-        yield process, receiver
-    except EOFError:
-        process.join()
-        raise RuntimeError(f"The measured process ended with status {process.exitcode}; see above.") from None
-    finally:
-        process.join()
-
-
-def _fork_workers(target: Callable[..., None], *arguments: Any) -> None:
-    multiprocessing.set_start_method(None, force=True)  # a spawned process would spawn its workers, not fork them
-    target(*arguments)

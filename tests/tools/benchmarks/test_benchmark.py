@@ -153,7 +153,7 @@ def test_batches_with_different_counts_are_the_same_update(uneven):
     updates = []
     for batches in ([grouped], singles):
         stepper = grouped_steps.Stepper(config, copy.deepcopy(model), Accelerator())
-        stepper.step(batches, stepper.counts([grouped]))
+        stepper.step(batches, stepper.counts(grouped))
         updates.append({name: p.detach() - before[name] for name, p in stepper.model.named_parameters()})
     largest = max(update.abs().max() for update in updates[0].values())
     assert largest > 1e-3
