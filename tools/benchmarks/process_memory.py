@@ -180,6 +180,8 @@ def _memory(pid: int) -> dict[int, dict[str, float]]:
         found = {one.pid: one.memory_full_info()._asdict() for one in (main, *workers)}
     except psutil.Error:
         return {}
+    if not all(values["uss"] for values in found.values()):  # a process that is just ending has no pages left
+        return {}
     # only Linux divides shared pages
     return {
         pid: {kind: round(values.get(kind, values["uss"]) / MIB, 1) for kind in KINDS} for pid, values in found.items()
