@@ -71,8 +71,8 @@ def benchmark_memory(
         ValueError: a size that is not positive, or what the run raises about settings and data.
         RuntimeError: the measured process died.
     """
+    what = "steps" if training else "batches"
     if min(steps, images_per_batch, *(number for pair in sizes for number in pair)) < 1 or workers < 0:
-        what = "steps" if training else "batches"
         raise ValueError(f"Sizes of the corpus, records, {what} and images per batch must be positive.")
     cases = []
     for corpus_mib, records in sizes:
@@ -88,7 +88,7 @@ def benchmark_memory(
         finally:
             shutil.rmtree(run, ignore_errors=True)
         cases.append({"corpus_mib": corpus_mib, "records": records, "files": files, **measured})
-    settings = {"config": str(config_file), "steps": steps, "images_per_batch": images_per_batch, "workers": workers}
+    settings = {"config": str(config_file), what: steps, "images_per_batch": images_per_batch, "workers": workers}
     return {"machine": machine_facts(torch.device("cpu")), "settings": settings, "cases": cases}
 
 
@@ -235,7 +235,8 @@ def draw_memory(result: dict[str, Any], path: Path) -> None:
 def show(result: dict[str, Any]) -> int:
     """Print a table in Markdown, MiB; returns the exit status."""
     settings = result["settings"]
-    print(f"{settings['steps']} steps of {settings['images_per_batch']} captions and as many texts of the corpus, MiB:")
+    number = f"{settings['steps']} steps" if "steps" in settings else f"{settings['batches']} batches"
+    print(f"{number} of {settings['images_per_batch']} captions and as many texts of the corpus, MiB:")
     print("| corpus | records | process | RSS peak | RSS late | RSS growth | PSS late | USS late | USS growth |")
     print("|---:|---:|---|---:|---:|---:|---:|---:|---:|")
     for case in result["cases"]:

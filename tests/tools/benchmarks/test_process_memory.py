@@ -56,7 +56,7 @@ def test_a_run_is_measured_with_its_workers(tmp_path, monkeypatch):
 
 def test_memory_does_not_follow_the_size_of_the_files(tmp_path):
     sizes = [(128, 2000)]
-    result = benchmark_memory(CONFIG, tmp_path, sizes=sizes, steps=600, images_per_batch=4, workers=1, training=False)
+    result = benchmark_memory(CONFIG, tmp_path, sizes=sizes, steps=300, images_per_batch=4, workers=1, training=False)
     [case] = result["cases"]
     assert case["files"]["corpus"] >= 128
     assert len(case["workers"]) == 1 and len(case["steps"]) >= 10
