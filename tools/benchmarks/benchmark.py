@@ -35,7 +35,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import detector_speed
 import grouped_steps
@@ -48,17 +48,9 @@ from measuring import CONFIGS, ROOT
 SHAPE: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
-class Preset(NamedTuple):
-    """A config file with the sizes that go with it."""
-
-    config: Path
-    image_size: tuple[int, int]
-    rois: tuple[int, ...]
-
-
-PRESETS = {
-    "small": Preset(CONFIGS / "train.yaml", (320, 416), (16,)),
-    "base": Preset(CONFIGS / "train_base.yaml", (600, 800), (36, 100)),
+PRESETS = {  # name -> config file, image size (height, width), boxes per image
+    "small": (CONFIGS / "train.yaml", (320, 416), (16,)),
+    "base": (CONFIGS / "train_base.yaml", (600, 800), (36, 100)),
 }
 Measured = tuple[dict[str, Any], Callable[[dict[str, Any]], int]]  # the numbers, and what shows them
 
@@ -160,14 +152,13 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
 
 def measure_train(arguments: argparse.Namespace) -> Measured:
     if arguments.config is None:
-        name, preset = arguments.preset, PRESETS[arguments.preset]
-        config = load_config(preset.config, arguments.overrides)
+        name, (file, image_size, rois) = arguments.preset, PRESETS[arguments.preset]
     else:
-        name, preset = str(arguments.config), Preset(arguments.config, None, (None,))
-        config = load_config(arguments.config, arguments.overrides)
+        name, file, image_size, rois = str(arguments.config), arguments.config, None, (None,)
+    config = load_config(file, arguments.overrides)
     common = {
-        "rois": arguments.rois or preset.rois,
-        "image_size": tuple(arguments.image_size) if arguments.image_size else preset.image_size,
+        "rois": arguments.rois or rois,
+        "image_size": tuple(arguments.image_size) if arguments.image_size else image_size,
         "repetitions": arguments.repetitions,
         "warm_up": arguments.warm_up,
     }

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
+import re
 import shutil
 import statistics
 import time
@@ -191,10 +192,8 @@ def _memory(pid: int) -> dict[int, dict[str, float]]:
 def _peak() -> float:
     """Highest resident MiB of this process so far, where the system tells it; elsewhere the present ones."""
     status = Path("/proc/self/status")
-    for line in status.read_text().splitlines() if status.is_file() else ():
-        if line.startswith("VmHWM:"):
-            return round(int(line.split()[1]) * 1024 / MIB, 1)
-    return round(psutil.Process().memory_info().rss / MIB, 1)
+    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.is_file() else None
+    return round((int(found[1]) * 1024 if found else psutil.Process().memory_info().rss) / MIB, 1)
 
 
 def summary(steps: list[int], values: dict[str, list[float]]) -> dict[str, float]:
