@@ -57,7 +57,9 @@ def benchmark_detector(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     detectors = {name: detector.to(device) for name, detector in make_detectors(config).items()}
     detectors["builtin"].to(memory_format=torch.channels_last)  # as `train.channels_last` does; Detectron2 as it comes
-    calls = _calls(detectors, random_images(images, image_size).to(device), rois, training)
+    pixels, sizes = torch.randn(images, 3, *image_size) * 50, torch.tensor([image_size] * images)
+    batch = ImageBatch(pixels, sizes, sizes, [f"image {index}" for index in range(images)]).to(device)
+    calls = _calls(detectors, batch, rois, training)
     difference = _feature_difference(calls[f"features_{rois[0]}"])
     cases = {
         name: {"times": spread(take_turns(one, repetitions, warm_up, device, name))} for name, one in calls.items()
@@ -95,12 +97,6 @@ def make_detectors(config: Path) -> dict[str, Detector]:
     if "detectron2" in detectors:
         detectors["detectron2"].load_state_dict(detectors["builtin"].state_dict())
     return detectors
-
-
-def random_images(number: int, size: tuple[int, int]) -> ImageBatch:
-    sizes = torch.tensor([size] * number)
-    pixels = torch.randn(number, 3, *size) * 50
-    return ImageBatch(pixels, sizes, sizes, [f"image {index}" for index in range(number)])
 
 
 def _calls(

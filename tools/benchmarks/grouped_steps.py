@@ -23,18 +23,13 @@ from e2e_vl.engine.optim import build_optimizer
 from e2e_vl.engine.run import Run, build_run
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, ModelOutput
-from measuring import machine_facts, print_machine, print_sizes, random_boxes, spread, take_turns
+from measuring import machine_facts, print_sizes, random_boxes, spread, take_turns
 
 TOLERANCE = 1e-3  # of the loss, relative to it, and of gradients, relative to the largest one
 
 
 def benchmark_training(
-    config: RunConfig,
-    *,
-    rois: Sequence[int | None],
-    image_size: tuple[int, int] | None,
-    repetitions: int,
-    warm_up: int,
+    config: RunConfig, *, rois: Sequence[int | None], image_size: tuple[int, int] | None, repetitions: int, warm_up: int
 ) -> dict[str, Any]:
     """Time one optimiser step over I x k texts, grouped and not.
 
@@ -145,29 +140,23 @@ def grouped_and_single(
             "data.texts_per_image or train.images_per_batch."
         )
     requests = next(iter(GroupedBatchSampler(rich, number, texts, shuffle=False)))
-
-    def batch(requests: list[Request]) -> Batch:
-        return run.collate([dataset[request] for request in requests], pad_to=image_size)
-
-    singles = [[Request(request.group, request.texts[i : i + 1]) for request in requests] for i in range(texts)]
-    return batch(requests), [batch(requests) for requests in singles]
+    parts = [[Request(request.group, request.texts[i : i + 1]) for request in requests] for i in range(texts)]
+    grouped, *singles = (run.collate([dataset[one] for one in part], pad_to=image_size) for part in (requests, *parts))
+    return grouped, singles
 
 
 def with_rois(batches: Sequence[Batch], number: int | None, seed: int) -> list[Batch]:
-    """The batches with `number` boxes per image: the first of their own, then random ones, the same in every batch."""
+    """Batches of the same images with `number` boxes each: the first of their own, then random ones, the same ones."""
     if number is None:
         return list(batches)
     if number < 1:
         raise ValueError(f"{number} boxes per image cannot be measured; give a positive number.")
-    changed = []
-    for batch in batches:
-        generator = torch.Generator().manual_seed(seed)
-        boxes = []
-        for own, size in zip(batch.boxes, batch.images.sizes, strict=True):
-            random = random_boxes(number, generator) * size.flip(0).repeat(2)
-            boxes.append(torch.cat([own, random])[:number])
-        changed.append(dataclasses.replace(batch, boxes=boxes))
-    return changed
+    generator = torch.Generator().manual_seed(seed)
+    boxes = []
+    for own, size in zip(batches[0].boxes, batches[0].images.sizes, strict=True):
+        random = random_boxes(number, generator) * size.flip(0).repeat(2)
+        boxes.append(torch.cat([own, random])[:number])
+    return [dataclasses.replace(batch, boxes=boxes) for batch in batches]
 
 
 def compare_gradients(model: VisionLanguageModel, grouped: Batch, singles: Sequence[Batch]) -> dict[str, float]:
@@ -279,8 +268,7 @@ def show(result: dict[str, Any]) -> int:
     """Print a short table; returns the exit status."""
     settings = result["settings"]
     texts = settings["texts_per_image"]
-    print_machine(result["machine"])
-    print_sizes(settings, f" with {texts} texts each")
+    print_sizes(result, f" with {texts} texts each")
     for case in result["cases"]:
         if case["rois"] is not None:
             print(f"{case['rois']} boxes per image:")

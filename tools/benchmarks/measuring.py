@@ -37,8 +37,10 @@ def print_machine(machine: dict[str, Any]) -> None:
     print(f"{machine['device']}, {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}")
 
 
-def print_sizes(settings: dict[str, Any], texts: str = "") -> None:
-    """One line for people about the training steps that were measured, with the settings of `common_settings`."""
+def print_sizes(result: dict[str, Any], texts: str = "") -> None:
+    """Two lines for people: the `machine`, and the training steps with the `settings` of `common_settings`."""
+    print_machine(result["machine"])
+    settings = result["settings"]
     height, width = settings["image_size"]
     print(
         f"{settings['images_per_batch']} images of {height} x {width} pixels{texts}, "

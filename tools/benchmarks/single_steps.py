@@ -21,19 +21,14 @@ from e2e_vl.engine.optim import build_optimizer
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
 from grouped_steps import build_batches, common_settings, with_rois
-from measuring import machine_facts, print_machine, print_sizes, synchronize
+from measuring import machine_facts, print_sizes, synchronize
 
 PRECISIONS = ("fp32", "bf16")
 SAMPLE_SECONDS = 0.005
 
 
 def benchmark_steps(
-    config: RunConfig,
-    *,
-    rois: Sequence[int],
-    image_size: tuple[int, int] | None,
-    repetitions: int,
-    warm_up: int,
+    config: RunConfig, *, rois: Sequence[int], image_size: tuple[int, int] | None, repetitions: int, warm_up: int
 ) -> dict[str, Any]:
     """Time forward, backward and optimiser step of every combination; the model is the same one throughout.
 
@@ -136,8 +131,7 @@ def peak_memory(device: torch.device) -> Iterator[list[int]]:
 
 def show(result: dict[str, Any]) -> int:
     """Print a table in Markdown; returns the exit status."""
-    print_machine(result["machine"])
-    print_sizes(result["settings"])
+    print_sizes(result)
     print("| boxes | texts per image | precision | checkpointing | s per step | of it forward + backward | peak GiB |")
     print("|---:|---:|---|---|---:|---:|---:|")
     for case in result["cases"]:
