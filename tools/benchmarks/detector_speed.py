@@ -61,25 +61,13 @@ def benchmark_detector(
     batch = ImageBatch(pixels, sizes, sizes, [f"image {index}" for index in range(images)]).to(device)
     calls = _calls(detectors, batch, rois, training)
     difference = _feature_difference(calls[f"features_{rois[0]}"])
-    cases = {
-        name: {"times": spread(take_turns(one, repetitions, warm_up, device, name))} for name, one in calls.items()
-    }
-    if len(detectors) == 2:
-        for case in cases.values():
-            case["ratio"] = case["times"]["detectron2"]["median"] / case["times"]["builtin"]["median"]
+    settings = {"config": config.name, "image_size": list(image_size), "images": images, "sampled_rois": SAMPLED_ROIS}
+    settings |= {"repetitions": repetitions, "warm_up": warm_up, "seed": SEED}
     return {
         "machine": machine_facts(device),
-        "settings": {
-            "config": config.name,
-            "image_size": list(image_size),
-            "images": images,
-            "sampled_rois": SAMPLED_ROIS,
-            "repetitions": repetitions,
-            "warm_up": warm_up,
-            "seed": SEED,
-        },
+        "settings": settings,
         "backends": list(detectors),
-        "cases": cases,
+        "cases": {name: _measure(one, repetitions, warm_up, device, name) for name, one in calls.items()},
         "max_feature_difference": difference,
     }
 
@@ -147,6 +135,16 @@ def _training_call(detector: Detector, batch: ImageBatch, boxes: list[Tensor]) -
         optimizer.zero_grad(set_to_none=True)
 
     return call
+
+
+def _measure(
+    calls: dict[str, Callable[[], Any]], repetitions: int, warm_up: int, device: torch.device, label: str
+) -> dict[str, Any]:
+    """`times` of each backend and, with both, their `ratio`."""
+    times = spread(take_turns(calls, repetitions, warm_up, device, label))
+    if len(times) < 2:
+        return {"times": times}
+    return {"times": times, "ratio": times["detectron2"]["median"] / times["builtin"]["median"]}
 
 
 def show(result: dict[str, Any]) -> int:

@@ -37,12 +37,8 @@ def write_files(folder: Path, corpus_mib: int, records: int) -> tuple[list[str],
     build_vocabulary(lines, vocabulary)
     for index in (folder / "index").glob("*.npy"):
         index.unlink()
-    words = [
-        f"data.root={folder}",
-        f"data.files.corpus={corpus.name}",
-        f"data.files.shards={shards.name}",
-        f"data.vocabulary={vocabulary}",
-    ]
+    words = [f"data.root={folder}", f"data.vocabulary={vocabulary}"]
+    words += [f"data.files.corpus={corpus.name}", f"data.files.shards={shards.name}"]
     sizes = {"corpus": corpus.stat().st_size, "shards": sum(path.stat().st_size for path in shards.glob("*.tar"))}
     return words, {name: round(size / MIB, 1) for name, size in sizes.items()}
 

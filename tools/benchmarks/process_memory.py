@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -84,10 +83,7 @@ def benchmark_memory(
         words += [f"train.images_per_batch={images_per_batch}", f"train.max_steps={steps}"]
         words += [f"train.log_every={max(steps // _SAMPLES, 1)}"]
         _write_detector(config_file, words, detector)
-        try:
-            measured = _measure(_train if training else _read, config_file, words, run / "log.jsonl")
-        finally:
-            shutil.rmtree(run, ignore_errors=True)
+        measured = _measure(_train if training else _read, config_file, words, run)
         cases.append({"corpus_mib": corpus_mib, "records": records, "files": files, **measured})
     settings = {"config": str(config_file), what: steps, "images_per_batch": images_per_batch, "workers": workers}
     return {"machine": machine_facts(torch.device("cpu")), "settings": settings, "cases": cases}
@@ -95,23 +91,25 @@ def benchmark_memory(
 
 def _write_detector(config_file: Path, words: list[str], path: Path) -> None:
     """Write a detector with random values: shards come without boxes, so a detector has to propose them."""
-    config = load_config(config_file, words)
+    config = load_config(config_file, [*words, "detector.weights=null"])
     torch.manual_seed(config.seed)
-    detector = build_detector(dataclasses.replace(config, detector=dataclasses.replace(config.detector, weights=None)))
-    save_file(detector.state_dict(), path)
+    save_file(build_detector(config).state_dict(), path)
 
 
 def _measure(
-    action: Callable[[Path, list[str]], dict[str, float]], config_file: Path, words: list[str], log: Path
+    action: Callable[[Path, list[str]], dict[str, float]], config_file: Path, words: list[str], folder: Path
 ) -> dict[str, Any]:
     """One run in a process of its own, measured each time that it has written a line into its log."""
     begin = time.perf_counter()
-    # Spawned, not forked: it must not inherit the memory of this process.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        pid, start = pool.submit(_begin).result()
-        run = pool.submit(action, config_file, words)
-        rows = _watch(run, pid, log)
-        found = run.result()
+    try:
+        # Spawned, not forked: it must not inherit the memory of this process.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            pid, start = pool.submit(_begin).result()
+            run = pool.submit(action, config_file, words)
+            rows = _watch(run, pid, folder / "log.jsonl")
+            found = run.result()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     if not rows:
         raise ValueError("The run was over before its memory could be measured; give more steps.")
     steps = [step for step, _ in rows]
