@@ -22,10 +22,10 @@ of Detectron2's model with the same config and weights. `ratio` is Detectron2's 
 ours is faster. The two take turns. If their features differ, the exit status is 1.
 
 `memory` writes a text corpus and captioned images in shards (of the given sizes; they stay in the folder) and reads
-batches of them as pre-training does; with `--steps` it pre-trains for that many steps instead. It shows the memory of
-the main process and of each worker early (from 20 to 30 % of the steps, when caches have filled) and late (the last
-10 %): RSS is all resident memory, PSS divides pages that processes share among them, USS leaves them out. `--against`
-does the same on smaller files.
+batches of them as pre-training does; with `--steps` it pre-trains for that many steps instead, model and optimiser
+included. It shows the memory of the main process and of each worker early (from 20 to 30 % of the steps, when caches
+have filled) and late (the last 10 %): RSS is all resident memory, PSS divides pages that processes share among them,
+USS leaves them out. `--against` does the same on smaller files.
 """
 
 from __future__ import annotations
@@ -46,8 +46,6 @@ from e2e_vl.config import load_config
 from measuring import CONFIGS, ROOT
 
 SHAPE: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
-
-
 PRESETS = {  # name -> config file, image size (height, width), boxes per image
     "small": (CONFIGS / "train.yaml", (320, 416), (16,)),
     "base": (CONFIGS / "train_base.yaml", (600, 800), (36, 100)),

@@ -120,7 +120,7 @@ def _feature_call(detector: Detector, batch: ImageBatch, boxes: list[Tensor]) ->
 
 
 def _training_call(detector: Detector, batch: ImageBatch, boxes: list[Tensor]) -> Callable[[], None]:
-    """Forward with detection losses and features of the given boxes, backward of both, and a step of SGD."""
+    """A training step: forward with detection losses and features of the boxes, backward of both, and a step of SGD."""
     objects = [rows[:OBJECTS] for rows in boxes]
     classes = [torch.arange(len(rows), device=rows.device) % detector.num_classes for rows in objects]
     targets = DetectionTargets(objects, classes)
