@@ -31,14 +31,7 @@ import logging
 import sys
 from pathlib import Path
 
-from detector.checkpoint import (
-    CONFIG_NAME,
-    EXPECT,
-    WEIGHTS_NAME,
-    convert_checkpoint,
-    load_converted,
-    save_weights,
-)
+from detector.checkpoint import CONFIG_NAME, EXPECT, WEIGHTS_NAME, convert_checkpoint, load_converted, save_weights
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.command_line import make_parser, says_errors
@@ -94,9 +87,8 @@ def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
     if is_folder:
         output.mkdir(parents=True, exist_ok=True)
         (output / CONFIG_NAME).write_text(detector.config.to_yaml(), encoding="utf-8")
-    save_weights(
-        {name: converted.tensors[name] for name in report.matched}, output / WEIGHTS_NAME if is_folder else output
-    )
+    matched = {name: converted.tensors[name] for name in report.matched}
+    save_weights(matched, output / WEIGHTS_NAME if is_folder else output)
     print(f"written: {output}")
 
 

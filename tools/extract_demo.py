@@ -106,11 +106,7 @@ def ground(arguments: argparse.Namespace, found: ImageRegions) -> None:
 
 
 def save_picture(
-    path: Path,
-    found: ImageRegions,
-    boxes: np.ndarray | list[list[float]],
-    labels: list[str],
-    title: str | None = None,
+    path: Path, found: ImageRegions, boxes: np.ndarray | list[list[float]], labels: list[str], title: str | None = None
 ) -> None:
     """Draw boxes, given in pixels of the original image, on the image that the detector saw."""
     boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)

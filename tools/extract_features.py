@@ -70,11 +70,6 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     settings = extraction_settings(arguments)
     images = list_images(arguments.images, arguments.root)
-    given = None
-    if arguments.boxes is not None:
-        if arguments.images.suffix != ".json":
-            raise ValueError("--boxes finds the boxes of an image by its id: give a COCO JSON file as --images.")
-        given = read_given_boxes(arguments.boxes)
     source = load_source(arguments)
     job = ExtractionJob(
         images=images,
@@ -82,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         layout=arguments.format,
         source=source,
         settings=settings,
-        given=given,
+        given=None if arguments.boxes is None else read_given_boxes(arguments.boxes),
         stamp=make_stamp(source, settings, boxes_file=arguments.boxes, precision=arguments.precision),
         batch_size=arguments.batch_size,
         workers=arguments.workers,
@@ -132,6 +127,8 @@ def extraction_settings(arguments: argparse.Namespace) -> ExtractionSettings:
     numbers = (arguments.num_boxes, arguments.min_boxes, arguments.max_boxes, arguments.min_score)
     if arguments.boxes is not None and any(value is not None for value in (*numbers, arguments.features_of)):
         raise ValueError("--boxes describes exactly the given boxes; leave out the options that choose boxes.")
+    if arguments.boxes is not None and arguments.images.suffix != ".json":
+        raise ValueError("--boxes finds the boxes of an image by its id: give a COCO JSON file as --images.")
     if arguments.num_boxes is not None and (arguments.min_boxes, arguments.max_boxes) != (None, None):
         raise ValueError("Give either --num-boxes or --min-boxes and --max-boxes.")
     if arguments.format == "lxmert" and not arguments.attributes:

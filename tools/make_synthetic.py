@@ -15,6 +15,14 @@ from pathlib import Path
 from e2e_vl.command_line import says_errors
 from e2e_vl.synthetic import FORMATS, LanguageConfig, SceneConfig, make_scenes
 
+SPLITS = {"train": 3500, "val": 200, "testA": 100, "testB": 100}  # number of scenes
+LIMITS = {
+    "min_objects": "smallest number of objects in a scene",
+    "max_objects": "largest number of objects in a scene",
+    "min_side": "smallest height and width, pixels",
+    "max_side": "largest height and width, pixels",
+}
+
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The arguments of the command line."""
@@ -23,17 +31,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
-    for split, count in (("train", 3500), ("val", 200), ("testA", 100), ("testB", 100)):
+    for split, count in SPLITS.items():
         parser.add_argument(f"--{split}", type=int, default=count, metavar="N", help=f"number of {split} scenes")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything drawn")
-    parser.add_argument(
-        "--min-objects", type=int, default=scene.min_objects, help="smallest number of objects in a scene"
-    )
-    parser.add_argument(
-        "--max-objects", type=int, default=scene.max_objects, help="largest number of objects in a scene"
-    )
-    parser.add_argument("--min-side", type=int, default=scene.min_side, help="smallest height and width, pixels")
-    parser.add_argument("--max-side", type=int, default=scene.max_side, help="largest height and width, pixels")
+    for name, text in LIMITS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(scene, name), help=text)
     parser.add_argument("--textures", nargs="+", default=list(scene.textures), help="textures of the objects")
     parser.add_argument(
         "--families",
@@ -59,17 +61,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 @says_errors
 def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
+    limits = {name: getattr(options, name) for name in LIMITS}
     stamp = make_scenes(
         options.output,
-        scenes={split: getattr(options, split) for split in ("train", "val", "testA", "testB")},
+        scenes={split: getattr(options, split) for split in SPLITS},
         seed=options.seed,
-        config=SceneConfig(
-            min_objects=options.min_objects,
-            max_objects=options.max_objects,
-            min_side=options.min_side,
-            max_side=options.max_side,
-            textures=tuple(options.textures),
-        ),
+        config=SceneConfig(**limits, textures=tuple(options.textures)),
         language=LanguageConfig(family_mix=_parse_shares(options.families)),
         image_format=options.image_format,
         formats=options.formats,

@@ -21,11 +21,11 @@ without activation checkpointing.
 of Detectron2's model with the same config and weights. `ratio` is Detectron2's median time divided by ours: above 1,
 ours is faster. The two take turns. If their features differ, the exit status is 1.
 
-`memory` writes a text corpus and captioned images in shards (of the given sizes; they stay in the folder), reads
-batches of them as pre-training does, and shows the resident memory of the main process and of each worker. With
-`--steps` it pre-trains for that many steps instead, model and optimiser included, and shows the memory of each process
-early (from 20 to 30 % of the steps, when caches have filled) and late (the last 10 %): RSS is all resident memory, PSS
-divides pages that processes share among them, USS leaves them out. `--against` does the same on smaller files.
+`memory` writes a text corpus and captioned images in shards (of the given sizes; they stay in the folder) and reads
+batches of them as pre-training does; with `--steps` it pre-trains for that many steps instead, model and optimiser
+included. It shows the memory of the main process and of each worker early (from 20 to 30 % of the steps, when caches
+have filled) and late (the last 10 %): RSS is all resident memory, PSS divides pages that processes share among them,
+USS leaves them out. `--against` does the same on smaller files.
 """
 
 from __future__ import annotations
@@ -35,32 +35,20 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import detector_speed
 import grouped_steps
-import reading_memory
+import process_memory
 import single_steps
-import training_memory
 from e2e_vl.command_line import says_errors
 from e2e_vl.config import load_config
 from measuring import CONFIGS, ROOT
 
-DETECTOR_CONFIG = ROOT / "configs" / "detector" / "vl_bert_R_101.yaml"
 SHAPE: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
-
-
-class Preset(NamedTuple):
-    """A config file with the sizes that go with it."""
-
-    config: Path
-    image_size: tuple[int, int]
-    rois: tuple[int, ...]
-
-
-PRESETS = {
-    "small": Preset(CONFIGS / "train.yaml", (320, 416), (16,)),
-    "base": Preset(CONFIGS / "train_base.yaml", (600, 800), (36, 100)),
+PRESETS = {  # name -> config file, image size (height, width), boxes per image
+    "small": (CONFIGS / "train.yaml", (320, 416), (16,)),
+    "base": (CONFIGS / "train_base.yaml", (600, 800), (36, 100)),
 }
 Measured = tuple[dict[str, Any], Callable[[dict[str, Any]], int]]  # the numbers, and what shows them
 
@@ -73,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
     add_train_options(train)
     add_detector_options(commands.add_parser("detector", help="built-in detector against Detectron2", **SHAPE))
     add_memory_options(commands.add_parser("memory", help="memory of pre-training on large files", **SHAPE))
+    for command in commands.choices.values():
+        command.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["train"]:  # overrides may stand anywhere, which a parser of sub-commands cannot read
         arguments = train.parse_intermixed_args(words[1:])
@@ -100,33 +90,29 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", type=Path, help="YAML file of a run instead of a preset, with its own sizes")
     parser.add_argument("--sweep", action="store_true", help="precision, checkpointing and memory of single steps")
-    add_common_options(parser, measure_train, rois=None, image_size=None)
+    add_step_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that beat the file")
+    parser.set_defaults(measure=measure_train)
 
 
 def add_detector_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--detector-config",
         type=Path,
-        default=DETECTOR_CONFIG,
+        default=ROOT / "configs" / "detector" / "vl_bert_R_101.yaml",
         help="Detectron2 YAML file (default: VL-BERT's ResNet-101 C4 with dilated res5)",
     )
     parser.add_argument("--images", type=int, default=1, help="images in a batch (default: 1)")
     parser.add_argument("--no-train", action="store_true", help="leave out the training step")
-    add_common_options(parser, measure_detector, rois=[36, 100], image_size=(600, 1000))
+    add_step_options(parser)
+    parser.set_defaults(measure=measure_detector, rois=[36, 100], image_size=(600, 1000))
 
 
-def add_common_options(
-    parser: argparse.ArgumentParser,
-    measure: Callable[[argparse.Namespace], Measured],
-    rois: list[int] | None,
-    image_size: tuple[int, int] | None,
-) -> None:
+def add_step_options(parser: argparse.ArgumentParser) -> None:
     """What training steps and detectors share; without defaults, sizes are those of the preset."""
     parser.add_argument(
         "--rois",
         type=numbers,
-        default=rois,
         metavar="N[,N...]",
         help="boxes per image; each number is measured (detector: default 36,100, the training step has the first)",
     )
@@ -134,18 +120,11 @@ def add_common_options(
         "--image-size",
         type=int,
         nargs=2,
-        default=image_size,
         metavar=("H", "W"),
         help="pixels of the padded images (detector: default 600 1000)",
     )
     parser.add_argument("--repetitions", type=int, default=5, help="measured steps of each way (default: 5)")
     parser.add_argument("--warm-up", type=int, default=1, help="steps of each way before them (default: 1)")
-    add_result_option(parser, measure)
-
-
-def add_result_option(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], Measured]) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
-    parser.set_defaults(measure=measure)
 
 
 def add_memory_options(parser: argparse.ArgumentParser) -> None:
@@ -160,23 +139,24 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
         "--against",
         type=int,
         nargs=2,
+        action="append",
+        default=[],
         metavar=("MIB", "RECORDS"),
-        help="with --steps: the same on a corpus and records of these sizes, to compare",
+        help="the same on a corpus and records of these sizes, to compare",
     )
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="with --steps: draw the curves into this PNG file")
-    add_result_option(parser, measure_memory)
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the curves into this PNG file")
+    parser.set_defaults(measure=measure_memory)
 
 
 def measure_train(arguments: argparse.Namespace) -> Measured:
     if arguments.config is None:
-        name, preset = arguments.preset, PRESETS[arguments.preset]
-        config = load_config(preset.config, arguments.overrides)
+        name, (file, image_size, rois) = arguments.preset, PRESETS[arguments.preset]
     else:
-        name, preset = str(arguments.config), Preset(arguments.config, None, (None,))
-        config = load_config(arguments.config, arguments.overrides)
+        name, file, image_size, rois = str(arguments.config), arguments.config, None, (None,)
+    config = load_config(file, arguments.overrides)
     common = {
-        "rois": arguments.rois or preset.rois,
-        "image_size": tuple(arguments.image_size) if arguments.image_size else preset.image_size,
+        "rois": arguments.rois or rois,
+        "image_size": tuple(arguments.image_size) if arguments.image_size else image_size,
         "repetitions": arguments.repetitions,
         "warm_up": arguments.warm_up,
     }
@@ -203,27 +183,19 @@ def measure_detector(arguments: argparse.Namespace) -> Measured:
 
 
 def measure_memory(arguments: argparse.Namespace) -> Measured:
-    common = {"images_per_batch": arguments.images_per_batch, "workers": arguments.workers}
-    if arguments.steps is None:
-        if arguments.against is not None or arguments.picture is not None:
-            raise ValueError("--against and --picture belong to --steps; give the number of steps too.")
-        result = reading_memory.benchmark_memory(
-            arguments.folder,
-            corpus_mib=arguments.corpus_mib,
-            records=arguments.records,
-            batches=arguments.batches,
-            **common,
-        )
-        return {"benchmark": "memory", **result}, reading_memory.show
-    sizes = [(arguments.corpus_mib, arguments.records)]
-    if arguments.against is not None:
-        sizes.append(tuple(arguments.against))
-    result = training_memory.benchmark_training_memory(
-        CONFIGS / "memory.yaml", arguments.folder, sizes=sizes, steps=arguments.steps, **common
+    training = arguments.steps is not None
+    result = process_memory.benchmark_memory(
+        CONFIGS / "memory.yaml",
+        arguments.folder,
+        sizes=[(arguments.corpus_mib, arguments.records), *arguments.against],
+        steps=arguments.steps if training else arguments.batches,
+        images_per_batch=arguments.images_per_batch,
+        workers=arguments.workers,
+        training=training,
     )
     if arguments.picture is not None:
-        training_memory.draw_memory(result, arguments.picture)
-    return {"benchmark": "training_memory", **result}, training_memory.show
+        process_memory.draw_memory(result, arguments.picture)
+    return {"benchmark": "training_memory" if training else "memory", **result}, process_memory.show
 
 
 if __name__ == "__main__":

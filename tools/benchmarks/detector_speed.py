@@ -1,9 +1,4 @@
-"""How fast the built-in detector is, against Detectron2's model with the same config, weights and inputs.
-
-Shape legend
-    N   images of a batch
-    R   given boxes of one image
-"""
+"""How fast the built-in detector is, against Detectron2's model with the same config, weights and inputs."""
 
 from __future__ import annotations
 
@@ -21,33 +16,32 @@ from e2e_vl.engine.build import DETECTORS
 from measuring import machine_facts, print_machine, random_boxes, spread, take_turns
 
 OBJECTS = 8  # annotated objects of each image in the training step
+SAMPLED_ROIS = 64  # of each image, for the detection losses of the training step
+SEED = 0
 TOLERANCE = 1e-3  # of the features, relative to the largest one
 
 
 def benchmark_detector(
     config: Path,
     *,
-    image_size: tuple[int, int] = (600, 1000),
-    images: int = 1,
-    rois: Sequence[int] = (36, 100),
-    repetitions: int = 5,
-    warm_up: int = 1,
-    training: bool = True,
-    sampled_rois: int = 64,
-    seed: int = 0,
+    image_size: tuple[int, int],
+    images: int,
+    rois: Sequence[int],
+    repetitions: int,
+    warm_up: int,
+    training: bool,
 ) -> dict[str, Any]:
     """Time features of given boxes, and training steps, in float32; the backends take turns.
 
-    A training step is a forward pass with detection losses and features of the given boxes, the backward pass of both,
-    and an SGD step. Images and boxes are random: the time does not depend on what they show. Without Detectron2 only
-    the built-in detector is measured.
+    Images and boxes are random: the time does not depend on what they show. Without Detectron2 only the built-in
+    detector is measured.
 
     Args:
         config: Detectron2 YAML file of a C4 model.
         image_size: (height, width), pixels of the network input; images: N.
         rois: numbers of given boxes R, one measurement each; the training step uses the first.
         repetitions, warm_up: measured calls of each backend, and calls before the measured ones.
-        training: also measure training steps, with `sampled_rois` RoIs of each image for the detection losses.
+        training: also measure training steps.
 
     Returns:
         `machine`, `settings`, `backends`, `cases` (by name, such as "features_36" or "train": `times` of each backend
@@ -59,32 +53,28 @@ def benchmark_detector(
     """
     if repetitions < 1 or warm_up < 0 or images < 1 or not rois or min(rois) < 1:
         raise ValueError("Repetitions, images and boxes must be positive numbers.")
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    detectors = {name: detector.to(device) for name, detector in make_detectors(config, sampled_rois).items()}
+    detectors = {name: detector.to(device) for name, detector in make_detectors(config).items()}
     detectors["builtin"].to(memory_format=torch.channels_last)  # as `train.channels_last` does; Detectron2 as it comes
-    cases = _calls(detectors, random_images(images, image_size).to(device), rois, training)
-    difference = _feature_difference(cases[f"features_{rois[0]}"])
+    pixels, sizes = torch.randn(images, 3, *image_size) * 50, torch.tensor([image_size] * images)
+    batch = ImageBatch(pixels, sizes, sizes, [f"image {index}" for index in range(images)]).to(device)
+    calls = _calls(detectors, batch, rois, training)
+    difference = _feature_difference(calls[f"features_{rois[0]}"])
+    settings = {"config": config.name, "image_size": list(image_size), "images": images, "sampled_rois": SAMPLED_ROIS}
+    settings |= {"repetitions": repetitions, "warm_up": warm_up, "seed": SEED}
     return {
         "machine": machine_facts(device),
-        "settings": {
-            "config": config.name,
-            "image_size": list(image_size),
-            "images": images,
-            "sampled_rois": sampled_rois,
-            "repetitions": repetitions,
-            "warm_up": warm_up,
-            "seed": seed,
-        },
+        "settings": settings,
         "backends": list(detectors),
-        "cases": {name: _measure(calls, repetitions, warm_up, device, name) for name, calls in cases.items()},
+        "cases": {name: _measure(one, repetitions, warm_up, device, name) for name, one in calls.items()},
         "max_feature_difference": difference,
     }
 
 
-def make_detectors(config: Path, sampled_rois: int) -> dict[str, Detector]:
+def make_detectors(config: Path) -> dict[str, Detector]:
     """The built-in detector and, where Detectron2 can be imported, its detector with the same weights."""
-    tree = {"_BASE_": str(config.resolve()), "MODEL": {"ROI_HEADS": {"BATCH_SIZE_PER_IMAGE": sampled_rois}}}
+    tree = {"_BASE_": str(config.resolve()), "MODEL": {"ROI_HEADS": {"BATCH_SIZE_PER_IMAGE": SAMPLED_ROIS}}}
     detectors: dict[str, Detector] = {}
     for name in ("builtin", "detectron2"):
         try:
@@ -97,29 +87,18 @@ def make_detectors(config: Path, sampled_rois: int) -> dict[str, Detector]:
     return detectors
 
 
-def random_images(number: int, size: tuple[int, int]) -> ImageBatch:
-    sizes = torch.tensor([size] * number)
-    pixels = torch.randn(number, 3, *size) * 50
-    return ImageBatch(pixels, sizes, sizes, [f"image {index}" for index in range(number)])
-
-
-def _boxes(batch: ImageBatch, number: int) -> list[Tensor]:
-    """N x float32 [number, 4], random."""
-    scale = batch.sizes[0].flip(0).repeat(2)
-    return [random_boxes(number).to(batch.pixels.device) * scale for _ in range(len(batch))]
-
-
 def _calls(
     detectors: dict[str, Detector], batch: ImageBatch, rois: Sequence[int], training: bool
 ) -> dict[str, dict[str, Callable[[], Any]]]:
     """What is timed: by case, then by backend."""
-    cases: dict[str, dict[str, Callable[[], Any]]] = {}
-    for number in rois:
-        boxes = _boxes(batch, number)
-        cases[f"features_{number}"] = {name: _feature_call(one, batch, boxes) for name, one in detectors.items()}
+    scale = batch.sizes[0].flip(0).repeat(2)
+    makers = [(f"features_{number}", number, _feature_call) for number in rois]
     if training:  # last, because it changes the weights
-        boxes = _boxes(batch, rois[0])
-        cases["train"] = {name: _training_call(one, batch, boxes) for name, one in detectors.items()}
+        makers.append(("train", rois[0], _training_call))
+    cases: dict[str, dict[str, Callable[[], Any]]] = {}
+    for name, number, make in makers:
+        boxes = [random_boxes(number).to(scale.device) * scale for _ in range(len(batch))]
+        cases[name] = {backend: make(detector, batch, boxes) for backend, detector in detectors.items()}
     return cases
 
 
@@ -132,15 +111,16 @@ def _feature_difference(calls: dict[str, Callable[[], Tensor]]) -> float | None:
 
 
 def _feature_call(detector: Detector, batch: ImageBatch, boxes: list[Tensor]) -> Callable[[], Tensor]:
+    @torch.no_grad()
     def call() -> Tensor:
         detector.eval()
-        with torch.no_grad():
-            return torch.cat(detector(batch, boxes).features)
+        return torch.cat(detector(batch, boxes).features)
 
     return call
 
 
 def _training_call(detector: Detector, batch: ImageBatch, boxes: list[Tensor]) -> Callable[[], None]:
+    """A training step: forward with detection losses and features of the boxes, backward of both, and a step of SGD."""
     objects = [rows[:OBJECTS] for rows in boxes]
     classes = [torch.arange(len(rows), device=rows.device) % detector.num_classes for rows in objects]
     targets = DetectionTargets(objects, classes)

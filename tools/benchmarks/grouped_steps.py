@@ -1,9 +1,4 @@
-"""How long training steps take with k texts of an image in one batch, against the same texts in k batches.
-
-Shape legend
-    I   images in a batch
-    k   texts of each image
-"""
+"""How long training steps take with k texts of an image in one batch, against the same texts in k batches."""
 
 from __future__ import annotations
 
@@ -28,18 +23,13 @@ from e2e_vl.engine.optim import build_optimizer
 from e2e_vl.engine.run import Run, build_run
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch, ModelOutput
-from measuring import machine_facts, print_machine, print_sizes, random_boxes, spread, take_turns
+from measuring import machine_facts, print_sizes, random_boxes, spread, take_turns
 
 TOLERANCE = 1e-3  # of the loss, relative to it, and of gradients, relative to the largest one
 
 
 def benchmark_training(
-    config: RunConfig,
-    *,
-    rois: Sequence[int | None] = (None,),
-    image_size: tuple[int, int] | None = None,
-    repetitions: int = 5,
-    warm_up: int = 1,
+    config: RunConfig, *, rois: Sequence[int | None], image_size: tuple[int, int] | None, repetitions: int, warm_up: int
 ) -> dict[str, Any]:
     """Time one optimiser step over I x k texts, grouped and not.
 
@@ -57,9 +47,8 @@ def benchmark_training(
         repetitions, warm_up: measured steps of each way, and steps of each way before the measured ones.
 
     Returns:
-        `machine`; `settings`; `cases`, one per entry of `rois`, each with `times` (seconds), `texts_per_second`,
-        `ratios` (`grouped_<k>_over_1`: median time grouped / ungrouped, below 1 = grouping is faster) and `checks`
-        (see `compare_gradients`); and the first case's entries once more at the top.
+        `machine`; `settings`; `cases`, one per entry of `rois`, each with `checks` (see `compare_gradients`) and what
+        `Stepper.measure` returns; and the first case's entries once more at the top.
 
     Raises:
         ValueError, FileNotFoundError: settings or data that do not fit.
@@ -67,8 +56,6 @@ def benchmark_training(
     _check(config, rois, repetitions, warm_up)
     config, run, grouped, singles = build_batches(config, image_size)
     accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
-    if config.train.channels_last:
-        run.model.detector.to(memory_format=torch.channels_last)
     run.model.to(accelerator.device)
     batches = [
         [batch.to(accelerator.device) for batch in with_rois([grouped, *singles], number, config.seed)]
@@ -76,21 +63,20 @@ def benchmark_training(
     ]
     checks = [compare_gradients(run.model, case[0], case[1:]) for case in batches]
     stepper = Stepper(config, run.model, accelerator)
-    times = [stepper.measure({"grouped": case[:1], "ungrouped": case[1:]}, repetitions, warm_up) for case in batches]
-    cases = [_case(*case, len(grouped), config.data.texts_per_image) for case in zip(rois, times, checks, strict=True)]
-    return {
-        "machine": machine_facts(accelerator.device),
-        "settings": {
-            **common_settings(config, run, grouped),
-            "repetitions": repetitions,
-            "warm_up": warm_up,
-            "rois": list(rois),
-            "texts_per_image": config.data.texts_per_image,
-            "mixed_precision": config.train.mixed_precision,
-        },
-        **{key: cases[0][key] for key in ("times", "texts_per_second", "ratios", "checks")},
-        "cases": cases,
+    cases = [
+        {"rois": number, **stepper.measure(case[0], case[1:], repetitions, warm_up), "checks": check}
+        for number, case, check in zip(rois, batches, checks, strict=True)
+    ]
+    settings = {
+        **common_settings(config, run, grouped),
+        "repetitions": repetitions,
+        "warm_up": warm_up,
+        "rois": list(rois),
+        "texts_per_image": config.data.texts_per_image,
+        "mixed_precision": config.train.mixed_precision,
     }
+    first = {key: value for key, value in cases[0].items() if key != "rois"}
+    return {"machine": machine_facts(accelerator.device), "settings": settings, **first, "cases": cases}
 
 
 def _check(config: RunConfig, rois: Sequence[int | None], repetitions: int, warm_up: int) -> None:
@@ -109,6 +95,8 @@ def build_batches(config: RunConfig, image_size: tuple[int, int] | None) -> tupl
         config = without_chance(resolve(config), Path(folder))
         set_seed(config.seed)
         run = build_run(config)
+        if config.train.channels_last:
+            run.model.detector.to(memory_format=torch.channels_last)
         return config, run, *grouped_and_single(config, run, image_size)
 
 
@@ -152,42 +140,36 @@ def grouped_and_single(
             "data.texts_per_image or train.images_per_batch."
         )
     requests = next(iter(GroupedBatchSampler(rich, number, texts, shuffle=False)))
-
-    def batch(requests: list[Request]) -> Batch:
-        return run.collate([dataset[request] for request in requests], pad_to=image_size)
-
-    singles = [[Request(request.group, request.texts[i : i + 1]) for request in requests] for i in range(texts)]
-    return batch(requests), [batch(requests) for requests in singles]
+    parts = [[Request(request.group, request.texts[i : i + 1]) for request in requests] for i in range(texts)]
+    grouped, *singles = (run.collate([dataset[one] for one in part], pad_to=image_size) for part in (requests, *parts))
+    return grouped, singles
 
 
 def with_rois(batches: Sequence[Batch], number: int | None, seed: int) -> list[Batch]:
-    """The batches with `number` boxes per image: the first of their own, then random ones, the same in every batch."""
+    """Batches of the same images with `number` boxes each: the first of their own, then random ones, the same ones."""
     if number is None:
         return list(batches)
     if number < 1:
         raise ValueError(f"{number} boxes per image cannot be measured; give a positive number.")
-    changed = []
-    for batch in batches:
-        generator = torch.Generator().manual_seed(seed)
-        boxes = []
-        for own, size in zip(batch.boxes, batch.images.sizes, strict=True):
-            random = random_boxes(number, generator) * size.flip(0).repeat(2)
-            boxes.append(torch.cat([own, random])[:number])
-        changed.append(dataclasses.replace(batch, boxes=boxes))
-    return changed
+    generator = torch.Generator().manual_seed(seed)
+    boxes = []
+    for own, size in zip(batches[0].boxes, batches[0].images.sizes, strict=True):
+        random = random_boxes(number, generator) * size.flip(0).repeat(2)
+        boxes.append(torch.cat([own, random])[:number])
+    return [dataclasses.replace(batch, boxes=boxes) for batch in batches]
 
 
 def compare_gradients(model: VisionLanguageModel, grouped: Batch, singles: Sequence[Batch]) -> dict[str, float]:
     """How far apart the task losses and the gradients of both ways are, without dropout, in float32.
 
-    Each loss is its total over the batches, divided by its count in the grouped batch.
+    Each loss is its total over the batches, divided by its count in the grouped batch. The model stays in evaluation
+    mode.
 
     Returns:
         `loss`: the loss of the grouped batch; 0 if nothing is labelled. `loss_difference`: the absolute difference from
         the single batches. `max_gradient_difference`: the largest difference of any gradient entry, relative to the
         largest gradient entry.
     """
-    was_training = model.training
     model.eval()
     losses, gradients = [], []
     counts: dict[str, Tensor] = {}
@@ -198,13 +180,12 @@ def compare_gradients(model: VisionLanguageModel, grouped: Batch, singles: Seque
             for batch in batches:
                 output = model(dataclasses.replace(batch, detection_targets=None))
                 counts = counts or task_counts(output)  # the grouped batch comes first
-                loss = sum(loss.total / counts[name] for name, loss in output.task.losses.items())
+                loss = task_loss(output, counts)
                 loss.backward()
                 total += loss.item()
             losses.append(total)
             gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     model.zero_grad(set_to_none=True)
-    model.train(was_training)
     ours, theirs = gradients
     if ours.keys() != theirs.keys():
         raise RuntimeError("The grouped and the single batches reach different parameters.")
@@ -222,6 +203,11 @@ def task_counts(output: ModelOutput) -> dict[str, Tensor]:
     return {name: loss.count.clamp(min=1) for name, loss in output.task.losses.items()}
 
 
+def task_loss(output: ModelOutput, counts: dict[str, Tensor]) -> Tensor:
+    """Sum of the task losses, each divided by the given count."""
+    return sum(loss.total / counts[name] for name, loss in output.task.losses.items())
+
+
 class Stepper:
     """A model with its optimiser, as in training."""
 
@@ -229,57 +215,52 @@ class Stepper:
         self.config, self.accelerator = config, accelerator
         self.model, self.optimizer = accelerator.prepare(model, build_optimizer(model, config.train))
 
-    def measure(self, ways: dict[str, list[Batch]], repetitions: int, warm_up: int) -> dict[str, list[float]]:
-        """Seconds of every repetition of every way."""
-        counts = self.counts(ways["grouped"])
-        calls = {name: partial(self.step, batches, counts) for name, batches in ways.items()}
-        return take_turns(calls, repetitions, warm_up, self.accelerator.device, "repetitions")
+    def measure(self, grouped: Batch, singles: Sequence[Batch], repetitions: int, warm_up: int) -> dict[str, Any]:
+        """Time both ways.
+
+        Returns:
+            `times` (seconds); `texts_per_second`; `ratios`: `grouped_<k>_over_1` is the median time of the grouped step
+            divided by the median time of the ungrouped one, below 1 = grouping is faster.
+        """
+        counts = self.counts(grouped)
+        ways = {"grouped": partial(self.step, [grouped], counts), "ungrouped": partial(self.step, singles, counts)}
+        times = spread(take_turns(ways, repetitions, warm_up, self.accelerator.device, "repetitions"))
+        medians = {name: values["median"] for name, values in times.items()}
+        return {
+            "times": times,
+            "texts_per_second": {name: len(grouped) / median for name, median in medians.items()},
+            "ratios": {f"grouped_{len(singles)}_over_1": medians["grouped"] / medians["ungrouped"]},
+        }
 
     @torch.no_grad()
-    def counts(self, batches: list[Batch]) -> dict[str, Tensor]:
+    def counts(self, grouped: Batch) -> dict[str, Tensor]:
         """Counts of the task losses in training: the same for the grouped batch and for all single batches in total."""
-        (grouped,) = batches
         return task_counts(self.model.train()(grouped))
 
-    def step(self, batches: list[Batch], counts: dict[str, Tensor]) -> None:
-        """One update from all batches; their task losses have the given counts in total."""
+    def step(self, batches: Sequence[Batch], counts: dict[str, Tensor]) -> None:
+        """One update from all batches; their task losses have the given counts in total.
+
+        Every batch has all images, so the detection losses are averaged over the batches.
+        """
         self.model.train()
+        settings = self.config.detector
         for batch in batches:
-            self.accelerator.backward(self._loss(self.model(batch), counts, len(batches)))
+            output = self.model(batch)
+            losses = output.regions.losses
+            detection = sum(settings.loss_weights.get(name, 1.0) * loss.mean for name, loss in losses.items())
+            loss = task_loss(output, counts) + settings.loss_weight * detection / len(batches)
+            self.accelerator.backward(loss)
         if self.config.train.clip_norm is not None:
             self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.train.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _loss(self, output: ModelOutput, counts: dict[str, Tensor], num_batches: int) -> Tensor:
-        """The batch's share. Every batch has all images, so the detection losses are averaged over the batches."""
-        settings = self.config.detector
-        task = sum(loss.total / counts[name] for name, loss in output.task.losses.items())
-        weights = {name: settings.loss_weights.get(name, 1.0) for name in output.regions.losses}
-        detection = sum(weights[name] * loss.mean for name, loss in output.regions.losses.items())
-        return task + settings.loss_weight * detection / num_batches
-
-
-def _case(
-    rois: int | None, times: dict[str, list[float]], checks: dict[str, float], num_texts: int, texts_per_image: int
-) -> dict[str, Any]:
-    summed_up = spread(times)
-    medians = {name: values["median"] for name, values in summed_up.items()}
-    return {
-        "rois": rois,
-        "times": summed_up,
-        "texts_per_second": {name: num_texts / median for name, median in medians.items()},
-        "ratios": {f"grouped_{texts_per_image}_over_1": medians["grouped"] / medians["ungrouped"]},
-        "checks": checks,
-    }
-
 
 def is_same_update(result: dict[str, Any]) -> bool:
     """Whether losses and gradients agree in every case."""
-    checks = [case["checks"] for case in result["cases"]]
     return all(
         check["loss_difference"] <= TOLERANCE * abs(check["loss"]) and check["max_gradient_difference"] <= TOLERANCE
-        for check in checks
+        for check in (case["checks"] for case in result["cases"])
     )
 
 
@@ -287,8 +268,7 @@ def show(result: dict[str, Any]) -> int:
     """Print a short table; returns the exit status."""
     settings = result["settings"]
     texts = settings["texts_per_image"]
-    print_machine(result["machine"])
-    print_sizes(settings, f" with {texts} texts each")
+    print_sizes(result, f" with {texts} texts each")
     for case in result["cases"]:
         if case["rois"] is not None:
             print(f"{case['rois']} boxes per image:")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +37,10 @@ def print_machine(machine: dict[str, Any]) -> None:
     print(f"{machine['device']}, {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}")
 
 
-def print_sizes(settings: dict[str, Any], texts: str = "") -> None:
-    """One line for people about the training steps that were measured, with the settings of `common_settings`."""
+def print_sizes(result: dict[str, Any], texts: str = "") -> None:
+    """Two lines for people: the `machine`, and the training steps with the `settings` of `common_settings`."""
+    print_machine(result["machine"])
+    settings = result["settings"]
     height, width = settings["image_size"]
     print(
         f"{settings['images_per_batch']} images of {height} x {width} pixels{texts}, "
@@ -83,30 +83,3 @@ def spread(seconds: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
         name: {"median": statistics.median(values), "min": min(values), "max": max(values), "all": values}
         for name, values in seconds.items()
     }
-
-
-@contextlib.contextmanager
-def fresh_process(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, Any]]:
-    """Run `target(sender, *arguments)` in a process of its own; yields the process and the receiver of what it sends.
-
-    Raises:
-        RuntimeError: the process died before it had sent what the block receives.
-    """
-    # Spawned, not forked: it must not inherit the memory of this process.
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_fork_workers, args=(target, sender, *arguments))
-    process.start()
-    sender.close()
-    try:
-        yield process, receiver
-    except EOFError:
-        process.join()
-        raise RuntimeError(f"The measured process ended with status {process.exitcode}; see above.") from None
-    finally:
-        process.join()
-
-
-def _fork_workers(target: Callable[..., None], *arguments: Any) -> None:
-    multiprocessing.set_start_method(None, force=True)  # a spawned process would spawn its workers, not fork them
-    target(*arguments)

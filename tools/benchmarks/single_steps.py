@@ -1,9 +1,4 @@
-"""Time and memory of one training step, for several numbers of regions and texts, precisions, and checkpointing.
-
-Shape legend
-    I   images in a batch
-    k   texts of each image
-"""
+"""Time and memory of one training step, for several numbers of regions and texts, precisions, and checkpointing."""
 
 from __future__ import annotations
 
@@ -26,24 +21,20 @@ from e2e_vl.engine.optim import build_optimizer
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
 from grouped_steps import build_batches, common_settings, with_rois
-from measuring import machine_facts, print_machine, print_sizes, synchronize
+from measuring import machine_facts, print_sizes, synchronize
 
 PRECISIONS = ("fp32", "bf16")
 SAMPLE_SECONDS = 0.005
 
 
 def benchmark_steps(
-    config: RunConfig,
-    *,
-    rois: Sequence[int],
-    image_size: tuple[int, int] | None = None,
-    repetitions: int = 3,
-    warm_up: int = 1,
+    config: RunConfig, *, rois: Sequence[int], image_size: tuple[int, int] | None, repetitions: int, warm_up: int
 ) -> dict[str, Any]:
     """Time forward, backward and optimiser step of every combination; the model is the same one throughout.
 
     Args:
-        config: a run; I = `train.images_per_batch` / `train.accumulate`, the larger k = `data.texts_per_image`.
+        config: a run with `train.images_per_batch` / `train.accumulate` images in a batch, of which each has 1 text or
+            k = `data.texts_per_image`.
         rois: boxes per image.
         image_size: pad images to this (height, width), pixels.
         repetitions, warm_up: measured steps of each combination, and steps before the measured ones.
@@ -56,8 +47,6 @@ def benchmark_steps(
     config, run, grouped, singles = build_batches(config, image_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = run.model.to(device).train()
-    if config.train.channels_last:
-        model.detector.to(memory_format=torch.channels_last)
     optimizer = build_optimizer(model, config.train)
     texts, cases = {1: singles[0], config.data.texts_per_image: grouped}, []
     combinations = list(itertools.product((False, True), PRECISIONS, rois, texts))
@@ -142,8 +131,7 @@ def peak_memory(device: torch.device) -> Iterator[list[int]]:
 
 def show(result: dict[str, Any]) -> int:
     """Print a table in Markdown; returns the exit status."""
-    print_machine(result["machine"])
-    print_sizes(result["settings"])
+    print_sizes(result)
     print("| boxes | texts per image | precision | checkpointing | s per step | of it forward + backward | peak GiB |")
     print("|---:|---:|---|---|---:|---:|---:|")
     for case in result["cases"]:

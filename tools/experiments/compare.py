@@ -107,11 +107,7 @@ def compare(
     for job in jobs.values():  # all of them before the first hour is spent
         job.check()
     results = {name: train_variant(name, job, launch) for name, job in jobs.items()}
-    metrics = metrics or [
-        key
-        for key in next(iter(results.values()))
-        if key.count("/") == 1 and key.partition("/")[2].startswith("accuracy")
-    ]
+    metrics = metrics or [key for key in next(iter(results.values())) if re.fullmatch(r"[^/]*/accuracy[^/]*", key)]
     rows = {}
     for name, result in results.items():
         unknown = [key for key in metrics if key not in result]

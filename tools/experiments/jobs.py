@@ -66,13 +66,12 @@ class Job:
         """
         wanted = load_config(self.config, self.settings)
         saved = self.run / "config.yaml"
-        if saved.is_file():
-            changed = differences(load_config(saved), resolve(wanted))
-            if changed:
-                raise ValueError(
-                    f"{self.run} holds a run with other settings ({'; '.join(changed[:3])}); remove it or choose "
-                    "another --output."
-                )
+        changed = differences(load_config(saved), resolve(wanted)) if saved.is_file() else []
+        if changed:
+            raise ValueError(
+                f"{self.run} holds a run with other settings ({'; '.join(changed[:3])}); remove it or choose another "
+                "--output."
+            )
 
 
 def run_jobs(jobs: Sequence[Job], *, launch: str, parallel: int = 1) -> None:
@@ -104,11 +103,7 @@ def run_jobs(jobs: Sequence[Job], *, launch: str, parallel: int = 1) -> None:
             done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
             for future in done:
                 running.pop(future)
-                try:
-                    future.result()
-                except ValueError:
-                    waiting.clear()  # the other running jobs still end by themselves
-                    raise
+                future.result()  # an error starts nothing more; the pool waits for the other running jobs
                 bar.update()
 
 

@@ -13,6 +13,7 @@ until all are done.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -90,23 +91,18 @@ def plan(
     jobs = {"detector": Job(configs / "detector.yaml", tuple(settings), output / "detector")}
     common = (*settings, f"data.vocabulary={output / 'vocabulary' / 'vocab.txt'}")
     detector = jobs["detector"].run
-    for seed in seeds:
-        for row in rows:
-            if row == "none":
-                continue
-            name = "pretrain.yaml" if row == "full" else f"pretrain_{row}.yaml"
-            words = (*common, f"seed={seed}", f"detector.weights={detector / 'model'}")
-            jobs[f"{row}_{seed}"] = Job(configs / name, words, output / f"pretrain_{row}_{seed}", (detector,))
-    for seed in seeds:
-        for task in tasks:
-            for row in rows:
-                words, after = (*common, f"seed={seed}"), detector
-                if row != "none":
-                    after = jobs[f"{row}_{seed}"].run
-                    words += (f"encoder.weights={after}",)
-                words += (f"detector.weights={after / 'model'}",)
-                name = f"{task}_{row}_{seed}"
-                jobs[name] = Job(configs / f"{task}.yaml", words, output / name, (after,))
+    for seed, row in itertools.product(seeds, [row for row in rows if row != "none"]):
+        name = "pretrain.yaml" if row == "full" else f"pretrain_{row}.yaml"
+        words = (*common, f"seed={seed}", f"detector.weights={detector / 'model'}")
+        jobs[f"{row}_{seed}"] = Job(configs / name, words, output / f"pretrain_{row}_{seed}", (detector,))
+    for seed, task, row in itertools.product(seeds, tasks, rows):
+        words, after = (*common, f"seed={seed}"), detector
+        if row != "none":
+            after = jobs[f"{row}_{seed}"].run
+            words += (f"encoder.weights={after}",)
+        words += (f"detector.weights={after / 'model'}",)
+        name = f"{task}_{row}_{seed}"
+        jobs[name] = Job(configs / f"{task}.yaml", words, output / name, (after,))
     if "full" in rows:
         for task in tasks:
             like = jobs[f"{task}_full_{seeds[0]}"]
@@ -132,25 +128,22 @@ def collect(
 ) -> dict[str, dict[str, Any]]:
     """row -> task -> the seeds' accuracies, their mean and (with several seeds) their standard deviation."""
     table: dict[str, dict[str, Any]] = {}
-    for row in (*rows, *CONTROLS):
-        table[row] = {}
-        for task in tasks:
-            found = [jobs[name] for seed in seeds if (name := f"{task}_{row}_{seed}") in jobs]
-            if not found:
-                continue
-            values = [job.metrics[METRIC] for job in found]
+    for row, task in itertools.product((*rows, *CONTROLS), tasks):
+        values = [jobs[name].metrics[METRIC] for seed in seeds if (name := f"{task}_{row}_{seed}") in jobs]
+        if values:
             spread = statistics.stdev(values) if len(values) > 1 else None
-            table[row][task] = {"seeds": values, "mean": statistics.mean(values), "spread": spread}
-    return {row: cells for row, cells in table.items() if cells}
+            table.setdefault(row, {})[task] = {"seeds": values, "mean": statistics.mean(values), "spread": spread}
+    return table
 
 
 def as_markdown(table: dict[str, dict[str, Any]]) -> list[str]:
     """The lines of the table, in percent, and what they show."""
     rows = {}
     for row, cells in table.items():
-        spreads = ("" if cell["spread"] is None else f" ± {100 * cell['spread']:.1f}" for cell in cells.values())
-        shown = [f"{100 * cell['mean']:.1f}{spread}" for cell, spread in zip(cells.values(), spreads, strict=True)]
-        rows[ROWS[row] if row in ROWS else CONTROLS[row][0]] = shown
+        rows[ROWS[row] if row in ROWS else CONTROLS[row][0]] = [
+            f"{100 * cell['mean']:.1f}" + ("" if cell["spread"] is None else f" ± {100 * cell['spread']:.1f}")
+            for cell in cells.values()
+        ]
     first = next(iter(table.values()))
     number = len(next(iter(first.values()))["seeds"])
     note = f"Accuracy in percent with annotated boxes; mean ± standard deviation of {number} seed(s)."

@@ -153,7 +153,7 @@ def test_batches_with_different_counts_are_the_same_update(uneven):
     updates = []
     for batches in ([grouped], singles):
         stepper = grouped_steps.Stepper(config, copy.deepcopy(model), Accelerator())
-        stepper.step(batches, stepper.counts([grouped]))
+        stepper.step(batches, stepper.counts(grouped))
         updates.append({name: p.detach() - before[name] for name, p in stepper.model.named_parameters()})
     largest = max(update.abs().max() for update in updates[0].values())
     assert largest > 1e-3
@@ -206,11 +206,11 @@ def test_bad_settings_are_one_sentence(config_file, capsys, words, message):
 
 @pytest.mark.parametrize("name", ["small", "base"])
 def test_presets_load(name):
-    preset = tool.PRESETS[name]
-    config = load_config(preset.config)
+    file, (height, width), _ = tool.PRESETS[name]
+    config = load_config(file)
     assert config.data.texts_per_image == 5
-    assert config.data.resize.short_edge[-1] <= preset.image_size[0]
-    assert config.data.resize.long_edge >= preset.image_size[1]
+    assert config.data.resize.short_edge[-1] <= height
+    assert config.data.resize.long_edge >= width
 
 
 def test_sweep_over_precision_checkpointing_and_texts(config_file, tmp_path, capsys):

@@ -45,8 +45,8 @@ def test_only_the_builtin_detector_where_detectron2_is_missing(tmp_path, capsys,
 def test_different_features_are_reported(capsys, monkeypatch):
     make = detector_speed.make_detectors
 
-    def make_two(config: Path, sampled_rois: int) -> dict:
-        first, second = make(config, sampled_rois)["builtin"], make(config, sampled_rois)["builtin"]
+    def make_two(config: Path) -> dict:
+        first, second = make(config)["builtin"], make(config)["builtin"]
         torch.nn.init.normal_(second.backbone.stem.conv1.weight)
         return {"builtin": first, "detectron2": second}
 

@@ -1,4 +1,4 @@
-"""Memory of a whole pre-training run: what is measured, and how it is summed up and drawn."""
+"""Memory of a whole pre-training run, and of reading alone: what is measured, and how it is summed up and drawn."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from training_memory import KINDS, benchmark_training_memory, draw_memory, summary
+from process_memory import KINDS, benchmark_memory, draw_memory, summary
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "benchmark" / "memory.yaml"
+ALLOWED = 48  # MiB beyond what the imported packages take
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,8 @@ def test_growth_is_from_the_settled_part_to_the_end():
 def test_a_run_is_measured_with_its_workers(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folder = tmp_path / "files"
-    result = benchmark_training_memory(CONFIG, folder, sizes=[(1, 40)], steps=12, images_per_batch=2, workers=1)
+    sizes = [(1, 40)]
+    result = benchmark_memory(CONFIG, folder, sizes=sizes, steps=12, images_per_batch=2, workers=1, training=True)
     [case] = result["cases"]
     assert (case["corpus_mib"], case["records"]) == (1, 40) and case["files"]["corpus"] >= 1
     assert case["steps"] == sorted(set(case["steps"])) and 1 <= len(case["steps"]) <= 12
@@ -52,10 +54,27 @@ def test_a_run_is_measured_with_its_workers(tmp_path, monkeypatch):
         assert picture.size == (1100, 400) and len(set(picture.convert("RGB").getdata())) > 10
 
 
+def test_memory_does_not_follow_the_size_of_the_files(tmp_path):
+    sizes = [(128, 2000)]
+    result = benchmark_memory(CONFIG, tmp_path, sizes=sizes, steps=300, images_per_batch=4, workers=1, training=False)
+    [case] = result["cases"]
+    assert case["files"]["corpus"] >= 128
+    assert len(case["workers"]) == 1 and len(case["steps"]) >= 10
+    for process in (case["main"], *case["workers"]):
+        assert 0 < process["summary"]["peak"] < case["start"] + ALLOWED
+        assert process["summary"]["rss_growth"] < 8
+    assert case["start"] < case["index"] < case["start"] + ALLOWED
+    assert not list(tmp_path.rglob("*.unfinished*"))
+
+
 def test_errors_of_the_run_are_those_of_the_user(tmp_path):
-    with pytest.raises(ValueError, match="must be positive"):
-        benchmark_training_memory(CONFIG, tmp_path, sizes=[(1, 0)], steps=1, images_per_batch=1, workers=0)
+    sizes, small = [(1, 2)], {"images_per_batch": 1, "workers": 0}
+    for training in (True, False):
+        with pytest.raises(ValueError, match="must be positive"):
+            benchmark_memory(CONFIG, tmp_path, sizes=[(1, 0)], steps=1, training=training, **small)
+        with pytest.raises(ValueError, match="must be positive"):
+            benchmark_memory(CONFIG, tmp_path, sizes=sizes, steps=0, training=training, **small)
     config = tmp_path / "config.yaml"
     config.write_text(f"base: {CONFIG}\ntask: {{config: {{objectives: {{masked_regions: {{classes: 3}}}}}}}}\n")
     with pytest.raises(ValueError, match=r"masked_regions\.classes is 3"):
-        benchmark_training_memory(config, tmp_path, sizes=[(1, 2)], steps=1, images_per_batch=1, workers=0)
+        benchmark_memory(config, tmp_path, sizes=sizes, steps=1, training=True, **small)
