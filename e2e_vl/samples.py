@@ -30,10 +30,10 @@ class BrokenImageError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class AnnotatedObjects:
-    """The annotated objects of one image, in the order of the file."""
+    """The annotated objects of one image, in the order of the file, or boxes from a user. None: unknown."""
 
     boxes: np.ndarray  # float64 [G, 4]
-    origin: str  # file and image, for error messages
+    origin: str  # file and image, or option of a command, for error messages
     classes: np.ndarray | None = None  # int64 [G], 0 .. K-1
     is_crowd: np.ndarray | None = None  # bool [G]; None: no object is a crowd
     attributes: np.ndarray | None = None  # int64 [G, T], -1 = none in this slot; None: the file has no attributes
@@ -175,20 +175,6 @@ class Categories:
 
 
 @dataclasses.dataclass(frozen=True)
-class UserBoxes:
-    """Boxes from a user."""
-
-    boxes: np.ndarray  # float64 [R, 4]
-    names: list[str] | None = None  # R class names; None where they are unknown
-    # R lists of float64 [points, 2] outlines (x, y); None where they are unknown
-    outlines: list[list[np.ndarray]] | None = None
-    source: str = "--boxes"  # where they come from, for error messages
-
-    def __len__(self) -> int:
-        return len(self.boxes)
-
-
-@dataclasses.dataclass(frozen=True)
 class Question:
     """One image and one text from a user; `choices` and `answer` are for tasks that choose among texts.
 
@@ -198,10 +184,10 @@ class Question:
 
     image: Path
     text: str
-    boxes: UserBoxes | None = None  # None: the model's own
+    boxes: AnnotatedObjects | None = None  # None: the model's own
     choices: Sequence[str] = ()
     answer: str | None = None  # the answer that a rationale is asked for
-    hidden: UserBoxes | None = None
+    hidden: AnnotatedObjects | None = None
     class_names: Sequence[str] | None = None  # of the run's data set, where it has classes
     wants_answer: bool = False  # the run reads an answer that is given
     others: tuple[Path, ...] = ()
@@ -229,10 +215,9 @@ class Question:
             )
         if self.others and (self.boxes is not None or self.hidden is not None):
             raise ValueError("Boxes of several images cannot be told apart; leave --boxes and --hide out.")
-        boxes = None
+        boxes = hide = None
         if objects is None and self.boxes is not None:
-            boxes = CandidateBoxes(self.boxes.boxes, self.boxes.source)
-        hide = None
+            boxes = CandidateBoxes(self.boxes.boxes, self.boxes.origin)
         if hides:
             hide = np.zeros((0, 4)) if self.hidden is None else self.hidden.boxes
         images = [SampleImage(str(path), path, objects=objects, boxes=boxes, hide=hide) for path in self.images]

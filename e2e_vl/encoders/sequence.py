@@ -1,10 +1,6 @@
 """Texts and regions as one sequence without gaps.
 
-Shape legend
-    M   texts in the batch
-    L   wordpieces of the longest text
-    R   regions; where padded: of the text with the most
-    Z   positions of the longest packed sequence
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ from detector.boxes import pairwise_iou
 from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import BLUE, GREEN, RED, draw_boxes
-from e2e_vl.evaluation.refexp import CONVENTIONS, hits, referring_metrics
-from e2e_vl.evaluation.refexp_files import write_submission
+from e2e_vl.evaluation.refexp import CONVENTIONS, hits, referring_metrics, write_submission
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Question, Sample, SampleText
@@ -219,7 +218,7 @@ class ReferringTask(Task):
         return referring_metrics(records, self.config.iou_convention)
 
     def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
-        """A JSON list of {"ref_id", "sent_id", "box"}, see `e2e_vl.evaluation.refexp_files`."""
+        """A JSON list of {"ref_id", "sent_id", "box"}, see `e2e_vl.evaluation.refexp`."""
         write_submission(path, records)
 
     def answer_lines(self, record: dict[str, Any]) -> list[str]:

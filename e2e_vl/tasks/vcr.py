@@ -230,20 +230,19 @@ class VCRTask(Task):
             raise ValueError(
                 "This run chooses rationales, so it needs the answer that they are for; give it as --answer."
             )
-        names = given.names or [PERSON] * len(given)
+        names = given.names or (PERSON,) * len(given)
         known = question.class_names or names
         unknown = [name for name in names if name not in known]
         if unknown:
             raise ValueError(
-                f"{given.source}: the class '{unknown[0]}' is none of the run's {len(known)} classes "
+                f"{given.origin}: the class '{unknown[0]}' is none of the run's {len(known)} classes "
                 f"({', '.join(known[:4])}, ...)."
             )
         corners = [np.array([[x1, y1], [x2 + 1, y1], [x2 + 1, y2 + 1], [x1, y2 + 1]]) for x1, y1, x2, y2 in given.boxes]
-        objects = AnnotatedObjects(
-            given.boxes,
-            given.source,
-            np.array([list(known).index(name) for name in names], dtype=np.int64),
-            names=tuple(names),
+        objects = dataclasses.replace(
+            given,
+            classes=np.array([known.index(name) for name in names], dtype=np.int64),
+            names=names,
             outlines=given.outlines or [[rectangle] for rectangle in corners],
         )
         texts = [question.text] if question.answer is None else [question.text, question.answer]

@@ -23,14 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.interface import Detector
 from detector.structures import Loss
-from e2e_vl.evaluation.vqa import (
-    UNKNOWN,
-    answer_accuracy,
-    normalise_answer,
-    soft_scores,
-    vqa_metrics,
-    write_submission,
-)
+from e2e_vl.evaluation.vqa import UNKNOWN, answer_accuracy, normalise_answer, soft_scores, vqa_metrics, write_submission
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import DataFacts, HumanAnswers, Question, Sample, SampleText
@@ -81,9 +74,8 @@ class VQATargets(Targets):
     """How good each answer is, and the best one."""
 
     scores: Float[np.ndarray, " Y"] | Float[Tensor, "M Y"] | None = stacked()  # soft targets
-    best: int | np.int64 | Int64[Tensor, " M"] | None = (
-        stacked()
-    )  # class of the most frequent answer; -1: none is known
+    # class of the most frequent answer; -1: none is known
+    best: int | np.int64 | Int64[Tensor, " M"] | None = stacked()
 
 
 @dataclasses.dataclass(frozen=True)
