@@ -124,9 +124,7 @@ def lay(template: Template, texts: Sequence[Pieces], tokenizer: PreTrainedTokeni
         if number == template.summary:
             summary = len(ids)
         is_special = isinstance(part, str)
-        ids.extend(
-            [getattr(tokenizer, part)] if is_special else texts[part]
-        )  # `+=` would add an array
+        ids.extend([getattr(tokenizer, part)] if is_special else texts[part])  # `+=` would add an array
         source.extend([-1] if is_special else range(starts[part], starts[part + 1]))
         segments += [segment] * (len(ids) - len(segments))
     return LaidText(*(np.array(values, dtype=np.int64) for values in (ids, segments, source)), summary=summary)

@@ -179,21 +179,19 @@ class ReferringTask(Task):
         image = regions.image.clamp(min=0)
         scales = batch.images.scales[image]  # [M, R, 2]
         boxes = (regions.boxes / torch.cat([scales, scales], dim=-1)).cpu()
-        shares = logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)
-        best = logits.argmax(dim=1)
-        best_shares = shares.gather(1, best[:, None])[:, 0].tolist()
+        shares = (logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)).cpu()
         sizes = batch.images.original_sizes[batch.looks_at[:, 0].clamp(min=0)].tolist()
         predictions = []
-        for row, (winner, kept) in enumerate(zip(best.tolist(), candidates.cpu(), strict=True)):
-            answer = {"box": boxes[row, winner].tolist(), "score": best_shares[row]}
+        for row, (winner, kept) in enumerate(zip(logits.argmax(dim=1).tolist(), candidates.cpu(), strict=True)):
+            answer = {"box": boxes[row, winner].tolist(), "score": float(shares[row, winner])}
             if not kept.any():
                 answer = {"box": None, "score": 0.0}
             answer |= {
                 "candidate_boxes": boxes[row, kept].tolist(),
-                "candidate_scores": shares[row].cpu()[kept].tolist(),
+                "candidate_scores": shares[row, kept].tolist(),
                 "image_size": sizes[row],
             }
-            predictions.append({**(batch.records[row] if batch.records else {}), **answer})
+            predictions.append(batch.records[row] | answer)
         return predictions
 
     def _check_candidates(self, batch: Batch, candidates: Bool[Tensor, "M R"]) -> None:

@@ -252,10 +252,9 @@ class VQATask(Task):
         number = min(self.config.top_answers, len(self.answers) - int(unknown.sum()))
         best = logits.masked_fill(unknown, -torch.inf).topk(number, dim=1).indices
         predictions = []
-        for row, (classes, scores) in enumerate(zip(best.tolist(), shares.gather(1, best).tolist(), strict=True)):
-            top = [[self.answers[answer], score] for answer, score in zip(classes, scores, strict=True)]
-            answer = {"answer": top[0][0], "score": top[0][1], "top_answers": top}
-            predictions.append({**(batch.records[row] if batch.records else {}), **answer})
+        for record, *found in zip(batch.records, best.tolist(), shares.gather(1, best).tolist(), strict=True):
+            top = [[self.answers[answer], score] for answer, score in zip(*found, strict=True)]
+            predictions.append(record | {"answer": top[0][0], "score": top[0][1], "top_answers": top})
         return predictions
 
     def correct(self, record: dict[str, Any]) -> float | None:

@@ -123,7 +123,7 @@ class MaskedRegions(Objective):
         scales = batch.images.scales[0]
         boxes = (batch.boxes[0] / torch.cat([scales, scales]))[is_hidden].tolist()
         known = batch.region_labels.class_probs
-        seen = [None] * len(boxes) if known is None else [_best(row) for row in known[0][is_hidden]]
+        seen = [None] * len(boxes) if known is None else [best for best, *_ in best_columns(known[0][is_hidden])]
         return {
             "hidden": [
                 {"box": box, "classes": classes, "seen": whole}
@@ -137,7 +137,3 @@ class MaskedRegions(Objective):
             seen = "" if region["seen"] is None else f" (not hidden: {listed([region['seen']])})"
             lines.append(f"hidden region {number}: {listed(region['classes'])}{seen}")
         return lines
-
-
-def _best(row: Tensor) -> list[Any]:
-    return [int(row.argmax()), float(row.max())]
