@@ -32,13 +32,9 @@ class HidingRule:
     hides: bool = True  # regions are predicted and hidden at all; False leaves the own boxes and the cut
     probability: float = 0.15  # chance of a region to be predicted; every region is chosen on its own, none is forced
     hide_probability: float = 0.9  # chance of a region that is to be predicted to be hidden
-    # hide a region in the image, before the detector. False: only its feature, which the encoder replaces.
-    pixels: bool = True
-    # what hidden pixels become. "mean": zero in the network's input, which is the mean colour. "black": zero in the
-    # image, before the mean is subtracted.
-    colour: Literal["mean", "black"] = "mean"
-    # who labels the regions: "frozen", a copy of the detector as it was when training began; "current", the detector in
-    # training; "file", the data
+    pixels: bool = True  # hide a region in the image, before the detector; False: only its feature, in the encoder
+    colour: Literal["mean", "black"] = "mean"  # hidden pixels: the mean colour, or black before the mean is subtracted
+    # who labels the regions: a copy of the detector from when training began, the detector in training, or the data
     teacher: Literal["frozen", "current", "file"] = "frozen"
     background_first: bool = False  # class distributions of a detector get the background's column in front
     max_own_regions: int | None = 100  # most boxes when a detector finds them; None = all its detections

@@ -157,14 +157,6 @@ class RightChoice:
 
 
 @dataclasses.dataclass(frozen=True)
-class PhraseBoxes:
-    """The phrases of a text and the boxes that each of them names."""
-
-    spans: tuple[tuple[int, int], ...]  # of each phrase the first and the last character plus one in the text's words
-    boxes: tuple[np.ndarray, ...]  # of each phrase float64 [R, 4]; none where the phrase names nothing in the image
-
-
-@dataclasses.dataclass(frozen=True)
 class Categories:
     """The data set's own number of each class of the detector, K of them."""
 

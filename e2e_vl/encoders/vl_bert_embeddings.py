@@ -170,8 +170,8 @@ class VLBertEmbeddings(nn.Module):
         whole.
 
         Returns:
-            One entry where all words of a text carry the same; None in a model whose words have
-            no visual part. Texts without a region get the learned text-only vector, or zero without one.
+            One entry where all words of a text carry the same; None in a model whose words have no visual part. Texts
+            without a region get the learned text-only vector, or zero without one.
         """
         if self.text_visual is None:
             if texts.region_of_token is not None:
