@@ -188,7 +188,7 @@ class VLBertEmbeddings(nn.Module):
             word_vectors = vectors[:, :1]
         else:
             rows = texts.region_of_token + 1  # row 0 is the whole image, which words that name nothing carry
-            word_vectors = vectors.gather(1, rows[..., None].expand(-1, -1, vectors.shape[-1]))
+            word_vectors = vectors.take_along_dim(rows[..., None], dim=1)
         has_region = regions.attend.any(dim=1)[:, None, None]
         if self.text_only_embedding is None:
             return word_vectors * has_region

@@ -49,8 +49,7 @@ class ReferringConfig:
     # a text without any region counts as a wrong answer (`box` None) instead of an error; for a detector that may find
     # nothing
     no_region_is_miss: bool = False
-    # start of the head, "official" (Xavier) or "normal" (paper), see `e2e_vl.tasks.heads.start_head`
-    new_layers: NewLayers = "official"
+    new_layers: NewLayers = "official"  # start of the head, see `e2e_vl.tasks.heads.start_head`
     iou_convention: str = "mattnet"  # how `metrics` compares boxes, one of `e2e_vl.evaluation.refexp.CONVENTIONS`
 
     def __post_init__(self) -> None:

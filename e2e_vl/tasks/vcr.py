@@ -21,7 +21,7 @@ from torch import Tensor
 from detector.interface import Detector
 from detector.structures import Loss
 from e2e_vl.converter import check_numbers
-from e2e_vl.evaluation.vcr import join_predictions, joint_metrics, write_submission
+from e2e_vl.evaluation.vcr import CHOICES, join_predictions, joint_metrics, write_submission
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, DataFacts, Question, Sample, Sentence
@@ -42,7 +42,6 @@ from e2e_vl.tasks.vcr_sentences import (
 )
 from e2e_vl.wording import Draw, Wording
 
-CHOICES = 4
 MOVED = ("people_names", "turn_names", "join_word", "ground_words", "max_pieces", "mask_size", "blank_question")
 
 
@@ -69,9 +68,7 @@ class VCRConfig:
     num_classes: int = 81  # C, classes of regions, the whole image (class 0) included
     region_dropout: float = 0.0  # dropout between the two Linears of that classification
     initializer_range: float = 0.02  # standard deviation of their start values
-    # start of the Linear that scores a choice, "official" (Xavier) or "normal" (paper), see
-    # `e2e_vl.tasks.heads.start_head`
-    new_layers: NewLayers = "official"
+    new_layers: NewLayers = "official"  # start of the Linear that scores a choice, see `e2e_vl.tasks.heads.start_head`
 
     def __post_init__(self) -> None:
         check_choices(self)

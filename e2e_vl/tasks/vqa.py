@@ -58,8 +58,7 @@ class VQAConfig:
     normalised_targets: bool = False
     # each row of the last Linear starts as the mean word embedding of its answer's wordpieces (official)
     initialise_from_words: bool = True
-    # start of the head's Linears, "official" (Xavier) or "normal" (paper), see `e2e_vl.tasks.heads.start_head`
-    new_layers: NewLayers = "official"
+    new_layers: NewLayers = "official"  # start of the head's Linears, see `e2e_vl.tasks.heads.start_head`
     top_answers: int = 5  # how many of the best answers a prediction lists
 
     def __post_init__(self) -> None:
