@@ -30,7 +30,7 @@ class BrokenImageError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class AnnotatedObjects:
-    """The annotated objects of one image, in the order of the file, or boxes from a user. None: unknown."""
+    """The annotated objects of one image, in the order of the file, or boxes from a user."""
 
     boxes: np.ndarray  # float64 [G, 4]
     origin: str  # file and image, or option of a command, for error messages
@@ -38,8 +38,9 @@ class AnnotatedObjects:
     is_crowd: np.ndarray | None = None  # bool [G]; None: no object is a crowd
     attributes: np.ndarray | None = None  # int64 [G, T], -1 = none in this slot; None: the file has no attributes
     ids: tuple[int, ...] | None = None  # G annotation ids
-    names: tuple[str, ...] | None = None  # G class names
-    outlines: Sequence[list[np.ndarray]] | None = None  # G lists of float64 [points, 2] outlines (x, y)
+    names: tuple[str, ...] | None = None  # G class names; None where they are unknown
+    # G lists of float64 [points, 2] outlines (x, y); None where they are unknown
+    outlines: Sequence[list[np.ndarray]] | None = None
 
     def __len__(self) -> int:
         return len(self.boxes)

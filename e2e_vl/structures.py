@@ -208,7 +208,7 @@ def gather_regions(
 
     # index[n, r] = row of region r of image n in the concatenated rows
     position = torch.arange(padded, device=device)
-    index = ((counts.cumsum(0) - counts)[:, None] + position).clamp(max=len(all_features))  # that is a row of zeros
+    index = ((counts.cumsum(0) - counts)[:, None] + position).clamp(max=len(all_features))  # the last: zeros
     image = looks_at.clamp(min=0)  # [M, I]
     attend = (position < counts[:, None])[image] & (looks_at >= 0)[..., None]  # [M, I, R]
     if limit is not None:
