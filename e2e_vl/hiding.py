@@ -32,13 +32,9 @@ class HidingRule:
     hides: bool = True  # regions are predicted and hidden at all; False leaves the own boxes and the cut
     probability: float = 0.15  # chance of a region to be predicted; every region is chosen on its own, none is forced
     hide_probability: float = 0.9  # chance of a region that is to be predicted to be hidden
-    # hide a region in the image, before the detector. False: only its feature, which the encoder replaces.
-    pixels: bool = True
-    # what hidden pixels become. "mean": zero in the network's input, which is the mean colour. "black": zero in the
-    # image, before the mean is subtracted.
-    colour: Literal["mean", "black"] = "mean"
-    # who labels the regions: "frozen", a copy of the detector as it was when training began; "current", the detector in
-    # training; "file", the data
+    pixels: bool = True  # hide a region in the image, before the detector; False: only its feature, in the encoder
+    colour: Literal["mean", "black"] = "mean"  # hidden pixels: the mean colour, or black before the mean is subtracted
+    # who labels the regions: a copy of the detector from when training began, the detector in training, or the data
     teacher: Literal["frozen", "current", "file"] = "frozen"
     background_first: bool = False  # class distributions of a detector get the background's column in front
     max_own_regions: int | None = 100  # most boxes when a detector finds them; None = all its detections
@@ -128,8 +124,8 @@ def hide_regions(batch: Batch, detector: Detector, rule: HidingRule) -> Batch:
     device = batch.looks_at.device
     if batch.hide is None:
         drawn = [
-            choose_regions(len(rows), _generator(seed), rule.probability, rule.hide_probability)
-            for rows, seed in zip(batch.boxes, _image_seeds(batch), strict=True)
+            choose_regions(len(rows), generator, rule.probability, rule.hide_probability)
+            for rows, generator in zip(batch.boxes, _image_generators(batch), strict=True)
         ]
         labelled, hidden = (
             [torch.from_numpy(rows).to(device) for rows in column] for column in zip(*drawn, strict=True)
@@ -148,7 +144,10 @@ def hide_regions(batch: Batch, detector: Detector, rule: HidingRule) -> Batch:
         if rule.colour == "mean":
             masks = rectangles
         else:
-            images = _with_black_pixels(images, rectangles, detector)
+            settings = detector.config.input
+            black = -torch.tensor(settings.pixel_mean) / torch.tensor(settings.pixel_std)
+            pixels = mask_pixels(images.pixels, images.sizes, rectangles, fill=black)
+            images = dataclasses.replace(images, pixels=pixels)
     images = _without_hidden_features(images, chosen.is_hidden)
     return dataclasses.replace(batch, images=images, hidden=chosen, pixel_masks=masks)
 
@@ -158,14 +157,8 @@ def choose_regions(
 ) -> tuple[Bool[np.ndarray, " R"], Bool[np.ndarray, " R"]]:
     """Choose the regions whose class is to be predicted, and among them the ones that the model may not see.
 
-    Every region is chosen on its own; none is ever forced. The whole image is never chosen, so it is not counted here.
-    The paper hides every chosen region (`hide=1`); the official code leaves one in ten visible.
-
-    Args:
-        count: R, candidate boxes without the whole image.
-        generator: one number is drawn for each region.
-        probability: chance of a region to be chosen.
-        hide: chance of a chosen region to be hidden.
+    One number is drawn for each region, and none is ever forced. The whole image is never chosen and not counted. The
+    paper hides every chosen region (`hide=1`); the official code leaves one in ten visible.
 
     Returns:
         Chosen (labelled), and chosen and hidden.
@@ -174,27 +167,14 @@ def choose_regions(
     return drawn < probability, drawn < probability * hide
 
 
-def _generator(seed: int | None) -> np.random.Generator:
-    return np.random.default_rng(int(torch.randint(2**62, ())) if seed is None else seed)
-
-
-def _image_seeds(batch: Batch) -> list[int | None]:
-    """The seed of the first text that looks at each image; None without seeds."""
-    found: list[int | None] = [None] * len(batch.images.names)
-    if batch.seeds is not None:
-        values = batch.seeds.tolist()
-        for text, images in reversed(list(enumerate(batch.looks_at.tolist()))):
-            for image in images:
-                if image >= 0:
-                    found[image] = values[text]
-    return found
-
-
-def _with_black_pixels(images: ImageBatch, masks: list[Float[Tensor, "_Q 4"]], detector: Detector) -> ImageBatch:
-    """A copy of the images whose pixels in whole-pixel boxes are black before the mean is subtracted."""
-    settings = detector.config.input
-    black = -torch.tensor(settings.pixel_mean) / torch.tensor(settings.pixel_std)
-    return dataclasses.replace(images, pixels=mask_pixels(images.pixels, images.sizes, masks, fill=black))
+def _image_generators(batch: Batch) -> list[np.random.Generator]:
+    """Of each image from the seed of the first text that looks at it; from 0 where no text does."""
+    seeds = torch.randint(2**62, (len(batch),)) if batch.seeds is None else batch.seeds
+    found: dict[int, int] = {}
+    for seed, images in zip(seeds.tolist(), batch.looks_at.tolist(), strict=True):
+        for image in images:
+            found.setdefault(image, seed)
+    return [np.random.default_rng(found.get(image, 0)) for image in range(len(batch.boxes))]
 
 
 def _without_hidden_features(images: ImageBatch, hidden: list[Bool[Tensor, " _R"]]) -> ImageBatch:
@@ -227,7 +207,7 @@ def cut_to_length(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
     kept, limits = [], []
     for length, images in zip(lengths, batch.looks_at.tolist(), strict=True):
         own = [counts[image] if image >= 0 else 0 for image in images]
-        text, regions = cut_lengths(length, sum(own), limit) if sum(own) else (length, 0)
+        text, regions = cut_lengths(length, sum(own), limit)
         kept.append(text)
         limits.append([max(number - whole_image, 0) for number in _shares(own, regions)])
     device = batch.looks_at.device
@@ -246,25 +226,21 @@ def cut_lengths(text_length: int, region_count: int, limit: int) -> tuple[int, i
 
     Args:
         text_length: wordpieces with [CLS] and [SEP].
-        region_count: regions as they stand in the sequence, so with the whole image if the encoder takes it as one. 0
-            is a text without image: only the text is cut.
+        region_count: regions as they stand in the sequence, so with the whole image if the encoder takes it as one;
+            without any the text stays as it is.
         limit: 64 in all official settings; the [END] element does not count.
 
     Returns:
         (wordpieces kept, regions kept).
     """
-    if text_length + region_count <= limit:
+    if text_length + region_count <= limit or region_count == 0:
         return text_length, region_count
-    if region_count == 0:
-        return max(limit, 2), 0
     text = min(text_length, max(limit // 2, limit - region_count))
     return max(text, 2), max(limit - text, 1)
 
 
 def _shares(counts: list[int], total: int) -> list[int]:
     """How many of each image's regions stay if `total` do: the most crowded image loses one again and again."""
-    if len(counts) == 1:
-        return [total]
     kept = list(counts)
     while sum(kept) > total:
         fullest = max(range(len(kept)), key=lambda image: (kept[image], image))

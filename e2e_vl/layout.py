@@ -9,7 +9,8 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int64
@@ -114,7 +115,7 @@ class TextWriter:
 
 def lay(template: Template, texts: Sequence[Pieces], tokenizer: PreTrainedTokenizerBase) -> LaidText:
     """Fill a template with the pieces of its texts."""
-    starts = np.concatenate([[0], np.cumsum([len(pieces) for pieces in texts])]).astype(np.int64)
+    starts = [0, *itertools.accumulate(map(len, texts))]
     ids: list[int] = []
     segments: list[int] = []
     source: list[int] = []
@@ -122,9 +123,8 @@ def lay(template: Template, texts: Sequence[Pieces], tokenizer: PreTrainedTokeni
     for number, (part, segment) in enumerate(zip(template.parts, template.segments, strict=True)):
         if number == template.summary:
             summary = len(ids)
-        own: Iterable[int] = [getattr(tokenizer, part)] if isinstance(part, str) else texts[part]
-        ids.extend(own)  # `+=` would add an array number by number
+        is_special = isinstance(part, str)
+        ids.extend([getattr(tokenizer, part)] if is_special else texts[part])  # `+=` would add an array
+        source.extend([-1] if is_special else range(starts[part], starts[part + 1]))
         segments += [segment] * (len(ids) - len(segments))
-        first = None if isinstance(part, str) else int(starts[part])
-        source.extend([-1] if first is None else range(first, first + len(texts[part])))
     return LaidText(*(np.array(values, dtype=np.int64) for values in (ids, segments, source)), summary=summary)

@@ -10,9 +10,7 @@
 One detector pass serves all texts about an image: `looks_at` says which text reads which image, the regions are copied
 per text just before the encoder, and on the way back the gradients of all texts add up in that one pass.
 
-Shape legend
-    N   images in the batch
-    M   texts in the batch
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

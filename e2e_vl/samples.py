@@ -30,16 +30,17 @@ class BrokenImageError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class AnnotatedObjects:
-    """The annotated objects of one image, in the order of the file."""
+    """The annotated objects of one image, in the order of the file, or boxes from a user."""
 
     boxes: np.ndarray  # float64 [G, 4]
-    origin: str  # file and image, for error messages
+    origin: str  # file and image, or option of a command, for error messages
     classes: np.ndarray | None = None  # int64 [G], 0 .. K-1
     is_crowd: np.ndarray | None = None  # bool [G]; None: no object is a crowd
     attributes: np.ndarray | None = None  # int64 [G, T], -1 = none in this slot; None: the file has no attributes
     ids: tuple[int, ...] | None = None  # G annotation ids
-    names: tuple[str, ...] | None = None  # G class names
-    outlines: Sequence[list[np.ndarray]] | None = None  # G lists of float64 [points, 2] outlines (x, y)
+    names: tuple[str, ...] | None = None  # G class names; None where they are unknown
+    # G lists of float64 [points, 2] outlines (x, y); None where they are unknown
+    outlines: Sequence[list[np.ndarray]] | None = None
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -157,14 +158,6 @@ class RightChoice:
 
 
 @dataclasses.dataclass(frozen=True)
-class PhraseBoxes:
-    """The phrases of a text and the boxes that each of them names."""
-
-    spans: tuple[tuple[int, int], ...]  # of each phrase the first and the last character plus one in the text's words
-    boxes: tuple[np.ndarray, ...]  # of each phrase float64 [R, 4]; none where the phrase names nothing in the image
-
-
-@dataclasses.dataclass(frozen=True)
 class Categories:
     """The data set's own number of each class of the detector, K of them."""
 
@@ -172,20 +165,6 @@ class Categories:
 
 
 # A user's question
-
-
-@dataclasses.dataclass(frozen=True)
-class UserBoxes:
-    """Boxes from a user."""
-
-    boxes: np.ndarray  # float64 [R, 4]
-    names: list[str] | None = None  # R class names; None where they are unknown
-    # R lists of float64 [points, 2] outlines (x, y); None where they are unknown
-    outlines: list[list[np.ndarray]] | None = None
-    source: str = "--boxes"  # where they come from, for error messages
-
-    def __len__(self) -> int:
-        return len(self.boxes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,10 +177,10 @@ class Question:
 
     image: Path
     text: str
-    boxes: UserBoxes | None = None  # None: the model's own
+    boxes: AnnotatedObjects | None = None  # None: the model's own
     choices: Sequence[str] = ()
     answer: str | None = None  # the answer that a rationale is asked for
-    hidden: UserBoxes | None = None
+    hidden: AnnotatedObjects | None = None
     class_names: Sequence[str] | None = None  # of the run's data set, where it has classes
     wants_answer: bool = False  # the run reads an answer that is given
     others: tuple[Path, ...] = ()
@@ -229,10 +208,9 @@ class Question:
             )
         if self.others and (self.boxes is not None or self.hidden is not None):
             raise ValueError("Boxes of several images cannot be told apart; leave --boxes and --hide out.")
-        boxes = None
+        boxes = hide = None
         if objects is None and self.boxes is not None:
-            boxes = CandidateBoxes(self.boxes.boxes, self.boxes.source)
-        hide = None
+            boxes = CandidateBoxes(self.boxes.boxes, self.boxes.origin)
         if hides:
             hide = np.zeros((0, 4)) if self.hidden is None else self.hidden.boxes
         images = [SampleImage(str(path), path, objects=objects, boxes=boxes, hide=hide) for path in self.images]

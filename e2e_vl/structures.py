@@ -27,6 +27,7 @@ import enum
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64, Num, Shaped
 from torch import Tensor
 
@@ -207,7 +208,7 @@ def gather_regions(
 
     # index[n, r] = row of region r of image n in the concatenated rows
     position = torch.arange(padded, device=device)
-    index = ((counts.cumsum(0) - counts)[:, None] + position).clamp(max=max(len(all_features) - 1, 0))
+    index = ((counts.cumsum(0) - counts)[:, None] + position).clamp(max=len(all_features))  # the last: zeros
     image = looks_at.clamp(min=0)  # [M, I]
     attend = (position < counts[:, None])[image] & (looks_at >= 0)[..., None]  # [M, I, R]
     if limit is not None:
@@ -218,8 +219,8 @@ def gather_regions(
     attend, slot, rows, candidate, image_row = _without_gaps(columns)
 
     result = TextRegions(
-        features=_taken(all_features, rows, attend),
-        boxes=_taken(all_boxes, rows, attend),
+        features=F.pad(all_features, (0, 0, 0, 1))[rows] * attend[..., None],
+        boxes=F.pad(all_boxes, (0, 0, 0, 1))[rows] * attend[..., None],
         image_sizes=torch.where(attend[..., None], image_sizes.to(torch.float32)[image_row], 1.0),
         attend=attend,
         image_slot=slot.masked_fill(~attend, 0),
@@ -230,13 +231,6 @@ def gather_regions(
     if hidden is not None:
         result.is_hidden = result.gather(hidden.is_hidden, fill=False)
     return result
-
-
-def _taken(
-    values: Float[Tensor, "all columns"], rows: Int64[Tensor, "M R"], attend: Bool[Tensor, "M R"]
-) -> Float[Tensor, "M R columns"]:
-    """Rows of the values, zero at padding; there may be no value at all."""
-    return values[rows] * attend[..., None] if len(values) else values.new_zeros(*rows.shape, values.shape[1])
 
 
 def _without_gaps(columns: list[Shaped[Tensor, "M entries"]]) -> list[Shaped[Tensor, "M R"]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import itertools
+import operator
 import re
 import string
 from collections.abc import Iterable
@@ -128,11 +130,5 @@ def build_vocabulary(sentences: Iterable[str], path: str | Path, min_count: int 
 def word_pieces(text: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Wordpiece ids of each word; words end at white space and at punctuation, which is a word of its own."""
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-    words: list[list[int]] = []
-    previous = None
-    for piece, word in zip(encoding.ids, encoding.word_ids, strict=True):
-        if word != previous:
-            words.append([])
-            previous = word
-        words[-1].append(piece)
-    return words
+    pairs = zip(encoding.word_ids, encoding.ids, strict=True)
+    return [[piece for _, piece in word] for _, word in itertools.groupby(pairs, key=operator.itemgetter(0))]

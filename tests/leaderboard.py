@@ -1,13 +1,14 @@
-"""Reads VCR's leaderboard file by the names of its columns, apart from the code that writes it."""
+"""Reads VCR's leaderboard file by the names of its columns, apart from the code that writes it, and scores it."""
 
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from e2e_vl.evaluation.vcr import Submission
+from e2e_vl.evaluation.vcr import Submission, joint_metrics
 
 
 def read_leaderboard(path: Path) -> Submission:
@@ -20,3 +21,16 @@ def read_leaderboard(path: Path) -> Submission:
     return Submission(
         [row["annot_id"] for row in rows], np.array(answers, dtype=float), np.array(rationales, dtype=float)
     )
+
+
+def score(submission: Submission, answer_labels: Sequence[int], rationale_labels: Sequence[int]) -> dict[str, float]:
+    """Its `joint_metrics`: the rationales given each answer are those of a run conditioned on each of them."""
+    answers, reasons = [], []
+    labels = answer_labels, rationale_labels
+    for annot_id, scores, given_each, answer, rationale in zip(*submission, *labels, strict=True):
+        record = {"annot_id": annot_id, "kind": "answer", "conditioned_on": None}
+        answers.append(record | {"probabilities": scores.tolist(), "label": answer})
+        for given, row in enumerate(given_each.tolist()):
+            own = {"kind": "rationale", "conditioned_on": given, "probabilities": row, "label": rationale}
+            reasons.append(record | own)
+    return joint_metrics(answers, reasons)

@@ -34,8 +34,8 @@ def test_cutting_drops_from_the_longer_one():
                 assert cut_lengths(text, regions, limit) == by_dropping_one_by_one(text, regions, limit)
 
 
-def test_a_text_without_regions_has_the_limit_for_itself():
-    assert cut_lengths(70, 0, 64) == (64, 0)
+def test_a_text_without_regions_stays_as_it_is():
+    assert cut_lengths(70, 0, 64) == (70, 0)
     assert cut_lengths(10, 0, 64) == (10, 0)
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.samples import AnnotatedObjects, EncodedImage, Question, SampleImage, SampleText, UserBoxes
+from e2e_vl.samples import AnnotatedObjects, EncodedImage, Question, SampleImage, SampleText
 
-BOXES = UserBoxes(np.array([[1.0, 2, 30, 40]]), names=["cat"], source="boxes.json")
+BOXES = AnnotatedObjects(np.array([[1.0, 2, 30, 40]]), "boxes.json", names=("cat",))
 TEXT = SampleText(0, "the cat", {})
 
 
@@ -28,10 +28,9 @@ def test_a_question_is_a_sample_of_one_image_and_one_text():
 def test_given_boxes_are_the_candidates_or_the_objects():
     [image] = question(boxes=BOXES).sample(TEXT).images
     assert image.boxes.boxes is BOXES.boxes and image.boxes.origin == "boxes.json"
-    objects = AnnotatedObjects(BOXES.boxes, BOXES.source, names=("cat",))
-    [image] = question(boxes=BOXES).sample(TEXT, objects=objects).images
-    assert image.boxes is None and image.objects is objects and image.candidates is None
-    assert len(BOXES) == len(objects) == 1
+    [image] = question(boxes=BOXES).sample(TEXT, objects=BOXES).images
+    assert image.boxes is None and image.objects is BOXES and image.candidates is None
+    assert len(BOXES) == 1
 
 
 def test_none_but_the_given_boxes_are_hidden():

@@ -1,8 +1,6 @@
 """Where a region lies, as a vector: sines and cosines of box coordinates.
 
-Shape legend
-    M   texts in the batch
-    R   regions; where padded: of the text with the most
+Shape legend: see `e2e_vl/structures.py`.
 
 Boxes are xyxy in pixels of the resized image; image sizes are (height, width) of that image without padding.
 """

@@ -1,9 +1,6 @@
 """No encoder: regions go to the task as the detector describes them, and words are not read.
 
 For tasks that need no text (detection), and as the control of any task that reads one vector per region.
-
-Shape legend
-    D   width of a region feature, here also the hidden size
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ class NoEncoder(Encoder):
 
     @property
     def hidden_size(self) -> int:
-        """D: what comes in goes out."""
+        """The width of a region feature: what comes in goes out."""
         return self.config.feature_dim
 
     @property

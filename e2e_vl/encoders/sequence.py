@@ -1,10 +1,6 @@
 """Texts and regions as one sequence without gaps.
 
-Shape legend
-    M   texts in the batch
-    L   wordpieces of the longest text
-    R   regions; where padded: of the text with the most
-    Z   positions of the longest packed sequence
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
@@ -41,12 +37,11 @@ class SequenceLayout:
 
     def pack(self, slots: Shaped[Tensor, "M slots E"]) -> Shaped[Tensor, "M Z E"]:
         """Slots -> positions."""
-        return slots.gather(1, self.slot[..., None].expand(-1, -1, slots.shape[-1]))
+        return slots.take_along_dim(self.slot[..., None], dim=1)
 
     def unpack(self, packed: Shaped[Tensor, "M Z E"]) -> Shaped[Tensor, "M slots E"]:
         """Positions -> slots, zero at padding."""
-        slots = packed.gather(1, self.position[..., None].expand(-1, -1, packed.shape[-1]))
-        return slots * self.is_real[..., None]
+        return packed.take_along_dim(self.position[..., None], dim=1) * self.is_real[..., None]
 
     def pack_pairs(self, slots: Shaped[Tensor, "M heads slots slots"]) -> Shaped[Tensor, "M heads Z Z"]:
         """Pairs of slots -> pairs of positions."""
@@ -62,7 +57,5 @@ def _gather_pairs(
     values: Shaped[Tensor, "M heads old old"], index: Int64[Tensor, "M new"]
 ) -> Shaped[Tensor, "M heads new new"]:
     """Select rows and columns by an index."""
-    heads, size = values.shape[1], values.shape[2]
-    length = index.shape[1]
-    rows = values.gather(2, index[:, None, :, None].expand(-1, heads, -1, size))
-    return rows.gather(3, index[:, None, None, :].expand(-1, heads, length, -1))
+    rows = values.take_along_dim(index[:, None, :, None], dim=2)
+    return rows.take_along_dim(index[:, None, None, :], dim=3)

@@ -1,11 +1,6 @@
 """VL-BERT (Su et al., ICLR 2020): one BERT over words and regions.
 
-Shape legend
-    M   texts in the batch
-    L   wordpieces of the longest text
-    R   regions; where padded: of the text with the most
-    Z   positions of the longest packed sequence
-    E   hidden size of the encoder
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

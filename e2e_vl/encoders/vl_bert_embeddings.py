@@ -1,20 +1,13 @@
 """What goes into VL-BERT's first layer: word + visual + position + segment embeddings (paper, section 3.2).
 
-Shape legend
-    M   texts in the batch
-    L   wordpieces of the longest text
-    R   regions; where padded: of the text with the most
-    Z   positions of the longest packed sequence
-    D   width of a region feature
-    F   width of a region vector
-    E   hidden size of the encoder
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int64, Num
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from e2e_vl.encoders.geometry import geometry_embedding
@@ -177,8 +170,8 @@ class VLBertEmbeddings(nn.Module):
         whole.
 
         Returns:
-            One entry where all words of a text carry the same; None in a model whose words have
-            no visual part. Texts without a region get the learned text-only vector, or zero without one.
+            One entry where all words of a text carry the same; None in a model whose words have no visual part. Texts
+            without a region get the learned text-only vector, or zero without one.
         """
         if self.text_visual is None:
             if texts.region_of_token is not None:
@@ -195,7 +188,7 @@ class VLBertEmbeddings(nn.Module):
             word_vectors = vectors[:, :1]
         else:
             rows = texts.region_of_token + 1  # row 0 is the whole image, which words that name nothing carry
-            word_vectors = vectors.gather(1, rows[..., None].expand(-1, -1, vectors.shape[-1]))
+            word_vectors = vectors.take_along_dim(rows[..., None], dim=1)
         has_region = regions.attend.any(dim=1)[:, None, None]
         if self.text_only_embedding is None:
             return word_vectors * has_region
@@ -208,14 +201,14 @@ class VLBertEmbeddings(nn.Module):
         region_words: Float[Tensor, "M R E"],
         vectors: Float[Tensor, "M R F"],
         region_attend: Bool[Tensor, "M R"],
-        image_slot: Int64[Tensor, "M R"] | None = None,
+        image_slot: Int64[Tensor, "M R"],
     ) -> tuple[Float[Tensor, "M Z E"], SequenceLayout]:
         """Add up the embeddings and pack them.
 
         Args:
             word_vectors: region vector that each word carries, or None.
             region_words: what stands in a region's place of a word.
-            image_slot: which of the text's images a region comes from; None: there is one.
+            image_slot: which of the text's images a region comes from.
 
         Returns:
             The input after LayerNorm and dropout; the layout.
@@ -229,24 +222,20 @@ class VLBertEmbeddings(nn.Module):
             end = end + self.text_visual(word_vectors[:, :1])  # the first word, [CLS], names no region
         slots = torch.cat([words, objects.to(words.dtype), end], dim=1)
 
-        positions = self.position_ids(texts.attend, region_attend, image_slot)
+        positions = self.position_ids(texts.attend, image_slot)
         segments = self.segment_ids(texts.segment_ids, region_attend)
         slots = slots + self.position_embeddings(positions) + self.segment_embeddings(segments)
         layout = SequenceLayout.from_masks(texts.attend, region_attend)
         return self.dropout(self.norm(layout.pack(slots))), layout
 
     def position_ids(
-        self,
-        text_attend: Bool[Tensor, "M L"],
-        region_attend: Bool[Tensor, "M R"],
-        image_slot: Int64[Tensor, "M R"] | None = None,
-    ) -> Num[Tensor, "M L+R+1"]:
+        self, text_attend: Bool[Tensor, "M L"], image_slot: Int64[Tensor, "M R"]
+    ) -> Int64[Tensor, "M L+R+1"]:
         """Of a text of n wordpieces the words have 0 .. n - 1, every region has n, [END] has n + 1.
 
         Regions of the text's second image have n + 1, and so on: each image has a position of its own.
         """
-        slots = self.config.image_slots
-        longest, limit = text_attend.shape[1] + slots + 1, self.config.max_position_embeddings
+        longest, limit = text_attend.shape[1] + self.config.image_slots + 1, self.config.max_position_embeddings
         if longest > limit:
             raise ValueError(
                 f"A text of {text_attend.shape[1]} wordpieces (with the regions' and [END]'s positions {longest}) does "
@@ -254,11 +243,8 @@ class VLBertEmbeddings(nn.Module):
             )
         length = text_attend.sum(dim=1, keepdim=True)
         words = (text_attend.cumsum(dim=1) - 1).clamp(min=0)
-        regions, end = length.expand_as(region_attend), length + 1
-        if slots > 1 and image_slot is not None:
-            regions = regions + image_slot
-            end = length + 1 + image_slot.amax(dim=1, keepdim=True)
-        return torch.cat([words, regions, end], dim=1)
+        regions = length + image_slot
+        return torch.cat([words, regions, regions.amax(dim=1, keepdim=True) + 1], dim=1)
 
     def segment_ids(
         self, text_segments: Int64[Tensor, "M L"], region_attend: Bool[Tensor, "M R"]

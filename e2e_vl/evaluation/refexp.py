@@ -1,4 +1,4 @@
-"""Accuracy of referring expressions, under the IoU conventions of the published numbers.
+"""Accuracy of referring expressions under the IoU conventions of the published numbers, and files of predictions.
 
 | convention | the box is right when | used by |
 | --- | --- | --- |
@@ -15,11 +15,15 @@ Shape legend: see `e2e_vl/structures.py`.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from e2e_vl.evaluation.submission_files import write_list
 
 IOU_CONVENTIONS = ("mattnet", "vlbert", "strict")
 CONVENTIONS = (*IOU_CONVENTIONS, "same_annotation")
@@ -144,3 +148,29 @@ def _same_annotation(record: Mapping[str, Any], convention: str) -> tuple[bool, 
 
 def _name(record: Mapping[str, Any]) -> str:
     return f"the prediction for sentence {record.get('sent_id', '(without sent_id)')}"
+
+
+def write_submission(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write predictions as a JSON list with an object per expression, in the order of the records.
+
+    An object is {"ref_id": int, "sent_id": int, "box": [x1, y1, x2, y2]}, in pixels of the stored image, null where the
+    model found nothing. No server takes such files; the literature compares on one's own machine. (A file by `ref_id`
+    alone could not tell a referred object's several expressions apart.)
+
+    Raises:
+        ValueError: an expression twice, ids that are no whole numbers, or a box that is not four finite numbers.
+    """
+    entries = [{key: record[key] for key in ("ref_id", "sent_id", "box")} for record in records]
+    seen = set()
+    for number, entry in enumerate(entries):
+        key, box = (entry["ref_id"], entry["sent_id"]), entry["box"]
+        if any(type(value) is not int for value in key):
+            raise ValueError(f"{path}: entry {number} has the ids {key}, expected two whole numbers.")
+        if key in seen:
+            raise ValueError(f"{path}: the expression {key[1]} of ref {key[0]} is there twice; remove one of them.")
+        seen.add(key)
+        is_box = isinstance(box, list) and len(box) == 4
+        is_box = is_box and all(type(value) in (int, float) and math.isfinite(value) for value in box)
+        if box is not None and not is_box:
+            raise ValueError(f"{path}: expression {key[1]} has the box {box!r}, expected [x1, y1, x2, y2] or null.")
+    write_list(path, entries)

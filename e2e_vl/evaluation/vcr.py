@@ -9,7 +9,7 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,65 +29,22 @@ class Submission(NamedTuple):
     rationales: np.ndarray  # float64 [U, 4, 4]: rationales (last axis), given each of the answers
 
 
-def vcr_hits(
-    answers: np.ndarray, rationales: np.ndarray, answer_labels: Sequence[int], rationale_labels: Sequence[int]
-) -> dict[str, np.ndarray]:
-    """Which questions are right, bool [U] under each of "Q->A", "QA->R" and "Q->AR". The first of equal scores wins.
-
-    Args:
-        answers: float [U, 4].
-        rationales: float [U, 4], given the right answer, or [U, 4, 4], given each answer: then the rows of the right
-            answer count.
-        answer_labels, rationale_labels: U indices of the right choices.
-
-    Raises:
-        ValueError: arrays of other shapes, labels outside 0 to 3, or scores that are not numbers.
-    """
-    answers, rationales = np.asarray(answers, dtype=np.float64), np.asarray(rationales, dtype=np.float64)
-    right_answer, right_rationale = np.asarray(answer_labels, dtype=np.int64), np.asarray(rationale_labels, np.int64)
-    number = len(right_answer)
-    if (
-        answers.shape != (number, CHOICES)
-        or rationales.shape not in ((number, CHOICES), (number, CHOICES, CHOICES))
-        or right_rationale.shape != (number,)
-    ):
-        raise ValueError(
-            f"{number} questions need answers [{number}, 4] and rationales [{number}, 4] or [{number}, 4, 4]; these "
-            f"are {list(answers.shape)} and {list(rationales.shape)}, with {len(right_rationale)} rationale labels."
-        )
-    for name, labels in (("answer", right_answer), ("rationale", right_rationale)):
-        if number and not 0 <= labels.min() <= labels.max() < CHOICES:
-            raise ValueError(f"The {name} labels must be 0 to 3; they go from {labels.min()} to {labels.max()}.")
-    if np.isnan(answers).any() or np.isnan(rationales).any():
-        raise ValueError("A score is not a number (NaN), so there is no best choice; look for a diverged model.")
-    if rationales.ndim == 3:
-        rationales = rationales[np.arange(number), right_answer]
-    answer = answers.argmax(axis=1) == right_answer
-    rationale = rationales.argmax(axis=1) == right_rationale
-    return {"Q->A": answer, "QA->R": rationale, "Q->AR": answer & rationale}
-
-
-def vcr_accuracies(
-    answers: np.ndarray, rationales: np.ndarray, answer_labels: Sequence[int], rationale_labels: Sequence[int]
-) -> dict[str, float]:
-    """Fractions "Q->A", "QA->R" and "Q->AR"; arguments as in `vcr_hits`.
-
-    Raises:
-        ValueError: as `vcr_hits`, or there is no question.
-    """
-    hits = vcr_hits(answers, rationales, answer_labels, rationale_labels)
-    if not len(hits["Q->A"]):
-        raise ValueError("There is no question to score.")
-    return {name: float(right.mean()) for name, right in hits.items()}
-
-
 def write_submission(path: str | Path, submission: Submission) -> None:
     """Write the leaderboard file: a header and a row of 21 columns per question. Scores are written in full.
 
     Raises:
         ValueError: arrays that do not fit together, a question twice, or a score that is not finite.
     """
-    _check_submission(submission, str(path))
+    number = len(submission.annot_ids)
+    shapes = [np.shape(submission.answers), np.shape(submission.rationales)]
+    if shapes != [(number, CHOICES), (number, CHOICES, CHOICES)]:
+        raise ValueError(
+            f"{path}: {number} questions need scores [U, 4] and [U, 4, 4]; these have the shapes {shapes}."
+        )
+    if len(set(submission.annot_ids)) != number:
+        raise ValueError(f"{path}: a question is there twice; every annot_id needs one row.")
+    if not (np.isfinite(submission.answers).all() and np.isfinite(submission.rationales).all()):
+        raise ValueError(f"{path}: a score is not a finite number; look for a diverged model.")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -138,14 +95,17 @@ def join_predictions(
 def joint_metrics(
     answer_records: Sequence[Mapping[str, Any]], rationale_records: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
-    """Accuracies "Q->A", "QA->R" and "Q->AR" of a Q->A run and a QA->R run on the same split.
+    """Accuracies "Q->A", "QA->R" and "Q->AR" of a Q->A run and a QA->R run on the same split, as fractions.
+
+    The first of equal scores wins.
 
     Args:
-        answer_records: one per question, with `annot_id`, `probabilities` [4] and `label`.
+        answer_records: one per question, with `kind`, `annot_id`, `probabilities` [4] and `label` (0 to 3).
         rationale_records: the same of rationales, with `conditioned_on`; those given a wrong answer are not counted.
 
     Raises:
-        ValueError: questions without a label, or that one of the two misses or has twice.
+        ValueError: no question, questions without a label, or that one of the two misses or has twice, or
+            probabilities that are not numbers.
     """
     answers = _by_question(answer_records, "answer")
     truth = {record["annot_id"]: record["label"] for record in answer_records}
@@ -154,19 +114,26 @@ def joint_metrics(
         if record["label"] is None:
             raise ValueError(f"The question {record['annot_id']} has no label, as in the test split; nothing to score.")
     rationales = _by_question(kept, "rationale")
-    keys = [(annot_id, truth[annot_id]) for annot_id, _ in answers]
-    missing = [annot_id for annot_id, label in keys if (annot_id, label) not in rationales]
+    missing = [annot_id for annot_id, label in truth.items() if (annot_id, label) not in rationales]
     extra = {record["annot_id"] for record in rationale_records} - set(truth)
     if missing or extra:
         kind, annot_id = ("rationale", missing[0]) if missing else ("answer", sorted(extra)[0])
         raise ValueError(f"There is no {kind} prediction for the question {annot_id}; predict both on the same split.")
+    if not truth:
+        raise ValueError("There is no question to score.")
     rationale_truth = {record["annot_id"]: record["label"] for record in kept}
-    return vcr_accuracies(
-        np.array(list(answers.values())),
-        np.array([rationales[key] for key in keys]),
-        [label for _, label in keys],
-        [rationale_truth[annot_id] for annot_id, _ in keys],
-    )
+    answer = _hits(answers.values(), truth.values())
+    rationale = _hits((rationales[key] for key in truth.items()), (rationale_truth[annot_id] for annot_id in truth))
+    found = {"Q->A": answer, "QA->R": rationale, "Q->AR": answer & rationale}
+    return {name: float(right.mean()) for name, right in found.items()}
+
+
+def _hits(probabilities: Iterable[Sequence[float]], labels: Iterable[int]) -> np.ndarray:
+    """bool [U]: the label is the best choice."""
+    scores = np.array(list(probabilities), dtype=np.float64)
+    if np.isnan(scores).any():
+        raise ValueError("A score is not a number (NaN), so there is no best choice; look for a diverged model.")
+    return scores.argmax(axis=1) == list(labels)
 
 
 def _by_question(records: Sequence[Mapping[str, Any]], kind: str) -> dict[tuple[str, int | None], list[float]]:
@@ -183,16 +150,3 @@ def _by_question(records: Sequence[Mapping[str, Any]], kind: str) -> dict[tuple[
             raise ValueError(f"There are two {kind} predictions for the question {record['annot_id']}; remove one.")
         found[key] = record["probabilities"]
     return found
-
-
-def _check_submission(submission: Submission, where: str) -> None:
-    number = len(submission.annot_ids)
-    shapes = [np.shape(submission.answers), np.shape(submission.rationales)]
-    if shapes != [(number, CHOICES), (number, CHOICES, CHOICES)]:
-        raise ValueError(
-            f"{where}: {number} questions need scores [U, 4] and [U, 4, 4]; these have the shapes {shapes}."
-        )
-    if len(set(submission.annot_ids)) != number:
-        raise ValueError(f"{where}: a question is there twice; every annot_id needs one row.")
-    if not (np.isfinite(submission.answers).all() and np.isfinite(submission.rationales).all()):
-        raise ValueError(f"{where}: a score is not a finite number; look for a diverged model.")

@@ -170,21 +170,14 @@ def vqa_metrics(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {"count": float(len(records)), **means}
 
 
-def vqa_submission(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Predictions as the evaluation server wants them: a list of {"question_id": int, "answer": str}.
+def write_submission(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Write predictions as the evaluation server wants them: a JSON list of {"question_id": int, "answer": str}.
 
     Raises:
         ValueError: a question twice.
     """
-    return [
-        {"question_id": number, "answer": record["answer"]}
-        for number, record in by_question(records, "predictions").items()
-    ]
-
-
-def write_submission(path: str | Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Write `vqa_submission` as one JSON list; raises ValueError as it does."""
-    write_list(path, vqa_submission(records))
+    found = by_question(records, "predictions")
+    write_list(path, ({"question_id": number, "answer": record["answer"]} for number, record in found.items()))
 
 
 def soft_scores(answers: Sequence[str], *, normalised: bool = False) -> dict[str, float]:

@@ -70,22 +70,21 @@ def _write(path: Path, scenes: Sequence[SceneRecord[Any]], annotations: list[dic
     info |= {"year": 2014, "contributor": "e2e-vl", "date_created": "2014-01-01 00:00:00"}
     content = {
         "info": info,
-        "images": [_image(scene) for scene in scenes],
+        "images": [
+            {
+                "license": 1,
+                "file_name": scene.image_file.name,
+                "coco_url": "",
+                "height": scene.size[0],
+                "width": scene.size[1],
+                "date_captured": "2014-01-01 00:00:00",
+                "flickr_url": "",
+                "id": scene.image_id,
+            }
+            for scene in scenes
+        ],
         "licenses": [{"url": "http://www.apache.org/licenses/LICENSE-2.0", "id": 1, "name": "Apache-2.0"}],
         "annotations": annotations,
         **lists,
     }
     path.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
-
-
-def _image(scene: SceneRecord[Any]) -> dict[str, Any]:
-    return {
-        "license": 1,
-        "file_name": scene.image_file.name,
-        "coco_url": "",
-        "height": scene.size[0],
-        "width": scene.size[1],
-        "date_captured": "2014-01-01 00:00:00",
-        "flickr_url": "",
-        "id": scene.image_id,
-    }

@@ -109,10 +109,8 @@ def _best(candidates: int, better: str, facts: SceneFacts) -> int | None:
     items = members(candidates)
     if len(items) < 2:
         return None
-    for item in items:
-        if all(facts.holds[better][other] >> item & 1 for other in items if other != item):
-            return item
-    return None
+    holds = facts.holds[better]
+    return next((item for item in items if all(holds[other] >> item & 1 for other in items if other != item)), None)
 
 
 def to_words(expression: ReferringExpression, rng: np.random.Generator) -> str:

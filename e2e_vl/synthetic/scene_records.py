@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -81,11 +83,8 @@ def with_ids(records: Iterable[SceneRecord[Drawn]]) -> Iterator[SceneRecord[Draw
 
 
 def by_split(scenes: Iterable[SceneRecord[Drawn]]) -> dict[str, list[SceneRecord[Drawn]]]:
-    """The scenes of each split that has any, in their order."""
-    splits: dict[str, list[SceneRecord[Drawn]]] = {}
-    for scene in scenes:
-        splits.setdefault(scene.split, []).append(scene)
-    return splits
+    """The scenes of each split that has any, in the order of their image ids."""
+    return {split: list(part) for split, part in groupby(scenes, key=attrgetter("split"))}
 
 
 def polygons(mask: np.ndarray) -> list[list[int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import cv2
 import numpy as np
@@ -220,15 +221,12 @@ def _put_in_front(objects: list[SceneObject], new: SceneObject, config: SceneCon
     reach = _MIN_GAP
     nx1, ny1, nx2, ny2 = new.box
     window = (slice(max(ny1 - reach, 0), ny2 + reach), slice(max(nx1 - reach, 0), nx2 + reach))
-    grown = None
+    grown = cv2.dilate(new.full[window].view(np.uint8), np.ones((2 * reach + 1,) * 2, np.uint8)) > 0
     for item in objects:
         overlap = np.count_nonzero(item.full[window] & new.full[window])
         if overlap == 0:
-            if item.full[window].any():
-                if grown is None:
-                    grown = cv2.dilate(new.full[window].view(np.uint8), np.ones((2 * reach + 1,) * 2, np.uint8)) > 0
-                if (grown & item.full[window]).any():
-                    return None
+            if (grown & item.full[window]).any():
+                return None
             updated.append(item)
             continue
         full_area = np.count_nonzero(item.full)
@@ -242,11 +240,8 @@ def _put_in_front(objects: list[SceneObject], new: SceneObject, config: SceneCon
             return None
         updated.append(item)
     updated.append(new)
-    boxes = [item.box for item in updated]
-    for i, box in enumerate(boxes):
-        if any(box_iou(box, other) > config.max_box_iou for other in boxes[:i]):
-            return None
-    return updated
+    is_crowded = any(box_iou(one.box, other.box) > config.max_box_iou for one, other in combinations(updated, 2))
+    return None if is_crowded else updated
 
 
 def _tight_box(mask: np.ndarray) -> tuple[int, int, int, int]:

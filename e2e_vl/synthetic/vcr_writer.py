@@ -90,7 +90,10 @@ def _draw_questions(facts: SceneFacts, rng: np.random.Generator, families: Seque
         if len(found) == _MAX_QUESTIONS:
             break
         family = families[attempt % len(families)]
-        asked = draws[family](colours, rng)
+        one = int(rng.integers(len(colours)))
+        same = [index for index, colour in enumerate(colours) if colour == colours[one] and index != one]
+        others = [index for index, colour in enumerate(colours) if colour != colours[one]]
+        asked = draws[family](colours, one, same, others, rng)
         if asked is None or json.dumps(asked[0]) in found:
             continue
         question, answers, rationales = asked
@@ -103,9 +106,9 @@ def _draw_questions(facts: SceneFacts, rng: np.random.Generator, families: Seque
     return list(found.values())
 
 
-def _ask_colour(colours: Sequence[str], rng: np.random.Generator) -> _Asked | None:
-    one = int(rng.integers(len(colours)))
-    same, others = _same_and_other(colours, one)
+def _ask_colour(
+    colours: Sequence[str], one: int, same: list[int], others: list[int], rng: np.random.Generator
+) -> _Asked | None:
     wrong = _wrong_colours(colours, colours[one], rng)
     if not same or len(others) < CHOICES - 1:
         return None
@@ -115,9 +118,9 @@ def _ask_colour(colours: Sequence[str], rng: np.random.Generator) -> _Asked | No
     return ["What", "colour", "is", [one], "?"], answers, rationales
 
 
-def _ask_match(colours: Sequence[str], rng: np.random.Generator) -> _Asked | None:
-    one = int(rng.integers(len(colours)))
-    same, others = _same_and_other(colours, one)
+def _ask_match(
+    colours: Sequence[str], one: int, same: list[int], others: list[int], rng: np.random.Generator
+) -> _Asked | None:
     if not same or len(others) < CHOICES - 1:
         return None
     objects = [_any(same, rng), *_some(others, CHOICES - 1, rng)]
@@ -126,9 +129,9 @@ def _ask_match(colours: Sequence[str], rng: np.random.Generator) -> _Asked | Non
     return ["Which", "has", "the", "colour", "of", [one], "?"], [[[o], "."] for o in objects], rationales
 
 
-def _ask_pair(colours: Sequence[str], rng: np.random.Generator) -> _Asked | None:
-    one = int(rng.integers(len(colours)))
-    same, others = _same_and_other(colours, one)
+def _ask_pair(
+    colours: Sequence[str], one: int, same: list[int], others: list[int], rng: np.random.Generator
+) -> _Asked | None:
     if not same or len(others) < CHOICES - 1:
         return None
     two = _any(others, rng)
@@ -139,12 +142,6 @@ def _ask_pair(colours: Sequence[str], rng: np.random.Generator) -> _Asked | None
     objects = [_any(same, rng), *_some(others, CHOICES - 1, rng)]
     rationales = [[[one], "has", "the", "colour", "of", [o], "."] for o in objects]
     return ["What", "colours", "are", [one, two], "?"], answers, rationales
-
-
-def _same_and_other(colours: Sequence[str], one: int) -> tuple[list[int], list[int]]:
-    """The other objects that have the colour of object ``one``, and the objects of other colours."""
-    same = [index for index, colour in enumerate(colours) if colour == colours[one] and index != one]
-    return same, [index for index, colour in enumerate(colours) if colour != colours[one]]
 
 
 def _wrong_colours(colours: Sequence[str], right: str, rng: np.random.Generator) -> list[str]:

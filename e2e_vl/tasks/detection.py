@@ -102,14 +102,12 @@ class DetectionTask(Task):
         for row, image in enumerate(batch.looks_at[:, 0].tolist()):
             sizes = batch.images.sizes[image].tolist(), batch.images.original_sizes[image].tolist()
             boxes, kept = rescale_detections(regions.boxes[image], *sizes)
-            predictions.append(
-                {
-                    **batch.records[row],
-                    "boxes": boxes.tolist(),
-                    "scores": regions.scores[image][kept].tolist(),
-                    "category_ids": category_ids[row][regions.classes[image][kept]].tolist(),
-                }
-            )
+            found = {
+                "boxes": boxes.tolist(),
+                "scores": regions.scores[image][kept].tolist(),
+                "category_ids": category_ids[row][regions.classes[image][kept]].tolist(),
+            }
+            predictions.append(batch.records[row] | found)
         return predictions
 
     def correct(self, record: dict[str, Any]) -> float:

@@ -126,17 +126,12 @@ class PretrainingTask(Task):
             raise ValueError("task.config.vocab_size is missing; it is the size of the encoder's vocabulary.")
         if not objectives:
             raise ValueError("There is nothing to learn: every objective of task.config.objectives has the weight 0.")
-        self.names = tuple(objectives)
+        self.objectives = dict(objectives)  # registered below under their own names
         self.word_head = None
         if any(objective.reads_words for objective in objectives.values()):
             self.word_head = WordHead(hidden_size, config.vocab_size)
         for name, objective in objectives.items():
             self.add_module(name, objective)
-
-    @property
-    def objectives(self) -> dict[str, Objective]:
-        """The objectives by name."""
-        return {name: getattr(self, name) for name in self.names}
 
     @property
     def hiding(self) -> HidingRule:
@@ -267,13 +262,13 @@ class PretrainingTask(Task):
 
     def correct(self, record: dict[str, Any]) -> float:
         """Share of all hidden items of the text that were found; 1 if none was hidden."""
-        total = sum(record[name] for name in self.names)
-        return sum(record[f"{name}_right"] for name in self.names) / total if total else 1.0
+        total = sum(record[name] for name in self.objectives)
+        return sum(record[f"{name}_right"] for name in self.objectives) / total if total else 1.0
 
     def metrics(self, records: Records) -> dict[str, float]:
         """Of each objective the share of its items that were found."""
         scores = {}
-        for name in self.names:
+        for name in self.objectives:
             total = sum(record[name] for record in records)
             if total:
                 scores[name] = sum(record[f"{name}_right"] for record in records) / total

@@ -21,8 +21,7 @@ from detector.boxes import pairwise_iou
 from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import BLUE, GREEN, RED, draw_boxes
-from e2e_vl.evaluation.refexp import CONVENTIONS, hits, referring_metrics
-from e2e_vl.evaluation.refexp_files import write_submission
+from e2e_vl.evaluation.refexp import CONVENTIONS, hits, referring_metrics, write_submission
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Question, Sample, SampleText
@@ -50,8 +49,7 @@ class ReferringConfig:
     # a text without any region counts as a wrong answer (`box` None) instead of an error; for a detector that may find
     # nothing
     no_region_is_miss: bool = False
-    # start of the head, "official" (Xavier) or "normal" (paper), see `e2e_vl.tasks.heads.start_head`
-    new_layers: NewLayers = "official"
+    new_layers: NewLayers = "official"  # start of the head, see `e2e_vl.tasks.heads.start_head`
     iou_convention: str = "mattnet"  # how `metrics` compares boxes, one of `e2e_vl.evaluation.refexp.CONVENTIONS`
 
     def __post_init__(self) -> None:
@@ -180,21 +178,19 @@ class ReferringTask(Task):
         image = regions.image.clamp(min=0)
         scales = batch.images.scales[image]  # [M, R, 2]
         boxes = (regions.boxes / torch.cat([scales, scales], dim=-1)).cpu()
-        shares = logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)
-        best = logits.argmax(dim=1)
-        best_shares = shares.gather(1, best[:, None])[:, 0].tolist()
+        shares = (logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)).cpu()
         sizes = batch.images.original_sizes[batch.looks_at[:, 0].clamp(min=0)].tolist()
         predictions = []
-        for row, (winner, kept) in enumerate(zip(best.tolist(), candidates.cpu(), strict=True)):
-            answer = {"box": boxes[row, winner].tolist(), "score": best_shares[row]}
+        for row, (winner, kept) in enumerate(zip(logits.argmax(dim=1).tolist(), candidates.cpu(), strict=True)):
+            answer = {"box": boxes[row, winner].tolist(), "score": float(shares[row, winner])}
             if not kept.any():
                 answer = {"box": None, "score": 0.0}
             answer |= {
                 "candidate_boxes": boxes[row, kept].tolist(),
-                "candidate_scores": shares[row].cpu()[kept].tolist(),
+                "candidate_scores": shares[row, kept].tolist(),
                 "image_size": sizes[row],
             }
-            predictions.append({**(batch.records[row] if batch.records else {}), **answer})
+            predictions.append(batch.records[row] | answer)
         return predictions
 
     def _check_candidates(self, batch: Batch, candidates: Bool[Tensor, "M R"]) -> None:
@@ -219,7 +215,7 @@ class ReferringTask(Task):
         return referring_metrics(records, self.config.iou_convention)
 
     def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
-        """A JSON list of {"ref_id", "sent_id", "box"}, see `e2e_vl.evaluation.refexp_files`."""
+        """A JSON list of {"ref_id", "sent_id", "box"}, see `e2e_vl.evaluation.refexp`."""
         write_submission(path, records)
 
     def answer_lines(self, record: dict[str, Any]) -> list[str]:

@@ -21,10 +21,10 @@ from torch import Tensor
 from detector.interface import Detector
 from detector.structures import Loss
 from e2e_vl.converter import check_numbers
-from e2e_vl.evaluation.vcr import join_predictions, joint_metrics, write_submission
+from e2e_vl.evaluation.vcr import CHOICES, join_predictions, joint_metrics, write_submission
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
-from e2e_vl.samples import AnnotatedObjects, ChoiceText, DataFacts, Question, Sample
+from e2e_vl.samples import AnnotatedObjects, ChoiceText, DataFacts, Question, Sample, Sentence
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices, check_dropout
@@ -42,7 +42,6 @@ from e2e_vl.tasks.vcr_sentences import (
 )
 from e2e_vl.wording import Draw, Wording
 
-CHOICES = 4
 MOVED = ("people_names", "turn_names", "join_word", "ground_words", "max_pieces", "mask_size", "blank_question")
 
 
@@ -69,9 +68,7 @@ class VCRConfig:
     num_classes: int = 81  # C, classes of regions, the whole image (class 0) included
     region_dropout: float = 0.0  # dropout between the two Linears of that classification
     initializer_range: float = 0.02  # standard deviation of their start values
-    # start of the Linear that scores a choice, "official" (Xavier) or "normal" (paper), see
-    # `e2e_vl.tasks.heads.start_head`
-    new_layers: NewLayers = "official"
+    new_layers: NewLayers = "official"  # start of the Linear that scores a choice, see `e2e_vl.tasks.heads.start_head`
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -90,8 +87,7 @@ class VCRConfig:
 class VCRTargets(Targets):
     """Which choices are right."""
 
-    # 1 for the right choice of each four
-    is_right: float | np.float32 | Float[Tensor, " M"] | None = stacked()
+    is_right: float | np.float32 | Float[Tensor, " M"] | None = stacked()  # 1 for the right choice of each four
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,17 +138,15 @@ class VCRWording(Wording):
     def _pieces(self, text: ChoiceText, names: list[str], rows: list[int]) -> tuple[list[Piece], list[list[Piece]]]:
         """Wordpieces of what stands in front, and of the four choices, cut to their limit."""
 
-        def encode(sentence: Any, *, is_blank: bool = False) -> list[Piece]:
-            if self.writer.is_blank or is_blank:
+        def encode(sentence: Sentence) -> list[Piece]:
+            if self.writer.is_blank:
                 return []
             return encode_sentence(sentence, names, rows, self.writer.tokenizer, self.config.join_word)
 
-        front = [encode(sentence, is_blank=self.config.blank_question) for sentence in text.query]
+        front = [[] if self.config.blank_question else encode(sentence) for sentence in text.query]
         choices = [encode(choice) for choice in text.choices]
-        if len(front) == 1:
-            cut_answers(front[0], choices, self.config.max_pieces)
-        else:
-            cut_rationales(front[0], front[1], choices, self.config.max_pieces)
+        cut = cut_answers if len(front) == 1 else cut_rationales
+        cut(*front, choices, self.config.max_pieces)
         return [piece for sentence in front for piece in sentence], choices
 
 
@@ -230,20 +224,19 @@ class VCRTask(Task):
             raise ValueError(
                 "This run chooses rationales, so it needs the answer that they are for; give it as --answer."
             )
-        names = given.names or [PERSON] * len(given)
+        names = given.names or (PERSON,) * len(given)
         known = question.class_names or names
         unknown = [name for name in names if name not in known]
         if unknown:
             raise ValueError(
-                f"{given.source}: the class '{unknown[0]}' is none of the run's {len(known)} classes "
+                f"{given.origin}: the class '{unknown[0]}' is none of the run's {len(known)} classes "
                 f"({', '.join(known[:4])}, ...)."
             )
         corners = [np.array([[x1, y1], [x2 + 1, y1], [x2 + 1, y2 + 1], [x1, y2 + 1]]) for x1, y1, x2, y2 in given.boxes]
-        objects = AnnotatedObjects(
-            given.boxes,
-            given.source,
-            np.array([list(known).index(name) for name in names], dtype=np.int64),
-            names=tuple(names),
+        objects = dataclasses.replace(
+            given,
+            classes=np.array([known.index(name) for name in names], dtype=np.int64),
+            names=names,
             outlines=given.outlines or [[rectangle] for rectangle in corners],
         )
         texts = [question.text] if question.answer is None else [question.text, question.answer]
@@ -317,10 +310,9 @@ class VCRTask(Task):
         """
         probabilities = output.task.logits.softmax(dim=1).tolist()
         best = output.task.logits.argmax(dim=1).tolist()
-        records = batch.records[::CHOICES] if batch.records else [{} for _ in best]
         return [
             {**record, "probabilities": shares, "choice": choice}
-            for record, shares, choice in zip(records, probabilities, best, strict=True)
+            for record, shares, choice in zip(batch.records[::CHOICES], probabilities, best, strict=True)
         ]
 
     def correct(self, record: dict[str, Any]) -> float | None:
@@ -332,12 +324,12 @@ class VCRTask(Task):
 
         Whether it is the accuracy of Q->A or of QA->R is the data's `question`. Without any label there is no accuracy.
         """
-        labelled = [record for record in records if record["label"] is not None]
         scores: dict[str, list[float]] = defaultdict(list)
-        for record in labelled:
-            scores["accuracy"].append(self.correct(record))
-            if "family" in record:
-                scores[f"accuracy/{record['family']}"].append(self.correct(record))
+        for record in records:
+            if record["label"] is not None:
+                scores["accuracy"].append(self.correct(record))
+                if "family" in record:
+                    scores[f"accuracy/{record['family']}"].append(self.correct(record))
         return {name: sum(values) / len(values) for name, values in sorted(scores.items())}
 
     def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:

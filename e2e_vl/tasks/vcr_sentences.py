@@ -17,19 +17,8 @@ from e2e_vl.samples import Sentence
 PERSON = "person"
 _TAG = re.compile(r"\[\s*(\d+(?:\s*,\s*\d+)*)\s*\]")
 NEUTRAL_NAMES = (
-    "Casey",
-    "Riley",
-    "Jessie",
-    "Jackie",
-    "Avery",
-    "Jaime",
-    "Peyton",
-    "Kerry",
-    "Jody",
-    "Kendall",
-    "Frankie",
-    "Pat",
-    "Quinn",
+    *("Casey", "Riley", "Jessie", "Jackie", "Avery", "Jaime", "Peyton", "Kerry"),
+    *("Jody", "Kendall", "Frankie", "Pat", "Quinn"),
 )
 
 

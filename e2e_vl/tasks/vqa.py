@@ -23,14 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.interface import Detector
 from detector.structures import Loss
-from e2e_vl.evaluation.vqa import (
-    UNKNOWN,
-    answer_accuracy,
-    normalise_answer,
-    soft_scores,
-    vqa_metrics,
-    write_submission,
-)
+from e2e_vl.evaluation.vqa import UNKNOWN, answer_accuracy, normalise_answer, soft_scores, vqa_metrics, write_submission
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import DataFacts, HumanAnswers, Question, Sample, SampleText
@@ -65,8 +58,7 @@ class VQAConfig:
     normalised_targets: bool = False
     # each row of the last Linear starts as the mean word embedding of its answer's wordpieces (official)
     initialise_from_words: bool = True
-    # start of the head's Linears, "official" (Xavier) or "normal" (paper), see `e2e_vl.tasks.heads.start_head`
-    new_layers: NewLayers = "official"
+    new_layers: NewLayers = "official"  # start of the head's Linears, see `e2e_vl.tasks.heads.start_head`
     top_answers: int = 5  # how many of the best answers a prediction lists
 
     def __post_init__(self) -> None:
@@ -81,9 +73,8 @@ class VQATargets(Targets):
     """How good each answer is, and the best one."""
 
     scores: Float[np.ndarray, " Y"] | Float[Tensor, "M Y"] | None = stacked()  # soft targets
-    best: int | np.int64 | Int64[Tensor, " M"] | None = (
-        stacked()
-    )  # class of the most frequent answer; -1: none is known
+    # class of the most frequent answer; -1: none is known
+    best: int | np.int64 | Int64[Tensor, " M"] | None = stacked()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,10 +251,9 @@ class VQATask(Task):
         number = min(self.config.top_answers, len(self.answers) - int(unknown.sum()))
         best = logits.masked_fill(unknown, -torch.inf).topk(number, dim=1).indices
         predictions = []
-        for row, (classes, scores) in enumerate(zip(best.tolist(), shares.gather(1, best).tolist(), strict=True)):
-            top = [[self.answers[answer], score] for answer, score in zip(classes, scores, strict=True)]
-            answer = {"answer": top[0][0], "score": top[0][1], "top_answers": top}
-            predictions.append({**(batch.records[row] if batch.records else {}), **answer})
+        for record, *found in zip(batch.records, best.tolist(), shares.gather(1, best).tolist(), strict=True):
+            top = [[self.answers[answer], score] for answer, score in zip(*found, strict=True)]
+            predictions.append(record | {"answer": top[0][0], "score": top[0][1], "top_answers": top})
         return predictions
 
     def correct(self, record: dict[str, Any]) -> float | None:

@@ -146,7 +146,7 @@ def test_words_carry_the_mean_of_the_whole_images(in_sequence):
 def test_positions_and_segments_of_two_images():
     embeddings = make_slots().embeddings
     regions = look((0, 1), (1, -1))
-    positions = embeddings.position_ids(one_text(2).attend, regions.attend, regions.image_slot)
+    positions = embeddings.position_ids(one_text(2).attend, regions.image_slot)
     assert positions.tolist() == [
         [0, 1, 2, 3, 4, 5, 5, 5, 6, 6, 6, 6, 7],
         [0, 1, 2, 3, 4, 5, 5, 5, 5, 5, 5, 5, 6],

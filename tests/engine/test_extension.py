@@ -286,7 +286,7 @@ def test_an_objective(settings, monkeypatch, tmp_path):
     record = asked(run, tmp_path / "answer", first_image(run), "a [MASK] circle", "--hide", "5,6,40,50")
     assert len(record["feature_norms"]) == len(record["hidden"]) == 1 and record["feature_norms"][0] > 0
     others = build.build_task(settings(config=pretraining), Sizes(hidden_size=8, vocab_size=9, feature_dim=7))
-    assert set(others.names) == set(build.OBJECTIVES) - {"region_features"}
+    assert set(others.objectives) == set(build.OBJECTIVES) - {"region_features"}
 
 
 def test_an_objective_alone(settings, monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ from e2e_vl.engine.evaluate import evaluate_run
 from e2e_vl.engine.run import build_run
 from e2e_vl.engine.saving import load_model
 from e2e_vl.engine.train import train
-from e2e_vl.evaluation.vqa import vqa_accuracy, vqa_submission
+from e2e_vl.evaluation.vqa import vqa_accuracy
 from tests.same import assert_same
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def test_a_run_trains_evaluates_and_is_loaded_with_its_answers(config_of, tmp_pa
     records = json.loads(path.read_text())
     assert_same(records, json.loads((moved / "predictions_val_gt.json").read_text()))
     assert {record["answer"] for record in records} <= set(answers)
-    report = vqa_accuracy(vqa_submission(records), records, 12)
+    report = vqa_accuracy(records, records, 12)
     assert report["overall"] == pytest.approx(100 * metrics["val/accuracy_gt_boxes"], abs=1e-9)
 
 

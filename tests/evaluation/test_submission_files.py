@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from e2e_vl.evaluation import refexp_files, vqa
+from e2e_vl.evaluation import refexp, vqa
 
 EXPRESSION = {"ref_id": 1, "sent_id": 2, "box": [0.5, 1, 20, 30.25]}
 
@@ -26,7 +26,7 @@ def test_answers_are_a_list_of_two_keys(tmp_path):
 def test_boxes_are_a_list_of_three_keys(tmp_path):
     path = tmp_path / "deep" / "boxes.json"
     records = [{**EXPRESSION, "score": 0.5}, {"ref_id": 1, "sent_id": 1, "box": None}]
-    refexp_files.write_submission(path, records)
+    refexp.write_submission(path, records)
     assert json.loads(path.read_text(encoding="utf-8")) == [EXPRESSION, records[1]]
 
 
@@ -42,5 +42,5 @@ def test_boxes_are_a_list_of_three_keys(tmp_path):
 def test_boxes_that_cannot_be_written(tmp_path, records, message):
     path = tmp_path / "boxes.json"
     with pytest.raises(ValueError, match=message):
-        refexp_files.write_submission(path, records)
+        refexp.write_submission(path, records)
     assert not path.exists()

@@ -8,11 +8,9 @@ from e2e_vl.evaluation.vcr import (
     Submission,
     join_predictions,
     joint_metrics,
-    vcr_accuracies,
-    vcr_hits,
     write_submission,
 )
-from tests.leaderboard import read_leaderboard
+from tests.leaderboard import read_leaderboard, score
 
 BEST = np.eye(4)
 
@@ -30,8 +28,8 @@ def test_columns_are_those_of_the_leaderboard():
 
 
 def test_both_must_be_right_for_the_joint_score():
-    answers, rationales = BEST[[0, 1, 2, 3]], BEST[[0, 1, 0, 0]]
-    scores = vcr_accuracies(answers, rationales, [0, 1, 2, 0], [0, 2, 0, 1])
+    given_each = BEST[[0, 1, 0, 0]][:, None].repeat(4, axis=1)
+    scores = score(Submission(list("abcd"), BEST, given_each), [0, 1, 2, 0], [0, 2, 0, 1])
     assert scores == {"Q->A": 0.75, "QA->R": 0.5, "Q->AR": 0.5}
 
 
@@ -40,27 +38,20 @@ def test_rationales_are_those_given_the_right_answer():
     rationales[0, :, 0] = 1
     rationales[0, 2] = BEST[3]  # only given answer 2 is rationale 3 the best
     for label, right in ((2, True), (1, False)):
-        assert vcr_hits(BEST[[0]], rationales, [label], [3])["QA->R"].tolist() == [right]
+        assert score(Submission(["a"], BEST[[0]], rationales), [label], [3])["QA->R"] == right
 
 
 def test_the_first_of_equal_scores_wins():
-    hits = vcr_hits(np.ones((2, 4)), np.ones((2, 4)), [0, 1], [0, 0])
-    assert hits["Q->A"].tolist() == [True, False]
+    equal = Submission(["a"], np.ones((1, 4)), np.ones((1, 4, 4)))
+    assert [score(equal, [label], [0])["Q->A"] for label in (0, 1)] == [1, 0]
 
 
-@pytest.mark.parametrize(
-    ("answers", "rationales", "labels", "message"),
-    [
-        (BEST[:2], BEST[:1], [0, 1], "2 questions need"),
-        (BEST[:1, :3], BEST[:1], [0], "need answers"),
-        (BEST[:1], BEST[:1], [4], "0 to 3"),
-        (BEST[:1] * np.nan, BEST[:1], [0], "not a number"),
-        (BEST[:0], BEST[:0], [], "no question"),
-    ],
-)
-def test_scores_that_do_not_fit(answers, rationales, labels, message):
-    with pytest.raises(ValueError, match=message):
-        vcr_accuracies(answers, rationales, labels, [0] * len(labels))
+def test_nothing_to_score():
+    for answers, rationales in ((BEST[:1] * np.nan, BEST[None]), (BEST[:1], BEST[None] * np.nan)):
+        with pytest.raises(ValueError, match="not a number"):
+            score(Submission(["a"], answers, rationales), [0], [0])
+    with pytest.raises(ValueError, match="no question to score"):
+        joint_metrics([], [])
 
 
 def test_submission_has_every_score_under_its_column(tmp_path):

@@ -14,7 +14,6 @@ from e2e_vl.evaluation.vqa import (
     strip_punctuation,
     vqa_accuracy,
     vqa_metrics,
-    vqa_submission,
 )
 
 
@@ -96,13 +95,6 @@ def test_metrics_by_type_and_without_answers():
     assert metrics["accuracy/yes/no"] == 0.5 and metrics["accuracy/number"] == 0
     assert metrics["accuracy_by_question/is it"] == pytest.approx(1 / 3)
     assert vqa_metrics([{"question_id": 1, "answer": "yes"}]) == {"count": 1.0}
-
-
-def test_submission():
-    records = [{"question_id": 5, "answer": "yes", "score": 0.3}, {"question_id": 4, "answer": "2", "score": 0.1}]
-    assert vqa_submission(records) == [{"question_id": 5, "answer": "yes"}, {"question_id": 4, "answer": "2"}]
-    with pytest.raises(ValueError, match="question 5 twice"):
-        vqa_submission([records[0], records[0]])
 
 
 def test_ties_round_away_from_zero():

@@ -10,8 +10,8 @@ import pytest
 
 from e2e_vl.data.formats.vcr_files import VCRFile, read_metadata
 from e2e_vl.data.vcr import relevant_objects
-from e2e_vl.evaluation.vcr import vcr_accuracies, vcr_hits, write_submission
-from tests.leaderboard import read_leaderboard
+from e2e_vl.evaluation.vcr import Submission, write_submission
+from tests.leaderboard import read_leaderboard, score
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +38,20 @@ def labels(questions: VCRFile) -> tuple[list[int], list[int]]:
 def test_vcr_accuracies_of_predictions(root, expected, questions, labels):
     predictions = json.loads((root / "predictions.json").read_text("utf-8"))
     assert predictions["annot_id"] == questions.annot_ids
-    scores = (predictions["answer_probs"], predictions["rationale_probs"])
-    assert vcr_accuracies(*map(np.array, scores), *labels) == {key: expected[key] for key in ("Q->A", "QA->R", "Q->AR")}
-    hits = vcr_hits(*map(np.array, scores), *labels)
-    ours = zip(questions.annot_ids, *(hits[key].tolist() for key in ("Q->A", "QA->R", "Q->AR")), strict=True)
-    assert [list(row) for row in ours] == expected["hits"]
+    given_right = np.array(predictions["rationale_probs"])  # [U, 4]
+    found = questions.annot_ids, np.array(predictions["answer_probs"]), given_right[:, None].repeat(4, axis=1)
+    assert score(Submission(*found), *labels) == {key: expected[key] for key in ("Q->A", "QA->R", "Q->AR")}
+    for row, hits in enumerate(expected["hits"]):
+        alone = score(Submission(*(one[row : row + 1] for one in found)), *(one[row : row + 1] for one in labels))
+        assert [found[0][row], *(alone[key] == 1 for key in ("Q->A", "QA->R", "Q->AR"))] == hits
 
 
 def test_vcr_accuracies_of_the_leaderboard_file(root, expected, questions, labels):
     submission = read_leaderboard(root / "submission.csv")
     assert sorted(submission.annot_ids) == sorted(questions.annot_ids)
     rows = [submission.annot_ids.index(annot_id) for annot_id in questions.annot_ids]
-    ours = vcr_accuracies(submission.answers[rows], submission.rationales[rows], *labels)
-    assert ours == expected["from_submission_csv_re_derived"]
+    ours = Submission(questions.annot_ids, submission.answers[rows], submission.rationales[rows])
+    assert score(ours, *labels) == expected["from_submission_csv_re_derived"]
 
 
 def test_vcr_leaderboard_file_comes_back_equal(root, tmp_path):

@@ -149,7 +149,7 @@ def encode_recorded(model: VLBertModel, arrays: dict[str, Tensor]):
     vectors, words = arrays["object_vl_embeddings"].split([model.config.visual_size, model.hidden_size], dim=-1)
     texts = recorded_texts(arrays)
     stages["embedding_output"], layout = model.embeddings.join(
-        texts, arrays["text_visual_embeddings"], words, vectors, arrays["object_mask"]
+        texts, arrays["text_visual_embeddings"], words, vectors, arrays["object_mask"], arrays["object_mask"].long() * 0
     )
     stages["last"], attentions = model.encode(stages["embedding_output"], layout, None, output_attentions=True)
     for hook in hooks:
@@ -199,7 +199,7 @@ def test_position_and_segment_ids(golden, name):
     texts = recorded_texts(arrays)
     layout = SequenceLayout.from_masks(texts.attend, arrays["object_mask"])
     ids = {
-        "position_ids": embeddings.position_ids(texts.attend, arrays["object_mask"]),
+        "position_ids": embeddings.position_ids(texts.attend, arrays["object_mask"].long() * 0),
         "token_type_ids": embeddings.segment_ids(texts.segment_ids, arrays["object_mask"]),
     }
     for kind, slots in ids.items():

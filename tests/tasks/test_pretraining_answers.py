@@ -11,7 +11,7 @@ import torch
 
 from detector.structures import ImageBatch
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.samples import Question, UserBoxes
+from e2e_vl.samples import AnnotatedObjects, Question
 from e2e_vl.structures import Batch, TextBatch
 from e2e_vl.targets import Targets
 from e2e_vl.tasks.objectives.masked_words import WordLabels
@@ -168,8 +168,8 @@ def ask(text: str = "a [MASK] dog", **more) -> Question:
     return Question(Path("photo.jpg"), text, **more)
 
 
-def boxes(*rows: list[float]) -> UserBoxes:
-    return UserBoxes(np.array(rows, dtype=np.float64).reshape(-1, 4))
+def boxes(*rows: list[float]) -> AnnotatedObjects:
+    return AnnotatedObjects(np.array(rows, dtype=np.float64).reshape(-1, 4), "--boxes")
 
 
 def test_a_question_is_a_sample_with_the_given_boxes():

@@ -122,7 +122,7 @@ def test_predictions_count_captions_only():
     assert set(scores) == {"masked_words", "masked_regions", "relationship"}
     right = sum(record["masked_regions_right"] for record in records)
     assert scores["masked_regions"] == pytest.approx(right / 8)
-    nothing = records[0] | dict.fromkeys(model.task.names, 0)
+    nothing = records[0] | dict.fromkeys(model.task.objectives, 0)
     assert model.task.correct(nothing) == 1.0
     assert output.task.logits.shape == (4, 0)
     assert {name: len(logits) for name, logits in output.task.parts.items()} == {

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from e2e_vl.evaluation import vcr, vqa
-from tests.leaderboard import read_leaderboard
+from e2e_vl.evaluation import vqa
+from tests.leaderboard import read_leaderboard, score
 from tests.same import assert_same
 from tests.tools.calls import data_root, refused, saved, split
 from tools import predict as tool
@@ -70,7 +70,7 @@ def test_vcr_leaderboard_file(vcr_runs, tmp_path, capsys):
     found = read_leaderboard(tmp_path / "val.csv")
     assert found.annot_ids == [one["annot_id"] for one in questions["val"]]
     labels = [[one[f"{kind}_label"] for one in questions["val"]] for kind in ("answer", "rationale")]
-    for name, value in vcr.vcr_accuracies(found.answers, found.rationales, *labels).items():
+    for name, value in score(found, *labels).items():
         assert float(printed[f"val/{name}_gt_boxes"]) == pytest.approx(value, abs=1e-4)
     right = [record["probabilities"] for record in saved(rationales)]
     np.testing.assert_allclose(found.rationales[range(len(right)), labels[0]], right, atol=1e-5)

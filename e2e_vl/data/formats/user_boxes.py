@@ -10,10 +10,10 @@ import numpy as np
 
 from e2e_vl.data.formats.vcr_files import read_polygons
 from e2e_vl.data.storage.files import is_box, read_json
-from e2e_vl.samples import UserBoxes
+from e2e_vl.samples import AnnotatedObjects
 
 
-def read_boxes(words: Sequence[str], source: str = "--boxes") -> UserBoxes:
+def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObjects:
     """Boxes from a command line: a file, or `x1,y1,x2,y2` words, each maybe with a class in front (`person:1,2,30,40`).
 
     A file is JSON: a list of [x1, y1, x2, y2], or an object with such a list as `boxes` and maybe class names `names`
@@ -39,10 +39,10 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> UserBoxes:
         names.append(name)
     if any(names) and not all(names):
         raise ValueError("Some boxes have a class and others have none; write all of them as class:x1,y1,x2,y2.")
-    return UserBoxes(_stack(boxes), names if any(names) else None, source=source)
+    return AnnotatedObjects(_stack(boxes), source, names=tuple(names) if any(names) else None)
 
 
-def _read_file(path: Path) -> UserBoxes:
+def _read_file(path: Path) -> AnnotatedObjects:
     names = outlines = None
     if path.suffix == ".npz":
         try:
@@ -69,7 +69,7 @@ def _read_file(path: Path) -> UserBoxes:
         if not isinstance(outlines, list) or len(outlines) != len(boxes):
             raise ValueError(f"{path}: 'segms' must hold the outlines of each of the {len(boxes)} boxes.")
         outlines = [read_polygons(rows, f"{path}: segms {number}") for number, rows in enumerate(outlines)]
-    return UserBoxes(_stack(boxes), names, outlines, str(path))
+    return AnnotatedObjects(_stack(boxes), str(path), names=None if names is None else tuple(names), outlines=outlines)
 
 
 def _stack(boxes: list[list[float]]) -> np.ndarray:

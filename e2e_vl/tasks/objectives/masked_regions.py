@@ -80,7 +80,10 @@ class MaskedRegions(Objective):
             ValueError: class distributions of another width.
         """
         chosen = regions.gather(batch.hidden.is_labelled, fill=False)
-        probabilities = self._probabilities(batch, regions)[chosen]
+        known = batch.region_labels.class_probs
+        if known is None:
+            known = [rows.new_zeros(len(rows), self.config.classes) for rows in batch.boxes]
+        probabilities = regions.gather(known, fill=0.0)[chosen]
         if probabilities.shape[1] != self.config.classes:
             raise ValueError(
                 f"The class distributions have {probabilities.shape[1]} columns, but "
@@ -96,13 +99,6 @@ class MaskedRegions(Objective):
             each = -(probabilities.to(logits.dtype) * logits.log_softmax(dim=1)).sum(dim=1)
         loss = Loss(self.config.weight * each.sum(), each.new_tensor(float(len(each))))
         return ObjectiveOutput(loss, text, logits.argmax(dim=1) == best, logits)
-
-    def _probabilities(self, batch: Batch, regions: TextRegions) -> Float[Tensor, "M R C"]:
-        """Zero where nothing is known."""
-        known = batch.region_labels.class_probs
-        if known is None:
-            return regions.boxes.new_zeros(*regions.attend.shape, self.config.classes)
-        return regions.gather(known, fill=0.0)
 
     def answer(self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """`hidden`: a dict per hidden region with its `box` (xyxy, pixels of the original image), `classes`
@@ -123,7 +119,7 @@ class MaskedRegions(Objective):
         scales = batch.images.scales[0]
         boxes = (batch.boxes[0] / torch.cat([scales, scales]))[is_hidden].tolist()
         known = batch.region_labels.class_probs
-        seen = [None] * len(boxes) if known is None else [_best(row) for row in known[0][is_hidden]]
+        seen = [None] * len(boxes) if known is None else [best for best, *_ in best_columns(known[0][is_hidden])]
         return {
             "hidden": [
                 {"box": box, "classes": classes, "seen": whole}
@@ -137,7 +133,3 @@ class MaskedRegions(Objective):
             seen = "" if region["seen"] is None else f" (not hidden: {listed([region['seen']])})"
             lines.append(f"hidden region {number}: {listed(region['classes'])}{seen}")
         return lines
-
-
-def _best(row: Tensor) -> list[Any]:
-    return [int(row.argmax()), float(row.max())]

@@ -11,8 +11,8 @@ from detector.interface import Detector
 from e2e_vl.hiding import HidingRule
 from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import DataFacts, Sample
-from e2e_vl.tasks.objectives.base import NO_LABEL, Draft
-from e2e_vl.tasks.objectives.masked_words import MaskedWords, MaskedWordsConfig, WordLabels, WordMasking
+from e2e_vl.tasks.objectives.base import Draft, Objective
+from e2e_vl.tasks.objectives.masked_words import MaskedWords, MaskedWordsConfig, WordMasking
 from e2e_vl.text import word_pieces
 
 
@@ -37,15 +37,8 @@ class MaskedTextConfig(MaskedWordsConfig):
 class CorpusMasking(WordMasking):
     """Draws a text of the corpus for each text of the data, and masks its words."""
 
+    of_images = False
     config: MaskedTextConfig = dataclasses.field(default_factory=MaskedTextConfig)
-
-    def mask(self, draft: Draft, generator: np.random.Generator) -> None:
-        """Captions are another objective's."""
-
-    def targets(self, draft: Draft, laid: LaidText) -> WordLabels:
-        if draft.has_image:
-            return WordLabels(np.full_like(laid.source, NO_LABEL))
-        return WordLabels(laid.place(draft.labels, fill=NO_LABEL))
 
     def beside(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, LaidText]]:
         if sample.corpus is None:
@@ -90,9 +83,4 @@ class MaskedText(MaskedWords):
                 "task.config.objectives.masked_text=0."
             )
 
-    def answer(self, output, logits, tokenizer) -> dict:
-        """A user's text has an image."""
-        return {}
-
-    def lines(self, record: dict) -> list[str]:
-        return []
+    answer, lines = Objective.answer, Objective.lines  # a user's text has an image

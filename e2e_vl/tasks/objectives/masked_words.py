@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch.nn.functional as F
@@ -60,13 +60,16 @@ class WordLabels(Targets):
 class WordMasking(ObjectiveWording):
     """Masks words of captions; of a user's text every [MASK] is to be predicted, and nothing is drawn."""
 
+    of_images: ClassVar[bool] = True  # it masks texts that have an image; False: texts that have none
     config: MaskedWordsConfig = dataclasses.field(default_factory=MaskedWordsConfig)
 
     def mask(self, draft: Draft, generator: np.random.Generator) -> None:
-        mask_id = self.writer.tokenizer.mask_token_id
+        if draft.has_image != self.of_images:
+            return
         if draft.sample.is_asked:
+            mask_id = self.writer.tokenizer.mask_token_id
             draft.labels = np.where(draft.ids == mask_id, draft.ids, NO_LABEL)
-        elif draft.has_image:
+        else:
             draft.ids, draft.labels = self.hide(draft.pieces, generator)
 
     def hide(self, words: Sequence[Sequence[int]], generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -83,7 +86,7 @@ class WordMasking(ObjectiveWording):
 
     def targets(self, draft: Draft, laid: LaidText) -> WordLabels:
         """Raises ValueError if a user's [MASK] is cut off."""
-        if not draft.has_image or draft.labels is None:
+        if draft.has_image != self.of_images:
             return WordLabels(np.full_like(laid.source, NO_LABEL))
         labels = laid.place(draft.labels, fill=NO_LABEL)
         if draft.sample.is_asked and (labels >= 0).sum() < (draft.labels >= 0).sum():

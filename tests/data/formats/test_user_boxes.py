@@ -14,7 +14,7 @@ def test_boxes_in_words():
     given = read_boxes(["1,2,3,4", "0.5,0,9,8.25"])
     np.testing.assert_array_equal(given.boxes, [[1, 2, 3, 4], [0.5, 0, 9, 8.25]])
     assert given.names is None and given.outlines is None
-    assert read_boxes(["person:1,2,3,4", "hot:dog:1,2,3,4"]).names == ["person", "hot:dog"]
+    assert read_boxes(["person:1,2,3,4", "hot:dog:1,2,3,4"]).names == ("person", "hot:dog")
 
 
 def test_a_metadata_file(tmp_path):
@@ -23,7 +23,7 @@ def test_a_metadata_file(tmp_path):
     (tmp_path / "one.json").write_text(json.dumps(content))
     given = read_boxes([str(tmp_path / "one.json")])
     np.testing.assert_array_equal(given.boxes, [[1, 2, 3, 4]])
-    assert given.names == ["cat"] and given.source.endswith("one.json")
+    assert given.names == ("cat",) and given.origin.endswith("one.json")
     np.testing.assert_array_equal(given.outlines[0], outline)
     (tmp_path / "none.json").write_text("[]")
     assert read_boxes([str(tmp_path / "none.json")]).boxes.shape == (0, 4)

@@ -81,9 +81,7 @@ class GroundingTask(Task):
         return GroundingWording(writer)
 
     def question(self, question: Question) -> Sample:
-        question.refuse_choices("A phrase")
-        question.refuse_hidden()
-        return question.sample(SampleText(0, question.text, {"sent": question.text}))
+        return question.plain_sample("A phrase")
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         spans, text = batch.targets.spans.values, batch.targets.spans.owner
