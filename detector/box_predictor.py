@@ -1,6 +1,11 @@
 """Box predictor: class logits, box deltas and, optionally, attribute logits of a pooled RoI feature.
 
-Shape legend: see `detector/structures.py`.
+Shape legend
+    J  RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
+    D  width of a region feature
+    K  foreground classes; K is also the label of the background
+    A  attributes
+    T  attribute slots of an object
 """
 
 from __future__ import annotations

@@ -1,6 +1,15 @@
 """The built-in detector: a C4 ResNet Faster R-CNN that gives Detectron2's numbers, on torchvision's operators.
 
-Shape legend: see `detector/structures.py`. D is the number of channels of res5.
+Shape legend
+    N  images in the batch
+    R  regions (candidate boxes) of one image
+    Q  boxes hidden in one image
+    J  RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
+    S  side of a RoI map
+    D  width of a region feature
+    K  foreground classes; K is also the label of the background
+
+D is the number of channels of res5.
 
 One forward pass runs the trunk once, and res5 once for all boxes together: whole images, regions, RoIs of the losses.
 (Where the detector finds its own boxes, a pass over the proposals comes before.)

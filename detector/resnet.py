@@ -1,6 +1,14 @@
 """ResNet trunk up to res4, and the res5 stage of the RoI head, with Detectron2's module and parameter names.
 
-Shape legend: see `detector/structures.py`. Stage s has RES2_OUT_CHANNELS * 2 ** (s - 2) channels.
+Shape legend
+    N     images in the batch
+    J     RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
+    H, W  height and width of the padded batch, pixels of the network input
+    h, w  height and width of a feature map, cells
+    S     side of a RoI map
+    D     width of a region feature
+
+Stage s has RES2_OUT_CHANNELS * 2 ** (s - 2) channels.
 
 All feature maps are kept in channels-last memory, in which convolutions on CPU run markedly faster.
 """

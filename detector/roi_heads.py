@@ -1,6 +1,15 @@
 """RoI head of a C4 detector: pool RoIs from res4, run res5 on each, average, predict (`Res5ROIHeads` in Detectron2).
 
-Shape legend: see `detector/structures.py`. D is the number of channels of res5; its maps have S = 7, or 14 where it
+Shape legend
+    J  RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
+    R  regions (candidate boxes) of one image
+    P  proposals or sampled RoIs of one image
+    G  annotated objects of one image
+    S  side of a RoI map
+    D  width of a region feature
+    K  foreground classes; K is also the label of the background
+
+D is the number of channels of res5; its maps have S = 7, or 14 where it
 is dilated.
 """
 

@@ -1,6 +1,13 @@
 """Region proposal network on one feature map (Faster R-CNN, section 3.1), with Detectron2's arithmetic.
 
-Shape legend: see `detector/structures.py`. The B = h * w * cell_anchors anchors are ordered by (y, x, cell anchor).
+Shape legend
+    N     images in the batch
+    h, w  height and width of a feature map, cells
+    B     anchors of one image
+    P     proposals or sampled RoIs of one image
+    G     annotated objects of one image
+
+The B = h * w * cell_anchors anchors are ordered by (y, x, cell anchor).
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@
 One detector pass serves all texts about an image: `looks_at` says which text reads which image, the regions are copied
 per text just before the encoder, and on the way back the gradients of all texts add up in that one pass.
 
-Shape legend: see `e2e_vl/structures.py`.
+Shape legend
+    N  images in the batch
+    M  texts in the batch
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Where a region lies, as a vector: sines and cosines of box coordinates.
 
-Shape legend: see `e2e_vl/structures.py`.
+Shape legend
+    M  texts in the batch
+    R  regions (candidate boxes) of one image; where padded: of the text or image with the most
 
 Boxes are xyxy in pixels of the resized image; image sizes are (height, width) of that image without padding.
 """

@@ -1,6 +1,11 @@
 """VL-BERT (Su et al., ICLR 2020): one BERT over words and regions.
 
-Shape legend: see `e2e_vl/structures.py`.
+Shape legend
+    M  texts in the batch
+    L  wordpieces of the longest text
+    R  regions (candidate boxes) of one image; where padded: of the text or image with the most
+    Z  positions of the longest packed sequence
+    E  hidden size of the encoder
 """
 
 from __future__ import annotations

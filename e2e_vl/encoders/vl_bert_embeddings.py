@@ -1,6 +1,13 @@
 """What goes into VL-BERT's first layer: word + visual + position + segment embeddings (paper, section 3.2).
 
-Shape legend: see `e2e_vl/structures.py`.
+Shape legend
+    M  texts in the batch
+    L  wordpieces of the longest text
+    R  regions (candidate boxes) of one image; where padded: of the text or image with the most
+    Z  positions of the longest packed sequence
+    D  width of a region feature
+    F  width of a region vector
+    E  hidden size of the encoder
 """
 
 from __future__ import annotations
