@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from detector.selection import SelectionRule
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.converter import check_choice, check_numbers, nearest
 
@@ -85,20 +86,11 @@ class SyntheticSettings:
 
 
 @dataclass(frozen=True)
-class SelectionSettings:
-    """Which boxes of a detector are kept (VL-BERT section 4.1: score at least 0.5, 10 to 100 boxes)."""
-
-    min_score: float = 0.5
-    min_regions: int = 10
-    max_regions: int = 100
-
-
-@dataclass(frozen=True)
 class BoxSettings:
     """Where the boxes of training images come from, and which boxes of a detector are kept."""
 
-    train: str = "gt"  # a value of BoxSource, see e2e_vl/boxes.py
-    selection: SelectionSettings = field(default_factory=SelectionSettings)
+    train: str = "gt"  # a value of BoxSource, see e2e_vl/box_sources.py
+    selection: SelectionRule = field(default_factory=SelectionRule)
 
     def __post_init__(self) -> None:
         check_choice("data.boxes.train", self.train, BoxSource)
