@@ -162,7 +162,7 @@ class TrainSettings:
     decay_norm_and_bias: bool = True  # the official code decays them too
     warmup_steps: int = 0
     schedule: str = "linear"  # after the warm-up: linear (to 0; also: triangle) | cosine (to 0) | constant | steps
-    schedule_first: bool = False  # the first update has the rate of step 1, the last one that of the end (official)
+    schedule_first: bool = False  # the first update has the rate of step 1, the last one the rate of the end (official)
     decay_steps: list[int] = field(default_factory=list)  # schedule "steps": optimiser steps before each decay
     decay_factor: float = 0.1  # schedule "steps": what each decay multiplies the rates with
     clip_norm: float | None = 1.0

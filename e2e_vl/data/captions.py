@@ -153,7 +153,7 @@ class CaptionDataset(VLDataset):
 
 
 def _source(files: DataFiles, options: CaptionOptions, split: str, boxes: BoxSource) -> CaptionSource:
-    """Captions of a split, with the boxes that lie beside them if `boxes` asks for those."""
+    """Captions of a split, with the boxes that lie beside them if `boxes` asks for them."""
     if options.source == "coco":
         return CocoCaptions(files.path("captions", split=split), files.path("images", split=split))
     if options.source == "shards":

@@ -40,8 +40,8 @@ class VCROptions:
         condition_on: "right": rationales are given the right answer. "each": given each of the four answers, as the
             leaderboard file wants it; a question is then four text indices, and there is nothing to learn.
         objects: which boxes there are. "all" of the image, in file order: its questions can share a detector pass.
-            "mentioned": those that question and choices name, in the order of first mention (for rationales those of
-            the answers too). "r2c": R2C's choice of them, see `relevant_objects`, in file order.
+            "mentioned": what question and choices name (for rationales what the answers name too), in the order of
+            first mention. "r2c": what R2C chooses of them, see `relevant_objects`, in file order.
         class_names: the classes of objects, in the order of the detector's classes.
     """
 
@@ -252,7 +252,7 @@ def mentioned_objects(sentences: Iterable[Sentence]) -> tuple[int, ...]:
 
 
 def relevant_objects(objects: Sequence[str], sentences: Sequence[Sentence]) -> tuple[int, ...]:
-    """Objects that R2C keeps, ascending: those named; all people if a sentence says "everyone" or nothing is named."""
+    """Objects that R2C keeps, ascending: the named ones; all people if a sentence says "everyone" or names nothing."""
     people = {index for index, name in enumerate(objects) if name == PERSON}
     kept = set(mentioned_objects(sentences))
     says_everyone = any(isinstance(t, str) and t.lower() in EVERYONE for sentence in sentences for t in sentence)

@@ -24,7 +24,7 @@ from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import ResizeSettings, RunConfig
-from e2e_vl.converter import check_keys, from_dict
+from e2e_vl.converter import check_choice, check_keys, from_dict
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco_detection import CocoDetectionDataset
@@ -114,13 +114,12 @@ def task_class(name: str) -> type[Task]:
 
 
 def _named(choices: dict[str, Any], name: str, setting: str) -> Any:
-    if name not in choices:
-        raise ValueError(f"{setting} is '{name}'; it must be one of {', '.join(choices)}.")
+    check_choice(setting, name, choices)
     return choices[name]
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """The settings with everything that follows from files: nothing is changed after this.
+    """The settings with everything that follows from files; nothing changes them later.
 
     `data.resize` comes from the detector's YAML file where it is null, so that the saved settings hold numbers.
 

@@ -36,7 +36,7 @@ from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.start import TEACHER, check_answers, check_vocabulary, todays_names
 
 logger = logging.getLogger(__name__)
-# Settings that a trained model has no use for.
+# Settings that a trained model does not use.
 OWN_START = ("detector.config", "detector.weights", "encoder.weights", "encoder.fallback_weights", "task.weights")
 
 
@@ -100,7 +100,7 @@ def load_model(
 
 
 def saved_settings(run_dir: Path, overrides: list[str] | None = None) -> RunConfig:
-    """The settings that a model was saved with, those of an earlier version in today's form.
+    """The settings that a model was saved with; settings of an earlier version come in today's form.
 
     Raises:
         FileNotFoundError: no model there.
@@ -184,7 +184,7 @@ def save_state(
 def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:
     """Continue from a checkpoint folder; returns the position that was saved with it.
 
-    The optimiser keeps the options (rates, decay, ...) that it was built with: those of the current settings.
+    The optimiser keeps the options (rates, decay, ...) of the current settings, which it was built with.
 
     Raises:
         ValueError: a file of the checkpoint is damaged, does not fit the model or tries to run code.
@@ -214,7 +214,7 @@ def check_lists(folder: Path, model: VisionLanguageModel, tokenizer: PreTrainedT
     """Check that wordpieces and answers, which a resumed run reads or builds again, have kept their numbers.
 
     Raises:
-        ValueError: a list differs from that of the checkpoint folder, perhaps only in its order.
+        ValueError: a list differs from the list in the checkpoint folder, perhaps only in its order.
     """
     check_vocabulary(folder / "model" / "encoder", tokenizer)
     check_answers(folder / "model" / "task", model.task)
@@ -228,7 +228,7 @@ def read_position(folder: Path) -> dict[str, Any]:
 def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path | None:
     """The newest complete checkpoint of a run directory, or None if the run never saved one.
 
-    Other settings than those of the checkpoint are allowed where they leave the architecture; they are logged.
+    Settings may differ from the settings of the checkpoint where they leave the architecture; they are logged.
 
     Raises:
         ValueError: the checkpoint was made by another architecture, or by another number of processes.

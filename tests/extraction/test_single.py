@@ -55,7 +55,8 @@ def test_one_image_has_the_regions_of_bulk_extraction(source, folder: Path, tmp_
     settings = ExtractionSettings("score", RULE, features_of)
     job = ExtractionJob(list_images(folder), tmp_path / "out", "npz", source, settings, batch_size=1, workers=0)
     extract_images(job, make_accelerator("no"))
-    for record in open_features(job.output):
+    store = open_features(job.output)
+    for record in map(store.read, store.ids):
         single = extract_image(folder / f"{record.image_id}.png", source, RULE).regions
         assert single.image_id == record.image_id
         for name, column in record.columns().items():

@@ -133,7 +133,7 @@ def read_refs(path: str | Path) -> list[Any]:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Builds lists, dicts, tuples, strings and numbers. Everything else needs a global, and those are refused."""
+    """Builds lists, dicts, tuples, strings and numbers. Everything else needs a global, which is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise _ForbiddenGlobalError(f"{module}.{name}")
