@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from detector.images import ResizeRule
+from detector.selection import SelectionRule
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.captions import CaptionDataset
@@ -95,7 +96,7 @@ def test_every_referred_box_is_within_reach_of_a_detection(refer, detections):
 def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, refer, detections, tokenizer):
     seen = 0
     for split in SPLITS:
-        reader = DetectedBoxes([detections], None)
+        reader = DetectedBoxes([detections], SelectionRule(min_score=0.0, max_regions=1000))
         dataset = make(root, refer, tokenizer, split, "detections+gt", reader, with_objects=True)
         sampler = GroupedBatchSampler(dataset.groups, 2, shuffle=False)
         for requests in sampler:

@@ -296,7 +296,7 @@ def test_the_mean_of_the_regions_may_stand_for_the_whole_image(photo, features):
 
 def test_mirrored_precomputed_features(photo, features):
     """As in the official code: boxes (and words) are mirrored, features are not."""
-    with pytest.raises(ValueError, match=r"precomputed features are those of images as they are.*set data.flip to 0"):
+    with pytest.raises(ValueError, match=r"precomputed features describe images as they are.*set data.flip to 0"):
         make_loader("precomputed", features, flip_probability=0.5)
     image = load(photo, "precomputed", features, flip=True, mirror_precomputed=True, flip_probability=1.0)
     np.testing.assert_array_equal(image.boxes[0], [89, 0, 99, 10])
