@@ -65,7 +65,7 @@ class VCRDataset(VLDataset):
 
     Args:
         images_root: the folder vcr1images, with the image and metadata files that questions name.
-        questions_file: jsonl file of the split (path or content).
+        questions_file: jsonl file of the split.
         options: see `VCROptions`.
         training: needs labels.
 
@@ -87,13 +87,13 @@ class VCRDataset(VLDataset):
     def __init__(
         self,
         images_root: str | Path,
-        questions_file: str | Path | VCRFile,
+        questions_file: str | Path,
         options: VCROptions | None = None,
         *,
         training: bool = False,
     ) -> None:
         self.images_root = Path(images_root).expanduser()
-        self.questions = questions_file if isinstance(questions_file, VCRFile) else VCRFile(questions_file)
+        self.questions = VCRFile(questions_file)
         self.settings = options or VCROptions()
         self.class_names = self.settings.class_names
         self.parts = [{}]

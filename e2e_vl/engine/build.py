@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -270,8 +269,3 @@ def build_objectives(settings: dict[str, Any], sizes: Sizes) -> dict[str, Object
         if own.weight:
             objectives[name] = objective_class(sizes, own)
     return objectives
-
-
-def detector_yaml(config: RunConfig) -> dict[str, Any]:
-    """The detector's settings as nested Detectron2 keys, to compare two runs."""
-    return yaml.safe_load(build_detector_config(config).to_yaml())

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import load as load_without_code
 from safetensors import SafetensorError
@@ -29,7 +30,7 @@ from detector.checkpoint import load_strictly, load_weights
 from detector.weight_files import read_tensors
 from e2e_vl.config import VERSION, RunConfig, differences, load_config, load_overrides, save_config, saved_version
 from e2e_vl.data.formats.vqa_files import ANSWERS_FILE, write_answers
-from e2e_vl.engine.build import build_model, detector_yaml, task_class
+from e2e_vl.engine.build import build_detector_config, build_model, task_class
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import write_json
 from e2e_vl.text import load_tokenizer
@@ -277,7 +278,7 @@ def refuse_to_overwrite(output: Path) -> None:
 def _architecture(config: RunConfig) -> dict[str, Any]:
     """The settings that decide which parameters exist and what they mean."""
     return {
-        "detector": detector_yaml(config),
+        "detector": yaml.safe_load(build_detector_config(config).to_yaml()),
         "encoder": {"name": config.encoder.name, **config.encoder.config},
         "task": {"name": config.task.name, **config.task.config},
     }

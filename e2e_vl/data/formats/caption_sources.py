@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import logging
 from pathlib import Path
+from typing import Any
 
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.data.storage.files import checked_records, read_json
@@ -69,10 +70,11 @@ class CocoCaptions(CaptionSource):
         self.path = Path(captions_file).expanduser()
         self.images_root = Path(images_root).expanduser()
         content = read_json(self.path, "captions", ("images", "annotations"))
-        images = checked_records(
-            content["images"], ("id", "file_name"), f"{self.path}: image", "id", unique="image ids"
-        )
-        rows = {row["id"]: row for _, row in images}
+        rows: dict[int, dict[str, Any]] = {}
+        for _, row in checked_records(content["images"], ("id", "file_name"), f"{self.path}: image"):
+            if row["id"] in rows:
+                raise ValueError(f"{self.path}: image {row['id']} is listed twice; image ids must be unique")
+            rows[row["id"]] = row
         captions: dict[int, list[str]] = {image_id: [] for image_id in rows}
         for where, row in checked_records(content["annotations"], ("image_id", "caption"), f"{self.path}: caption"):
             if row["image_id"] not in rows:

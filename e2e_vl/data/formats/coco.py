@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from e2e_vl.data.storage.files import checked_records, corners_of, read_json
-from e2e_vl.samples import AnnotatedObjects
+from e2e_vl.samples import AnnotatedObjects, SampleImage
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +52,10 @@ class CocoInstances:
     class_names: list[str]  # K names
     attribute_names: list[str]  # empty unless the file has a top-level list `attributes`
 
-    @property
-    def num_classes(self) -> int:
-        """K, foreground classes."""
-        return len(self.class_names)
+    def sample_image(self, image_id: int, file: Path) -> SampleImage:
+        """The facts about an image, which lies in `file`."""
+        image = self.images[image_id]
+        return SampleImage(str(image_id), file, (image.height, image.width), self.objects(image_id))
 
     def objects(self, image_id: int) -> AnnotatedObjects:
         """All annotated objects of an image, crowds too."""
