@@ -11,8 +11,8 @@ import numpy as np
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts
-from e2e_vl.data.formats.vcr_files import CHOICES, VCRFile, VCRMetadata, VCRQuestion, read_metadata
-from e2e_vl.samples import AnnotatedObjects, ChoiceText, RightChoice, Sample, SampleImage, Sentence
+from e2e_vl.data.formats.vcr_files import CHOICES, VCRFile, VCRQuestion, read_metadata
+from e2e_vl.samples import ChoiceText, RightChoice, Sample, SampleImage, Sentence
 
 PERSON = "person"
 EVERYONE = ("everyone", "everyones")  # name all people under R2C's rule
@@ -166,26 +166,16 @@ class VCRDataset(VLDataset):
             ValueError: a file that cannot be read, or objects that contradict each other.
         """
         question = self.questions[texts[0] // self.per_question]
-        path = self.images_root / question.img_fn
-        metadata = read_metadata(self.images_root / question.metadata_fn, question)
+        size, objects = read_metadata(self.images_root / question.metadata_fn, question)
+        classes = np.array([self._class_of[name] for name in question.objects], dtype=np.int64)
         image = SampleImage(
             question.img_fn,
-            path,
-            metadata.size,
-            objects=self._objects(question, metadata),
+            self.images_root / question.img_fn,
+            size,
+            objects=dataclasses.replace(objects, classes=classes),
             candidates=self._candidates(question, texts[0] % self.per_question),
         )
         return Sample((image,), tuple(self._text(index, question) for index in texts))
-
-    def _objects(self, question: VCRQuestion, metadata: VCRMetadata) -> AnnotatedObjects:
-        return AnnotatedObjects(
-            boxes=metadata.boxes,
-            origin=f"{self.images_root / question.metadata_fn} ({question.annot_id})",
-            classes=np.array([self._class_of[name] for name in question.objects], dtype=np.int64),
-            attributes=metadata.attributes,
-            names=tuple(question.objects),
-            outlines=metadata.polygons,
-        )
 
     def _candidates(self, question: VCRQuestion, answer: int) -> tuple[int, ...] | None:
         """Objects that are candidate boxes, in the order of the boxes; None: all of them."""
