@@ -57,8 +57,8 @@ class RegionFeatures:
         whole = self.image_feature
         if whole is not None and whole.shape != self.features.shape[1:]:
             raise ValueError(
-                f"image {self.image_id}: the whole image's feature has shape {list(whole.shape)}, those of the "
-                f"regions have {self.features.shape[1]} columns"
+                f"image {self.image_id}: the whole image's feature has shape {list(whole.shape)}, the features of "
+                f"the regions have {self.features.shape[1]} columns"
             )
 
     def __len__(self) -> int:
