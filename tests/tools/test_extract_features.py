@@ -156,12 +156,14 @@ def test_backends_precisions_and_kinds_of_weights(tool, words, tmp_path, images)
         exact.append(extract("w.pkl", "--backend", "detectron2"))
         assert exact[-1].stamp["backend"] == "detectron2"
     for found in exact:
+        assert found.ids == expected.ids
         for one, other in ((found[name], expected[name]) for name in found.ids):
             assert np.allclose(one.boxes, other.boxes, atol=1e-3)
             assert np.allclose(one.features, other.features, atol=1e-4)
     assert "precision" not in expected.stamp and rough.stamp["precision"] == "bf16"
-    changed = [np.abs(one.features.mean(0) - two.features.mean(0)) for one, two in zip(rough, expected, strict=True)]
-    size = np.abs(np.concatenate([one.features for one in expected])).max()
+    changed = [np.abs(rough[name].features.mean(0) - expected[name].features.mean(0)) for name in expected.ids]
+    assert rough.ids == expected.ids
+    size = np.abs(np.concatenate([expected[name].features for name in expected.ids])).max()
     assert 0 < np.max(changed) < 0.2 * size
 
 
