@@ -5,40 +5,15 @@ Shape legend: see `detector/structures.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torchvision.ops import clip_boxes_to_image, nms
 
+from detector.selection_rule import SelectionRule
+
 MAX_NMS_THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-
-
-@dataclass(frozen=True)
-class SelectionRule:
-    """Keep scores of at least `min_score`, but never fewer than `min_regions` nor more than `max_regions` boxes.
-
-    The defaults are VL-BERT's (section 4.1). Bottom-up attention uses 0.2 with 10 to 100; a fixed number, such as
-    LXMERT's 36, is `min_regions == max_regions`.
-
-    Raises:
-        ValueError: numbers that contradict each other.
-    """
-
-    min_score: float = 0.5
-    min_regions: int = 10
-    max_regions: int = 100
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.min_regions <= self.max_regions or self.max_regions < 1:
-            raise ValueError(
-                f"Selection rule: min_regions {self.min_regions} and max_regions {self.max_regions} must satisfy "
-                "0 <= min_regions <= max_regions and max_regions >= 1."
-            )
-        if not np.isfinite(self.min_score):
-            raise ValueError(f"Selection rule: min_score {self.min_score} must be a finite number.")
 
 
 def select_regions(

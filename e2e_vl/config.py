@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from detector.selection_rule import SelectionRule
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.converter import check_choice, check_numbers, nearest
 
@@ -85,20 +86,11 @@ class SyntheticSettings:
 
 
 @dataclass(frozen=True)
-class SelectionSettings:
-    """Which boxes of a detector are kept (VL-BERT section 4.1: score at least 0.5, 10 to 100 boxes)."""
-
-    min_score: float = 0.5
-    min_regions: int = 10
-    max_regions: int = 100
-
-
-@dataclass(frozen=True)
 class BoxSettings:
     """Where the boxes of training images come from, and which boxes of a detector are kept."""
 
-    train: str = "gt"  # a value of BoxSource, see e2e_vl/boxes.py
-    selection: SelectionSettings = field(default_factory=SelectionSettings)
+    train: str = "gt"  # a value of BoxSource, see e2e_vl/box_sources.py
+    selection: SelectionRule = field(default_factory=SelectionRule)
 
     def __post_init__(self) -> None:
         check_choice("data.boxes.train", self.train, BoxSource)
@@ -170,7 +162,7 @@ class TrainSettings:
     decay_norm_and_bias: bool = True  # the official code decays them too
     warmup_steps: int = 0
     schedule: str = "linear"  # after the warm-up: linear (to 0; also: triangle) | cosine (to 0) | constant | steps
-    schedule_first: bool = False  # the first update has the rate of step 1, the last one that of the end (official)
+    schedule_first: bool = False  # the first update has the rate of step 1, the last one the rate of the end (official)
     decay_steps: list[int] = field(default_factory=list)  # schedule "steps": optimiser steps before each decay
     decay_factor: float = 0.1  # schedule "steps": what each decay multiplies the rates with
     clip_norm: float | None = 1.0

@@ -62,8 +62,8 @@ def draw_boxes(
         draw.text((4, 2 + number * (_FONT_SIZE + 6)), line, fill=(0, 0, 0), font=font)
     placed = boxes * np.tile(scale, 2) + np.array([0, top, 0, top])
     drawn = list(zip(placed.tolist(), labels, colours, strict=True))[::-1]
-    for box, _, colour in drawn:
-        _rectangle(draw, box, colour)
+    for (x1, y1, x2, y2), _, colour in drawn:  # PIL counts the last pixel in
+        draw.rectangle((x1, y1, max(x2 - 1, x1), max(y2 - 1, y1)), outline=colour, width=2)
     for box, label, colour in drawn:  # after all rectangles, so that no line crosses a label
         if label:
             _label(draw, box, label, colour, picture.size, top, font)
@@ -89,12 +89,6 @@ def _canvas(image: np.ndarray, header: int) -> tuple[Image.Image, np.ndarray]:
     picture = Image.new("RGB", (max(width, _MIN_SIDE), header + max(height, _MIN_SIDE)), _MARGIN)
     picture.paste(content, (0, header))
     return picture, np.array([width / image.shape[1], height / image.shape[0]])
-
-
-def _rectangle(draw: ImageDraw.ImageDraw, box: list[float], colour: Colour) -> None:
-    x1, y1, x2, y2 = box
-    right, bottom = max(x2 - 1, x1), max(y2 - 1, y1)  # PIL counts the last pixel in
-    draw.rectangle((x1, y1, right, bottom), outline=colour, width=2)
 
 
 def _label(

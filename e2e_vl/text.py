@@ -96,16 +96,15 @@ def mirror_words(words: Iterable[str]) -> list[str]:
     return [{"left": "right", "right": "left"}.get(word, word) for word in words]
 
 
-def build_vocabulary(sentences: Iterable[str], path: str | Path, min_count: int = 1) -> list[str]:
+def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:
     """Write a BERT-style vocab.txt of all words of some sentences, for training from scratch.
 
     The order is fixed: [PAD] 0, [UNK] 1, [CLS] 2, [SEP] 3, [MASK] 4; words by falling count, then alphabetically; then
-    single characters and their `##` continuations (those of the sentences, a-z and 0-9), with which rarer and unseen
-    words are spelled.
+    single characters and their `##` continuations (from the sentences, a-z and 0-9), with which unseen words are
+    spelled.
 
     Args:
         path: file to write, UTF-8, one wordpiece per line.
-        min_count: words seen less often get no line of their own.
 
     Returns:
         The lines; the index is the wordpiece id.
@@ -116,9 +115,7 @@ def build_vocabulary(sentences: Iterable[str], path: str | Path, min_count: int 
     counts = collections.Counter(word for sentence in sentences for word in split_words(sentence))
     if not counts:
         raise ValueError(f"{path}: no vocabulary can be built, there is no word in the sentences")
-    words = sorted(
-        (word for word, count in counts.items() if count >= min_count), key=lambda word: (-counts[word], word)
-    )
+    words = sorted(counts, key=lambda word: (-counts[word], word))
     characters = sorted({*"".join(counts), *string.ascii_lowercase, *string.digits})
     vocabulary = list(dict.fromkeys([*SPECIAL_TOKENS, *words, *characters, *(f"##{char}" for char in characters)]))
     path = Path(path)

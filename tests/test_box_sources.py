@@ -23,6 +23,7 @@ def test_sources_are_named_as_in_settings():
     ],
 )
 def test_what_a_source_reads(source, files, reads_annotations):
+    assert f"{BoxSource(source)}" == source
     assert BoxSource(source).needs == files
     assert BoxSource(source).reads_annotations is reads_annotations
 

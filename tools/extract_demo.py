@@ -23,7 +23,7 @@ from PIL import Image
 
 from detector.backends import BACKENDS
 from detector.images import resize_boxes
-from detector.selection import SelectionRule
+from detector.selection_rule import SelectionRule
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.extraction.detectors import LoadedDetector, detector_of_run, load_detector

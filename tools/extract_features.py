@@ -29,7 +29,7 @@ from typing import Any
 from accelerate.utils import InitProcessGroupKwargs
 
 from detector.backends import BACKENDS
-from detector.selection import SelectionRule
+from detector.selection_rule import SelectionRule
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.data.formats.image_lists import list_images, read_given_boxes
 from e2e_vl.data.storage.features.writers import FORMATS

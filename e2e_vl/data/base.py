@@ -1,7 +1,7 @@
 """What every data set is: facts about images and texts, read from official files.
 
 A reader opens its files and answers with a `Sample`. It knows no tokenizer, no pixels of the network, no encoder and no
-settings of a task; those are the business of `images/loader.py` and of the task's wording.
+settings of a task, which are the business of `images/loader.py` and of the task's wording.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class VLDataset(abc.ABC):
 
     @classmethod
     def narrowed(cls, sample: Sample, options: Any) -> Sample:
-        """A user's sample with the candidate boxes that the options leave of those that were given."""
+        """A user's sample with only the given candidate boxes that the options leave."""
         return sample
 
     @abc.abstractmethod

@@ -18,14 +18,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from torch.utils.data import ConcatDataset
+
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants
 from e2e_vl.data.formats.caption_sources import CaptionSource, CocoCaptions
 from e2e_vl.data.formats.coco import CocoInstances, read_instances
 from e2e_vl.data.formats.conceptual import VLBertCaptions
 from e2e_vl.data.formats.shards import ShardCaptions
-from e2e_vl.data.storage.corpus import TextCorpus, TextLines
-from e2e_vl.samples import Sample, SampleImage, SampleText
+from e2e_vl.data.storage.corpus import TextLines
+from e2e_vl.samples import Sample, SampleImage, SampleText, TextPool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ class CaptionDataset(VLDataset):
         self,
         source: CaptionSource,
         *,
-        corpus: TextCorpus | None = None,
+        corpus: TextPool | None = None,
         instances: CocoInstances | None = None,
         split: str = "train",
         boxes_come_along: bool = False,
@@ -93,12 +95,9 @@ class CaptionDataset(VLDataset):
             if options.source != "coco":
                 raise ValueError("annotated objects need data.config.source=coco and data.files.instances.")
             instances = read_instances(files.path("instances", split=split), drop_empty_boxes=True)
-        corpus = None
-        if "corpus" in files and options.use_corpus and wants.training:
-            corpus = TextCorpus(_corpus_files(files, split), _index_folder(files, options))
         return cls(
             _source(files, options, split, wants.boxes),
-            corpus=corpus,
+            corpus=_corpus(files, options, split) if wants.training else None,
             instances=instances,
             split=split,
             boxes_come_along=options.source == "json_lines",
@@ -109,9 +108,8 @@ class CaptionDataset(VLDataset):
         """All captions of a split and all lines of the corpus."""
         source = _source(files, options, split, BoxSource.ONLINE)
         yield from (source.caption(text) for text in range(source.groups.num_texts))
-        if "corpus" in files and options.use_corpus:
-            for file in _corpus_files(files, split):
-                yield from TextLines(file, _index_folder(files, options), "corpus")
+        corpus = _corpus(files, options, split) or ()
+        yield from (corpus[number] for number in range(len(corpus)))
 
     @classmethod
     def class_names_of(cls, files: DataFiles, options: CaptionOptions, split: str) -> Sequence[str] | None:
@@ -153,7 +151,7 @@ class CaptionDataset(VLDataset):
 
 
 def _source(files: DataFiles, options: CaptionOptions, split: str, boxes: BoxSource) -> CaptionSource:
-    """Captions of a split, with the boxes that lie beside them if `boxes` asks for those."""
+    """Captions of a split, with the boxes that lie beside them if `boxes` asks for them."""
     if options.source == "coco":
         return CocoCaptions(files.path("captions", split=split), files.path("images", split=split))
     if options.source == "shards":
@@ -167,9 +165,12 @@ def _source(files: DataFiles, options: CaptionOptions, split: str, boxes: BoxSou
     )
 
 
-def _corpus_files(files: DataFiles, split: str) -> list[Path]:
-    """The text files, joined by "+" in the settings (as the official code does)."""
-    return [files.root / name for name in files.name("corpus", split=split).split("+")]
+def _corpus(files: DataFiles, options: CaptionOptions, split: str) -> ConcatDataset | None:
+    """The lines of the text files, whose names the settings join by "+" (as the official code does)."""
+    if "corpus" not in files or not options.use_corpus:
+        return None
+    names = files.name("corpus", split=split).split("+")
+    return ConcatDataset([TextLines(files.root / name, _index_folder(files, options), "corpus") for name in names])
 
 
 def _index_folder(files: DataFiles, options: CaptionOptions) -> Path:

@@ -12,8 +12,8 @@ from typing import Any
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants
-from e2e_vl.data.formats.coco import CocoAnnotation, CocoInstances, read_instances
-from e2e_vl.samples import Categories, Sample, SampleImage, SampleText
+from e2e_vl.data.formats.coco import CocoAnnotation, read_instances
+from e2e_vl.samples import Categories, Sample, SampleText
 
 
 class CocoDetectionDataset(VLDataset):
@@ -21,8 +21,8 @@ class CocoDetectionDataset(VLDataset):
 
     Args:
         images_root: folder of the image files named in the instances file.
-        instances: COCO instances file (path or content). Annotations without width or height, which COCO's own files
-            have a few of, are left out and logged.
+        instances_file: COCO instances file. Annotations without width or height, which COCO's own files have a few of,
+            are left out and logged.
         keep_empty_images: False leaves out the images that have no object, or only crowds.
 
     Raises:
@@ -32,12 +32,9 @@ class CocoDetectionDataset(VLDataset):
     known_files = ("images", "instances")
     box_sources = (BoxSource.ONLINE,)  # it is about the boxes that the detector finds
 
-    def __init__(
-        self, images_root: str | Path, instances: str | Path | CocoInstances, *, keep_empty_images: bool = True
-    ) -> None:
+    def __init__(self, images_root: str | Path, instances_file: str | Path, *, keep_empty_images: bool = True) -> None:
         self.images_root = Path(images_root).expanduser()
-        is_read = isinstance(instances, CocoInstances)
-        self.instances = instances if is_read else read_instances(instances, drop_empty_boxes=True)
+        self.instances = read_instances(instances_file, drop_empty_boxes=True)
         self.images = list(self.instances.images.values())
         self.groups = [
             [index]
@@ -66,9 +63,9 @@ class CocoDetectionDataset(VLDataset):
 
     def check_classes(self, num_classes: int) -> None:
         """Raises ValueError unless a detector with `num_classes` foreground classes has one for each category."""
-        if self.instances.num_classes != num_classes:
+        if len(self.class_names) != num_classes:
             raise ValueError(
-                f"{self.instances.path} has {self.instances.num_classes} categories, but the detector has "
+                f"{self.instances.path} has {len(self.class_names)} categories, but the detector has "
                 f"{num_classes} classes; set MODEL.ROI_HEADS.NUM_CLASSES in its config."
             )
 
@@ -80,12 +77,7 @@ class CocoDetectionDataset(VLDataset):
         """One image with its empty text."""
         [index] = texts
         image = self.images[index]
-        stated = SampleImage(
-            str(image.id),
-            self.images_root / image.file_name,
-            (image.height, image.width),
-            objects=self.instances.objects(image.id),
-        )
+        stated = self.instances.sample_image(image.id, self.images_root / image.file_name)
         objects = [self._fact(annotation) for annotation in self.instances.by_image[image.id]]
         text = SampleText(
             index, "", {"image_id": image.id, "objects": objects}, Categories(tuple(self.instances.category_ids))

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants, group_texts
-from e2e_vl.data.formats.coco import CocoInstances
 from e2e_vl.data.formats.refer import ReferFiles
-from e2e_vl.samples import ReferredBox, Sample, SampleImage, SampleText
+from e2e_vl.samples import ReferredBox, Sample, SampleText
 
 
 class RefCOCODataset(VLDataset):
@@ -16,7 +15,7 @@ class RefCOCODataset(VLDataset):
 
     Args:
         images_root: folder of the image files named in the instances file.
-        instances: COCO instances file with all annotations of the images (path or content).
+        instances_file: COCO instances file with all annotations of the images.
         refs_file: REFER file.
         split: name of a split, by the rules of `refer.split_contains`.
 
@@ -29,11 +28,9 @@ class RefCOCODataset(VLDataset):
 
     known_files = ("images", "instances", "refs", "detections", "features")
 
-    def __init__(
-        self, images_root: str | Path, instances: str | Path | CocoInstances, refs_file: str | Path, split: str
-    ) -> None:
+    def __init__(self, images_root: str | Path, instances_file: str | Path, refs_file: str | Path, split: str) -> None:
         self.images_root = Path(images_root).expanduser()
-        self.refer = ReferFiles(refs_file, instances)
+        self.refer = ReferFiles(refs_file, instances_file)
         self.instances = self.refer.instances
         self.expressions = self.refer.in_split(split)
         self.groups = group_texts(expression.image_id for expression in self.expressions)
@@ -60,18 +57,14 @@ class RefCOCODataset(VLDataset):
 
     def sample(self, texts: Sequence[int]) -> Sample:
         """Some expressions about one image."""
-        image = self.refer.image(self.expressions[texts[0]])
-        stated = SampleImage(
-            str(image.id),
-            self.images_root / image.file_name,
-            (image.height, image.width),
-            objects=self.instances.objects(image.id),
-        )
-        return Sample((stated,), tuple(self._text(index) for index in texts))
+        image_id = self.expressions[texts[0]].image_id
+        # the `file_name` of a ref is not a file
+        image = self.instances.sample_image(image_id, self.images_root / self.instances.images[image_id].file_name)
+        return Sample((image,), tuple(self._text(index) for index in texts))
 
     def _text(self, index: int) -> SampleText:
         expression = self.expressions[index]
-        box = self.refer.annotation(expression).box
+        box = self.instances.annotations[expression.ann_id].box
         facts = {
             "ref_id": expression.ref_id,
             "sent_id": expression.sent_id,

@@ -11,8 +11,8 @@ import numpy as np
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts
-from e2e_vl.data.formats.vcr_files import CHOICES, VCRFile, VCRMetadata, VCRQuestion, read_metadata
-from e2e_vl.samples import AnnotatedObjects, ChoiceText, RightChoice, Sample, SampleImage, Sentence
+from e2e_vl.data.formats.vcr_files import CHOICES, VCRFile, VCRQuestion, read_metadata
+from e2e_vl.samples import ChoiceText, RightChoice, Sample, SampleImage, Sentence
 
 PERSON = "person"
 EVERYONE = ("everyone", "everyones")  # name all people under R2C's rule
@@ -40,8 +40,8 @@ class VCROptions:
         condition_on: "right": rationales are given the right answer. "each": given each of the four answers, as the
             leaderboard file wants it; a question is then four text indices, and there is nothing to learn.
         objects: which boxes there are. "all" of the image, in file order: its questions can share a detector pass.
-            "mentioned": those that question and choices name, in the order of first mention (for rationales those of
-            the answers too). "r2c": R2C's choice of them, see `relevant_objects`, in file order.
+            "mentioned": what question and choices name (for rationales what the answers name too), in the order of
+            first mention. "r2c": what R2C chooses of them, see `relevant_objects`, in file order.
         class_names: the classes of objects, in the order of the detector's classes.
     """
 
@@ -65,7 +65,7 @@ class VCRDataset(VLDataset):
 
     Args:
         images_root: the folder vcr1images, with the image and metadata files that questions name.
-        questions_file: jsonl file of the split (path or content).
+        questions_file: jsonl file of the split.
         options: see `VCROptions`.
         training: needs labels.
 
@@ -87,13 +87,13 @@ class VCRDataset(VLDataset):
     def __init__(
         self,
         images_root: str | Path,
-        questions_file: str | Path | VCRFile,
+        questions_file: str | Path,
         options: VCROptions | None = None,
         *,
         training: bool = False,
     ) -> None:
         self.images_root = Path(images_root).expanduser()
-        self.questions = questions_file if isinstance(questions_file, VCRFile) else VCRFile(questions_file)
+        self.questions = VCRFile(questions_file)
         self.settings = options or VCROptions()
         self.class_names = self.settings.class_names
         self.parts = [{}]
@@ -166,26 +166,16 @@ class VCRDataset(VLDataset):
             ValueError: a file that cannot be read, or objects that contradict each other.
         """
         question = self.questions[texts[0] // self.per_question]
-        path = self.images_root / question.img_fn
-        metadata = read_metadata(self.images_root / question.metadata_fn, question)
+        size, objects = read_metadata(self.images_root / question.metadata_fn, question)
+        classes = np.array([self._class_of[name] for name in question.objects], dtype=np.int64)
         image = SampleImage(
             question.img_fn,
-            path,
-            metadata.size,
-            objects=self._objects(question, metadata),
+            self.images_root / question.img_fn,
+            size,
+            objects=dataclasses.replace(objects, classes=classes),
             candidates=self._candidates(question, texts[0] % self.per_question),
         )
         return Sample((image,), tuple(self._text(index, question) for index in texts))
-
-    def _objects(self, question: VCRQuestion, metadata: VCRMetadata) -> AnnotatedObjects:
-        return AnnotatedObjects(
-            boxes=metadata.boxes,
-            origin=f"{self.images_root / question.metadata_fn} ({question.annot_id})",
-            classes=np.array([self._class_of[name] for name in question.objects], dtype=np.int64),
-            attributes=metadata.attributes,
-            names=tuple(question.objects),
-            outlines=metadata.polygons,
-        )
 
     def _candidates(self, question: VCRQuestion, answer: int) -> tuple[int, ...] | None:
         """Objects that are candidate boxes, in the order of the boxes; None: all of them."""
@@ -252,7 +242,7 @@ def mentioned_objects(sentences: Iterable[Sentence]) -> tuple[int, ...]:
 
 
 def relevant_objects(objects: Sequence[str], sentences: Sequence[Sentence]) -> tuple[int, ...]:
-    """Objects that R2C keeps, ascending: those named; all people if a sentence says "everyone" or nothing is named."""
+    """Objects that R2C keeps, ascending: the named ones; all people if a sentence says "everyone" or names nothing."""
     people = {index for index, name in enumerate(objects) if name == PERSON}
     kept = set(mentioned_objects(sentences))
     says_everyone = any(isinstance(t, str) and t.lower() in EVERYONE for sentence in sentences for t in sentence)

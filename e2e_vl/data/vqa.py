@@ -46,8 +46,7 @@ class VQAPart:
         path = self.folder / self.image_name.format(id=image_id)
         if self.instances is None:
             return SampleImage(str(image_id), path)
-        image = self.instances.images[image_id]
-        return SampleImage(str(image_id), path, (image.height, image.width), self.instances.objects(image_id))
+        return self.instances.sample_image(image_id, path)
 
     def check_images(self) -> None:
         """Raises ValueError unless the instances file lists all images."""

@@ -21,10 +21,10 @@ def are_given(config: RunConfig) -> bool:
 def possible_answers(config: RunConfig, dataset: type[VLDataset], min_count: int) -> list[str]:
     """Answers in the order of their classes.
 
-    They are those of `task.config.answers` (a list or a file) or of the file `data.files.answers`, under data.root;
-    without either they are built from the annotations of the training split (those of at least `min_count` questions)
-    and written beside the run's settings. To the lines of a text file the punctuation step of the official evaluation
-    is applied (official VL-BERT code).
+    `task.config.answers` (a list or a file) or the file `data.files.answers`, under data.root, gives them. Without
+    either they are built from the annotations of the training split, where each must answer at least `min_count`
+    questions, and written beside the run's settings. The lines of a text file go through the punctuation step of the
+    official evaluation (official VL-BERT code).
 
     Raises:
         FileNotFoundError, ValueError: see `read_answers`, the data set's reader and `frequent_answers`.

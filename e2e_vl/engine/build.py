@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -24,7 +23,7 @@ from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import ResizeSettings, RunConfig
-from e2e_vl.converter import check_keys, from_dict
+from e2e_vl.converter import check_choice, check_keys, from_dict
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco_detection import CocoDetectionDataset
@@ -114,13 +113,12 @@ def task_class(name: str) -> type[Task]:
 
 
 def _named(choices: dict[str, Any], name: str, setting: str) -> Any:
-    if name not in choices:
-        raise ValueError(f"{setting} is '{name}'; it must be one of {', '.join(choices)}.")
+    check_choice(setting, name, choices)
     return choices[name]
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """The settings with everything that follows from files: nothing is changed after this.
+    """The settings with everything that follows from files; nothing changes them later.
 
     `data.resize` comes from the detector's YAML file where it is null, so that the saved settings hold numbers.
 
@@ -271,8 +269,3 @@ def build_objectives(settings: dict[str, Any], sizes: Sizes) -> dict[str, Object
         if own.weight:
             objectives[name] = objective_class(sizes, own)
     return objectives
-
-
-def detector_yaml(config: RunConfig) -> dict[str, Any]:
-    """The detector's settings as nested Detectron2 keys, to compare two runs."""
-    return yaml.safe_load(build_detector_config(config).to_yaml())

@@ -10,7 +10,6 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from detector.images import ResizeRule
-from detector.selection import SelectionRule
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import DetectorSettings, RunConfig
 from e2e_vl.converter import check_keys, from_dict
@@ -22,7 +21,6 @@ from e2e_vl.data.loading.example_dataset import ExampleDataset
 from e2e_vl.engine.build import named_parts, task_config
 from e2e_vl.layout import TextWriter
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.samples import Sample
 from e2e_vl.structures import Batch
 from e2e_vl.synthetic import FORMATS, LanguageConfig, SceneConfig, make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
@@ -68,25 +66,6 @@ def training_texts(config: RunConfig) -> Iterable[str]:
     parts = named_parts(config)
     yield from parts.dataset.texts_of(*open_options(parts.dataset, config.data), config.data.train_split)
     yield from parts.task[1].own_words(task_config(config))
-
-
-def class_names(config: RunConfig) -> list[str] | None:
-    """Names of the annotated classes in the detector's order, where the data set knows them."""
-    dataset = named_parts(config).dataset
-    split = [*config.data.eval_splits, config.data.train_split][0]
-    return dataset.class_names_of(*open_options(dataset, config.data), split)
-
-
-def wants_given_answer(config: RunConfig) -> bool:
-    """Texts of the run stand behind an answer that is given."""
-    dataset = named_parts(config).dataset
-    return dataset.wants_given_answer(open_options(dataset, config.data)[1])
-
-
-def narrowed(config: RunConfig, sample: Sample) -> Sample:
-    """A user's sample with the candidate boxes that `data.config` leaves."""
-    dataset = named_parts(config).dataset
-    return dataset.narrowed(sample, open_options(dataset, config.data)[1])
 
 
 def build_examples(
@@ -163,9 +142,7 @@ def build_loader(
     if dataset is not None and key is not None and dataset.parts:
         files, _ = open_options(type(dataset), data)
         paths = list(dict.fromkeys(files.path(key, **values) for values in dataset.parts))
-        rule = data.boxes.selection
-        selection = SelectionRule(rule.min_score, rule.min_regions, rule.max_regions)
-        reader = open_boxes(paths, selection, with_features=boxes is BoxSource.PRECOMPUTED)
+        reader = open_boxes(paths, data.boxes.selection, with_features=boxes is BoxSource.PRECOMPUTED)
     return ImageLoader(rules, boxes, reader)
 
 

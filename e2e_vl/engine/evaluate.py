@@ -43,23 +43,18 @@ def evaluate_splits(
         Metrics under names such as `val/accuracy_own_boxes` and `val/accuracy_own_boxes/relation`.
     """
     metrics: dict[str, Any] = {}
-    model = accelerator.unwrap_model(run.model)
     for split in config.data.eval_splits:
         for boxes in map(BoxSource, config.eval.boxes):
-            examples = run.eval_data[split, boxes]
-            records = evaluate(
-                config, run, model, examples, accelerator, max_images=max_images, name=f"{split}, {boxes}"
-            )
-            scores = model.task.metrics(records)
-            metrics.update(named_metrics(scores, split, boxes))
+            examples, name = run.eval_data[split, boxes], f"{split}, {boxes}"
+            records = evaluate(config, run.model, examples, accelerator, max_images=max_images, name=name)
+            metrics.update(named_metrics(run.model.task.metrics(records), split, boxes))
             if output is not None and accelerator.is_main_process:
-                write_predictions(output / f"predictions_{split}_{boxes}.json", records, model.task)
+                write_predictions(output / f"predictions_{split}_{boxes}.json", records, run.model.task)
     return metrics
 
 
 def evaluate(
     config: RunConfig,
-    run: Run,
     model: VisionLanguageModel,
     examples: ExampleDataset,
     accelerator: Accelerator,
@@ -79,13 +74,11 @@ def evaluate(
     sampler = GroupedBatchSampler(
         groups,
         images_per_batch=config.eval.images_per_batch,
-        texts_per_image=None,
-        seed=config.seed,
         shuffle=False,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
     )
-    loader = BatchLoader(examples, sampler, run.collate, workers=config.data.workers)
+    loader = BatchLoader(examples, sampler, build_collate(config, model), workers=config.data.workers)
     was_training = model.training
     model.eval()
     if accelerator.num_processes > 1:  # batch statistics of the main process count, as when the model is saved
@@ -147,8 +140,7 @@ def evaluate_run(
     accelerator = make_accelerator(config.train.mixed_precision)
     model.to(accelerator.device)
     examples = build_examples(config, model, tokenizer, split, boxes=boxes)
-    run = Run(model, tokenizer, train_data=None, collate=build_collate(config, model))
-    records = evaluate(config, run, model, examples, accelerator, name=f"{split}, {boxes}")
+    records = evaluate(config, model, examples, accelerator, name=f"{split}, {boxes}")
     metrics = named_metrics(model.task.metrics(records), split, boxes)
     path = None
     if accelerator.is_main_process:

@@ -20,18 +20,11 @@ class OfficialAdamW(torch.optim.Optimizer):
     """AdamW of the old transformers, which the official VL-BERT code trains with.
 
     Against `torch.optim.AdamW`: the epsilon is added before the bias correction, `sqrt(v) + eps`, and the decay,
-    `lr * weight_decay * weight`, is taken off after the update.
+    `lr * weight_decay * weight`, is taken off after the update. Every group brings its own `lr` and `weight_decay`.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-    ):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(self, groups: Iterable[dict[str, Any]], betas: tuple[float, float], eps: float):
+        super().__init__(groups, {"betas": betas, "eps": eps})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:

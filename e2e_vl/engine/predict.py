@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
+from e2e_vl.data.base import open_options
 from e2e_vl.data.loading.requests import random_generator
-from e2e_vl.engine.build_data import (
-    build_collate,
-    build_examples,
-    build_loader,
-    build_writer,
-    class_names,
-    narrowed,
-    wants_given_answer,
-    warn_of_random_boxes,
-)
+from e2e_vl.engine.build import named_parts
+from e2e_vl.engine.build_data import build_collate, build_examples, build_loader, build_writer, warn_of_random_boxes
 from e2e_vl.engine.evaluate import evaluate, named_metrics
 from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.engine.run import Run
 from e2e_vl.engine.saving import load_model, saved_settings
 from e2e_vl.examples import Example
 from e2e_vl.model import VisionLanguageModel
@@ -83,12 +76,11 @@ def predict_split(
     examples = [build_examples(*one, split, boxes=boxes) for _, *one in loaded]  # errors early
     accelerator = make_accelerator(loaded[0][1].train.mixed_precision)
     predictions = []
-    for (path, config, model, tokenizer), own in zip(loaded, examples, strict=True):
+    for (path, config, model, _), own in zip(loaded, examples, strict=True):
         if boxes is BoxSource.ONLINE:
             warn_of_random_boxes(saved_settings(path).detector)
         model.to(accelerator.device)
-        run = Run(model, tokenizer, train_data=None, collate=build_collate(config, model))
-        predictions.append(evaluate(config, run, model, own, accelerator, name=f"{path.name}: {split}, {boxes}"))
+        predictions.append(evaluate(config, model, own, accelerator, name=f"{path.name}: {split}, {boxes}"))
         model.cpu()
     task = loaded[0][2].task
     metrics = named_metrics(task.metrics(predictions[0]), split, boxes)
@@ -146,19 +138,24 @@ def answer_question(run_dir: Path, question: Question, *, points_at_box: bool = 
     _check_answers(config, model.task, run_dir, points_at_box)
     if question.boxes is None:
         warn_of_random_boxes(saved_settings(run_dir).detector)
-    question = dataclasses.replace(question, class_names=class_names(config), wants_answer=wants_given_answer(config))
-    return answer(config, model, tokenizer, narrowed(config, model.task.question(question)))
+    dataset = named_parts(config).dataset
+    files, options = open_options(dataset, config.data)
+    question = dataclasses.replace(
+        question,
+        class_names=dataset.class_names_of(files, options, [*config.data.eval_splits, config.data.train_split][0]),
+        wants_answer=dataset.wants_given_answer(options),
+    )
+    return _answer(config, model, tokenizer, dataset.narrowed(model.task.question(question), options))
 
 
-def answer(config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Answer:
+def _answer(
+    config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, sample: Sample
+) -> Answer:
     """What a model says to the text of a sample, on the road that the data of a run take."""
     boxes = BoxSource.ONLINE if sample.images[0].objects is None else BoxSource.GT
     loader = build_loader(config, model, None, boxes)
     wording = model.task.wording(build_writer(config, model, tokenizer))
-
-    def draw(text: int) -> np.random.Generator:
-        return random_generator(config.seed, 0, text)
-
+    draw = functools.partial(random_generator, config.seed, 0)
     try:
         images = [loader.load(image, loader.draw_augmentation(draw(0))) for image in sample.images]
     except BrokenImageError as error:

@@ -28,7 +28,7 @@ class Run:
 
     model: VisionLanguageModel
     tokenizer: PreTrainedTokenizerBase
-    train_data: ExampleDataset | None  # None when only evaluating
+    train_data: ExampleDataset
     collate: Callable[..., Batch]
     # by split and boxes
     eval_data: dict[tuple[str, BoxSource], ExampleDataset] = dataclasses.field(default_factory=dict)

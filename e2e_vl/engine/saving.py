@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import load as load_without_code
 from safetensors import SafetensorError
@@ -29,14 +30,14 @@ from detector.checkpoint import load_strictly, load_weights
 from detector.weight_files import read_tensors
 from e2e_vl.config import VERSION, RunConfig, differences, load_config, load_overrides, save_config, saved_version
 from e2e_vl.data.formats.vqa_files import ANSWERS_FILE, write_answers
-from e2e_vl.engine.build import build_model, detector_yaml, task_class
+from e2e_vl.engine.build import build_detector_config, build_model, task_class
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import write_json
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.start import TEACHER, check_answers, check_vocabulary, todays_names
 
 logger = logging.getLogger(__name__)
-# Settings that a trained model has no use for.
+# Settings that a trained model does not use.
 OWN_START = ("detector.config", "detector.weights", "encoder.weights", "encoder.fallback_weights", "task.weights")
 
 
@@ -100,7 +101,7 @@ def load_model(
 
 
 def saved_settings(run_dir: Path, overrides: list[str] | None = None) -> RunConfig:
-    """The settings that a model was saved with, those of an earlier version in today's form.
+    """The settings that a model was saved with; settings of an earlier version come in today's form.
 
     Raises:
         FileNotFoundError: no model there.
@@ -184,7 +185,7 @@ def save_state(
 def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:
     """Continue from a checkpoint folder; returns the position that was saved with it.
 
-    The optimiser keeps the options (rates, decay, ...) that it was built with: those of the current settings.
+    The optimiser keeps the options (rates, decay, ...) of the current settings, which it was built with.
 
     Raises:
         ValueError: a file of the checkpoint is damaged, does not fit the model or tries to run code.
@@ -214,7 +215,7 @@ def check_lists(folder: Path, model: VisionLanguageModel, tokenizer: PreTrainedT
     """Check that wordpieces and answers, which a resumed run reads or builds again, have kept their numbers.
 
     Raises:
-        ValueError: a list differs from that of the checkpoint folder, perhaps only in its order.
+        ValueError: a list differs from the list in the checkpoint folder, perhaps only in its order.
     """
     check_vocabulary(folder / "model" / "encoder", tokenizer)
     check_answers(folder / "model" / "task", model.task)
@@ -228,7 +229,7 @@ def read_position(folder: Path) -> dict[str, Any]:
 def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path | None:
     """The newest complete checkpoint of a run directory, or None if the run never saved one.
 
-    Other settings than those of the checkpoint are allowed where they leave the architecture; they are logged.
+    Settings may differ from the settings of the checkpoint where they leave the architecture; they are logged.
 
     Raises:
         ValueError: the checkpoint was made by another architecture, or by another number of processes.
@@ -277,7 +278,7 @@ def refuse_to_overwrite(output: Path) -> None:
 def _architecture(config: RunConfig) -> dict[str, Any]:
     """The settings that decide which parameters exist and what they mean."""
     return {
-        "detector": detector_yaml(config),
+        "detector": yaml.safe_load(build_detector_config(config).to_yaml()),
         "encoder": {"name": config.encoder.name, **config.encoder.config},
         "task": {"name": config.task.name, **config.task.config},
     }

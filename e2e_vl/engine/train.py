@@ -110,7 +110,6 @@ class _Training:
             accumulate=settings.accumulate,
             texts_per_image=config.data.texts_per_image,
             seed=config.seed,
-            shuffle=True,
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
         )
@@ -156,17 +155,15 @@ class _Training:
                 self._log_training(values, bar)
                 if self.step == self.total_steps:
                     break
+                self.seconds_training += time.perf_counter() - since
                 # before saving: a resumed run does not evaluate this step again
                 if self._is_due(self.config.eval.every_epochs):
-                    self.seconds_training += time.perf_counter() - since
                     self._evaluate(self.config.eval.max_images)
-                    since = time.perf_counter()
                 if self._is_due(self.config.train.save_every_epochs):
-                    self.seconds_training += time.perf_counter() - since
-                    self._save(self.output / "checkpoints" / f"step_{self.step:08d}")
-                    since = time.perf_counter()
+                    self._save()
+                since = time.perf_counter()
         self.seconds_training += time.perf_counter() - since
-        self._save(self.output / "checkpoints" / f"step_{self.step:08d}")
+        self._save()
         metrics = self._evaluate(None, final=True)
         return self._finish(metrics, started)
 
@@ -287,10 +284,10 @@ class _Training:
         self.accelerator.log({name: value for name, value in metrics.items() if value is not None}, step=self.step)
         return metrics
 
-    def _save(self, folder: Path) -> None:
+    def _save(self) -> None:
         saving.save_state(
             self.accelerator,
-            folder,
+            self.output / "checkpoints" / f"step_{self.step:08d}",
             self.config,
             self.built.model,
             self.built.tokenizer,

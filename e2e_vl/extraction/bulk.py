@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 
 from detector.images import ResizeRule
 from e2e_vl.data.formats.image_lists import GivenBoxes, ListedImage
+from e2e_vl.data.loading.batches import unchanged
 from e2e_vl.data.storage.features.record import RegionFeatures, load_npz, save_npz
 from e2e_vl.data.storage.features.stores import STAMP_NAME, open_features
 from e2e_vl.data.storage.features.writers import check_format, write_features
@@ -217,7 +218,7 @@ def _join(job: ExtractionJob, failures: dict[str, str]) -> None:
     """Write the output file from the `.npz` files, and remove these if no image failed."""
     images = [image for image in job.images if image.id not in failures]
     paths = [job.folder / f"{image.id}.npz" for image in images]
-    records = (load_npz(path)[0] for path in tqdm(paths, desc=f"writing {job.output.name}", unit="image"))
+    records = (load_npz(path) for path in tqdm(paths, desc=f"writing {job.output.name}", unit="image"))
     job.output.parent.mkdir(parents=True, exist_ok=True)
     num_bytes = sum(path.stat().st_size for path in paths)
     write_features(job.layout, job.output, records, job.stamp, num_bytes=num_bytes)
@@ -233,26 +234,22 @@ def _to_be_removed(folder: Path) -> Path:
 # Reading images
 
 
-class _Unreadable(NamedTuple):
-    id: str
-    reason: str
-
-
+@dataclasses.dataclass
 class _ImageFiles(Dataset):
-    def __init__(self, images: list[ListedImage], resize: ResizeRule, channel_order: str) -> None:
-        self.images = images
-        self.resize = resize
-        self.channel_order = channel_order
+    images: list[ListedImage]
+    resize: ResizeRule
+    channel_order: str
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> InputImage | _Unreadable:
+    def __getitem__(self, index: int) -> InputImage | tuple[str, str]:
+        """The image, or its id and why it cannot be read."""
         image = self.images[index]
         try:
             return load_input(image, self.resize, self.channel_order)
         except (ValueError, OSError) as error:
-            return _Unreadable(image.id, str(error))
+            return image.id, str(error)
 
 
 def _batches(
@@ -260,11 +257,11 @@ def _batches(
 ) -> Iterator[list[InputImage]]:
     """Batches of one image size each: padding would make features depend on the neighbours in the batch."""
     dataset = _ImageFiles(images, job.source.resize, job.source.detector.config.input.format)
-    loader = DataLoader(dataset, batch_size=None, num_workers=job.workers if images else 0, collate_fn=_unchanged)
+    loader = DataLoader(dataset, batch_size=None, num_workers=job.workers if images else 0, collate_fn=unchanged)
     waiting: dict[tuple[int, ...], list[InputImage]] = {}
     for loaded in loader:
-        if isinstance(loaded, _Unreadable):
-            summary.failures[loaded.id] = loaded.reason
+        if not isinstance(loaded, InputImage):
+            summary.failures[loaded[0]] = loaded[1]
             bar.update(1)
             continue
         size = loaded.pixels.shape[:2]
@@ -274,7 +271,3 @@ def _batches(
         elif sum(map(len, waiting.values())) >= WAITING_BATCHES * job.batch_size:
             yield waiting.pop(max(waiting, key=lambda key: len(waiting[key])))
     yield from waiting.values()
-
-
-def _unchanged(loaded: InputImage | _Unreadable) -> InputImage | _Unreadable:
-    return loaded

@@ -21,7 +21,8 @@ from detector.boxes import decode_deltas, is_larger
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
 from detector.roi_heads import to_rois
-from detector.selection import SelectionRule, best_class_boxes, select_max_conf, select_max_nms, select_regions
+from detector.selection import best_class_boxes, select_max_conf, select_max_nms, select_regions
+from detector.selection_rule import SelectionRule
 from detector.structures import ImageBatch
 from e2e_vl.data.formats.image_lists import GivenBoxes, ListedImage
 from e2e_vl.data.storage.features.record import RegionFeatures
@@ -237,21 +238,25 @@ class RegionExtractor:
             boxes = resize_boxes(chosen.boxes, image.pixels.shape[:2], image.original_size)
         else:
             boxes = torch.from_numpy(given.boxes)  # as they were given: scaling there and back would round them
-        arrays = {
-            "boxes": clip_boxes_to_image(boxes, image.original_size),
-            "features": chosen.features,
-            "scores": scores,
-            "attribute_scores": attribute_scores,
-            "image_feature": image_feature,
-        }
-        labels = {"classes": classes, "attributes": attributes}
         return RegionFeatures(
             image_id=image.id,
             image_size=image.original_size,
+            boxes=_array(clip_boxes_to_image(boxes, image.original_size)),
+            features=_array(chosen.features),
+            scores=_array(scores),
+            classes=_array(classes),
+            attributes=_array(attributes),
+            attribute_scores=_array(attribute_scores),
             box_ids=None if given is None else given.ids,
-            **{name: None if one is None else one.float().cpu().numpy() for name, one in arrays.items()},
-            **{name: None if one is None else one.cpu().numpy() for name, one in labels.items()},
+            image_feature=_array(image_feature),
         )
+
+
+def _array(values: Tensor | None) -> np.ndarray | None:
+    """float32 where the values are fractions."""
+    if values is None:
+        return None
+    return (values.float() if values.is_floating_point() else values).cpu().numpy()
 
 
 def candidates(probs: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from detector.selection import SelectionRule
+from detector.selection_rule import SelectionRule
 from e2e_vl.data.formats.image_lists import ListedImage
 from e2e_vl.data.storage.features.record import RegionFeatures
 from e2e_vl.extraction.chain import ExtractionSettings, RegionExtractor, load_input

@@ -41,8 +41,7 @@ class StartRules:
 
     task_name: str  # the run's task
     tasks: Mapping[str, tuple[type, type[Task]]]  # name of every task -> the classes of its config and of itself
-    # those of the run's encoder. What they say of the encoder holds for our own runs too.
-    adapters: Sequence[WeightAdapter] = ()
+    adapters: Sequence[WeightAdapter] = ()  # of the run's encoder; what they say of it holds for our own runs too
 
     def stated(self, what: str) -> tuple[str, ...]:
         """An attribute of `WeightAdapter`, from all adapters together."""

@@ -127,14 +127,40 @@ class OfficialVLBert(WeightAdapter):
         return any(name.removeprefix("module.").startswith("vlbert.") for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        """See `from_official`."""
-        return from_official(tensors, source)
+        """Take an official state dict apart, cast to float32.
+
+        Raises:
+            ValueError: a name that no official model has, or two copies of one thing that differ.
+        """
+        tensors = {
+            name.removeprefix("module.").replace("vlbert._module.", "vlbert.", 1): tensors[name] for name in tensors
+        }
+        task_name = next(
+            (task for task, marks in MARKS.items() if any(name.startswith(marks) for name in tensors)), None
+        )
+        encoder, head, has_detector = {}, {}, False
+        for name, value in tensors.items():
+            value = value.float() if value.is_floating_point() else value
+            if (ours := replace_module(name, ENCODER | SCALARS)) is not None:
+                encoder[ours] = value
+            elif name.startswith(VL_BERT):
+                has_detector = True
+            elif (ours := replace_module(name, HEADS.get(task_name, {}))) is not None:
+                head[ours] = value
+            elif name != DECODER:
+                raise ValueError(f"{source}: {name} is no name of an official VL-BERT model{_for(task_name)}.")
+        words = encoder.get(WORD_TABLE)
+        if DECODER in tensors and (words is None or not torch.equal(tensors[DECODER].float(), words)):
+            raise ValueError(f"{source}: {DECODER} differs from vlbert.word_embeddings.weight; the file is damaged.")
+        detector = from_vl_bert(tensors, source) if has_detector else {}
+        lends = ("",) if task_name == PRETRAINING else ()
+        return ModelWeights(detector, encoder, head, task_name, lends, background_last=False)
 
     def export(self, model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
         """Write a `.model` file; returns what was left out, see `to_official`.
 
         Two things of pre-training are written so that the official code computes the same: with `region_word: img` the
-        vector of [IMG] stands in both places, that of regions and that of hidden ones; and a region classifier with
+        vector of [IMG] stands in both places, of regions and of hidden regions; and a region classifier with
         the background last gets it first.
 
         Raises:
@@ -174,40 +200,8 @@ def _check_detector(detector: Detector, path: Path) -> None:
             )
 
 
-def from_official(tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-    """Take an official state dict apart, cast to float32; see `WeightAdapter.convert`.
-
-    Raises:
-        ValueError: a name that no official model has, or two copies of one thing that differ.
-    """
-    tensors = {_plain_name(name): value for name, value in tensors.items()}
-    task_name = recognise_task(tensors)
-    parts = ModelWeights(
-        detector=from_vl_bert(tensors, source) if any(is_detector_name(name) for name in tensors) else {},
-        encoder={},
-        task={},
-        task_name=task_name,
-        lends=("",) if task_name == PRETRAINING else (),
-        background_last=False,
-    )
-    for name, value in tensors.items():
-        if is_detector_name(name):
-            continue
-        value = value.float() if value.is_floating_point() else value
-        if (ours := encoder_name(name)) is not None:
-            parts.encoder[ours] = value
-        elif (ours := head_name(name, task_name)) is not None:
-            parts.task[ours] = value
-        elif name != DECODER:
-            raise ValueError(f"{source}: {name} is no name of an official VL-BERT model{_for(task_name)}.")
-    words = parts.encoder.get(WORD_TABLE)
-    if DECODER in tensors and (words is None or not torch.equal(tensors[DECODER].float(), words)):
-        raise ValueError(f"{source}: {DECODER} differs from vlbert.word_embeddings.weight; the file is damaged.")
-    return parts
-
-
 def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
-    """The reverse of `from_official`: official names with the prefix `module.`, as the files have them.
+    """The reverse of `OfficialVLBert.convert`: official names with the prefix `module.`, as the files have them.
 
     Returns:
         the weights, and the names (`detector.`, `encoder.`, `task.`) of what an official model of this task has no
@@ -239,29 +233,6 @@ def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
     if task == "vcr":
         official = {name.replace("vlbert.", "vlbert._module.", 1): value for name, value in official.items()}
     return {f"module.{name}": value for name, value in official.items()}, left_out
-
-
-def recognise_task(names: Mapping[str, Tensor]) -> str | None:
-    """The task that a model with these names was trained for; None if it has no head."""
-    return next((task for task, marks in MARKS.items() if any(name.startswith(marks) for name in names)), None)
-
-
-def is_detector_name(name: str) -> bool:
-    return name.startswith(VL_BERT) and encoder_name(name) is None
-
-
-def encoder_name(official: str) -> str | None:
-    """E.g. vlbert.encoder.layer.0.output.dense.weight -> layers.0.output.dense.weight; None if not the encoder's."""
-    return replace_module(official, ENCODER | SCALARS)
-
-
-def head_name(official: str, task: str | None) -> str | None:
-    """E.g. final_mlp.2.bias -> head.output.bias; None if it is not in the task's head."""
-    return replace_module(official, HEADS.get(task, {}))
-
-
-def _plain_name(name: str) -> str:
-    return name.removeprefix("module.").replace("vlbert._module.", "vlbert.", 1)
 
 
 def _reverse(names: Mapping[str, str]) -> dict[str, str]:

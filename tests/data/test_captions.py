@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from detector.selection import SelectionRule
+from detector.selection_rule import SelectionRule
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
@@ -75,8 +75,9 @@ def make(
     return examples(dataset, wording, boxes, reader, seed=7, flip_probability=flip)
 
 
-def requests(dataset, texts_per_image=None, **options):
-    sampler = GroupedBatchSampler(dataset.groups, 1, texts_per_image, shuffle=False, **options)
+def requests(dataset, texts_per_image=None, epoch=0):
+    sampler = GroupedBatchSampler(dataset.groups, 1, texts_per_image, shuffle=False)
+    sampler.set_epoch(epoch)
     return [request for batch in sampler for request in batch]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from detector.selection import SelectionRule
+from detector.selection_rule import SelectionRule
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.formats.coco import read_instances
 from e2e_vl.data.images.candidates import open_boxes

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from detector.images import ResizeRule
+from detector.selection_rule import SelectionRule
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.captions import CaptionDataset
@@ -68,7 +69,8 @@ def tokenizer(refer, tmp_path_factory):
 
 
 def make(root, refer, tokenizer, split, boxes="gt", reader=None, *, resize=VL_BERT, **rules) -> ExampleDataset:
-    dataset = RefCOCODataset(root / "images" / "train2014", refer.instances, root / "refcoco+" / "refs(unc).p", split)
+    folder = root / "refcoco+"
+    dataset = RefCOCODataset(root / "images" / "train2014", folder / "instances.json", folder / "refs(unc).p", split)
     wording = ReferringTask(8).wording(TextWriter(tokenizer))
     return examples(dataset, wording, boxes, reader, resize=resize, **rules)
 
@@ -79,7 +81,7 @@ def test_the_files_hold_what_they_should(root, refer, detections):
     assert [len({e.image_id for e in refer.in_split(split)}) for split in SPLITS] == [6, 2, 1, 1]
     assert len(refer.instances.images) == 10
     assert len(refer.instances.annotations) == 47
-    assert refer.instances.num_classes == 80
+    assert len(refer.instances.class_names) == 80
     assert sum(annotation.is_crowd for annotation in refer.instances.annotations.values()) == 1
     assert sum(len(found.boxes) for found in detections.by_image.values()) == 158
     assert read_refs(root / "refcoco+" / "refs.json") == read_refs(root / "refcoco+" / "refs(unc).p")
@@ -87,7 +89,7 @@ def test_the_files_hold_what_they_should(root, refer, detections):
 
 def test_every_referred_box_is_within_reach_of_a_detection(refer, detections):
     for expression in refer.expressions:
-        gt_box = refer.annotation(expression).box
+        gt_box = refer.instances.annotations[expression.ann_id].box
         best = box_iou(detections.by_image[expression.image_id].boxes, np.array(gt_box), "mattnet").max()
         assert 0.6 <= best <= 0.95 + 1e-6, expression
 
@@ -95,7 +97,7 @@ def test_every_referred_box_is_within_reach_of_a_detection(refer, detections):
 def test_all_78_expressions_boxes_and_detections_line_up_with_the_photos(root, refer, detections, tokenizer):
     seen = 0
     for split in SPLITS:
-        reader = DetectedBoxes([detections], None)
+        reader = DetectedBoxes([detections], SelectionRule(min_score=0.0, max_regions=1000))
         dataset = make(root, refer, tokenizer, split, "detections+gt", reader, with_objects=True)
         sampler = GroupedBatchSampler(dataset.groups, 2, shuffle=False)
         for requests in sampler:

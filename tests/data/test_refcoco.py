@@ -7,7 +7,6 @@ import pytest
 
 from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
-from e2e_vl.data.formats.coco import read_instances
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.samples import ReferredBox
 from tests.data.roads import examples, open_dataset
@@ -53,10 +52,8 @@ def test_boxes_outside_the_image_are_stated_as_they_are(tiny):
     assert text.truth == ReferredBox((-4, 20, 20, 65))
 
 
-def test_instances_may_be_read_before(tiny):
-    instances = read_instances(tiny.instances_file)
-    dataset = RefCOCODataset(tiny.images_root, instances, tiny.refs_file, "train")
-    assert dataset.instances is instances and dataset.class_names == ["square", "box"]
+def test_classes_are_those_of_the_instances_file(tiny):
+    assert make(tiny).class_names == ["square", "box"]
 
 
 def test_from_settings(tiny):

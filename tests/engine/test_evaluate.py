@@ -12,7 +12,6 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.engine.build_data import build_examples
 from e2e_vl.engine.evaluate import evaluate, evaluate_run
 from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.engine.run import Run
 from e2e_vl.engine.saving import load_model
 from e2e_vl.engine.train import train
 from e2e_vl.evaluation.refexp import hits
@@ -39,10 +38,7 @@ def test_a_saved_model_is_the_model_in_memory(trained_run):
     assert model.detector.config == trained_run.model.detector.config
     examples = build_examples(config, model, tokenizer, "val", boxes="online")
     accelerator = make_accelerator("no")
-    answers = [
-        evaluate(config, Run(one, tokenizer, None, trained_run.run.collate), one, examples, accelerator)
-        for one in (model, trained_run.model)
-    ]
+    answers = [evaluate(config, one, examples, accelerator) for one in (model, trained_run.model)]
     assert_same(answers[0], answers[1])
 
 
@@ -94,19 +90,17 @@ def test_predictions_say_what_was_counted(trained_run, boxes):
 def test_the_first_images_only(trained_run):
     config, model, tokenizer = load_model(trained_run.path)
     examples = build_examples(config, model, tokenizer, "val", boxes="gt")
-    run = Run(model, tokenizer, None, trained_run.run.collate)
-    records = evaluate(config, run, model, examples, make_accelerator("no"), max_images=2)
+    records = evaluate(config, model, examples, make_accelerator("no"), max_images=2)
     assert [record["text_index"] for record in records] == sorted(examples.groups[0] + examples.groups[1])
 
 
 def test_texts_that_are_predicted_twice_are_an_error(trained_run):
     config, model, tokenizer = load_model(trained_run.path)
     examples = build_examples(config, model, tokenizer, "val", boxes="gt")
-    run = Run(model, tokenizer, None, trained_run.run.collate)
     task, predict = model.task, model.task.predict
     task.predict = lambda batch, output: predict(batch, output) * 2
     with pytest.raises(RuntimeError, match="some are missing or double"):
-        evaluate(config, run, model, examples, make_accelerator("no"))
+        evaluate(config, model, examples, make_accelerator("no"))
 
 
 # tools/evaluate.py

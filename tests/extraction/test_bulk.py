@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from detector.images import make_image_batch, resize_boxes
-from detector.selection import SelectionRule
+from detector.selection_rule import SelectionRule
 from e2e_vl.data.formats.image_lists import GivenBoxes, list_images
 from e2e_vl.data.storage.features.stores import open_features
 from e2e_vl.engine.launch import make_accelerator
@@ -72,7 +72,7 @@ def test_features_are_those_of_the_boxes(settings, make_job, source, input_of):
     assert (summary.done, summary.before, summary.few, summary.failures) == (5, 0, 0, {})
     store = open_features(make_job().output)
     assert store.ids == ["0", "1", "2", "3", "4"]
-    for record, size in zip(store, SIZES, strict=True):
+    for record, size in zip(map(store.read, store.ids), SIZES, strict=True):
         assert record.image_size == size
         assert settings.numbers.min_regions <= len(record) <= settings.numbers.max_regions
         assert np.allclose(described_again(source, input_of(record.image_id), record.boxes), record.features, atol=1e-4)
@@ -133,7 +133,8 @@ def test_an_interrupted_extraction_goes_on(make_job, monkeypatch):
     assert (summary.before, summary.done) == (3, 2) and sorted(saved) == ["0", "1", "2", "3", "4"]
     found, original = open_features(make_job("hdf5").output), make_job("hdf5").output.with_name("original.h5")
     original.write_bytes(expected)
-    for record in open_features(original):
+    store = open_features(original)
+    for record in map(store.read, store.ids):
         assert np.array_equal(found[record.image_id].boxes, record.boxes)
         assert np.allclose(found[record.image_id].features, record.features, atol=1e-5)
     assert not make_job("hdf5").folder.exists()

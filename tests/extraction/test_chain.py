@@ -10,7 +10,7 @@ from detector.boxes import is_larger, pairwise_iou
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.images import make_image_batch
-from detector.selection import SelectionRule
+from detector.selection_rule import SelectionRule
 from detector.structures import ImageBatch
 from e2e_vl.extraction.chain import MAX_CANDIDATES, SAME_PLACE, ExtractionSettings, RegionExtractor, candidates
 

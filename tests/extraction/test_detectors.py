@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule
-from detector.selection import SelectionRule
+from detector.selection_rule import SelectionRule
 from e2e_vl.config import DataSettings, EncoderSettings, ResizeSettings, RunConfig, TaskSettings, save_config
 from e2e_vl.extraction.detectors import detector_of_run, load_detector
 from e2e_vl.extraction.single import extract_image

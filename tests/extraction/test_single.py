@@ -13,7 +13,7 @@ from detector.boxes import pairwise_iou
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
-from detector.selection import SelectionRule
+from detector.selection_rule import SelectionRule
 from e2e_vl.data.formats.image_lists import list_images
 from e2e_vl.data.storage.features.stores import open_features
 from e2e_vl.engine.launch import make_accelerator
@@ -55,7 +55,8 @@ def test_one_image_has_the_regions_of_bulk_extraction(source, folder: Path, tmp_
     settings = ExtractionSettings("score", RULE, features_of)
     job = ExtractionJob(list_images(folder), tmp_path / "out", "npz", source, settings, batch_size=1, workers=0)
     extract_images(job, make_accelerator("no"))
-    for record in open_features(job.output):
+    store = open_features(job.output)
+    for record in map(store.read, store.ids):
         single = extract_image(folder / f"{record.image_id}.png", source, RULE).regions
         assert single.image_id == record.image_id
         for name, column in record.columns().items():

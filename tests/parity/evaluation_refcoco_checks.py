@@ -39,14 +39,14 @@ def predict(data: dict, split: str, track: str) -> list[dict]:
         else:
             boxes, scores = data["detections"].by_image[expression.image_id].boxes, prediction["det_scores"]
         assert len(boxes) == len(scores)
-        image = refer.image(expression)
+        image = refer.instances.images[expression.image_id]
         records.append(
             {
                 "sent_id": expression.sent_id,
                 "image_id": expression.image_id,
                 "ann_id": expression.ann_id,
                 "box": boxes[int(np.argmax(scores))].tolist(),
-                "gt_box": refer.annotation(expression).box,
+                "gt_box": refer.instances.annotations[expression.ann_id].box,
                 "candidate_boxes": boxes.tolist(),
                 "candidate_ann_ids": [annotation.id for annotation in refer.instances.by_image[expression.image_id]]
                 if track == "gt_boxes"

@@ -80,6 +80,6 @@ def test_vcr_boxes_that_r2c_keeps(expected, questions):
 def test_vcr_metadata_of_every_image(root, questions):
     for index in range(len(questions)):
         one = questions[index]
-        metadata = read_metadata(root / "vcr1images" / one.metadata_fn, one)
-        assert metadata.boxes.shape == (len(one.objects), 4)
-        assert len(metadata.polygons) == len(one.objects)
+        _, objects = read_metadata(root / "vcr1images" / one.metadata_fn, one)
+        assert objects.boxes.shape == (len(one.objects), 4)
+        assert len(objects.outlines) == len(one.objects)

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from detector.images import ResizeRule, make_image_batch, resize_boxes, resize_image
 from detector.pixel_masking import mask_pixels, mask_rectangles
-from detector.selection import SelectionRule, best_class_boxes, max_conf, select_max_conf, select_max_nms
+from detector.selection import best_class_boxes, max_conf, select_max_conf, select_max_nms
+from detector.selection_rule import SelectionRule
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from e2e_vl.weights.vl_bert import from_official
+from e2e_vl.weights.vl_bert import OfficialVLBert
 
 
 def split_state(official: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Official state -> {"detector", "encoder", "task"} states. Raises ValueError for a key that none of them has."""
-    parts = from_official(official, "official state")
+    parts = OfficialVLBert().convert(official, "official state")
     drop = "num_batches_tracked"
     detector = {name: value for name, value in parts.detector.items() if not name.endswith(drop)}
     return {"detector": detector, "encoder": parts.encoder, "task": parts.task}

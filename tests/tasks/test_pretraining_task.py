@@ -177,9 +177,6 @@ def test_the_rule_of_hiding_follows_the_settings():
             {"objectives": {"masked_words": {"rate": 1}}},
             "masked_words has the unknown key 'rate'",
         ),
-        ({"teacher": "none"}, "must be one of frozen, current, file"),
-        ({"hidden_pixels": "grey"}, 'hidden_pixels is "grey"; it must be one of mean, black'),
-        ({"background": "middle"}, 'background is "middle"; it must be one of last, first'),
         (
             {"encoder": {"hidden_region_embedding": False}},
             "encoder.config.hidden_region_embedding to true, or region_word to img",

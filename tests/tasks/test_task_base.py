@@ -1,10 +1,12 @@
-"""What tasks share: the start of their heads."""
+"""What tasks share: the start of their heads, and choices in their settings."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from e2e_vl.converter import from_dict
+from e2e_vl.engine import build
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
@@ -36,7 +38,17 @@ def test_heads_start_as_in_the_official_code_or_as_in_the_paper(name):
     assert all(linear.bias.abs().sum() == 0 for linear in official + normal)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_an_unknown_start_is_an_error(name):
-    with pytest.raises(ValueError, match='new_layers is "xavier"; it must be one of official, normal'):
-        linears(name, new_layers="xavier")
+@pytest.mark.parametrize(
+    ("name", "setting", "choices"),
+    [
+        *((name, "new_layers", "official, normal") for name in TASKS),
+        ("refcoco", "loss", "binary, softmax"),
+        ("vqa", "loss", "binary, softmax"),
+        ("pretraining", "teacher", "frozen, current, file"),
+        ("pretraining", "hidden_pixels", "mean, black"),
+        ("pretraining", "background", "last, first"),
+    ],
+)
+def test_values_are_among_the_choices(name, setting, choices):
+    with pytest.raises(ValueError, match=f"task.config.{setting} is 'other'; it must be one of {choices}"):
+        from_dict(build.TASKS[name][0], {setting: "other"}, "task.config")

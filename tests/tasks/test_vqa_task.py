@@ -192,7 +192,6 @@ def test_questions_without_a_known_answer_are_counted_before_training(caplog):
         ({"answers": None}, "needs the list of possible answers"),
         ({"answers": "answers.txt"}, "needs the list of possible answers"),
         ({"answers": ["<unk>"]}, "is empty"),
-        ({"loss": "hinge"}, 'task.config.loss is "hinge"; it must be one of binary, softmax'),
         ({"min_answer_count": 0}, "must be at least 1"),
     ],
 )

@@ -95,7 +95,7 @@ def test_two_processes_that_are_killed_and_one_that_goes_on(tool, words, tmp_pat
     found, expected = open_features(output), open_features(tmp_path / "undisturbed.tsv")
     assert found.stamp == expected.stamp
     assert found.ids == expected.ids == [f"{number:03}" for number in range(NUMBER)]
-    for one, other in zip(found, expected, strict=True):
+    for one, other in ((found[name], expected[name]) for name in found.ids):
         assert len(one) == 4 and np.allclose(one.boxes, other.boxes, atol=1e-3)
         assert np.allclose(one.features, other.features, atol=1e-4)
 
@@ -156,12 +156,14 @@ def test_backends_precisions_and_kinds_of_weights(tool, words, tmp_path, images)
         exact.append(extract("w.pkl", "--backend", "detectron2"))
         assert exact[-1].stamp["backend"] == "detectron2"
     for found in exact:
-        for one, other in zip(found, expected, strict=True):
+        assert found.ids == expected.ids
+        for one, other in ((found[name], expected[name]) for name in found.ids):
             assert np.allclose(one.boxes, other.boxes, atol=1e-3)
             assert np.allclose(one.features, other.features, atol=1e-4)
     assert "precision" not in expected.stamp and rough.stamp["precision"] == "bf16"
-    changed = [np.abs(one.features.mean(0) - two.features.mean(0)) for one, two in zip(rough, expected, strict=True)]
-    size = np.abs(np.concatenate([one.features for one in expected])).max()
+    changed = [np.abs(rough[name].features.mean(0) - expected[name].features.mean(0)) for name in expected.ids]
+    assert rough.ids == expected.ids
+    size = np.abs(np.concatenate([expected[name].features for name in expected.ids])).max()
     assert 0 < np.max(changed) < 0.2 * size
 
 

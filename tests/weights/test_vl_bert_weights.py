@@ -25,7 +25,7 @@ from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.weights.base import ModelWeights
 from e2e_vl.weights.start import load_encoder, load_task
-from e2e_vl.weights.vl_bert import OfficialVLBert, from_official, to_official
+from e2e_vl.weights.vl_bert import OfficialVLBert, to_official
 from tests.regions import regions_of_own_images
 from tests.weights.official_detector import OFFICIAL_DETECTOR
 from tests.weights.starts import pretraining_task, rules
@@ -155,7 +155,7 @@ def test_recorded_weights_go_through_unchanged(name, task, golden_root):
     if name == "vcr":
         state = {key.replace("vlbert.", "vlbert._module.", 1): value for key, value in state.items()}
     state = {f"module.{key}": value for key, value in state.items()}
-    parts = from_official(state, "recorded")
+    parts = OfficialVLBert().convert(state, "recorded")
     assert parts.task_name == task
     official, left_out = to_official(parts)
     assert left_out == []
@@ -392,7 +392,7 @@ def test_the_decoder_must_be_the_word_table(tmp_path):
     decoder = "module.vlbert.mlm_head.predictions.decoder.weight"
     state[decoder] = state[decoder] + 1
     with pytest.raises(ValueError, match=r"x.model: vlbert.mlm_head.predictions.decoder.weight differs from"):
-        from_official(state, "x.model")
+        OfficialVLBert().convert(state, "x.model")
 
 
 def test_no_detector_in_a_file_for_precomputed_features(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from e2e_vl.data.storage.files import checked_records, corners_of, read_json
-from e2e_vl.samples import AnnotatedObjects
+from e2e_vl.samples import AnnotatedObjects, SampleImage
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +52,10 @@ class CocoInstances:
     class_names: list[str]  # K names
     attribute_names: list[str]  # empty unless the file has a top-level list `attributes`
 
-    @property
-    def num_classes(self) -> int:
-        """K, foreground classes."""
-        return len(self.class_names)
+    def sample_image(self, image_id: int, file: Path) -> SampleImage:
+        """The facts about an image, which lies in `file`."""
+        image = self.images[image_id]
+        return SampleImage(str(image_id), file, (image.height, image.width), self.objects(image_id))
 
     def objects(self, image_id: int) -> AnnotatedObjects:
         """All annotated objects of an image, crowds too."""
@@ -105,9 +105,8 @@ def read_instances(path: str | Path, *, drop_empty_boxes: bool = False) -> CocoI
     by_image: dict[int, list[CocoAnnotation]] = {image_id: [] for image_id in images}
     dropped = []
     keys = ("id", "image_id", "category_id", "bbox")
-    for where, row in checked_records(content["annotations"], keys, f"{path}: annotation", "id"):
-        if row["id"] in annotations:
-            raise ValueError(f"{where} is listed twice; annotation ids must be unique")
+    rows = checked_records(content["annotations"], keys, f"{path}: annotation", "id", unique="annotation ids")
+    for where, row in rows:
         if row["image_id"] not in images:
             raise ValueError(f"{where} belongs to image {row['image_id']}, which is not in the file's images")
         if row["category_id"] not in class_of:
@@ -174,10 +173,6 @@ def _is_empty(box: Any) -> bool:
 
 
 def _names(rows: list[dict[str, Any]], what: str) -> tuple[list[int], list[str]]:
-    names: dict[int, str] = {}
-    for _, row in checked_records(rows, ("id", "name"), what):
-        if row["id"] in names:
-            raise ValueError(f"{what} {row['id']} is listed twice; ids must be unique")
-        names[row["id"]] = row["name"]
+    names = {row["id"]: row["name"] for _, row in checked_records(rows, ("id", "name"), what, "id", unique="ids")}
     ids = sorted(names)
     return ids, [names[key] for key in ids]

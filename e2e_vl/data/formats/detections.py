@@ -18,7 +18,6 @@ class ImageDetections:
 
     boxes: np.ndarray  # float64 [R, 4], xyxy (x2 = x + w), pixels of the stored image
     scores: np.ndarray  # float32 [R]
-    category_ids: np.ndarray  # int64 [R], as in the file (COCO ids)
 
 
 class DetectionsFile:
@@ -40,7 +39,7 @@ class DetectionsFile:
             )
         if not isinstance(rows, list):
             raise ValueError(f"{self.path}: holds a {type(rows).__name__}, expected a flat list of detections")
-        boxes, scores, categories = defaultdict(list), defaultdict(list), defaultdict(list)
+        boxes, scores = defaultdict(list), defaultdict(list)
         for index, row in enumerate(rows):
             where = f"{self.path}: detection {row['det_id'] if isinstance(row, dict) and 'det_id' in row else index}"
             require_keys(row, ("image_id", "box", "category_id", "score"), where)
@@ -48,12 +47,7 @@ class DetectionsFile:
                 raise ValueError(f"{where}: the score {row['score']} is not a finite number")
             boxes[row["image_id"]].append(corners_of(row["box"], where))
             scores[row["image_id"]].append(row["score"])
-            categories[row["image_id"]].append(row["category_id"])
         self.by_image = {
-            image_id: ImageDetections(
-                boxes=np.array(boxes[image_id], dtype=np.float64),
-                scores=np.array(scores[image_id], dtype=np.float32),
-                category_ids=np.array(categories[image_id], dtype=np.int64),
-            )
-            for image_id in boxes
+            image_id: ImageDetections(np.array(rows, dtype=np.float64), np.array(scores[image_id], dtype=np.float32))
+            for image_id, rows in boxes.items()
         }

@@ -13,7 +13,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from e2e_vl.data.formats.coco import CocoAnnotation, CocoImage, CocoInstances, read_instances
+from e2e_vl.data.formats.coco import read_instances
 from e2e_vl.data.storage.files import checked_records, read_json, require_file, require_keys
 
 
@@ -35,7 +35,7 @@ class ReferFiles:
 
     Args:
         refs_file: `refs(...).p` or the same content as `.json`.
-        instances: instances file (or its content, already read) that holds all annotations of the images.
+        instances_file: holds all annotations of the images.
 
     Raises:
         FileNotFoundError: no such file.
@@ -43,9 +43,9 @@ class ReferFiles:
             sentences, or a ref whose annotation or image is not in the instances file.
     """
 
-    def __init__(self, refs_file: str | Path, instances: CocoInstances | str | Path) -> None:
+    def __init__(self, refs_file: str | Path, instances_file: str | Path) -> None:
         self.path = Path(refs_file).expanduser()
-        self.instances = instances if isinstance(instances, CocoInstances) else read_instances(instances)
+        self.instances = read_instances(instances_file)
         self.expressions: list[Expression] = []  # in file order
         sent_ids: set[int] = set()
         keys = ("ref_id", "ann_id", "image_id", "split", "sentences")
@@ -80,11 +80,6 @@ class ReferFiles:
                 f"{annotation.image_id} in {self.instances.path}"
             )
 
-    @property
-    def splits(self) -> list[str]:
-        """Names of all splits in the file, sorted."""
-        return sorted({expression.split for expression in self.expressions})
-
     def in_split(self, split: str) -> list[Expression]:
         """Expressions of a split, in file order; `split_contains` gives the rule for names.
 
@@ -93,16 +88,9 @@ class ReferFiles:
         """
         found = [expression for expression in self.expressions if split_contains(split, expression.split)]
         if not found:
-            raise ValueError(f"{self.path}: no split {split!r}; the file has {', '.join(self.splits) or 'no refs'}")
+            splits = ", ".join(sorted({expression.split for expression in self.expressions}))
+            raise ValueError(f"{self.path}: no split {split!r}; the file has {splits or 'no refs'}")
         return found
-
-    def image(self, expression: Expression) -> CocoImage:
-        """The image an expression is about. (The `file_name` of a ref is not a file.)"""
-        return self.instances.images[expression.image_id]
-
-    def annotation(self, expression: Expression) -> CocoAnnotation:
-        """The object an expression refers to."""
-        return self.instances.annotations[expression.ann_id]
 
 
 def split_contains(asked: str, name: str) -> bool:
@@ -133,7 +121,7 @@ def read_refs(path: str | Path) -> list[Any]:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Builds lists, dicts, tuples, strings and numbers. Everything else needs a global, and those are refused."""
+    """Builds lists, dicts, tuples, strings and numbers. Everything else needs a global, which is refused."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise _ForbiddenGlobalError(f"{module}.{name}")

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from e2e_vl.data.storage.files import is_box, read_json, require_file, require_keys
+from e2e_vl.samples import AnnotatedObjects, Sentence
 
 CHOICES = 4
-Token = str | list[int]
-Sentence = list[Token]
 _SENTENCES = ("answer_choices", "rationale_choices")
 _KEPT = ("annot_id", "img_fn", "metadata_fn", "objects", "question", *_SENTENCES)
 _LABELS = ("answer_label", "rationale_label")
@@ -39,16 +38,6 @@ class VCRQuestion:
     answer_label: int | None = None  # None in the test split
     rationale_label: int | None = None
     family: str | None = None  # kind of question, where the file says it (drawn scenes do)
-
-
-@dataclasses.dataclass(frozen=True)
-class VCRMetadata:
-    """What is known about one image."""
-
-    size: tuple[int, int]  # (height, width) of the stored image
-    boxes: np.ndarray  # float64 [R, 4], xyxy in pixels of the stored image, as in the file
-    polygons: list[list[np.ndarray]]  # R lists of float64 [P, 2] outlines (x, y), pixels of the stored image
-    attributes: np.ndarray | None = None  # int64 [R, A], from 0, where the file says them (drawn scenes do)
 
 
 class VCRFile:
@@ -165,10 +154,14 @@ def _check_sentence(sentence: Any, num_objects: int, where: str) -> None:
             )
 
 
-def read_metadata(path: str | Path, question: VCRQuestion) -> VCRMetadata:
+def read_metadata(path: Path, question: VCRQuestion) -> tuple[tuple[int, int], AnnotatedObjects]:
     """Read the metadata file of a question's image.
 
-    Besides VCR's own keys it may have `attribute_ids`: a list of equally many numbers from 0 for each object.
+    Besides VCR's own keys it may have `attribute_ids` (drawn scenes do): a list of equally many numbers from 0 for each
+    object.
+
+    Returns:
+        (height, width) of the stored image, and its objects as in the file, without class numbers.
 
     Raises:
         FileNotFoundError: no such file.
@@ -196,7 +189,14 @@ def read_metadata(path: str | Path, question: VCRQuestion) -> VCRMetadata:
     attributes = None
     if "attribute_ids" in content:
         attributes = _attributes(content["attribute_ids"], number, f"{where}: attribute_ids")
-    return VCRMetadata(size, np.array(boxes, dtype=np.float64).reshape(-1, 4), polygons, attributes)
+    objects = AnnotatedObjects(
+        boxes=np.array(boxes, dtype=np.float64).reshape(-1, 4),
+        origin=f"{path} ({question.annot_id})",
+        attributes=attributes,
+        names=tuple(question.objects),
+        outlines=polygons,
+    )
+    return size, objects
 
 
 def _attributes(rows: Any, number: int, where: str) -> np.ndarray:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from detector.selection import SelectionRule, select_regions
+from detector.selection import select_regions
+from detector.selection_rule import SelectionRule
 from e2e_vl.data.formats.detections import DetectionsFile
 from e2e_vl.data.storage.features.stores import FeatureStore, open_features
 from e2e_vl.samples import CandidateBoxes
@@ -36,9 +37,9 @@ class BoxReader(abc.ABC):
 
 
 class DetectedBoxes(BoxReader):
-    """Boxes of MAttNet's detection files; with a rule those that it keeps, by falling score, else all in file order."""
+    """Boxes of MAttNet's detection files that the rule keeps, by falling score."""
 
-    def __init__(self, files: Sequence[DetectionsFile], selection: SelectionRule | None) -> None:
+    def __init__(self, files: Sequence[DetectionsFile], selection: SelectionRule) -> None:
         self.files = files
         self.selection = selection
         self._found = {str(image_id): (file, image_id) for file in reversed(files) for image_id in file.by_image}
@@ -48,7 +49,7 @@ class DetectedBoxes(BoxReader):
             raise ValueError(f"{_names(self.files)}: no detections for image {image_id}; {_OTHER_BOXES}")
         file, key = self._found[image_id]
         found = file.by_image[key]
-        kept = slice(None) if self.selection is None else select_regions(found.scores, self.selection).numpy()
+        kept = select_regions(found.scores, self.selection).numpy()
         return CandidateBoxes(found.boxes[kept], f"{file.path}: image {image_id}")
 
     def require_images(self, image_ids: Iterable[str], split: str) -> None:

@@ -89,7 +89,7 @@ class ImageLoader:
 
     def __init__(self, rules: ImageRules, source: BoxSource, boxes: BoxReader | None = None) -> None:
         if source is BoxSource.PRECOMPUTED and rules.flip_probability > 0 and not rules.mirror_precomputed:
-            raise ValueError("precomputed features are those of images as they are, not mirrored; set data.flip to 0")
+            raise ValueError("precomputed features describe images as they are, not mirrored; set data.flip to 0")
         self.rules = rules
         self.source = source
         self.boxes = boxes

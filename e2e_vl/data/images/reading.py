@@ -16,13 +16,13 @@ class ImageSizeError(ValueError):
 
 
 def read_image(
-    source: str | Path | EncodedImage,
+    source: Path | EncodedImage,
     expected_size: tuple[int, int] | None,
     resize: ResizeRule,
     *,
-    flip: bool = False,
-    channel_order: str = "BGR",
-    name: str = "",
+    flip: bool,
+    channel_order: str,
+    name: str,
 ) -> tuple[np.ndarray, Placement]:
     """Load, resize and maybe mirror one image.
 
@@ -45,17 +45,15 @@ def read_image(
         where = source.name
         pixels, original_size = decode_resized(source.content, source.name, resize, channel_order)
     else:
-        where = path = Path(source)
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path}: the file of {name or 'an image'} is missing; check the image folder's path"
-            )
-        pixels, original_size = load_resized(path, resize, channel_order)
+        where = source
+        if not source.is_file():
+            raise FileNotFoundError(f"{source}: the file of {name} is missing; check the image folder's path")
+        pixels, original_size = load_resized(source, resize, channel_order)
     if expected_size is not None and original_size != tuple(expected_size):
         raise ImageSizeError(
-            f"{where}: {name or 'the image'} is {original_size[1]} x {original_size[0]} pixels, but its annotation "
-            f"file says {expected_size[1]} x {expected_size[0]}; boxes would not fit, use the "
-            "images that the annotations were made on"
+            f"{where}: {name} is {original_size[1]} x {original_size[0]} pixels, but its annotation "
+            f"file says {expected_size[1]} x {expected_size[0]}; boxes would not fit, use the images that the "
+            "annotations were made on"
         )
     if flip:
         pixels = np.ascontiguousarray(pixels[:, ::-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -42,7 +43,7 @@ class BatchLoader:
         self._loader = DataLoader(
             _Batches(dataset, collate),
             batch_sampler=sampler,
-            collate_fn=_unchanged,  # `_Batches` gives whole batches
+            collate_fn=unchanged,  # `_Batches` gives whole batches
             num_workers=workers,
             persistent_workers=keep_workers and workers > 0,
             # DataLoader draws a seed for its workers: not from the generator that dropout and RoI sampling use
@@ -72,5 +73,6 @@ class _Batches(Dataset):
             return error
 
 
-def _unchanged(batch: Batch | Exception) -> Batch | Exception:
-    return batch
+def unchanged(loaded: Any) -> Any:
+    """A `collate_fn` for a data set that gives what the loader is to give."""
+    return loaded

@@ -72,9 +72,9 @@ def collate(
 def canvas_size(sizes: Sequence[tuple[int, int]], canvas: Sequence[int]) -> tuple[int, int]:
     """(height, width) of a batch whose images each lie on a canvas of at least (short edge, long edge), all in pixels.
 
-    The canvas of an image lies as the image does, a square one's as that of a wide one; an image that is larger has a
-    larger canvas. As in the official VL-BERT code on VCR, a batch of wide images is (short, long), of high ones (long,
-    short), and of both (long, long). With images of one orientation a box's features no longer depend on its batch.
+    The canvas of an image lies as the image does, and the canvas of a square image as if it were wide; a larger image
+    has a larger canvas. As in the official VL-BERT code on VCR, a batch of wide images is (short, long), of high images
+    (long, short), and of both (long, long). With images of one orientation a box's features do not depend on its batch.
     """
     short, long = canvas
     least = [(short, long) if height <= width else (long, short) for height, width in sizes]

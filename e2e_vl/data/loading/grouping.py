@@ -62,8 +62,6 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         images_per_batch: groups in a batch; with `shuffle` over all processes, so a multiple of `world_size`.
         texts_per_image: most texts in a group; None = all texts of the image.
         accumulate: batches of one optimiser step; with `shuffle` an epoch has a multiple of it.
-        start_batch: batches (counted over all ranks) to leave out at the start of the current epoch, to resume in its
-            middle.
 
     Raises:
         ValueError: a number that does not fit, or nothing to sample from.
@@ -79,8 +77,6 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         accumulate: int = 1,
         rank: int = 0,
         world_size: int = 1,
-        start_batch: int = 0,
-        epoch: int = 0,
     ) -> None:
         if images_per_batch < 1 or (shuffle and images_per_batch % world_size):
             raise ValueError(
@@ -111,10 +107,10 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         self._group_of = np.repeat(np.arange(len(counts)), parts)
         number_in_group = np.arange(self.num_groups) - np.repeat(np.cumsum(parts) - parts, parts)
         self._first = starts[self._group_of] + number_in_group * (texts_per_image or 0)
-        self.set_epoch(epoch, start_batch)
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
-        """Go to an epoch, from its beginning or from batch `start_batch`."""
+        """Go to an epoch, from its beginning or from batch `start_batch` (counted over all ranks), to resume there."""
         if not 0 <= start_batch <= self.batches_per_epoch:
             raise ValueError(f"cannot start at batch {start_batch}, an epoch has {self.batches_per_epoch} batches")
         self.epoch = epoch
@@ -158,7 +154,7 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         return range(first, self.batches_per_epoch, self.world_size)
 
     def _epoch_order(self) -> tuple[np.ndarray, np.ndarray]:
-        """Order of the parts of groups, and all texts with those of each group in random order."""
+        """Order of the parts of groups, and all texts, in random order within each group."""
         if not self.shuffle:
             return np.arange(self.num_groups), self._texts
         generator = np.random.default_rng([self.seed, self.epoch])
@@ -170,7 +166,7 @@ class GroupedBatchSampler(Sampler[list[Request]]):
 
 
 def _flat(groups: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """All texts int64 [T], and where those of each group begin, int64 [G + 1]."""
+    """All texts int64 [T], and where the texts of each group begin, int64 [G + 1]."""
     if isinstance(groups, ConsecutiveGroups):
         return np.arange(groups.num_texts), groups.starts
     counts = np.fromiter((len(texts) for texts in groups), dtype=np.int64, count=len(groups))

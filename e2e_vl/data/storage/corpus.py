@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from torch.utils.data import ConcatDataset
 
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
@@ -101,16 +100,3 @@ def _check_text(decoder: codecs.IncrementalDecoder, chunk: bytes, path: Path, wh
         ) from error
     if "\0" in text:
         raise ValueError(f"{path}: the {what} file holds zero bytes (near byte {position}), so it is no text file")
-
-
-class TextCorpus(ConcatDataset):
-    """The lines of several text files, one after the other.
-
-    Raises:
-        FileNotFoundError, ValueError: see `TextLines`; or there is no file.
-    """
-
-    def __init__(self, files: Sequence[str | Path], cache: str | Path) -> None:
-        if not files:
-            raise ValueError("a text corpus needs at least one file")
-        super().__init__([TextLines(file, cache, "corpus") for file in files])

@@ -75,9 +75,7 @@ def corners_of(box: Any, where: str) -> tuple[float, float, float, float]:
     Raises:
         ValueError: not four finite numbers, or no area; `where` names file and record.
     """
-    numbers = isinstance(box, list | tuple) and len(box) == 4
-    numbers = numbers and all(isinstance(value, int | float) and math.isfinite(value) for value in box)
-    if not numbers:
+    if not is_box(box):
         raise ValueError(f"{where}: the box {box} is not four finite numbers [x, y, width, height]")
     x, y, width, height = (float(value) for value in box)
     if width <= 0 or height <= 0:

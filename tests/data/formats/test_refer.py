@@ -16,13 +16,13 @@ def read(tiny) -> ReferFiles:
 
 def test_joins_expressions_with_images_and_annotations(tiny):
     files = read(tiny)
-    assert files.splits == ["testA", "testB", "train"]
+    assert [len(files.in_split(split)) for split in ("testA", "testB", "train")] == [1, 1, 7]
     train = files.in_split("train")
     assert [expression.sent_id for expression in train] == [10, 11, 20, 21, 22, 30, 31]
     assert train[0].sentence == "red square on the left"
     assert [expression.family for expression in train] == ["relation"] + [None] * 6
-    assert files.image(train[0]).file_name == "seven.png"
-    assert files.annotation(train[2]).box == (60, 10, 90, 40)
+    assert files.instances.images[train[0].image_id].file_name == "seven.png"
+    assert files.instances.annotations[train[2].ann_id].box == (60, 10, 90, 40)
 
 
 def test_family_may_stand_at_the_ref(tiny):

@@ -85,4 +85,4 @@ def test_missing_metadata_names_the_question(tiny):
 def test_an_object_may_have_no_outline(tiny):
     tiny.metadata["segms"][1] = []
     question = VCRFile(tiny.write().file)[0]
-    assert read_metadata(tiny.images_root / "film" / "a.json", question).polygons[1] == []
+    assert read_metadata(tiny.images_root / "film" / "a.json", question)[1].outlines[1] == []

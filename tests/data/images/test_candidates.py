@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from detector.selection import SelectionRule
+from detector.selection_rule import SelectionRule
 from e2e_vl.data.formats.detections import DetectionsFile
 from e2e_vl.data.images.candidates import DetectedBoxes, StoredBoxes, open_boxes
 from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
@@ -32,10 +32,10 @@ def store(tmp_path):
     return write
 
 
-def test_detections_in_file_order_or_as_the_rule_keeps_them(tiny):
+def test_detections_come_by_falling_score_as_the_rule_keeps_them(tiny):
     file = DetectionsFile(tiny.detections_file)
-    found = DetectedBoxes([file], None).read("7")
-    np.testing.assert_array_equal(found.boxes, DETECTIONS_7)
+    found = DetectedBoxes([file], SelectionRule(min_score=0.0)).read("7")
+    np.testing.assert_array_equal(found.boxes, DETECTIONS_7[::-1])
     assert found.origin == f"{tiny.detections_file}: image 7"
     assert found.features is found.class_probs is found.image_size is None
     kept = open_boxes([tiny.detections_file], RULE, with_features=False).read("7")
@@ -54,7 +54,7 @@ def test_several_files_of_detections_each_know_other_images(tiny, tmp_path):
 
 
 def test_images_without_detections_are_named_and_counted(tiny):
-    reader = DetectedBoxes([DetectionsFile(tiny.detections_file)], None)
+    reader = DetectedBoxes([DetectionsFile(tiny.detections_file)], RULE)
     reader.require_images(["3", "7", "9"], "train")
     with pytest.raises(ValueError, match=r"dets\.json: no detections for image 12 \(and 1 more images\) of the split"):
         reader.require_images(["3", "12", "13"], "train")

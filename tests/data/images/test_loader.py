@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from detector.selection import SelectionRule
+from detector.selection_rule import SelectionRule
 from e2e_vl.data.formats.coco import read_instances
 from e2e_vl.data.images.candidates import BoxReader, open_boxes
 from e2e_vl.data.images.loader import Augmentation
@@ -20,6 +20,7 @@ from tests.data.roads import DOUBLE, SAME, make_loader
 from tests.data.tiny_refcoco import DETECTIONS_7, GT_7
 
 ALL = SelectionRule(min_score=0.0, min_regions=0, max_regions=100)
+BY_SCORE = DETECTIONS_7[::-1]
 BETTER = SelectionRule(min_score=0.5, min_regions=1, max_regions=100)
 FEATURE_BOXES = np.array([[0, 0, 10, 10], [5, 5, 20, 20]], dtype=np.float32)
 
@@ -38,12 +39,6 @@ def load(image: SampleImage, *args, flip: bool = False, **rules) -> ImageExample
 
 def detections(tiny, selection: SelectionRule = BETTER) -> BoxReader:
     return open_boxes([tiny.detections_file], selection, with_features=False)
-
-
-def in_file_order(tiny) -> BoxReader:
-    reader = detections(tiny)
-    reader.selection = None
-    return reader
 
 
 # Pixels and sizes
@@ -123,10 +118,10 @@ def test_flip_and_size_are_drawn(photo):
 
 @pytest.mark.parametrize(
     ("source", "boxes"),
-    [("gt", GT_7), ("detections", DETECTIONS_7), ("detections+gt", DETECTIONS_7 + GT_7), ("online", None)],
+    [("gt", GT_7), ("detections", BY_SCORE), ("detections+gt", BY_SCORE + GT_7), ("online", None)],
 )
 def test_box_sources(tiny, photo, source, boxes):
-    image = load(photo, source, in_file_order(tiny) if "detections" in source else None)
+    image = load(photo, source, detections(tiny, ALL) if "detections" in source else None)
     if boxes is None:
         assert image.boxes is None
     else:
@@ -160,8 +155,8 @@ def test_boxes_that_come_with_a_sample_go_before_every_other_source(tiny, photo,
 
 def test_a_box_outside_its_image_is_named(tiny, photo):
     tiny.detections[1]["box"] = [101, 5, 10, 10]
-    with pytest.raises(ValueError, match=r"dets\.json: image 7: box 0 .* outside the 100 x 60 image"):
-        load(photo, "detections", in_file_order(tiny.write()))
+    with pytest.raises(ValueError, match=r"dets\.json: image 7: box 1 .* outside the 100 x 60 image"):
+        load(photo, "detections", detections(tiny.write(), ALL))
     own = CandidateBoxes(np.array([[100.0, 2, 130, 40]]), "--boxes")
     with pytest.raises(ValueError, match=r"--boxes: box 0 .* outside the 100 x 60 image"):
         load(dataclasses.replace(photo, boxes=own))
@@ -296,7 +291,7 @@ def test_the_mean_of_the_regions_may_stand_for_the_whole_image(photo, features):
 
 def test_mirrored_precomputed_features(photo, features):
     """As in the official code: boxes (and words) are mirrored, features are not."""
-    with pytest.raises(ValueError, match=r"precomputed features are those of images as they are.*set data.flip to 0"):
+    with pytest.raises(ValueError, match=r"precomputed features describe images as they are.*set data.flip to 0"):
         make_loader("precomputed", features, flip_probability=0.5)
     image = load(photo, "precomputed", features, flip=True, mirror_precomputed=True, flip_probability=1.0)
     np.testing.assert_array_equal(image.boxes[0], [89, 0, 99, 10])

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from detector.selection import SelectionRule
+from detector.selection_rule import SelectionRule
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.images.candidates import open_boxes
 from e2e_vl.data.loading.collate import collate

@@ -14,13 +14,19 @@ ORDER_IN_PAIRS = [2, 5, 3, 4, 6, 15, 1, 9, 2, 5]
 ORDER_OF_IMAGES = [3, 0, 2, 1, 4, 6, 7, 13, 14, 8, 10, 11, 12, 9, 16, 17, 15, 5, 20, 18, 19]
 
 
+def make(*arguments, epoch: int = 0, start_batch: int = 0, **options) -> GroupedBatchSampler:
+    sampler = GroupedBatchSampler(*arguments, **options)
+    sampler.set_epoch(epoch, start_batch)
+    return sampler
+
+
 def texts_of(batches) -> list[int]:
     return [text for batch in batches for request in batch for text in request.texts]
 
 
 @pytest.mark.parametrize("texts_per_image", [1, 2, 3, None])
 def test_every_text_once_an_epoch_and_only_the_last_batch_is_filled_up(texts_per_image):
-    sampler = GroupedBatchSampler(GROUPS, 4, texts_per_image, seed=3)
+    sampler = make(GROUPS, 4, texts_per_image, seed=3)
     batches = list(sampler)
     requests = [request for batch in batches for request in batch]
     once, filling = requests[: sampler.num_groups], requests[sampler.num_groups :]
@@ -34,37 +40,36 @@ def test_every_text_once_an_epoch_and_only_the_last_batch_is_filled_up(texts_per
 
 
 def test_an_epoch_smaller_than_a_batch_fills_up_by_repeating():
-    [batch] = GroupedBatchSampler([[0], [1, 2]], 7, seed=1)
+    [batch] = make([[0], [1, 2]], 7, seed=1)
     assert len(batch) == 7
     assert set(texts_of([batch])) == {0, 1, 2}
 
 
 def test_accumulation_fills_up_the_last_step_and_leaves_the_order():
-    whole = GroupedBatchSampler(GROUPS, 6, 2, seed=4, epoch=3)
-    parts = GroupedBatchSampler(GROUPS, 2, 2, seed=4, epoch=3, accumulate=3)
+    whole = make(GROUPS, 6, 2, seed=4, epoch=3)
+    parts = make(GROUPS, 2, 2, seed=4, epoch=3, accumulate=3)
     assert whole.num_groups % 6, "the last batch should need filling"
     assert len(parts) == 3 * len(whole)
     assert [request for batch in parts for request in batch] == [request for batch in whole for request in batch]
-    evaluation = GroupedBatchSampler(GROUPS, 2, 2, shuffle=False, accumulate=3)
+    evaluation = make(GROUPS, 2, 2, shuffle=False, accumulate=3)
     assert texts_of(evaluation) == TEXTS
 
 
 def test_one_text_per_image_is_sampling_of_single_texts():
-    requests = [request for batch in GroupedBatchSampler(GROUPS, 3, 1, shuffle=False) for request in batch]
+    requests = [request for batch in make(GROUPS, 3, 1, shuffle=False) for request in batch]
     assert [request.texts for request in requests] == [(text,) for text in TEXTS]
 
 
 def of_ranks(world_size: int, images_per_batch: int, **options) -> list[GroupedBatchSampler]:
     return [
-        GroupedBatchSampler(GROUPS, images_per_batch, 2, rank=rank, world_size=world_size, **options)
-        for rank in range(world_size)
+        make(GROUPS, images_per_batch, 2, rank=rank, world_size=world_size, **options) for rank in range(world_size)
     ]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_training_batches_of_all_ranks_joined_are_those_of_one_process(world_size):
     options = {"seed": 5, "epoch": 2}
-    one = list(GroupedBatchSampler(GROUPS, 6, 2, **options))
+    one = list(make(GROUPS, 6, 2, **options))
     parts = [list(sampler) for sampler in of_ranks(world_size, 6, **options)]
     assert {len(part) for part in parts} == {len(one)}
     assert {len(batch) for part in parts for batch in part} == {6 // world_size}
@@ -73,7 +78,7 @@ def test_training_batches_of_all_ranks_joined_are_those_of_one_process(world_siz
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_evaluation_deals_whole_batches_and_repeats_nothing(world_size):
-    one = list(GroupedBatchSampler(GROUPS, 3, 2, shuffle=False))
+    one = list(make(GROUPS, 3, 2, shuffle=False))
     assert texts_of(one) == TEXTS
     assert [len(batch) for batch in one] == [3, 3, 3, 3, 1]
     samplers = of_ranks(world_size, 3, shuffle=False)
@@ -84,11 +89,11 @@ def test_evaluation_deals_whole_batches_and_repeats_nothing(world_size):
 
 def test_epochs_and_seeds_differ_but_are_repeatable():
     def order(seed: int, epoch: int) -> list[int]:
-        return texts_of(GroupedBatchSampler(GROUPS, 4, 2, seed=seed, epoch=epoch))
+        return texts_of(make(GROUPS, 4, 2, seed=seed, epoch=epoch))
 
     assert order(1, 0) == order(1, 0)
     assert len({tuple(order(seed, epoch)) for seed in (1, 2) for epoch in (0, 1, 2)}) == 6
-    sampler = GroupedBatchSampler(GROUPS, 4, 2, seed=1)
+    sampler = make(GROUPS, 4, 2, seed=1)
     sampler.set_epoch(2)
     assert texts_of(sampler) == order(1, 2)
     assert {request.epoch for batch in sampler for request in batch} == {2}
@@ -97,9 +102,9 @@ def test_epochs_and_seeds_differ_but_are_repeatable():
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_resuming_gives_the_rest_of_the_epoch(world_size):
     options = {"seed": 9, "rank": world_size - 1, "world_size": world_size, "epoch": 1}
-    full = list(GroupedBatchSampler(GROUPS, 4, 2, **options))
+    full = list(make(GROUPS, 4, 2, **options))
     for start in range(len(full) + 1):
-        rest = GroupedBatchSampler(GROUPS, 4, 2, start_batch=start, **options)
+        rest = make(GROUPS, 4, 2, start_batch=start, **options)
         assert list(rest) == full[start:]
         assert len(rest) == len(full) - start
     rest.set_epoch(1)
@@ -107,7 +112,7 @@ def test_resuming_gives_the_rest_of_the_epoch(world_size):
 
 
 def test_resuming_an_evaluation_counts_batches_of_all_ranks():
-    one = list(GroupedBatchSampler(GROUPS, 3, 2, shuffle=False))
+    one = list(make(GROUPS, 3, 2, shuffle=False))
     for start in range(len(one) + 1):
         samplers = of_ranks(2, 3, shuffle=False, start_batch=start)
         rest = [batch for sampler in samplers for batch in sampler]
@@ -117,24 +122,21 @@ def test_resuming_an_evaluation_counts_batches_of_all_ranks():
 
 def test_images_without_texts_keep_the_numbers_of_the_others():
     groups = [[], [0], [], [1, 2]]
-    requests = [request for batch in GroupedBatchSampler(groups, 2, shuffle=False) for request in batch]
+    requests = [request for batch in make(groups, 2, shuffle=False) for request in batch]
     assert [(request.group, request.texts) for request in requests] == [(1, (0,)), (3, (1, 2))]
 
 
 def test_all_texts_of_one_image_appear_in_all_arrangements():
     seen = collections.Counter(
-        request.texts
-        for epoch in range(40)
-        for batch in GroupedBatchSampler([[0, 1, 2]], 1, epoch=epoch)
-        for request in batch
+        request.texts for epoch in range(40) for batch in make([[0, 1, 2]], 1, epoch=epoch) for request in batch
     )
     assert len(seen) == 6
 
 
 def test_the_order_stays_what_it_always_was():
     """Runs can be resumed and repeated with later versions."""
-    assert texts_of(GroupedBatchSampler([[3, 1, 4, 15], [9], [], [2, 6, 5]], 2, 2, seed=1, epoch=2)) == ORDER_IN_PAIRS
-    assert texts_of(GroupedBatchSampler(GROUPS, 3, None, seed=7, epoch=1)) == ORDER_OF_IMAGES
+    assert texts_of(make([[3, 1, 4, 15], [9], [], [2, 6, 5]], 2, 2, seed=1, epoch=2)) == ORDER_IN_PAIRS
+    assert texts_of(make(GROUPS, 3, None, seed=7, epoch=1)) == ORDER_OF_IMAGES
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -146,8 +148,8 @@ def test_consecutive_groups_give_what_lists_give(shuffle, texts_per_image):
     lists = [list(group) for group in groups]
     assert [text for texts in lists for text in texts] == TEXTS
     options = {"seed": 4, "epoch": 1, "shuffle": shuffle}
-    arrays = list(GroupedBatchSampler(groups, 3, texts_per_image, **options))
-    assert arrays == list(GroupedBatchSampler(lists, 3, texts_per_image, **options))
+    arrays = list(make(groups, 3, texts_per_image, **options))
+    assert arrays == list(make(lists, 3, texts_per_image, **options))
     request = arrays[0][0]
     assert type(request.group) is int
     assert {type(text) for text in request.texts} == {int}
@@ -190,10 +192,14 @@ def test_works_as_the_batch_sampler_of_a_data_loader():
         ({"images_per_batch": 2, "texts_per_image": 0}, "texts_per_image is 0"),
         ({"images_per_batch": 2, "accumulate": 0}, "accumulate is 0"),
         ({"images_per_batch": 2, "rank": 1}, "rank 1 does not exist among 1"),
-        ({"images_per_batch": 2, "start_batch": 4}, "cannot start at batch 4, an epoch has 3 batches"),
         ({"images_per_batch": 2, "groups": [[], []]}, "no texts to sample from"),
     ],
 )
 def test_numbers_that_do_not_fit(arguments, message):
     with pytest.raises(ValueError, match=message):
         GroupedBatchSampler(**{"groups": GROUPS, **arguments})
+
+
+def test_an_epoch_cannot_start_behind_its_end():
+    with pytest.raises(ValueError, match="cannot start at batch 4, an epoch has 3 batches"):
+        GroupedBatchSampler(GROUPS, 2).set_epoch(0, 4)

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from e2e_vl.data.storage import corpus as module
-from e2e_vl.data.storage.corpus import TextCorpus, TextLines
+from e2e_vl.data.storage.corpus import TextLines
 
 LINES = ["The first line.", "  zweite Zeile: naïve ", "x", "the last line has a few more words"]
 
@@ -66,15 +66,6 @@ def test_processes_may_make_the_index_at_once_and_read_it_after_a_fork(tmp_path)
     assert lines[2999] == "2999"
 
 
-def test_lines_of_all_files_one_after_the_other(tmp_path):
-    files = [write(tmp_path / "a.txt", "\n".join(LINES[:2])), write(tmp_path / "b.doc", "\n\n".join(LINES[2:]))]
-    corpus = TextCorpus(files, tmp_path / "cache")
-    assert len(corpus) == 4
-    assert [corpus[i] for i in range(4)] == [line.strip() for line in LINES]
-    with pytest.raises(ValueError, match="at least one file"):
-        TextCorpus([], tmp_path)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -94,7 +85,7 @@ def test_files_that_are_no_text(tmp_path, content, message):
 
 def test_other_errors(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere.txt: cannot read the corpus"):
-        TextCorpus([tmp_path / "nowhere.txt"], tmp_path)
+        TextLines(tmp_path / "nowhere.txt", tmp_path, "corpus")
     write(tmp_path / "file", "")
     with pytest.raises(OSError, match=r"set data.config.cache"):
         TextLines(write(tmp_path / "b.txt", "b"), tmp_path / "file")

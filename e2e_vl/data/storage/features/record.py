@@ -6,7 +6,6 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import zipfile
 import zlib
@@ -58,8 +57,8 @@ class RegionFeatures:
         whole = self.image_feature
         if whole is not None and whole.shape != self.features.shape[1:]:
             raise ValueError(
-                f"image {self.image_id}: the whole image's feature has shape {list(whole.shape)}, those of the "
-                f"regions have {self.features.shape[1]} columns"
+                f"image {self.image_id}: the whole image's feature has shape {list(whole.shape)}, the features of "
+                f"the regions have {self.features.shape[1]} columns"
             )
 
     def __len__(self) -> int:
@@ -81,8 +80,8 @@ def save_npz(file: Path | BinaryIO, record: RegionFeatures, stamp: dict[str, Any
     np.savez(file, image_id=np.array(record.image_id), image_size=np.array(record.image_size), **arrays)
 
 
-def load_npz(file: Path | BinaryIO, where: str | None = None) -> tuple[RegionFeatures, dict[str, Any] | None]:
-    """Read what `save_npz` wrote: the regions, and the stamp if there is one; `where` names an open file in errors.
+def load_npz(file: Path | BinaryIO, where: str | None = None) -> RegionFeatures:
+    """Read the regions that `save_npz` wrote; `where` names an open file in errors.
 
     Raises:
         FileNotFoundError: no such file.
@@ -93,8 +92,7 @@ def load_npz(file: Path | BinaryIO, where: str | None = None) -> tuple[RegionFea
         with np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
         height, width = arrays.pop("image_size").tolist()
-        stamp = arrays.pop("stamp", None)
-        record = RegionFeatures(
+        return RegionFeatures(
             image_id=str(arrays["image_id"]),
             image_size=(height, width),
             boxes=arrays["boxes"].astype(np.float32, copy=False),
@@ -102,15 +100,7 @@ def load_npz(file: Path | BinaryIO, where: str | None = None) -> tuple[RegionFea
             image_feature=arrays.get("image_feature"),
             **{name: arrays[name].astype(kind, copy=False) for name, kind in OPTIONAL.items() if name in arrays},
         )
-        return record, None if stamp is None else json.loads(str(stamp))
     except FileNotFoundError:
         raise
     except DAMAGED as error:
         raise ValueError(f"{where}: no readable file of region features ({error}); extract the image again") from error
-
-
-def to_bytes(record: RegionFeatures) -> bytes:
-    """The content of an `.npz` file without a stamp."""
-    buffer = io.BytesIO()
-    save_npz(buffer, record)
-    return buffer.getvalue()

@@ -1,6 +1,7 @@
 """Readers of region features: a folder of `.npz` files, TSV files, an HDF5 file, an LMDB file.
 
-A store is opened once and may be copied to worker processes; files are opened again there.
+A store may be copied to worker processes: neither file positions nor LMDB's maps may be shared with a forked worker, so
+every process opens the files itself.
 
 Formats
     npz      one file per image, named by its id (see `record.py`)
@@ -20,7 +21,6 @@ import importlib
 import io
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,25 +78,6 @@ class FeatureStore(abc.ABC):
             self._known = set(self.ids)
         return image_id in self._known
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __iter__(self) -> Iterator[RegionFeatures]:
-        return (self.read(image_id) for image_id in self.ids)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_file", "_opened_by")}
-
-    def _handle(self) -> Any:
-        """The open file of this process: neither file positions nor LMDB's maps may be shared with a forked worker."""
-        if self.__dict__.get("_opened_by") != os.getpid():
-            self._file = self._open()
-            self._opened_by = os.getpid()
-        return self._file
-
-    def _open(self) -> Any:
-        raise NotImplementedError
-
 
 def open_features(path: str | Path) -> FeatureStore:
     """Open region features of any format that tools/extract_features.py writes.
@@ -133,7 +114,7 @@ class NpzStore(FeatureStore):
         self.stamp = json.loads(stamp.read_text(encoding="utf-8")) if stamp.is_file() else None
 
     def read(self, image_id: str) -> RegionFeatures:
-        return load_npz(self.path / f"{image_id}.npz")[0]
+        return load_npz(self.path / f"{image_id}.npz")
 
 
 class TsvStore(FeatureStore):
@@ -163,13 +144,10 @@ class TsvStore(FeatureStore):
                 position += len(line)
         return offsets
 
-    def _open(self) -> Any:
-        return self.path.open("rb")
-
     def read(self, image_id: str) -> RegionFeatures:
-        file = self._handle()
-        file.seek(self.offsets[image_id])
-        line = file.readline()
+        with self.path.open("rb") as file:
+            file.seek(self.offsets[image_id])
+            line = file.readline()
         try:
             return parse_row(line.decode("utf-8").rstrip("\r\n"))
         except (ValueError, binascii.Error) as error:
@@ -207,10 +185,11 @@ def _array(cell: str, kind: type) -> np.ndarray:
 
 
 class Hdf5Store(FeatureStore):
-    """One HDF5 file."""
+    """One HDF5 file, which stays open because opening it takes as long as reading an image."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._files: dict[int, Any] = {}  # by process
         try:
             with self._open() as file:
                 self.ids = [name.decode("utf-8") for name in file["ids"][:]]
@@ -224,8 +203,14 @@ class Hdf5Store(FeatureStore):
     def _open(self) -> Any:
         return import_optional("h5py").File(self.path, "r")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_files": {}}
+
     def read(self, image_id: str) -> RegionFeatures:
-        file, row = self._handle(), self.rows[image_id]
+        process = os.getpid()
+        if process not in self._files:
+            self._files[process] = self._open()
+        file, row = self._files[process], self.rows[image_id]
         rows = slice(int(self.starts[row]), int(self.starts[row + 1]))
         return RegionFeatures(
             image_id=image_id,
@@ -258,7 +243,7 @@ class LmdbStore(FeatureStore):
     def read(self, image_id: str) -> RegionFeatures:
         with self._open() as environment, environment.begin() as transaction:
             content = transaction.get(image_id.encode("utf-8"))
-        return load_npz(io.BytesIO(content), f"{self.path}: image {image_id}")[0]
+        return load_npz(io.BytesIO(content), f"{self.path}: image {image_id}")
 
 
 def import_optional(name: str) -> Any:

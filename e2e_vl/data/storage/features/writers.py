@@ -1,4 +1,4 @@
-"""Writers of region features; the formats are those of `stores.py`.
+"""Writers of region features; `stores.py` describes the formats.
 
 Each takes the regions of all images in turn, never all at once, and puts the finished file in its place in one step.
 """
@@ -6,6 +6,7 @@ Each takes the regions of all images in turn, never all at once, and puts the fi
 from __future__ import annotations
 
 import base64
+import io
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,14 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from e2e_vl.data.storage.features.record import RegionFeatures, to_bytes
-from e2e_vl.data.storage.features.stores import (
-    LXMERT_FIELDS,
-    STAMP_KEY,
-    TSV_COLUMNS,
-    import_optional,
-    sidecar,
-)
+from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
+from e2e_vl.data.storage.features.stores import LXMERT_FIELDS, STAMP_KEY, TSV_COLUMNS, import_optional, sidecar
 from e2e_vl.run_files import write_text
 
 LMDB_COMMIT = 256  # images per transaction
@@ -115,7 +110,9 @@ def write_lmdb(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
         key = record.image_id.encode("utf-8")
         if len(key) > environment.max_key_size():
             raise ValueError(f"image {record.image_id}: the id has {len(key)} bytes, too many for LMDB; use hdf5")
-        transaction.put(key, to_bytes(record))
+        content = io.BytesIO()
+        save_npz(content, record)
+        transaction.put(key, content.getvalue())
         if number % LMDB_COMMIT == 0:
             transaction.commit()
             transaction = environment.begin(write=True)

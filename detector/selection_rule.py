@@ -1,0 +1,31 @@
+"""How many of a detector's boxes are kept. (A file of its own, so that settings can be checked without torch.)"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SelectionRule:
+    """Keep scores of at least `min_score`, but never fewer than `min_regions` nor more than `max_regions` boxes.
+
+    The defaults are VL-BERT's (section 4.1). Bottom-up attention uses 0.2 with 10 to 100; a fixed number, such as
+    LXMERT's 36, is `min_regions == max_regions`.
+
+    Raises:
+        ValueError: numbers that contradict each other.
+    """
+
+    min_score: float = 0.5
+    min_regions: int = 10
+    max_regions: int = 100
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_regions <= self.max_regions or self.max_regions < 1:
+            raise ValueError(
+                f"Selection rule: min_regions {self.min_regions} and max_regions {self.max_regions} must satisfy "
+                "0 <= min_regions <= max_regions and max_regions >= 1."
+            )
+        if not math.isfinite(self.min_score):
+            raise ValueError(f"Selection rule: min_score {self.min_score} must be a finite number.")
