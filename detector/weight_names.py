@@ -82,7 +82,7 @@ class Renamed(NamedTuple):
     """A checkpoint in this detector's names and conventions."""
 
     tensors: dict[str, Tensor]
-    layout: str  # for people
+    layout: str  # the software that names are from, for messages
 
 
 def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: DetectorConfig) -> Renamed:

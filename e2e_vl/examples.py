@@ -31,8 +31,8 @@ class Placement:
     def move_boxes(self, boxes: np.ndarray) -> np.ndarray:
         """Scale boxes and flip them, without clamping.
 
-        A flip is x' = width - 1 - x on both corners as they are stored (official VL-BERT code), width being that of the
-        resized image.
+        A flip is x' = width - 1 - x on both corners as they are stored (official VL-BERT code), with the width
+        of the resized image.
 
         Returns:
             float64 [R, 4].

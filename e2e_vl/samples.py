@@ -114,7 +114,7 @@ class Sample:
 
     images: tuple[SampleImage, ...]  # the images
     texts: tuple[SampleText, ...]  # the texts that look at them
-    # all texts of the data set, those of other images among them, by their index; None: there are no others
+    # all texts of the data set, also of other images, by their index; None: there are no others
     pool: TextPool | None = None
     own: Sequence[int] = ()  # indices in `pool` of all texts about this image
     corpus: TextPool | None = None  # texts without images

@@ -1,4 +1,4 @@
-"""What a task learns from: typed values of one text, and how those of a batch are joined.
+"""What a task learns from: typed values of one text, and how the values of a batch are joined.
 
 A task declares a dataclass whose fields say how they are joined:
 

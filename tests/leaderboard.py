@@ -24,7 +24,7 @@ def read_leaderboard(path: Path) -> Submission:
 
 
 def score(submission: Submission, answer_labels: Sequence[int], rationale_labels: Sequence[int]) -> dict[str, float]:
-    """Its `joint_metrics`: the rationales given each answer are those of a run conditioned on each of them."""
+    """Its `joint_metrics`: a run chose the rationales for each given answer."""
     answers, reasons = [], []
     labels = answer_labels, rationale_labels
     for annot_id, scores, given_each, answer, rationale in zip(*submission, *labels, strict=True):

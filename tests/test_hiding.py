@@ -263,7 +263,7 @@ def test_frozen_teacher_stays_as_it_was():
 
 
 def test_own_boxes_are_labelled_in_the_order_of_the_file():
-    """A file's distributions belong to its boxes; those of the detector replace them in evaluation with own boxes."""
+    """A file's distributions belong to its boxes; the detector's replace them in evaluation with own boxes."""
     model = make_model(teacher="file", region_probability=1.0).eval()
     labels = RegionLabels(class_probs=[torch.ones(1, CLASSES) / CLASSES] * 2)
     batch = dataclasses.replace(make_batch(boxes=False), region_labels=labels)
@@ -340,7 +340,7 @@ def test_a_users_boxes_are_hidden_and_no_others(teacher):
     assert batch.boxes[1].tolist() == BOXES[1] and not batch.hidden.is_hidden[1].any()
     assert batch.pixel_masks[0].tolist() == [[6, 6, 41, 41], [60, 5, 91, 26]]
     if teacher == "file":
-        assert batch.region_labels == RegionLabels()  # those of the file belong to other boxes
+        assert batch.region_labels == RegionLabels()  # the file's labels belong to other boxes
     else:
         assert [len(rows) for rows in batch.region_labels.class_probs] == [4, 2]
 

@@ -101,7 +101,7 @@ def test_short_sequences_stay_as_they_are():
 
 
 def pairs_of(counts: tuple[int, int], length: int) -> Batch:
-    """One text of so many wordpieces about two images with so many candidate boxes."""
+    """One text about two images, with these numbers of wordpieces and of candidate boxes."""
     batch = make_pairs()
     position = torch.arange(length)[None]
     texts = dataclasses.replace(batch.texts, input_ids=position, segment_ids=position * 0, attend=position >= 0)

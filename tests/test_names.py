@@ -197,7 +197,7 @@ def repeated_classes(sources: Sources) -> list[str]:
 
 
 def repeated_modules(sources: Sources) -> list[str]:
-    """One line for each file name that more than one module has, but those of tasks, data sets and encoders.
+    """One line for each file name that more than one module has; tasks, data sets and encoders may share one.
 
     Scripts in tools/ are commands, which may be called like the function that they run.
     """
@@ -288,7 +288,7 @@ def letter_table(sources: Sources) -> dict[str, dict[str, list[str]]]:
 
 
 def ambiguous_letters(sources: Sources) -> str:
-    """The letters with several meanings as a table for people."""
+    """The letters with several meanings as a table to read."""
     return "\n".join(
         f"{letter}  {meaning}  ({', '.join(files)})"
         for letter, meanings in sorted(letter_table(sources).items())

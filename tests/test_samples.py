@@ -1,4 +1,4 @@
-"""A user's question as a sample like those of a data set."""
+"""A user's question as a sample, as a data set makes them."""
 
 from __future__ import annotations
 

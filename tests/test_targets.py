@@ -1,4 +1,4 @@
-"""Typed targets: how those of several texts become those of a batch, and what cutting texts does to them."""
+"""Typed targets: how the targets of several texts become a batch's, and what cutting texts does to them."""
 
 from __future__ import annotations
 

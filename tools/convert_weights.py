@@ -100,7 +100,7 @@ def import_official(weights: Path, run: Path, output: Path, overrides: list[str]
         raise FileNotFoundError(f"{weights}: no such weights file.")
     config = load_config(run, overrides)
     if config.data.vocabulary is None:
-        raise ValueError(f"{run}: data.vocabulary is not set; give that of the official model (bert-base-uncased).")
+        raise ValueError(f"{run}: data.vocabulary is not set; give the official model's (bert-base-uncased).")
     start = {"weights": str(weights)}
     if config.detector.backend != "precomputed":
         config = dataclasses.replace(config, detector=dataclasses.replace(config.detector, **start, expect="backbone"))
@@ -120,7 +120,7 @@ def official_suffixes() -> list[str]:
 def export_official(folder: Path, output: Path) -> None:
     """Write a trained model of ours as an official file, and say what has no place in it.
 
-    The answers of VQA, whose order is that of the classes, are written beside it.
+    The answers of VQA, in the order of the classes, are written beside it.
     """
     config, model, _ = load_model(folder)
     adapters = [adapter for adapter in ADAPTERS.get(config.encoder.name, ()) if adapter.suffix == output.suffix]

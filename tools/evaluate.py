@@ -3,7 +3,7 @@
     accelerate launch tools/evaluate.py --run runs/demo_refcoco --split val --boxes online --iou mattnet
 
 Boxes: `gt` (all annotated boxes of the image are the candidates), `detections` (a file, MAttNet's format), `online`
-(the model's own detector), or `precomputed` (those of the features file, for a run on precomputed features).
+(the model's own detector), or `precomputed` (boxes of the features file, for a run on precomputed features).
 IoU conventions, all at 0.5 and all counted per expression:
   mattnet  xywh boxes, inclusive overlap, IoU >= 0.5: the protocol of MAttNet and most later papers
   vlbert   the official VL-BERT code: every extent + 1 pixel, prediction clamped to the image, IoU >= 0.5

@@ -145,7 +145,7 @@ def save(folder: Path, question: Question, answer: Answer) -> None:
 
 
 def save_answer(path: Path, image: Path, text: str, answer: Answer, labels: list[str], rows: np.ndarray) -> None:
-    """Draw the answer's box, or those of the regions `rows` of this image that the answer looked at most."""
+    """Draw the answer's box, or the boxes among `rows` of this image that the answer looked at most."""
     title = text if answer.task.points_at_box else f"{text} -> {answer.lines[0]}"
     if answer.box is not None:
         save_picture(path, image, [answer.box], [f"{answer.record['score']:.2f}"], title)

@@ -25,7 +25,7 @@ def sinusoids(values: Float[Tensor, "*shape"], wavelengths: int) -> Float[Tensor
     """Sines, then cosines, of `100 * value / 1000^(i / wavelengths)` for i = 0 .. wavelengths - 1.
 
     Relation Networks (Hu et al., CVPR 2018, section 3) take this embedding from the Transformer; the factors 100 and
-    1000 are those of its code and of the official VL-BERT code.
+    1000 come from its code and the official VL-BERT code.
     """
     exponents = torch.arange(wavelengths, device=values.device, dtype=values.dtype) / wavelengths
     angles = 100.0 * values[..., None] / 1000.0**exponents

@@ -138,7 +138,7 @@ class VLBertConfig(BertConfig):
 
 
 class VLBertLayer(GradientCheckpointingLayer):
-    """A BERT layer, post-LN as in BERT or pre-LN; parameter names are those of transformers' `BertLayer`."""
+    """A BERT layer, post-LN as in BERT or pre-LN; it has the parameter names of transformers' `BertLayer`."""
 
     def __init__(self, config: VLBertConfig, index: int):
         super().__init__()

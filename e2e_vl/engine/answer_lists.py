@@ -44,7 +44,7 @@ def possible_answers(config: RunConfig, dataset: type[VLDataset], min_count: int
 
 
 def official_lines(answers: Sequence[str]) -> str:
-    """Answers as the text file of the official VL-BERT code, one a line in the order of their classes.
+    """Answers as the text file of the official VL-BERT code, one per line in the order of their classes.
 
     Raises:
         ValueError: an answer that such a file cannot hold: an empty one, or one that is read back as another (lines are

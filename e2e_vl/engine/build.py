@@ -108,7 +108,7 @@ def named_parts(config: RunConfig) -> PartClasses:
 
 
 def task_class(name: str) -> type[Task]:
-    """The class of a task by its name in settings. Raises ValueError if there is none."""
+    """The class of a task by its name in settings. Raises ValueError if no task has it."""
     return _named(TASKS, name, "task.name")[1]
 
 

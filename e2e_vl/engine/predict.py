@@ -145,12 +145,10 @@ def answer_question(run_dir: Path, question: Question, *, points_at_box: bool = 
         class_names=dataset.class_names_of(files, options, [*config.data.eval_splits, config.data.train_split][0]),
         wants_answer=dataset.wants_given_answer(options),
     )
-    return _answer(config, model, tokenizer, dataset.narrowed(model.task.question(question), options))
+    return answer(config, model, tokenizer, dataset.narrowed(model.task.question(question), options))
 
 
-def _answer(
-    config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, sample: Sample
-) -> Answer:
+def answer(config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Answer:
     """What a model says to the text of a sample, on the road that the data of a run take."""
     boxes = BoxSource.ONLINE if sample.images[0].objects is None else BoxSource.GT
     loader = build_loader(config, model, None, boxes)

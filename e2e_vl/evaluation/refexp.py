@@ -37,7 +37,7 @@ def box_iou(boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size
 
     Args:
         boxes: float [..., 4], predicted, xyxy (x2 = x + w) in pixels of the stored image.
-        gt_boxes: float [..., 4], true; the leading axes broadcast against those of `boxes`.
+        gt_boxes: float [..., 4], true; the leading axes broadcast against the axes of `boxes`.
         convention: one of `IOU_CONVENTIONS`.
         image_size: [..., 2], (height, width) of the stored image(s); needed by `vlbert` only.
 

@@ -143,7 +143,7 @@ def _by_question(records: Sequence[Mapping[str, Any]], kind: str) -> dict[tuple[
         if record.get("kind") != kind:
             raise ValueError(
                 f"The prediction for {record.get('annot_id')} is about the {record.get('kind')}, expected the {kind}: "
-                "give the predictions of the Q->A run and those of the QA->R run, in this order."
+                "give the predictions of the Q->A run first, then the predictions of the QA->R run."
             )
         key = (record["annot_id"], record["conditioned_on"])
         if key in found:

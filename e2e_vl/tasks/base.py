@@ -80,7 +80,7 @@ class Task(nn.Module, abc.ABC):
 
     @classmethod
     def own_words(cls, config: Any) -> Iterable[str]:
-        """Words that the wording adds to those of the data, for a vocabulary."""
+        """Words that the wording adds to the words of the data, for a vocabulary."""
         return ()
 
     @abc.abstractmethod

@@ -29,7 +29,7 @@ from e2e_vl.wording import Draw, Wording
 
 @dataclasses.dataclass(frozen=True)
 class PretrainingConfig:
-    """What is predicted and hidden; the defaults are those of the official code."""
+    """What is predicted and hidden; the defaults follow the official code."""
 
     # name of an objective -> its settings, or only its weight; a weight of 0 leaves it out. An objective that is not
     # named has its default weight. See `OBJECTIVES` in `e2e_vl/engine/build.py`.

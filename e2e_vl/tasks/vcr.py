@@ -58,7 +58,7 @@ class VCRConfig:
     ground_words: bool = True
     # question and choice are cut to this number of wordpieces together, [CLS] and [SEP] not counted
     max_pieces: int = 64
-    mask_size: int | None = 14  # side of the instance masks, that of the detector's RoI maps; None = no masks
+    mask_size: int | None = 14  # side of the instance masks and of the detector's RoI maps; None = no masks
     blank_question: bool = False  # control that reads the choices only
     dropout: float = 0.1  # on the summary, before the Linear that scores a choice
     # "sigmoid": a binary cross entropy per choice, mean over all choices (official). "softmax": a cross entropy over
@@ -303,9 +303,9 @@ class VCRTask(Task):
         return Loss(total=total, count=kept.sum().to(total.dtype))
 
     def predict(self, batch: Batch, output: ModelOutput) -> Records:
-        """One record per question: those of its texts plus `probabilities` (four, softmax) and `choice`.
+        """One record per question: what its texts share plus `probabilities` (four, softmax) and `choice`.
 
-        The softmax is that of the official code, whichever loss was trained.
+        As in the official code it is a softmax, whichever loss was trained.
         """
         probabilities = output.task.logits.softmax(dim=1).tolist()
         best = output.task.logits.argmax(dim=1).tolist()

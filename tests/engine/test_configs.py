@@ -147,7 +147,7 @@ def test_the_ablations_differ_in_their_switches_only():
 
 @pytest.mark.parametrize("path", RUNS, ids=name_of)
 def test_what_a_run_reads_is_drawn(path):
-    """The formats of its own drawn scenes; runs of configs/table4 share those of its detector.yaml."""
+    """The formats of its own drawn scenes; runs of configs/table4 share the formats of its detector.yaml."""
     own = load_config(path, ["data.root=DATA"])
     drawn = own if path.parent.name != "table4" else load_config(path.parent / "detector.yaml")
     if drawn.data.synthetic.scenes and drawn.data.synthetic.formats is not None:

@@ -304,7 +304,7 @@ def test_an_objective_alone(settings, monkeypatch, tmp_path):
 
 
 def test_an_objective_on_saved_features(settings, monkeypatch):
-    """The features to be predicted are those of the file."""
+    """The features to be predicted come from the file."""
     entry = (region_features.RegionFeaturesConfig, region_features.RegionFeatures)
     monkeypatch.setitem(build.OBJECTIVES, "region_features", entry)
     frcnn = "conceptual/{split}_frcnn.json"

@@ -96,7 +96,7 @@ def test_a_trained_model_sees_images_on_the_canvas_of_its_settings(trained_run, 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "vcr").glob("*.yaml")), ids=lambda path: path.stem)
 def test_images_of_vcr_lie_on_the_official_canvas(path):
-    """Its official code alone pads to a fixed size, that of the resize rule."""
+    """Its official code alone pads to a fixed size, which the resize rule has, too."""
     data = load_config(path, ["data.root=unused"]).data
     assert data.canvas == [*data.resize.short_edge, data.resize.long_edge] == [600, 1200]
     pretraining = load_config(ROOT / "configs" / "pretraining" / "vl_bert_base_e2e.yaml", ["data.root=unused"])

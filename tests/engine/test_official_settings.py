@@ -1,7 +1,7 @@
-"""The shipped settings of VL-BERT are those of the YAML files of its official code (cfgs/ of commit 4373674).
+"""The shipped settings of VL-BERT equal the YAML files of its official code (cfgs/ of commit 4373674).
 
 Official learning rates are per sample: the code multiplies them with GPUs x samples per GPU x accumulated batches. In
-pre-training, samples are captions and texts of the corpus. The number of GPUs is that of the file's name.
+pre-training, samples are captions and texts of the corpus. The number of GPUs is in the file's name.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class AverageEncoder(Encoder):
 
 
 class AverageFiles(WeightAdapter):
-    """Pre-trained ones with `first` and `second`, and those of referring expressions with `score`."""
+    """Pre-trained ones with `first` and `second`, and others of referring expressions with `score`."""
 
     layout = "Average"
     suffix = ".average"

@@ -109,7 +109,7 @@ def add_detector_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
-    """What training steps and detectors share; without defaults, sizes are those of the preset."""
+    """What training steps and detectors share; sizes without defaults come from the preset."""
     parser.add_argument(
         "--rois",
         type=numbers,

@@ -33,12 +33,12 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
 
 
 def print_machine(machine: dict[str, Any]) -> None:
-    """One line for people with the facts of `machine_facts`."""
+    """One line with the facts of `machine_facts`."""
     print(f"{machine['device']}, {machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}")
 
 
 def print_sizes(result: dict[str, Any], texts: str = "") -> None:
-    """Two lines for people: the `machine`, and the training steps with the `settings` of `common_settings`."""
+    """Two lines to read: the `machine`, and the training steps with the `settings` of `common_settings`."""
     print_machine(result["machine"])
     settings = result["settings"]
     height, width = settings["image_size"]

@@ -53,9 +53,9 @@ class GroupedBatchSampler(Sampler[list[Request]]):
     The end of an epoch is filled up from the start of its order: all batches have the same size, all ranks equal work,
     and all optimiser steps `accumulate` batches.
 
-    Without (evaluation), the order is that of `groups`, nothing is repeated, and the last batch may be smaller. Whole
-    batches are dealt to the ranks in turn, because the features of a box depend a little on the padding, so on the
-    other images of its batch. Ranks may differ by one batch.
+    Without (evaluation), groups keep their order, nothing is repeated, and the last batch may be smaller. Whole batches
+    are dealt to the ranks in turn, because the features of a box depend a little on the padding, so on the other images
+    of its batch. Ranks may differ by one batch.
 
     Args:
         groups: text indices of each image (`dataset.groups`).

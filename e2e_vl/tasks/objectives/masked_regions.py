@@ -34,7 +34,7 @@ from e2e_vl.tasks.objectives.base import (
 
 @dataclasses.dataclass(frozen=True)
 class MaskedRegionsConfig(ObjectiveConfig):
-    """The defaults are those of the official code."""
+    """The defaults follow the official code."""
 
     name = "masked_regions"
     weight: float = 1.0

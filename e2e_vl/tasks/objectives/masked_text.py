@@ -18,7 +18,7 @@ from e2e_vl.text import word_pieces
 
 @dataclasses.dataclass(frozen=True)
 class MaskedTextConfig(MaskedWordsConfig):
-    """The defaults are those of the official code."""
+    """The defaults follow the official code."""
 
     name = "masked_text"
     min_words: int = 64  # words that a text of the corpus has at least; following lines are added until it has

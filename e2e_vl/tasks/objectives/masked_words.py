@@ -35,7 +35,7 @@ from e2e_vl.tasks.objectives.base import (
 
 @dataclasses.dataclass(frozen=True)
 class MaskedWordsConfig(ObjectiveConfig):
-    """The defaults are those of the official code."""
+    """The defaults follow the official code."""
 
     name = "masked_words"
     weight: float = 1.0

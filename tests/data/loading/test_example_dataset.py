@@ -74,7 +74,7 @@ def test_a_flip_moves_pixels_boxes_and_objects(dataset, tiny):
     assert {text.record["flipped"] for text in mirrored.texts} == {True}
     for first, second in zip(plain.texts, mirrored.texts, strict=True):
         facts = dataset.sample([first.record["text_index"]]).texts[0].facts
-        assert facts.items() <= second.record.items(), "facts stay those of the stored image"
+        assert facts.items() <= second.record.items(), "facts are about the stored image"
 
 
 def test_randomness_depends_on_seed_epoch_and_text_only(dataset, tiny):
