@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from torch import nn
@@ -20,6 +21,14 @@ from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOu
 from e2e_vl.wording import Wording
 
 Records = list[dict[str, Any]]  # plain, JSON-able: one per prediction
+
+
+def check_choices(config: Any) -> None:
+    """Raises ValueError for a field of `task.config` whose type lists its values (`Literal`) and that has another."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        if typing.get_origin(hint) is Literal and getattr(config, name) not in typing.get_args(hint):
+            allowed = ", ".join(typing.get_args(hint))
+            raise ValueError(f'task.config.{name} is "{getattr(config, name)}"; it must be one of {allowed}.')
 
 
 def check_dropout(name: str, value: float) -> None:

@@ -21,7 +21,7 @@ from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import DataFacts, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.targets import Targets, named_parts
-from e2e_vl.tasks.base import HeadStart, Records, Task
+from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices
 from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectiveWording, WordHead
 from e2e_vl.text import word_pieces
 from e2e_vl.wording import Draw, Wording
@@ -55,6 +55,7 @@ class PretrainingConfig:
     max_length: int | None = 64  # wordpieces and regions of a text together; None = no cut
 
     def __post_init__(self) -> None:
+        check_choices(self)
         for name in ("region_probability", "hide_probability"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"task.config.{name} is {getattr(self, name)}; it must be from 0 to 1.")

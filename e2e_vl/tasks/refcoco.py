@@ -27,7 +27,7 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, Records, Task, check_dropout
+from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices, check_dropout
 from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.wording import Draw, Wording
 
@@ -53,6 +53,7 @@ class ReferringConfig:
     iou_convention: str = "mattnet"  # how `metrics` compares boxes, one of `e2e_vl.evaluation.refexp.CONVENTIONS`
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if not 0 <= self.positive_iou < 1:
             raise ValueError(f"positive_iou is {self.positive_iou}; it must be at least 0 and below 1.")
         check_dropout("dropout", self.dropout)

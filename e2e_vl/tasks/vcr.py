@@ -27,7 +27,7 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, DataFacts, Question, Sample, Sentence
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, Records, Task, check_dropout
+from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices, check_dropout
 from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.tasks.vcr_sentences import (
     NEUTRAL_NAMES,
@@ -71,6 +71,7 @@ class VCRConfig:
     new_layers: NewLayers = "official"  # start of the Linear that scores a choice, see `e2e_vl.tasks.heads.start_head`
 
     def __post_init__(self) -> None:
+        check_choices(self)
         check_dropout("dropout", self.dropout)
         check_dropout("region_dropout", self.region_dropout)
         check_numbers(self, "task.config.", not_negative=["region_loss_weight"])

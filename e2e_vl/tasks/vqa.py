@@ -29,7 +29,7 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import DataFacts, HumanAnswers, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, Records, Task, check_dropout
+from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices, check_dropout
 from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.text import mirror_words
 from e2e_vl.wording import Draw, Wording
@@ -62,6 +62,7 @@ class VQAConfig:
     top_answers: int = 5  # how many of the best answers a prediction lists
 
     def __post_init__(self) -> None:
+        check_choices(self)
         check_dropout("dropout", self.dropout)
         if self.min_answer_count < 1 or self.top_answers < 1:
             raise ValueError("min_answer_count and top_answers must be at least 1.")
