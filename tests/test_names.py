@@ -90,7 +90,7 @@ def string_constants(file: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def strays(sources: Sources) -> list[str]:
-    """One sentence for each place that knows a name, or imports its classes, and is not its home."""
+    """One sentence for each place that knows a name, or imports its module or classes, and is not its home."""
     classes = named_classes(sources[BUILD])
     names_of: dict[str, list[str]] = defaultdict(list)
     for name, identifiers in classes.items():
@@ -103,8 +103,12 @@ def strays(sources: Sources) -> list[str]:
             if text in classes and not is_home(file, text):
                 found.append(f"{file}:{line} has the name '{text}'.")
         for node in ast.walk(tree):
-            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
-                owners = names_of.get(alias.name)
+            keyword = node.arg if isinstance(node, ast.keyword) else None
+            if keyword in classes and keyword not in COMMON_VALUES and not is_home(file, keyword):
+                found.append(f"{file}:{node.lineno} has the name '{keyword}'.")
+            for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+                package, *_, last = f"{getattr(node, 'module', alias.name)}.{alias.name}".split(".")
+                owners = [last] if package in PACKAGES and last in classes else names_of.get(alias.name)
                 if owners and not any(is_home(file, name) for name in owners):
                     found.append(f"{file}:{node.lineno} imports {alias.name}.")
     return found
@@ -152,6 +156,10 @@ def test_names_are_read_from_the_dicts() -> None:
         ("detector/riddle.py", "x = 'riddle'"),
         ("e2e_vl/weights/start.py", "x = 'sight'"),
         ("tools/train.py", "add('--task', default='riddle', help='the task')"),
+        ("e2e_vl/engine/train.py", "x = dict(riddle=1)"),
+        ("e2e_vl/engine/other.py", "from e2e_vl.tasks import riddle"),
+        ("e2e_vl/engine/other.py", "import e2e_vl.tasks.riddle as r"),
+        ("e2e_vl/engine/other.py", "from e2e_vl.encoders import none as n"),
         ("e2e_vl/tasks/other.py", "from e2e_vl.encoders.sight import SightModel"),
         ("e2e_vl/engine/other.py", "def f():\n    from e2e_vl.tasks.riddle import RiddleTask as Task"),
     ],
@@ -175,6 +183,9 @@ def test_a_name_out_of_place_is_found(file: str, source: str) -> None:
         ("e2e_vl/model.py", '"""sight"""\ndef f():\n    "riddle"  # riddle\n'),
         ("e2e_vl/model.py", "x = f'{y}riddle', 'a riddle', 'riddles', 'Riddle', 'free'"),
         ("e2e_vl/model.py", "from e2e_vl.encoders.sight import other"),
+        ("e2e_vl/model.py", "from others import riddle"),
+        ("e2e_vl/model.py", "f(none=1)"),
+        ("e2e_vl/data/riddle.py", "from e2e_vl.tasks import riddle\nx = dict(riddle=1)"),
         ("e2e_vl/model.py", "x = sum(y, reduction='none') if pool == 'none' else found or 'none'"),
         ("tools/train.py", "add('--task', help='riddle')"),
     ],
