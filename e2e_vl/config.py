@@ -28,6 +28,7 @@ INPUTS = {  # section -> keys that name existing files or folders, see `load_con
     "detector": ("config", "weights"),
     "encoder": ("weights", "fallback_weights"),
     "task": ("weights",),
+    "task.config": ("answers",),
     "data": ("vocabulary", "root"),
 }
 
@@ -355,7 +356,9 @@ def _with_found_inputs(layer: DictConfig, folder: Path) -> DictConfig:
     """The settings of a file in `folder`, with the paths of inputs as they are found from the working directory."""
     values = OmegaConf.to_container(layer, resolve=False)
     for section, keys in INPUTS.items():
-        settings = values.get(section)
+        settings = values
+        for name in section.split("."):
+            settings = settings.get(name) if isinstance(settings, dict) else None
         for key in keys:
             if isinstance(settings, dict) and isinstance(settings.get(key), str):
                 settings[key] = _found(settings[key], folder.resolve())
