@@ -308,6 +308,30 @@ def ambiguous_letters(sources: Sources) -> str:
     )
 
 
+SHAPE = re.compile(r'(?:int|float|bool)\d* \[([^]]*)]|(?:Float|Float32|Int64|Bool|Num|Shaped)\[\w+, "([^"]*)"]')
+
+
+def letters_without_legend(sources: Sources) -> list[str]:
+    """One sentence for each shape that is written with letters in a file that names no legend; commands need none."""
+    found = []
+    for file, source in sources.items():
+        is_explained = "shape legend" in (ast.get_docstring(ast.parse(source)) or "").lower()
+        for match in SHAPE.finditer("" if is_explained or file.startswith(("tools/", "e2e_vl/commands/")) else source):
+            if re.search(r"\b_?[A-Z]\b", match[1] or match[2] or ""):
+                line = source[: match.start()].count("\n") + 1
+                found.append(f"{file}:{line}: {match[0]}: name a shape legend above, or write words.")
+    return found
+
+
+def test_a_shape_letter_is_in_a_legend(sources: Sources) -> None:
+    found = letters_without_legend(sources)
+    assert not found, "\n".join(found)
+    wrong = ['"""Names: int64 [G, 2]."""', 'x: Bool[Tensor, " _R"]', "# boxes, float32 [N, 4], 1"]
+    assert all(letters_without_legend({"e2e_vl/a.py": source}) for source in wrong)
+    fine = ['"""Shape legend: see `b.py`.\n"""\n# int64 [N]', "# int64 [texts, 2]", "x = int(y) [N]"]
+    assert not any(letters_without_legend({"e2e_vl/a.py": source}) for source in fine)
+
+
 def test_a_shape_letter_has_one_meaning(sources: Sources) -> None:
     assert {"N", "M", "R", "H"} <= set(letter_table(sources))
     found = ambiguous_letters(sources)

@@ -1,4 +1,7 @@
-"""Predictions of a whole split as a file for others, and the answer to one question about one image."""
+"""Predictions of a whole split as a file for others, and the answer to one question about one image.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def polygons(mask: np.ndarray) -> list[list[int]]:
 
 
 def _corners(path: np.ndarray) -> np.ndarray:
-    """The points of a closed path of axis-parallel steps at which it turns, int [P, 2] -> int [C, 2]."""
+    """The points of a closed path of axis-parallel steps at which it turns, int [points, 2] -> int [corners, 2]."""
     steps = np.diff(path, axis=0, append=path[:1])
     moved = steps.any(axis=1)
     path, steps = path[moved], np.sign(steps[moved])
