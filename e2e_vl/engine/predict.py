@@ -107,8 +107,10 @@ def _load_runs(
             "predictions with tools/evaluate.py."
         )
     if (second_run_dir is None) != (task.second_run is None):
-        wanted = "needs two runs; give the other one" if second_run_dir is None else "needs one run; leave out the one"
-        raise ValueError(f"The submission file of the task '{config.task.name}' {wanted} as --rationale-run.")
+        wanted = "needs one run; leave out the second one"
+        if second_run_dir is None:
+            wanted = f"needs two runs; give the other one as {task.second_run_option}"
+        raise ValueError(f"The submission file of the task '{config.task.name}' {wanted}.")
     loaded = [(run_dir, config, model, tokenizer)]
     if second_run_dir is not None:
         second = load_model(second_run_dir, overrides=[*overrides, *task.second_run])

@@ -70,6 +70,7 @@ class Task(nn.Module, abc.ABC):
     writes_submission: ClassVar[bool] = False  # there is a file that a server or the literature expects
     # `key=value` settings under which a second run predicts the other half of that file; None: one run is enough
     second_run: ClassVar[tuple[str, ...] | None] = None
+    second_run_option: ClassVar[str] = ""  # how users give that run
     answers_questions: ClassVar[bool] = True  # a user may ask about an image
     chooses_answers: ClassVar[bool] = False  # its config has `answers`, a list that may be built from the data
     blind_without_boxes: ClassVar[bool] = False  # the control without image sees no candidate boxes either
