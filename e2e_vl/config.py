@@ -86,12 +86,18 @@ class SyntheticSettings:
     config: dict[str, Any] = field(default_factory=dict)  # fields of the scene and language settings
 
 
+class SelectionSettings(SelectionRule):
+    """The rule of `data.boxes.selection`."""
+
+    where = "data.boxes.selection"
+
+
 @dataclass(frozen=True)
 class BoxSettings:
     """Where the boxes of training images come from, and which boxes of a detector are kept."""
 
     train: str = "gt"  # a value of BoxSource, see e2e_vl/box_sources.py
-    selection: SelectionRule = field(default_factory=SelectionRule)
+    selection: SelectionRule = field(default_factory=SelectionSettings)
 
     def __post_init__(self) -> None:
         check_choice("data.boxes.train", self.train, BoxSource)
