@@ -22,6 +22,8 @@ HOMES = ("tasks", "data", "encoders", "weights", "synthetic", "evaluation")
 COMMON_VALUES = ("none", "captions", "detection")
 HOLDS_A_NAME = re.compile(r"(\w+_)?(name|task|encoder|dataset)s?")
 SHARED_BASENAMES = {"__init__", "base", "structures"}
+# One for each data set; and drawn data sets share no arithmetic with what they check.
+SHARED_FUNCTIONS = {"write_submission", "box_iou"}
 # Where names are what it is about: the list of the writers of drawn data sets, and scripts that compare runs.
 NAMING = ("e2e_vl/synthetic/generate.py", "tools/experiments/")
 SHARED_CODE = ("e2e_vl/weights/base.py", "e2e_vl/weights/start.py")  # of all weight adapters
@@ -153,13 +155,13 @@ def test_names_are_read_from_the_dicts() -> None:
         ("e2e_vl/data/other.py", "encoder: str = 'none'"),
         ("e2e_vl/data/other.py", "f(task_name='none')"),
         ("e2e_vl/model.py", "x = 'bert'"),
-        ("detector/riddle.py", "x = 'riddle'"),
-        ("e2e_vl/weights/start.py", "x = 'sight'"),
-        ("tools/train.py", "add('--task', default='riddle', help='the task')"),
         ("e2e_vl/engine/train.py", "x = dict(riddle=1)"),
         ("e2e_vl/engine/other.py", "from e2e_vl.tasks import riddle"),
         ("e2e_vl/engine/other.py", "import e2e_vl.tasks.riddle as r"),
         ("e2e_vl/engine/other.py", "from e2e_vl.encoders import none as n"),
+        ("detector/riddle.py", "x = 'riddle'"),
+        ("e2e_vl/weights/start.py", "x = 'sight'"),
+        ("tools/train.py", "add('--task', default='riddle', help='the task')"),
         ("e2e_vl/tasks/other.py", "from e2e_vl.encoders.sight import SightModel"),
         ("e2e_vl/engine/other.py", "def f():\n    from e2e_vl.tasks.riddle import RiddleTask as Task"),
     ],
@@ -207,6 +209,20 @@ def repeated_classes(sources: Sources) -> list[str]:
     return [f"{name}: {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1]
 
 
+def repeated_functions(sources: Sources) -> list[str]:
+    """One line for each name that more than one public function has.
+
+    `SHARED_FUNCTIONS`, packages that pass a function on, and commands are left out.
+    """
+    places = defaultdict(list)
+    for file, source in sources.items():
+        if not file.startswith(("tools/", "e2e_vl/commands/")) and not file.endswith("__init__.py"):
+            for node in ast.parse(source, filename=file).body:
+                if isinstance(node, ast.FunctionDef) and node.name not in SHARED_FUNCTIONS and node.name[0] != "_":
+                    places[node.name].append(f"{file}:{node.lineno}")
+    return [f"{name}: {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1]
+
+
 def repeated_modules(sources: Sources) -> list[str]:
     """One line for each file name that more than one module has; tasks, data sets and encoders may share one.
 
@@ -225,6 +241,14 @@ def repeated_modules(sources: Sources) -> list[str]:
 def test_no_two_classes_share_a_name(sources: Sources) -> None:
     found = repeated_classes(sources)
     assert not found, "Classes that share a name:\n" + "\n".join(found)
+
+
+def test_no_two_functions_share_a_name(sources: Sources) -> None:
+    found = repeated_functions(sources)
+    assert not found, "Functions that share a name:\n" + "\n".join(found)
+    one = {"detector/a.py": "def load(): ...\ndef _b(): ...", "e2e_vl/__init__.py": "def load(): ..."}
+    assert repeated_functions({**one, "e2e_vl/b.py": "def _b():\n    def load(): ..."}) == []
+    assert repeated_functions({**one, "e2e_vl/b.py": "def load(): ..."}) == ["load: detector/a.py:1, e2e_vl/b.py:1"]
 
 
 def test_no_two_modules_share_a_name(sources: Sources) -> None:
