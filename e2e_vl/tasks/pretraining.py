@@ -85,7 +85,7 @@ class PretrainingWording(Wording):
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
     ) -> Iterable[TextExample]:
         own, other = draw(text.index).spawn(2)
-        draft = Draft("" if self.writer.is_blank else text.words, sample)
+        draft = Draft("" if self.writer.is_blank else text.words, sample, text=text)
         for part in self.parts.values():
             part.exchange(draft, text.index, own)
         draft.pieces = word_pieces("" if self.writer.is_blank else draft.words, self.writer.tokenizer)
@@ -99,7 +99,8 @@ class PretrainingWording(Wording):
         yield TextExample(laid, text.looks_at, record, targets, seed=seed)
         for part in self.parts.values():
             for extra, extra_laid in part.beside(sample, other):
-                yield TextExample(extra_laid, (), {}, self._targets(extra, extra_laid), seed=0)
+                looks_at = text.looks_at if extra.has_image else ()
+                yield TextExample(extra_laid, looks_at, {}, self._targets(extra, extra_laid), seed=0)
 
     def _targets(self, draft: Draft, laid: LaidText) -> PretrainingTargets:
         return PretrainingTargets({name: part.targets(draft, laid) for name, part in self.parts.items()})
@@ -235,7 +236,7 @@ class PretrainingTask(Task):
         return [
             {**record, **{name: values[row] for name, values in details.items()}}
             for row, record in enumerate(batch.records)
-            if int(batch.looks_at[row].max()) >= 0
+            if record and int(batch.looks_at[row].max()) >= 0
         ]
 
     def answer(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

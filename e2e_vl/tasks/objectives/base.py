@@ -22,7 +22,7 @@ from detector.structures import Loss
 from e2e_vl.converter import check_numbers
 from e2e_vl.hiding import HidingRule
 from e2e_vl.layout import LaidText, TextWriter
-from e2e_vl.samples import DataFacts, Sample
+from e2e_vl.samples import DataFacts, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions
 from e2e_vl.targets import Targets
 from e2e_vl.tasks.heads import Transform, start_head
@@ -68,6 +68,7 @@ class Draft:
     words: str
     sample: Sample
     has_image: bool = True
+    text: SampleText | None = None  # of the data, with its truth; None for a text beside those of the data
     pieces: list[list[int]] = dataclasses.field(default_factory=list)  # wordpieces of each word, before masking
     ids: Int64[np.ndarray, " pieces"] | None = None  # after masking
     labels: Int64[np.ndarray, " pieces"] | None = None  # the masked wordpieces; `NO_LABEL` elsewhere
@@ -92,7 +93,10 @@ class ObjectiveWording:
         return Targets()
 
     def beside(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, LaidText]]:
-        """Further texts beside each text of the data."""
+        """Further texts beside each text of the data; those with an image look at the images of that text.
+
+        They have no record, so predictions and metrics leave them out.
+        """
         return ()
 
 
