@@ -242,20 +242,15 @@ class PretrainingTask(Task):
     def answer(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """What every objective says: the best words at every [MASK], the best classes of every hidden region."""
         record = dict(output.batch.records[0])
-        class_names = record.pop("class_names")
+        del record["class_names"]
         for name, objective in self.objectives.items():
-            record |= objective.answer(output, output.task.parts[name], tokenizer)
-        for region in record.get("hidden", ()):
-            for pair in [*region["classes"], *filter(None, [region["seen"]])]:
-                pair[0] = self._class_name(pair[0], class_names, output.regions.class_logits[0].shape[1])
+            said = objective.answer(output, output.task.parts[name], tokenizer, self.hiding)
+            if twice := sorted(record.keys() & said.keys()):
+                raise ValueError(
+                    f"The objective {name} answers with '{twice[0]}', which the record holds already; rename its entry."
+                )
+            record |= said
         return record
-
-    def _class_name(self, number: int, names: Sequence[str] | None, count: int) -> str:
-        """Of a region class; `count` includes the background. A class without a name is numbered from 0."""
-        if names is None or len(names) != count - 1 or self.config.teacher == "file":
-            names = [f"class {row}" for row in range(max(count - 1, number))]
-        background, first = (len(names), 0) if self.config.has_background_last else (0, 1)
-        return "background" if number == background else names[number - first]
 
     def answer_lines(self, record: dict[str, Any]) -> list[str]:
         """The text with the best words in it, then the alternatives."""

@@ -148,8 +148,14 @@ class Objective(nn.Module, abc.ABC):
     ) -> ObjectiveOutput:
         """The weighted loss over all labelled items of the batch, and which of them were found."""
 
-    def answer(self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """What it says to a user's question, from its own logits; entries of the prediction."""
+    def answer(
+        self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: HidingRule
+    ) -> dict[str, Any]:
+        """What it says to a user's question, from its own logits; entries of the prediction, under keys of its own.
+
+        The question's `class_names`, in the order of the detector's classes (None: unknown), are in
+        `output.batch.records[0]`; `rule` says who names regions, and where the background stands among the classes.
+        """
         return {}
 
     def lines(self, record: dict[str, Any]) -> list[str]:
