@@ -235,25 +235,19 @@ def build_encoder(config: RunConfig, *, vocab_size: int, feature_dim: int) -> En
     return encoder
 
 
-def task_config(config: RunConfig, **more: Any) -> Any:
+def task_config(config: RunConfig) -> Any:
     """`task.config` as the config class of the task."""
-    return from_dict(named_parts(config).task[0], {**config.task.config, **more}, "task.config")
+    return from_dict(named_parts(config).task[0], dict(config.task.config), "task.config")
 
 
 def build_task(config: RunConfig, sizes: Sizes) -> Task:
-    config_class, task_class = named_parts(config).task
-    more: dict[str, Any] = {}
-    if "vocab_size" in {field.name for field in dataclasses.fields(config_class)}:
-        if "vocab_size" in config.task.config:
-            raise ValueError("task.config.vocab_size follows from the tokenizer; leave it out.")
-        more["vocab_size"] = sizes.vocab_size
-    settings = task_config(config, **more)
+    task_class = named_parts(config).task[1]
+    settings = task_config(config)
     if task_class.chooses_answers:
         answers = possible_answers(config, named_parts(config).dataset, settings.min_answer_count)
         settings = dataclasses.replace(settings, answers=answers)
-    if hasattr(settings, "objectives"):
-        return task_class(sizes.hidden_size, settings, build_objectives(settings.objectives, sizes))
-    return task_class(sizes.hidden_size, settings)
+    objectives = build_objectives(settings.objectives, sizes) if task_class.sums_objectives else None
+    return task_class.build(sizes, settings, objectives)
 
 
 def build_objectives(settings: dict[str, Any], sizes: Sizes) -> dict[str, Objective]:

@@ -7,7 +7,7 @@ import dataclasses
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 from torch import nn
@@ -18,6 +18,8 @@ from e2e_vl.hiding import HidingRule
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import DataFacts, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
+from e2e_vl.tasks.heads import Sizes
+from e2e_vl.tasks.objectives.base import Objective
 from e2e_vl.wording import Wording
 
 Records = list[dict[str, Any]]  # plain, JSON-able: one per prediction
@@ -62,8 +64,7 @@ class HeadStart:
 class Task(nn.Module, abc.ABC):
     """batch + encoder output -> losses, predictions and their metric. Works with any encoder that gives what it reads.
 
-    Each task is built as `Task(hidden_size, config)` with a config dataclass of its own; its targets are a class of its
-    own too.
+    Each task has a config dataclass of its own, with which `build` makes it; its targets are a class of its own too.
     """
 
     points_at_box: ClassVar[bool] = False  # answers a phrase with `box`, `score` and their candidates
@@ -72,6 +73,7 @@ class Task(nn.Module, abc.ABC):
     second_run: ClassVar[tuple[str, ...] | None] = None
     answers_questions: ClassVar[bool] = True  # a user may ask about an image
     chooses_answers: ClassVar[bool] = False  # its config has `answers`, a list that may be built from the data
+    sums_objectives: ClassVar[bool] = False  # its config has `objectives`, which are built for it
     blind_without_boxes: ClassVar[bool] = False  # the control without image sees no candidate boxes either
     starts_from: ClassVar[HeadStart | None] = None  # how its head starts from another task's; None: not at all
     lends: ClassVar[tuple[str, ...]] = ()  # prefixes of its parameters from which heads of other tasks may start
@@ -82,6 +84,15 @@ class Task(nn.Module, abc.ABC):
     needs: tuple[Ability, ...] = ()  # what the encoder must be able to do
     hiding: HidingRule | None = None  # how regions are hidden from the model; None: nothing is hidden
     mask_size: int | None = None  # side of the instance masks on the RoI maps; None: the task uses none
+
+    @classmethod
+    def build(cls, sizes: Sizes, config: Any, objectives: Mapping[str, Objective] | None = None) -> Self:
+        """The task with heads that fit; by default `Task(hidden_size, config)`.
+
+        Args:
+            objectives: of a task that `sums_objectives`.
+        """
+        return cls(sizes.hidden_size, config)
 
     @classmethod
     def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from e2e_vl.samples import DataFacts, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.targets import Targets, named_parts
 from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices
+from e2e_vl.tasks.heads import Sizes
 from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectiveWording, WordHead
 from e2e_vl.text import word_pieces
 from e2e_vl.wording import Draw, Wording
@@ -109,6 +110,7 @@ class PretrainingWording(Wording):
 class PretrainingTask(Task):
     """The objectives of a run. Each loss is a mean over all labelled items of the batch, 0 if there is none."""
 
+    sums_objectives = True
     lends = ("",)
     starts_from = HeadStart(
         copies={"word_head.": "word_head."}, random=("",), region_classes=("masked_regions.output.",)
@@ -133,6 +135,13 @@ class PretrainingTask(Task):
             self.word_head = WordHead(hidden_size, config.vocab_size)
         for name, objective in objectives.items():
             self.add_module(name, objective)
+
+    @classmethod
+    def build(cls, sizes: Sizes, config: PretrainingConfig, objectives: Mapping[str, Objective] | None = None) -> Self:
+        """Raises ValueError if the settings name the size of the vocabulary."""
+        if config.vocab_size is not None:
+            raise ValueError("task.config.vocab_size follows from the tokenizer; leave it out.")
+        return cls(sizes.hidden_size, dataclasses.replace(config, vocab_size=sizes.vocab_size), objectives or {})
 
     @property
     def hiding(self) -> HidingRule:

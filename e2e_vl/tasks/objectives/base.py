@@ -25,7 +25,7 @@ from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import DataFacts, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions
 from e2e_vl.targets import Targets
-from e2e_vl.tasks.heads import Transform, start_head
+from e2e_vl.tasks.heads import Sizes, Transform, start_head
 
 MASK = "[MASK]"  # a hidden wordpiece in a text
 NO_LABEL = -1
@@ -49,16 +49,6 @@ class ObjectiveConfig:
     def key(cls, field: str) -> str:
         """The dotted key of a setting."""
         return f"task.config.objectives.{cls.name}.{field}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What an objective's head must fit."""
-
-    hidden_size: int  # E
-    vocab_size: int  # V
-    feature_dim: int = 0  # D
-    num_classes: int = 0  # foreground classes of the detector
 
 
 @dataclasses.dataclass
