@@ -244,7 +244,7 @@ def build_task(config: RunConfig, sizes: Sizes) -> Task:
     task_class = named_parts(config).task[1]
     settings = task_config(config)
     if task_class.chooses_answers:
-        answers = possible_answers(config, named_parts(config).dataset, settings.min_answer_count)
+        answers = possible_answers(config, named_parts(config).dataset, task_class, settings.min_answer_count)
         settings = dataclasses.replace(settings, answers=answers)
     objectives = build_objectives(settings.objectives, sizes) if task_class.sums_objectives else None
     return task_class.build(sizes, settings, objectives)

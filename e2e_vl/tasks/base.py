@@ -72,7 +72,8 @@ class Task(nn.Module, abc.ABC):
     # `key=value` settings under which a second run predicts the other half of that file; None: one run is enough
     second_run: ClassVar[tuple[str, ...] | None] = None
     answers_questions: ClassVar[bool] = True  # a user may ask about an image
-    chooses_answers: ClassVar[bool] = False  # its config has `answers`, a list that may be built from the data
+    # its config has `answers`, a list that may be built from the data with its `min_answer_count`
+    chooses_answers: ClassVar[bool] = False
     sums_objectives: ClassVar[bool] = False  # its config has `objectives`, which are built for it
     blind_without_boxes: ClassVar[bool] = False  # the control without image sees no candidate boxes either
     starts_from: ClassVar[HeadStart | None] = None  # how its head starts from another task's; None: not at all
@@ -102,6 +103,16 @@ class Task(nn.Module, abc.ABC):
     def own_words(cls, config: Any) -> Iterable[str]:
         """Words that the wording adds to the words of the data, for a vocabulary."""
         return ()
+
+    @classmethod
+    def spell_answer(cls, answer: str) -> str:
+        """An annotated answer as a list of answers that is built from the data holds it."""
+        return answer
+
+    @classmethod
+    def official_answer(cls, line: str) -> str:
+        """A line of an official text file of answers, stripped and in lower case, as the list of answers holds it."""
+        return line
 
     @abc.abstractmethod
     def wording(self, writer: TextWriter) -> Wording:

@@ -23,7 +23,16 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.interface import Detector
 from detector.structures import Loss
-from e2e_vl.evaluation.vqa import UNKNOWN, answer_accuracy, normalise_answer, soft_scores, vqa_metrics, write_submission
+from e2e_vl.evaluation.vqa import (
+    UNKNOWN,
+    answer_accuracy,
+    normalise_answer,
+    soft_scores,
+    strip_punctuation,
+    vocabulary_answer,
+    vqa_metrics,
+    write_submission,
+)
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import DataFacts, HumanAnswers, Question, Sample, SampleText
@@ -43,7 +52,7 @@ class VQAConfig:
     """The official VL-BERT code has the same defaults."""
 
     # the possible answers, the position in the list is the class. In settings also a file, see
-    # `e2e_vl.data.formats.vqa_files.read_answers`; None: `data.files.answers`, or built from the annotations of the
+    # `e2e_vl.data.formats.answer_files.read_answers`; None: `data.files.answers`, or built from the annotations of the
     # training split. Of an answer that is listed twice the first counts; `<unk>` is never a target and never predicted.
     answers: list[str] | tuple[str, ...] | str | None = None
     # a list built from annotations holds what is the most frequent answer to at least this number of questions; 9 gives
@@ -176,6 +185,16 @@ class VQATask(Task):
         options = data.setdefault("config", {})
         data["mirror_precomputed"] = options.pop("mirror_precomputed", False)
         data["mean_image_feature"] = options.pop("mean_image_feature", True)
+
+    @classmethod
+    def spell_answer(cls, answer: str) -> str:
+        """As BAN's tool for answer vocabularies."""
+        return vocabulary_answer(answer)
+
+    @classmethod
+    def official_answer(cls, line: str) -> str:
+        """Through the punctuation step of the official evaluation (official VL-BERT code)."""
+        return line if line == UNKNOWN else strip_punctuation(line)
 
     def wording(self, writer: TextWriter) -> VQAWording:
         writer.require_room(writer.layout.question)
