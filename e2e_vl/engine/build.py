@@ -37,7 +37,8 @@ from e2e_vl.engine.answer_lists import are_given, possible_answers
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
-from e2e_vl.tasks.objectives.base import Objective, Sizes
+from e2e_vl.tasks.heads import Sizes
+from e2e_vl.tasks.objectives.base import Objective
 from e2e_vl.tasks.objectives.masked_regions import MaskedRegions, MaskedRegionsConfig
 from e2e_vl.tasks.objectives.masked_text import MaskedText, MaskedTextConfig
 from e2e_vl.tasks.objectives.masked_words import MaskedWords, MaskedWordsConfig
@@ -165,7 +166,9 @@ def build_model(
         check_vocabulary(config.encoder.weights, tokenizer)
     detector = build_detector(config)
     encoder = build_encoder(config, vocab_size=vocab_size, feature_dim=detector.feature_dim)
-    sizes = Sizes(encoder.hidden_size, vocab_size, detector.feature_dim, detector.num_classes)
+    sizes = Sizes(
+        encoder.hidden_size, vocab_size, detector.feature_dim, detector.num_classes, summary_size=encoder.summary_size
+    )
     task = build_task(config, sizes)
     for ability in task.needs:
         encoder.require(ability, f"The task {config.task.name}")
@@ -246,8 +249,9 @@ def build_task(config: RunConfig, sizes: Sizes) -> Task:
     if task_class.chooses_answers:
         answers = possible_answers(config, named_parts(config).dataset, task_class, settings.min_answer_count)
         settings = dataclasses.replace(settings, answers=answers)
-    objectives = build_objectives(settings.objectives, sizes) if task_class.sums_objectives else None
-    return task_class.build(sizes, settings, objectives)
+    if task_class.sums_objectives:
+        return task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
+    return task_class.build(sizes, settings)
 
 
 def build_objectives(settings: dict[str, Any], sizes: Sizes) -> dict[str, Objective]:

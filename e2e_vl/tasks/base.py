@@ -19,7 +19,6 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import DataFacts, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.heads import Sizes
-from e2e_vl.tasks.objectives.base import Objective
 from e2e_vl.wording import Wording
 
 Records = list[dict[str, Any]]  # plain, JSON-able: one per prediction
@@ -87,12 +86,8 @@ class Task(nn.Module, abc.ABC):
     mask_size: int | None = None  # side of the instance masks on the RoI maps; None: the task uses none
 
     @classmethod
-    def build(cls, sizes: Sizes, config: Any, objectives: Mapping[str, Objective] | None = None) -> Self:
-        """The task with heads that fit; by default `Task(hidden_size, config)`.
-
-        Args:
-            objectives: of a task that `sums_objectives`.
-        """
+    def build(cls, sizes: Sizes, config: Any) -> Self:
+        """The task with heads that fit; one that `sums_objectives` gets them by name as a third argument."""
         return cls(sizes.hidden_size, config)
 
     @classmethod

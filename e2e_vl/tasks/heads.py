@@ -25,6 +25,11 @@ class Sizes:
     vocab_size: int  # V
     feature_dim: int = 0  # D
     num_classes: int = 0  # foreground classes of the detector
+    summary_size: int | None = None  # X; None: E
+
+    def __post_init__(self) -> None:
+        if self.summary_size is None:
+            object.__setattr__(self, "summary_size", self.hidden_size)
 
 
 def start_head(linears: Iterable[nn.Linear], start: NewLayers | float) -> None:

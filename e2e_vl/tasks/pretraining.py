@@ -137,11 +137,11 @@ class PretrainingTask(Task):
             self.add_module(name, objective)
 
     @classmethod
-    def build(cls, sizes: Sizes, config: PretrainingConfig, objectives: Mapping[str, Objective] | None = None) -> Self:
+    def build(cls, sizes: Sizes, config: PretrainingConfig, objectives: Mapping[str, Objective]) -> Self:
         """Raises ValueError if the settings name the size of the vocabulary."""
         if config.vocab_size is not None:
             raise ValueError("task.config.vocab_size follows from the tokenizer; leave it out.")
-        return cls(sizes.hidden_size, dataclasses.replace(config, vocab_size=sizes.vocab_size), objectives or {})
+        return cls(sizes.hidden_size, dataclasses.replace(config, vocab_size=sizes.vocab_size), objectives)
 
     @property
     def hiding(self) -> HidingRule:

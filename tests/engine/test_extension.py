@@ -171,6 +171,22 @@ def test_a_task_about_two_images(settings, monkeypatch, tmp_path, capsys):
     assert "Boxes of several images cannot be told apart" in message
 
 
+def test_a_summary_of_another_width(settings, monkeypatch):
+    """One vector per image, side by side: the summary is twice as wide as the states."""
+    monkeypatch.setitem(build.ENCODERS, "paired", (pooled_encoder.PooledConfig, pooled_encoder.PairedEncoder))
+    monkeypatch.setitem(build.DATASETS, "pairs", image_pairs.PairDataset)
+    monkeypatch.setitem(build.TASKS, "statements", (statements.StatementConfig, statements.StatementTask))
+    paired = EncoderSettings(name="paired", config={"hidden_size": 16})
+    run = live(settings("data.name=pairs", "task.name=statements", encoder=paired))
+    config, model, tokenizer = load_model(run)
+    assert model.encoder.hidden_size == 16 and model.task.output.in_features == 32
+    data = build_examples(config, model, tokenizer, "val", boxes="gt")
+    batch = build_collate(config, model)([data[Request(0, tuple(data.groups[0]))]])
+    swapped = dataclasses.replace(batch, looks_at=batch.looks_at.flip(1))
+    first, second = model(batch).encoded.summary.chunk(2, dim=1)
+    assert_same(model(swapped).encoded.summary.tolist(), torch.cat([second, first], dim=1).tolist())
+
+
 class DataWithFacts(image_pairs.PairDataset):
     """The second text of each pair looks at no image."""
 

@@ -1,6 +1,8 @@
-"""An encoder whose summary is a pooled vector: it has no place for answers, and no whole image as region 0."""
+"""Encoders whose summary is a pooled vector: they have no place for answers, and no whole image as region 0."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +60,23 @@ class PooledEncoder(Encoder):
             attentions=(maps,) if output_attentions else None,
             word_table=self.words.weight,
         )
+
+
+class PairedEncoder(PooledEncoder):
+    """Pools a text with each of two images; the two vectors side by side are its summary."""
+
+    abilities = frozenset(Ability) - {Ability.HIDDEN_FEATURES}
+
+    @property
+    def summary_size(self) -> int:
+        return 2 * self.hidden_size
+
+    def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
+        both, pooled = super().forward(texts, regions, output_attentions), []
+        for slot in range(2):
+            own = dataclasses.replace(regions, attend=regions.attend & (regions.image_slot == slot))
+            pooled.append(super().forward(texts, own).summary)
+        return dataclasses.replace(both, summary=torch.cat(pooled, dim=1))
 
 
 def _mean(vectors: Tensor, attend: Tensor) -> Tensor:
