@@ -6,6 +6,7 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
@@ -78,7 +79,10 @@ class PretrainingTargets(Targets):
 
 @dataclasses.dataclass(frozen=True)
 class PretrainingWording(Wording):
-    """A caption as one text, which the objectives change one after the other. Mirroring changes no word (official)."""
+    """A caption as one text, or as a pair with a second text, which the objectives change one after the other.
+
+    Mirroring changes no word (official).
+    """
 
     parts: Mapping[str, ObjectiveWording] = dataclasses.field(default_factory=dict)
 
@@ -89,11 +93,13 @@ class PretrainingWording(Wording):
         draft = Draft("" if self.writer.is_blank else text.words, sample, text=text)
         for part in self.parts.values():
             part.exchange(draft, text.index, own)
-        draft.pieces = word_pieces("" if self.writer.is_blank else draft.words, self.writer.tokenizer)
+        texts = [draft.words] if draft.second is None else [draft.words, draft.second]
+        words = [word_pieces("" if self.writer.is_blank else one, self.writer.tokenizer) for one in texts]
+        draft.pieces = list(itertools.chain(*words))
         draft.ids = np.array([piece for word in draft.pieces for piece in word], dtype=np.int64)
         for part in self.parts.values():
             part.mask(draft, own)
-        laid = self.writer.single(draft.ids)
+        laid = self._lay(draft, sum(map(len, words[0])))
         targets = self._targets(draft, laid)
         seed = int(own.integers(2**62))
         record = self.record(text, images, laid) | {"sent": "" if self.writer.is_blank else draft.words} | draft.record
@@ -102,6 +108,13 @@ class PretrainingWording(Wording):
             for extra, extra_laid in part.beside(sample, other):
                 looks_at = text.looks_at if extra.has_image else ()
                 yield TextExample(extra_laid, looks_at, {}, self._targets(extra, extra_laid), seed=0)
+
+    def _lay(self, draft: Draft, first: int) -> LaidText:
+        """One text, or a pair whose first text has so many wordpieces."""
+        if draft.second is None:
+            return self.writer.single(draft.ids)
+        self.writer.require_room(self.writer.layout.pair)
+        return self.writer.pair(draft.ids[:first], draft.ids[first:])
 
     def _targets(self, draft: Draft, laid: LaidText) -> PretrainingTargets:
         return PretrainingTargets({name: part.targets(draft, laid) for name, part in self.parts.items()})

@@ -59,7 +59,9 @@ class Draft:
     sample: Sample
     has_image: bool = True
     text: SampleText | None = None  # of the data, with its truth; None for a text beside those of the data
-    pieces: list[list[int]] = dataclasses.field(default_factory=list)  # wordpieces of each word, before masking
+    second: str | None = None  # words of a second text, which makes a pair of the two
+    # wordpieces of each word, before masking; of a pair those of both texts, one after the other
+    pieces: list[list[int]] = dataclasses.field(default_factory=list)
     ids: Int64[np.ndarray, " pieces"] | None = None  # after masking
     labels: Int64[np.ndarray, " pieces"] | None = None  # the masked wordpieces; `NO_LABEL` elsewhere
     is_match: bool = True  # the text belongs to its image
@@ -73,7 +75,10 @@ class ObjectiveWording:
     writer: TextWriter
 
     def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
-        """First: perhaps put other words in the place of the text of this index."""
+        """First: perhaps put other words in the place of the text of this index, or a second text behind it.
+
+        A second text needs `Ability.SUMMARY_OF_PAIR`, if the objective reads the summary.
+        """
 
     def mask(self, draft: Draft, generator: np.random.Generator) -> None:
         """Then: perhaps hide wordpieces."""
