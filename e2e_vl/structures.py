@@ -146,7 +146,9 @@ class EncoderOutput:
     text: Float[Tensor, "M L E"]
     regions: Float[Tensor, "M R E"]
     summary: Float[Tensor, "M X"] | None = None  # text and regions in one vector; None: the encoder has none here
-    # one map per layer, only when asked for; slots: L + R, and one more where a sequence has an end
+    # a map (query, key) per layer, or per step of a layer that attends several times, in their order, only when asked
+    # for. Slots: L + R, words first, and one more where a sequence has an end. Blocks that a step does not have are
+    # zero, such as regions for words that attend to words alone.
     attentions: tuple[Float[Tensor, "M heads slots slots"], ...] | None = None
     word_table: Float[Tensor, "V E"] | None = None  # the embedding of every wordpiece; heads that name words share it
 

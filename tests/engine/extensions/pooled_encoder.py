@@ -52,12 +52,14 @@ class PooledEncoder(Encoder):
         words = words * texts.attend[..., None]
         slots, attend = torch.cat([words, objects], dim=1), torch.cat([texts.attend, regions.attend], dim=1)
         maps = (slots @ slots.mT).masked_fill(~attend[:, None], -torch.inf).softmax(dim=-1)[:, None]
+        is_word = torch.arange(slots.shape[1]) < words.shape[1]
+        apart = maps * (is_word[:, None] == is_word)  # a second step, in which words see no region
         pooled = torch.tanh(self.pooler(_mean(words, texts.attend) + _mean(objects, regions.attend)))
         return EncoderOutput(
             text=(words + pooled[:, None]) * texts.attend[..., None],
             regions=(objects + pooled[:, None]) * regions.attend[..., None],
             summary=read_summary(words, pooled, texts.summary),
-            attentions=(maps,) if output_attentions else None,
+            attentions=(maps, apart) if output_attentions else None,
             word_table=self.words.weight,
         )
 
