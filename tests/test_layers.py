@@ -33,11 +33,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "extraction": BELOW_ENCODERS | {"data"},  # knows detectors and readers, but no encoder and no task
     "engine": BELOW_MODEL | {"model", "weights", "report"},
     "analysis": BELOW_MODEL | {"model", "weights", "engine"},
-    "tools": BELOW_MODEL | {"model", "weights", "report", "extraction", "engine", "analysis"},
+    "api": BELOW_MODEL | {"model", "weights", "extraction", "engine"},
+    "tools": BELOW_MODEL | {"model", "weights", "report", "extraction", "engine", "analysis", "api"},
 }
 # Modules and packages directly in e2e_vl/ whose layer is not their own name.
 BASE = (
-    *("__init__", "box_sources", "config", "converter", "drawing", "examples", "hiding", "layout", "run_files"),
+    *(
+        "__init__",
+        "box_sources",
+        "config",
+        "converter",
+        "drawing",
+        "examples",
+        "hiding",
+        "layout",
+        "run_files",
+        "auto_classes",
+    ),
     *("command_line", "samples", "structures", "targets", "text", "wording"),
 )
 LAYER_OF_NAME = dict.fromkeys(BASE, "base")

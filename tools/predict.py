@@ -39,7 +39,8 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.data.formats.user_boxes import read_boxes
 from e2e_vl.drawing import draw_boxes
-from e2e_vl.engine.predict import Answer, answer_question, predict_split
+from e2e_vl.engine.asking import Reply as Answer
+from e2e_vl.engine.predict import answer_question, predict_split
 from e2e_vl.samples import Question
 
 MOST_ATTENDED = 5  # regions in answer.png

@@ -71,6 +71,7 @@ class Task(nn.Module, abc.ABC):
     # `key=value` settings under which a second run predicts the other half of that file; None: one run is enough
     second_run: ClassVar[tuple[str, ...] | None] = None
     answers_questions: ClassVar[bool] = True  # a user may ask about an image
+    answers_together: ClassVar[bool] = True  # ... and one batch may hold several questions
     chooses_answers: ClassVar[bool] = False  # its config has `answers`, a list that may be built from the data
     blind_without_boxes: ClassVar[bool] = False  # the control without image sees no candidate boxes either
     starts_from: ClassVar[HeadStart | None] = None  # how its head starts from another task's; None: not at all
@@ -128,9 +129,9 @@ class Task(nn.Module, abc.ABC):
     def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """One plain, JSON-able record per text: the batch's record plus the prediction; boxes in original pixels."""
 
-    def answer(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """The prediction for a user's question, by default as in `predict`."""
-        return self.predict(output.batch, output)[0]
+    def answers(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> Records:
+        """The predictions for users' questions, by default as in `predict`."""
+        return self.predict(output.batch, output)
 
     @abc.abstractmethod
     def correct(self, record: dict[str, Any]) -> float | None:
@@ -153,9 +154,13 @@ class Task(nn.Module, abc.ABC):
         """Scores that need both runs, where the split has labels; for a task that has `second_run`."""
         return {}
 
-    def answer_lines(self, record: dict[str, Any]) -> list[str]:
-        """One prediction in words, the answer first."""
+    def ranked(self, record: dict[str, Any]) -> list[tuple[str, float]]:
+        """The best answers of one prediction with their scores, best first; none where an answer is not a text."""
         return []
+
+    def answer_lines(self, record: dict[str, Any]) -> list[str]:
+        """One prediction in words, the answer first; by default the ranked answers."""
+        return [f"{score:.3f}  {answer}" for answer, score in self.ranked(record)]
 
     def draw(self, record: dict[str, Any]) -> np.ndarray | None:
         """uint8 RGB picture [height, width, 3] of one prediction with the truth; None: the task has no picture."""

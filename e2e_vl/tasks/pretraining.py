@@ -108,6 +108,7 @@ class PretrainingWording(Wording):
 class PretrainingTask(Task):
     """The objectives of a run. Each loss is a mean over all labelled items of the batch, 0 if there is none."""
 
+    answers_together = False  # [MASK] and hidden regions are read for one text at a time
     lends = ("",)
     starts_from = HeadStart(
         copies={"word_head.": "word_head."}, random=("",), region_classes=("masked_regions.output.",)
@@ -238,8 +239,11 @@ class PretrainingTask(Task):
             if int(batch.looks_at[row].max()) >= 0
         ]
 
-    def answer(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """What every objective says: the best words at every [MASK], the best classes of every hidden region."""
+    def answers(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> Records:
+        """What every objective says to the one text of a batch.
+
+        That is the best words at every [MASK], and the best classes of every hidden region.
+        """
         record = dict(output.batch.records[0])
         class_names = record.pop("class_names")
         for name, objective in self.objectives.items():
@@ -247,7 +251,7 @@ class PretrainingTask(Task):
         for region in record.get("hidden", ()):
             for pair in [*region["classes"], *filter(None, [region["seen"]])]:
                 pair[0] = self._class_name(pair[0], class_names, output.regions.class_logits[0].shape[1])
-        return record
+        return [record]
 
     def _class_name(self, number: int, names: Sequence[str] | None, count: int) -> str:
         """Of a region class; `count` includes the background. A class without a name is numbered from 0."""

@@ -340,7 +340,6 @@ class VCRTask(Task):
         """ "Q->A", "QA->R" and "Q->AR"; empty without labels."""
         return {} if any(record["label"] is None for record in records) else joint_metrics(records, second)
 
-    def answer_lines(self, record: dict[str, Any]) -> list[str]:
+    def ranked(self, record: dict[str, Any]) -> list[tuple[str, float]]:
         """The choices with their probabilities, best first."""
-        ranked = sorted(zip(record["probabilities"], record["choices"], strict=True), key=lambda pair: -pair[0])
-        return [f"{probability:.3f}  {choice}" for probability, choice in ranked]
+        return sorted(zip(record["choices"], record["probabilities"], strict=True), key=lambda pair: -pair[1])

@@ -270,6 +270,6 @@ class VQATask(Task):
         """The result file of the VQA server: a JSON list of {"question_id", "answer"}."""
         write_submission(path, records)
 
-    def answer_lines(self, record: dict[str, Any]) -> list[str]:
-        """The best answers with their scores."""
-        return [f"{score:.3f}  {answer}" for answer, score in record["top_answers"]]
+    def ranked(self, record: dict[str, Any]) -> list[tuple[str, float]]:
+        """The best `top_answers` answers with their scores."""
+        return [(answer, score) for answer, score in record["top_answers"]]
