@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import e2e_vl
+
 ROOT = Path(__file__).parents[1]
 TOOLS = sorted((ROOT / "tools").rglob("*.py"))
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -130,6 +132,6 @@ def test_packages_have_an_init_file() -> None:
 def test_version_is_the_same_everywhere() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert citation["version"] == version
+    assert citation["version"] == version == e2e_vl.__version__
     headings = [line for line in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines() if line[:3] == "## "]
     assert any(version in heading for heading in headings)

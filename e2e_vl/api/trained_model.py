@@ -6,6 +6,7 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from accelerate.utils import parse_flag_from_env
 from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, snapshot_download
 from transformers import PreTrainedTokenizerBase
 
-import e2e_vl
 from detector.images import ResizeRule, decode_resized, load_resized
 from detector.selection_rule import SelectionRule
 from e2e_vl.api.inputs import ImageFile, ImageInput, as_lists, given_boxes, image_file
@@ -281,7 +281,7 @@ class TrainedModel(
 
     def _save_pretrained(self, save_directory: Path) -> None:
         save_model(save_directory, self.settings, self.network, self.tokenizer)
-        about = {"library_name": "e2e-vl", "e2e_vl_version": e2e_vl.__version__}
+        about = {"library_name": "e2e-vl", "e2e_vl_version": version("e2e-vl")}
         (save_directory / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
     def generate_model_card(self, **more: Any) -> ModelCard:
