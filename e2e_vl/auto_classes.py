@@ -1,7 +1,8 @@
 """`AutoModel.from_pretrained` of transformers knows the encoders of this project after `import e2e_vl`.
 
-Transformers and torch take seconds to import, too long for `--help` and for the check of a setting. So the encoders are
-registered when the program itself imports the Auto classes, or at once if it did so before.
+Transformers and torch take seconds to import, too long for `--help` and for the check of a setting, and a class must be
+imported to be registered. So the encoders are registered when `AutoConfig.from_pretrained` is called for the first time;
+`AutoModel.from_pretrained` calls it, too.
 """
 
 from __future__ import annotations
@@ -12,37 +13,45 @@ import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-# In this order: the second imports the first.
-AUTO_CLASSES = ("transformers.models.auto.configuration_auto", "transformers.models.auto.modeling_auto")
+AUTO_CONFIG = "transformers.models.auto.configuration_auto"
 ENCODERS = "e2e_vl.encoders"  # the package registers its encoders when it is imported
 
 
 def register_encoders() -> None:
     """See above; called once, by `import e2e_vl`."""
-    if any(name in sys.modules for name in AUTO_CLASSES):
-        importlib.import_module(ENCODERS)
+    if AUTO_CONFIG in sys.modules:
+        _register_at_first_use(sys.modules[AUTO_CONFIG])
     else:
-        sys.meta_path.insert(0, _AfterAutoClasses())
+        sys.meta_path.insert(0, _AutoConfigFinder())
 
 
-class _AfterAutoClasses(importlib.abc.MetaPathFinder):
-    """Imports the encoders right after the Auto classes."""
+def _register_at_first_use(module: ModuleType) -> None:
+    auto = module.AutoConfig
+    plain = auto.__dict__["from_pretrained"]
 
-    def __init__(self) -> None:
-        self.awaited = list(AUTO_CLASSES)
+    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        auto.from_pretrained = plain
+        importlib.import_module(ENCODERS)
+        return cls.from_pretrained(*args, **kwargs)
+
+    auto.from_pretrained = classmethod(from_pretrained)
+
+
+class _AutoConfigFinder(importlib.abc.MetaPathFinder):
+    """Waits for the module of `AutoConfig`."""
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in self.awaited:
+        if name != AUTO_CONFIG:
             return None
-        self.awaited.remove(name)
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         execute = spec.loader.exec_module
 
-        def execute_and_register(module: ModuleType) -> None:
+        def execute_and_wait(module: ModuleType) -> None:
             execute(module)
-            if AUTO_CLASSES[1] not in sys.modules or name == AUTO_CLASSES[1]:  # else the second is not ready yet
-                importlib.import_module(ENCODERS)
+            _register_at_first_use(module)
 
-        spec.loader.exec_module = execute_and_register
+        spec.loader.exec_module = execute_and_wait
         return spec
