@@ -1,8 +1,8 @@
 """`AutoModel.from_pretrained` of transformers knows the encoders of this project after `import e2e_vl`.
 
 Transformers and torch take seconds to import, too long for `--help` and for the check of a setting, and a class must be
-imported to be registered. So the encoders are registered when `AutoConfig.from_pretrained` is called for the first time;
-`AutoModel.from_pretrained` calls it, too.
+imported to be registered. So the encoders are registered at the first call of `AutoConfig.from_pretrained`, which
+`AutoModel.from_pretrained` makes, too.
 """
 
 from __future__ import annotations
