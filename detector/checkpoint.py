@@ -201,7 +201,7 @@ def save_pretrained(detector: TwoStageDetector, directory: str | Path) -> None:
     Path(directory, CONFIG_NAME).write_text(detector.config.to_yaml(), encoding="utf-8")
 
 
-def load_detector(directory: str | Path, backend: str = "builtin") -> TwoStageDetector:
+def load_pretrained(directory: str | Path, backend: str = "builtin") -> TwoStageDetector:
     """A detector as `save_pretrained` wrote it, on CPU and in evaluation mode.
 
     Args:

@@ -322,7 +322,7 @@ class DetectorConfig:
     def to_flat(self) -> dict[str, Any]:
         """Dotted keys and plain values; our keys only where they differ from their default."""
         flat = dict(FIXED)
-        for group, field, key, _ in _fields(type(self)):
+        for group, field, key, _ in _fields(DetectorConfig):  # a subclass may have more
             value = getattr(getattr(self, group) if group else self, field.name)
             if not field.metadata["ours"] or value != field.default:
                 flat[key] = plain(value)

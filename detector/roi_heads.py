@@ -9,8 +9,7 @@ Shape legend
     D  width of a region feature
     K  foreground classes; K is also the label of the background
 
-D is the number of channels of res5; its maps have S = 7, or 14 where it
-is dilated.
+D is the number of channels of res5; its maps have S = 7, or 14 where it is dilated.
 """
 
 from __future__ import annotations

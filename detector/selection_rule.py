@@ -17,6 +17,7 @@ class SelectionRule:
         ValueError: numbers that contradict each other.
     """
 
+    where = "Selection rule"  # the place of the numbers, for messages; no field
     min_score: float = 0.5
     min_regions: int = 10
     max_regions: int = 100
@@ -24,8 +25,8 @@ class SelectionRule:
     def __post_init__(self) -> None:
         if not 0 <= self.min_regions <= self.max_regions or self.max_regions < 1:
             raise ValueError(
-                f"Selection rule: min_regions {self.min_regions} and max_regions {self.max_regions} must satisfy "
+                f"{self.where}: min_regions {self.min_regions} and max_regions {self.max_regions} must satisfy "
                 "0 <= min_regions <= max_regions and max_regions >= 1."
             )
         if not math.isfinite(self.min_score):
-            raise ValueError(f"Selection rule: min_score {self.min_score} must be a finite number.")
+            raise ValueError(f"{self.where}: min_score {self.min_score} must be a finite number.")

@@ -28,6 +28,7 @@ INPUTS = {  # section -> keys that name existing files or folders, see `load_con
     "detector": ("config", "weights"),
     "encoder": ("weights", "fallback_weights"),
     "task": ("weights",),
+    "task.config": ("answers",),
     "data": ("vocabulary", "root"),
 }
 
@@ -85,12 +86,18 @@ class SyntheticSettings:
     config: dict[str, Any] = field(default_factory=dict)  # fields of the scene and language settings
 
 
+class SelectionSettings(SelectionRule):
+    """The rule of `data.boxes.selection`."""
+
+    where = "data.boxes.selection"
+
+
 @dataclass(frozen=True)
 class BoxSettings:
     """Where the boxes of training images come from, and which boxes of a detector are kept."""
 
     train: str = "gt"  # a value of BoxSource, see e2e_vl/box_sources.py
-    selection: SelectionRule = field(default_factory=SelectionRule)
+    selection: SelectionRule = field(default_factory=SelectionSettings)
 
     def __post_init__(self) -> None:
         check_choice("data.boxes.train", self.train, BoxSource)
@@ -355,7 +362,9 @@ def _with_found_inputs(layer: DictConfig, folder: Path) -> DictConfig:
     """The settings of a file in `folder`, with the paths of inputs as they are found from the working directory."""
     values = OmegaConf.to_container(layer, resolve=False)
     for section, keys in INPUTS.items():
-        settings = values.get(section)
+        settings = values
+        for name in section.split("."):
+            settings = settings.get(name) if isinstance(settings, dict) else None
         for key in keys:
             if isinstance(settings, dict) and isinstance(settings.get(key), str):
                 settings[key] = _found(settings[key], folder.resolve())

@@ -29,7 +29,7 @@ SAME_IOU = 0.5  # a candidate that overlaps a hidden box this much is the same o
 class HidingRule:
     """What is hidden, how, and who says what it was."""
 
-    hides: bool = True  # regions are predicted and hidden at all; False leaves the own boxes and the cut
+    hides: bool = True  # regions are predicted and hidden at all; False: only max_own_regions and max_length count
     probability: float = 0.15  # chance of a region to be predicted; every region is chosen on its own, none is forced
     hide_probability: float = 0.9  # chance of a region that is to be predicted to be hidden
     pixels: bool = True  # hide a region in the image, before the detector; False: only its feature, in the encoder
@@ -168,7 +168,7 @@ def choose_regions(
 
 
 def _image_generators(batch: Batch) -> list[np.random.Generator]:
-    """Of each image from the seed of the first text that looks at it; from 0 where no text does."""
+    """One generator per image; it starts from the seed of the first text that looks at the image, or else from 0."""
     seeds = torch.randint(2**62, (len(batch),)) if batch.seeds is None else batch.seeds
     found: dict[int, int] = {}
     for seed, images in zip(seeds.tolist(), batch.looks_at.tolist(), strict=True):

@@ -96,7 +96,11 @@ class Batch(Movable):
     hidden: HiddenRegions | None = None  # candidate boxes that are predicted without being seen
     pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None  # boxes whose pixels are hidden from the detector
     region_limit: Int64[Tensor, "M I"] | None = None  # a text reads only the first candidate boxes of each image
-    records: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # M plain dicts: ids, text, truth
+    # M plain dicts: ids, text, truth; none given: empty ones
+    records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.records = self.records or [{} for _ in range(len(self))]
 
     def __len__(self) -> int:
         return len(self.texts)

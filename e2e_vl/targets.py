@@ -114,7 +114,7 @@ def nested() -> Any:
     return _field(lambda values, name: _ragged([array for arrays in values for array in arrays], name))
 
 
-def named_parts() -> Any:
+def by_name() -> Any:
     """A field that is a dict of `Targets` per text; of a batch a dict of the joined ones."""
     return _field(lambda values, name: {key: type(values[0][key]).join([v[key] for v in values]) for key in values[0]})
 

@@ -90,6 +90,11 @@ def test_nested_free_form_settings_are_merged(base):
         ("train.accumulate=3", r"images_per_batch \(32\) must be a multiple of train.accumulate \(3\)"),
         ("data.boxes.train=detections", "boxes 'detections' need data.files.detections"),
         ("eval.boxes=[detections]", "boxes 'detections' need data.files.detections"),
+        (
+            "data.boxes.selection.min_regions=500",
+            r"base.yaml: data.boxes.selection: min_regions 500 and max_regions 100",
+        ),
+        ("data.boxes.selection.min_score=.inf", r"base.yaml: data.boxes.selection: min_score inf must be a finite"),
     ],
 )
 def test_a_bad_word_on_the_command_line_is_one_sentence(base, word, message):

@@ -22,7 +22,13 @@ def write(path: Path, text: str) -> Path:
 @pytest.fixture
 def project(tmp_path, monkeypatch) -> Path:
     """A project folder with files, and another folder as the working directory."""
-    for name in ("configs/detector/own.yaml", "weights/detector.pt", "vocabulary.txt", "data/images/a.jpg"):
+    for name in (
+        "configs/detector/own.yaml",
+        "weights/detector.pt",
+        "vocabulary.txt",
+        "answers.json",
+        "data/images/a.jpg",
+    ):
         write(tmp_path / "project" / name, "")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -46,6 +52,15 @@ def test_inputs_are_found_beside_and_above_the_file(project, tmp_path):
     assert config.encoder.weights == "bert-base-uncased"  # found nowhere: the name of a hub
     assert config.data.files == {"images": "images"}  # relative to the root
     assert config.output == "runs/x"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("answers.json", "{}/answers.json"), ("gone.txt", "gone.txt"), ("[red]", ["red"])]
+)
+def test_a_file_in_the_settings_of_the_task_is_found(project, given, expected):
+    text = INPUTS.replace("task: {", f"task: {{config: {{answers: {given}}}, ")
+    found = load_config(write(project / "configs" / "run.yaml", text)).task.config["answers"]
+    assert found == (expected.format(project) if isinstance(expected, str) else expected)
 
 
 def test_what_exists_in_the_working_directory_comes_first(project, tmp_path):

@@ -22,6 +22,8 @@ HOMES = ("tasks", "data", "encoders", "weights", "synthetic", "evaluation")
 COMMON_VALUES = ("none", "captions", "detection")
 HOLDS_A_NAME = re.compile(r"(\w+_)?(name|task|encoder|dataset)s?")
 SHARED_BASENAMES = {"__init__", "base", "structures"}
+# One for each data set; and drawn data sets share no arithmetic with what they check.
+SHARED_FUNCTIONS = {"write_submission", "box_iou"}
 # Where names are what it is about: the list of the writers of drawn data sets, and scripts that compare runs.
 NAMING = ("e2e_vl/synthetic/generate.py", "tools/experiments/")
 SHARED_CODE = ("e2e_vl/weights/base.py", "e2e_vl/weights/start.py")  # of all weight adapters
@@ -90,7 +92,7 @@ def string_constants(file: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def strays(sources: Sources) -> list[str]:
-    """One sentence for each place that knows a name, or imports its classes, and is not its home."""
+    """One sentence for each place that knows a name, or imports its module or classes, and is not its home."""
     classes = named_classes(sources[BUILD])
     names_of: dict[str, list[str]] = defaultdict(list)
     for name, identifiers in classes.items():
@@ -103,8 +105,12 @@ def strays(sources: Sources) -> list[str]:
             if text in classes and not is_home(file, text):
                 found.append(f"{file}:{line} has the name '{text}'.")
         for node in ast.walk(tree):
-            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
-                owners = names_of.get(alias.name)
+            keyword = node.arg if isinstance(node, ast.keyword) else None
+            if keyword in classes and keyword not in COMMON_VALUES and not is_home(file, keyword):
+                found.append(f"{file}:{node.lineno} has the name '{keyword}'.")
+            for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
+                package, *_, last = f"{getattr(node, 'module', alias.name)}.{alias.name}".split(".")
+                owners = [last] if package in PACKAGES and last in classes else names_of.get(alias.name)
                 if owners and not any(is_home(file, name) for name in owners):
                     found.append(f"{file}:{node.lineno} imports {alias.name}.")
     return found
@@ -149,6 +155,10 @@ def test_names_are_read_from_the_dicts() -> None:
         ("e2e_vl/data/other.py", "encoder: str = 'none'"),
         ("e2e_vl/data/other.py", "f(task_name='none')"),
         ("e2e_vl/model.py", "x = 'bert'"),
+        ("e2e_vl/engine/train.py", "x = dict(riddle=1)"),
+        ("e2e_vl/engine/other.py", "from e2e_vl.tasks import riddle"),
+        ("e2e_vl/engine/other.py", "import e2e_vl.tasks.riddle as r"),
+        ("e2e_vl/engine/other.py", "from e2e_vl.encoders import none as n"),
         ("detector/riddle.py", "x = 'riddle'"),
         ("e2e_vl/weights/start.py", "x = 'sight'"),
         ("tools/train.py", "add('--task', default='riddle', help='the task')"),
@@ -175,6 +185,9 @@ def test_a_name_out_of_place_is_found(file: str, source: str) -> None:
         ("e2e_vl/model.py", '"""sight"""\ndef f():\n    "riddle"  # riddle\n'),
         ("e2e_vl/model.py", "x = f'{y}riddle', 'a riddle', 'riddles', 'Riddle', 'free'"),
         ("e2e_vl/model.py", "from e2e_vl.encoders.sight import other"),
+        ("e2e_vl/model.py", "from others import riddle"),
+        ("e2e_vl/model.py", "f(none=1)"),
+        ("e2e_vl/data/riddle.py", "from e2e_vl.tasks import riddle\nx = dict(riddle=1)"),
         ("e2e_vl/model.py", "x = sum(y, reduction='none') if pool == 'none' else found or 'none'"),
         ("tools/train.py", "add('--task', help='riddle')"),
     ],
@@ -196,6 +209,20 @@ def repeated_classes(sources: Sources) -> list[str]:
     return [f"{name}: {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1]
 
 
+def repeated_functions(sources: Sources) -> list[str]:
+    """One line for each name that more than one public function has.
+
+    `SHARED_FUNCTIONS`, packages that pass a function on, and commands are left out.
+    """
+    places = defaultdict(list)
+    for file, source in sources.items():
+        if not file.startswith(("tools/", "e2e_vl/commands/")) and not file.endswith("__init__.py"):
+            for node in ast.parse(source, filename=file).body:
+                if isinstance(node, ast.FunctionDef) and node.name not in SHARED_FUNCTIONS and node.name[0] != "_":
+                    places[node.name].append(f"{file}:{node.lineno}")
+    return [f"{name}: {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1]
+
+
 def repeated_modules(sources: Sources) -> list[str]:
     """One line for each file name that more than one module has; tasks, data sets and encoders may share one.
 
@@ -214,6 +241,14 @@ def repeated_modules(sources: Sources) -> list[str]:
 def test_no_two_classes_share_a_name(sources: Sources) -> None:
     found = repeated_classes(sources)
     assert not found, "Classes that share a name:\n" + "\n".join(found)
+
+
+def test_no_two_functions_share_a_name(sources: Sources) -> None:
+    found = repeated_functions(sources)
+    assert not found, "Functions that share a name:\n" + "\n".join(found)
+    one = {"detector/a.py": "def load(): ...\ndef _b(): ...", "e2e_vl/__init__.py": "def load(): ..."}
+    assert repeated_functions({**one, "e2e_vl/b.py": "def _b():\n    def load(): ..."}) == []
+    assert repeated_functions({**one, "e2e_vl/b.py": "def load(): ..."}) == ["load: detector/a.py:1, e2e_vl/b.py:1"]
 
 
 def test_no_two_modules_share_a_name(sources: Sources) -> None:
@@ -295,6 +330,30 @@ def ambiguous_letters(sources: Sources) -> str:
         for meaning, files in sorted(meanings.items())
         if len(meanings) > 1
     )
+
+
+SHAPE = re.compile(r'(?:int|float|bool)\d* \[([^]]*)]|(?:Float|Float32|Int64|Bool|Num|Shaped)\[\w+, "([^"]*)"]')
+
+
+def letters_without_legend(sources: Sources) -> list[str]:
+    """One sentence for each shape that is written with letters in a file that names no legend; commands need none."""
+    found = []
+    for file, source in sources.items():
+        is_explained = "shape legend" in (ast.get_docstring(ast.parse(source)) or "").lower()
+        for match in SHAPE.finditer("" if is_explained or file.startswith(("tools/", "e2e_vl/commands/")) else source):
+            if re.search(r"\b_?[A-Z]\b", match[1] or match[2] or ""):
+                line = source[: match.start()].count("\n") + 1
+                found.append(f"{file}:{line}: {match[0]}: name a shape legend above, or write words.")
+    return found
+
+
+def test_a_shape_letter_is_in_a_legend(sources: Sources) -> None:
+    found = letters_without_legend(sources)
+    assert not found, "\n".join(found)
+    wrong = ['"""Names: int64 [G, 2]."""', 'x: Bool[Tensor, " _R"]', "# boxes, float32 [N, 4], 1"]
+    assert all(letters_without_legend({"e2e_vl/a.py": source}) for source in wrong)
+    fine = ['"""Shape legend: see `b.py`.\n"""\n# int64 [N]', "# int64 [texts, 2]", "x = int(y) [N]"]
+    assert not any(letters_without_legend({"e2e_vl/a.py": source}) for source in fine)
 
 
 def test_a_shape_letter_has_one_meaning(sources: Sources) -> None:

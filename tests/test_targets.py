@@ -11,7 +11,7 @@ from torch import Tensor
 
 from e2e_vl.hiding import cut_texts
 from e2e_vl.structures import TextBatch
-from e2e_vl.targets import Ragged, Targets, named_parts, nested, per_wordpiece, ragged, stacked
+from e2e_vl.targets import Ragged, Targets, by_name, nested, per_wordpiece, ragged, stacked
 
 
 @dataclasses.dataclass
@@ -37,7 +37,7 @@ class Phrases(Targets):
 
 @dataclasses.dataclass
 class Parts(Targets):
-    parts: dict[str, Targets] | None = named_parts()
+    parts: dict[str, Targets] | None = by_name()
 
 
 def spans(*rows: tuple[int, int]) -> np.ndarray:

@@ -1,4 +1,7 @@
-"""What every vision-and-language encoder offers the model, the tasks and the checkpoints."""
+"""What every vision-and-language encoder offers the model, the tasks and the checkpoints.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
 
 from __future__ import annotations
 

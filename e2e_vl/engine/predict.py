@@ -1,4 +1,7 @@
-"""Predictions of a whole split as a file for others, and the answer to one question about one image."""
+"""Predictions of a whole split as a file for others, and the answer to one question about one image.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
 
 from __future__ import annotations
 
@@ -82,8 +85,10 @@ def _load_runs(
             "predictions with tools/evaluate.py."
         )
     if (second_run_dir is None) != (task.second_run is None):
-        wanted = "needs two runs; give the other one" if second_run_dir is None else "needs one run; leave out the one"
-        raise ValueError(f"The submission file of the task '{config.task.name}' {wanted} as --rationale-run.")
+        wanted = "needs one run; leave out the second one"
+        if second_run_dir is None:
+            wanted = f"needs two runs; give the other one as {task.second_run_option}"
+        raise ValueError(f"The submission file of the task '{config.task.name}' {wanted}.")
     loaded = [(run_dir, config, model, tokenizer)]
     if second_run_dir is not None:
         second = load_model(second_run_dir, overrides=[*overrides, *task.second_run])

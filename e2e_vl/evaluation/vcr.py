@@ -104,8 +104,8 @@ def joint_metrics(
         rationale_records: the same of rationales, with `conditioned_on`; those given a wrong answer are not counted.
 
     Raises:
-        ValueError: no question, questions without a label, or that one of the two misses or has twice, or
-            probabilities that are not numbers.
+        ValueError: no question, questions without a label, or that one of the two misses or has twice, a
+            label that is not 0 to 3, or probabilities that are not 4 numbers.
     """
     answers = _by_question(answer_records, "answer")
     truth = {record["annot_id"]: record["label"] for record in answer_records}
@@ -113,6 +113,12 @@ def joint_metrics(
     for record in (*answer_records, *kept):
         if record["label"] is None:
             raise ValueError(f"The question {record['annot_id']} has no label, as in the test split; nothing to score.")
+        number = len(record["probabilities"])
+        if record["label"] not in range(CHOICES) or number != CHOICES:
+            raise ValueError(
+                f"The question {record['annot_id']} has the label {record['label']} and {number} probabilities; it "
+                "needs a label from 0 to 3 and 4 probabilities, so predict again."
+            )
     rationales = _by_question(kept, "rationale")
     missing = [annot_id for annot_id, label in truth.items() if (annot_id, label) not in rationales]
     extra = {record["annot_id"] for record in rationale_records} - set(truth)

@@ -1,7 +1,7 @@
 """VQA v2: how answers are compared, what they score, and which of them make a vocabulary.
 
-The rules follow the official evaluation script with its slips (they are part of the published numbers), and
-of the tool for answer vocabularies that comes with BAN. Golden data of both pins them.
+The rules follow the official evaluation script with its slips (they are part of the published numbers), and the tool
+for answer vocabularies that comes with BAN. Golden data of both pins them.
 
 Predicted and human answers go through `clean_answer`, and unless all human answers are the same string also through
 `strip_punctuation` and `standardise_words`. An answer scores as much as humans agree with it (`answer_accuracy`).

@@ -269,7 +269,7 @@ def candidates(probs: Tensor) -> tuple[Tensor, Tensor]:
         probs: float [P, K], without the background's column.
 
     Returns:
-        int64 [C] rows of proposals and int64 [C] classes, in the order of the rows.
+        int64 [pairs] rows of proposals and int64 [pairs] classes, in the order of the rows.
     """
     num_classes = probs.shape[1]
     most_probable = probs.flatten().topk(min(probs.numel(), MAX_CANDIDATES)).indices

@@ -37,7 +37,7 @@ def _regular(corners: int, inner: float | None = None) -> np.ndarray:
 
 _ARM = 0.36  # half the width of a cross's arms, where its whole width is 2
 _CROSS_HALF = [(_ARM, -1.0), (_ARM, -_ARM), (1.0, -_ARM), (1.0, _ARM), (_ARM, _ARM), (_ARM, 1.0)]
-SHAPES: dict[str, np.ndarray] = {  # corners, float64 [P, 2], at any place and size
+SHAPES: dict[str, np.ndarray] = {  # float64 [corners, 2], at any place and size
     "circle": _regular(48),
     "square": np.array([[-1.0, -1.0], [1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]]),
     "triangle": np.array([[0.0, -1.0], [1.08, 0.9], [-1.08, 0.9]]),
@@ -49,7 +49,7 @@ TEXTURES = ("plain", "striped", "dotted")
 
 
 def outline(shape: str, size: float, angle: float) -> np.ndarray:
-    """Outline of a shape of ``SHAPES`` around the centre of its box, float64 [P, 2], x and y.
+    """Outline of a shape of ``SHAPES`` around the centre of its box, float64 [corners, 2], x and y.
 
     Args:
         size: longer side of the outline's box after rotation, pixels.
@@ -68,7 +68,7 @@ def cover(points: np.ndarray, centre: tuple[float, float]) -> Patch:
     """How much of each pixel an outline covers; its sides are off by at most a quarter of a pixel.
 
     Args:
-        points: float [P, 2] outline around its centre, pixels.
+        points: float [corners, 2] outline around its centre, pixels.
         centre: x and y in the scene, pixels.
 
     Returns:

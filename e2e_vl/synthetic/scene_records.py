@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -84,7 +82,10 @@ def with_ids(records: Iterable[SceneRecord[Drawn]]) -> Iterator[SceneRecord[Draw
 
 def by_split(scenes: Iterable[SceneRecord[Drawn]]) -> dict[str, list[SceneRecord[Drawn]]]:
     """The scenes of each split that has any, in the order of their image ids."""
-    return {split: list(part) for split, part in groupby(scenes, key=attrgetter("split"))}
+    splits: dict[str, list[SceneRecord[Drawn]]] = {}
+    for scene in scenes:
+        splits.setdefault(scene.split, []).append(scene)
+    return splits
 
 
 def polygons(mask: np.ndarray) -> list[list[int]]:
@@ -103,7 +104,7 @@ def polygons(mask: np.ndarray) -> list[list[int]]:
 
 
 def _corners(path: np.ndarray) -> np.ndarray:
-    """The points of a closed path of axis-parallel steps at which it turns, int [P, 2] -> int [C, 2]."""
+    """The points of a closed path of axis-parallel steps at which it turns, int [points, 2] -> int [corners, 2]."""
     steps = np.diff(path, axis=0, append=path[:1])
     moved = steps.any(axis=1)
     path, steps = path[moved], np.sign(steps[moved])

@@ -70,6 +70,7 @@ class Task(nn.Module, abc.ABC):
     writes_submission: ClassVar[bool] = False  # there is a file that a server or the literature expects
     # `key=value` settings under which a second run predicts the other half of that file; None: one run is enough
     second_run: ClassVar[tuple[str, ...] | None] = None
+    second_run_option: ClassVar[str] = ""  # how users give that run
     answers_questions: ClassVar[bool] = True  # a user may ask about an image
     answers_together: ClassVar[bool] = True  # ... and one batch may hold several questions
     chooses_answers: ClassVar[bool] = False  # its config has `answers`, a list that may be built from the data

@@ -20,7 +20,7 @@ from e2e_vl.hiding import HidingRule
 from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import DataFacts, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
-from e2e_vl.targets import Targets, named_parts
+from e2e_vl.targets import Targets, by_name
 from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices
 from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectiveWording, WordHead
 from e2e_vl.text import word_pieces
@@ -72,7 +72,7 @@ class PretrainingConfig:
 class PretrainingTargets(Targets):
     """What each objective learns from."""
 
-    parts: dict[str, Targets] = named_parts()
+    parts: dict[str, Targets] = by_name()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -155,6 +155,7 @@ class VCRTask(Task):
 
     writes_submission = True
     second_run = ("data.config.condition_on=each",)  # rationales, given each of the four answers
+    second_run_option = "--rationale-run"
     copies_first_segment = True
     starts_from = HeadStart(
         copies={"masked_regions.transform.": "region_classifier.transform."},

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from detector.detector_config import DetectorConfig
 from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
 from detector.weight_names import VL_BERT, from_vl_bert, to_vl_bert
@@ -92,6 +93,7 @@ ENCODER_CONFIG = {
     "norm_first": False,
 }
 OFFICIAL_DETECTOR: dict[str, Any] = {  # no weight shows it; keys of configs/detector/vl_bert_R_101.yaml
+    "MODEL.ROI_HEADS.NAME": "Res5ROIHeads",
     "INPUT.FORMAT": "BGR",
     "MODEL.PIXEL_MEAN": [102.9801, 115.9465, 122.7717],
     "MODEL.PIXEL_STD": [1.0, 1.0, 1.0],
@@ -191,7 +193,7 @@ class OfficialVLBert(WeightAdapter):
 def _check_detector(detector: Detector, path: Path) -> None:
     if isinstance(detector, PrecomputedDetector):
         return
-    settings = getattr(detector.config, "common", detector.config).to_flat()
+    settings = DetectorConfig.to_flat(detector.config) | detector.config.to_flat()  # the latter may lack defaults
     for key, official in OFFICIAL_DETECTOR.items():
         if settings[key] != official:
             raise ValueError(

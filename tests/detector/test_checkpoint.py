@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from detector.checkpoint import compare_keys, load_detector, load_weights, save_pretrained
+from detector.checkpoint import compare_keys, load_pretrained, load_weights, save_pretrained
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.weight_files import read_tensors
@@ -27,7 +27,7 @@ def make(**sections) -> FasterRCNN:
 def test_saved_and_loaded_again(tmp_path: Path):
     model = make(ROI_BOX_HEAD={"ATTRIBUTES": {"NUM_CLASSES": 2, "EMBEDDING_DIM": 4, "HIDDEN_DIM": 4}})
     save_pretrained(model, tmp_path / "folder")
-    loaded = load_detector(tmp_path / "folder")
+    loaded = load_pretrained(tmp_path / "folder")
     assert loaded.config == model.config
     assert not loaded.training
     states = model.state_dict(), loaded.state_dict()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from detector.checkpoint import load_checkpoint, load_detector, save_pretrained, save_weights
+from detector.checkpoint import load_checkpoint, load_pretrained, save_pretrained, save_weights
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.weight_names import CELL_ANCHORS
@@ -92,6 +92,6 @@ def test_folders(published: ModuleType, tmp_path: Path, plain: FasterRCNN):
         model = published.make(published.WITHOUT_ATTRIBUTES, 3)
         assert load_checkpoint(model, tmp_path / folder).is_complete
     published.assert_same_outputs(plain, model)
-    published.assert_same_outputs(plain, load_detector(tmp_path / "run" / "model" / "detector"))
+    published.assert_same_outputs(plain, load_pretrained(tmp_path / "run" / "model" / "detector"))
     with pytest.raises(FileNotFoundError, match="holds no detector's weights"):
         load_checkpoint(model, tmp_path)

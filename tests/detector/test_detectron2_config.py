@@ -50,6 +50,7 @@ def test_a_model_with_a_box_head():
     assert (config.resnet.depth, config.roi_heads.num_classes, config.attributes.num_classes) == (50, 7, 3)
     assert config.to_flat()["MODEL.ANCHOR_GENERATOR.SIZES"] == [[32], [64], [128], [256], [512]]
     assert Detectron2Config.from_yaml(yaml.safe_load(config.to_yaml())) == config
+    assert DetectorConfig.to_flat(config)["MODEL.PIXEL_STD"] == [1.0, 1.0, 1.0], "with the defaults"
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,22 @@ def test_nothing_to_score():
         joint_metrics([], [])
 
 
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"label": 4}, "question a has the label 4 and 4 probabilities; it needs a label from 0 to 3"),
+        ({"label": -1}, "has the label -1"),
+        ({"probabilities": [0.2, 0.5, 0.3]}, "label 1 and 3 probabilities; .*and 4 probabilities"),
+    ],
+)
+def test_scores_that_do_not_fit(part, change, message):
+    records = [answer("a", 1, 1)], [rationale("a", 1, 1, 1)]
+    records[part][0].update(change)
+    with pytest.raises(ValueError, match=message):
+        joint_metrics(*records)
+
+
 def test_submission_has_every_score_under_its_column(tmp_path):
     path, ours = tmp_path / "new" / "test.csv", submission()
     write_submission(path, ours)

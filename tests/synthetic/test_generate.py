@@ -175,6 +175,12 @@ def test_adding_that_is_interrupted_is_done_again(small, tmp_path, monkeypatch):
     assert _contents(folder) == _contents(small)
 
 
+def test_splits_in_any_order_keep_their_scenes():
+    facts = {"size": (8, 8), "objects": [], "references": [], "captions": [], "detections": [], "drawn": None}
+    scenes = [SceneRecord(split, 0, n, Path(f"{n}.jpg"), **facts) for n, split in enumerate(["train", "val", "train"])]
+    assert by_split(scenes) == {"train": [scenes[0], scenes[2]], "val": [scenes[1]]}
+
+
 class GraphWriter(FormatWriter[list[float]]):
     """A format as a newcomer would write it: numbers drawn per scene, a file per split, and statistics."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -162,6 +163,15 @@ def test_highest_real_region_wins_and_padding_never():
     assert predictions[1]["image_size"] == [200, 25]
     assert json.loads(json.dumps(predictions)) == predictions
     assert "box" not in batch.records[0]
+
+
+def test_a_batch_without_records_is_answered_too():
+    batch, regions, text_regions = make_batch()
+    output = scored(make_task(), batch, regions, text_regions, [[0, 1, 2, 9.0]] * 3)
+    predictions = make_task().predict(dataclasses.replace(batch, records=[]), output)
+    assert [row | {"sent_id": 10 + index} for index, row in enumerate(predictions)] == make_task().predict(
+        batch, output
+    )
 
 
 def test_whole_image_cannot_win_if_told_so():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from detector.checkpoint import load_checkpoint, load_detector
+from detector.checkpoint import load_checkpoint, load_pretrained
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 
@@ -51,7 +51,7 @@ def test_into_a_folder_and_both_files(
         assert tool.main([str(source), "--config", str(config), "--output", str(tmp_path / name)]) == 0
         report = capsys.readouterr().out
         assert f"layout: Detectron2\nmatched: {len(state)}\nmissing: 0\nunexpected: 0\nmismatched: 0\n" in report
-    assert load_detector(tmp_path / "out").config == detector.config
+    assert load_pretrained(tmp_path / "out").config == detector.config
     files = (
         load_file(tmp_path / "out" / "model.safetensors"),
         torch.load(tmp_path / "new" / "b.pth", weights_only=True)["model"],

@@ -96,7 +96,7 @@ def test_runs_that_do_not_go_together(trained_run, vqa_run, vcr_runs, tmp_path, 
     path = tmp_path / "file"
     assert "needs two runs; give the other one as --rationale-run" in refused(split(answers, "test", path), capsys)
     words = split(trained_run.path, "val", path, "--rationale-run", rationales)
-    assert "needs one run; leave out the one" in refused(words, capsys)
+    assert "task 'refcoco' needs one run; leave out the second one." in refused(words, capsys)
     words = split(answers, "test", path, "--rationale-run", answers)
     assert "or give a run that was trained with it" in refused(words, capsys)
     words = split(answers, "val", path, "--rationale-run", vqa_run)

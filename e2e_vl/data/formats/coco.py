@@ -1,4 +1,7 @@
-"""Reader of COCO `instances.json` files (also the ones that come with RefCOCO, RefCOCO+ and RefCOCOg)."""
+"""Reader of COCO `instances.json` files (also the ones that come with RefCOCO, RefCOCO+ and RefCOCOg).
+
+Shape legend: see `detector/structures.py`.
+"""
 
 from __future__ import annotations
 
@@ -154,8 +157,8 @@ def object_labels(annotations: Sequence[CocoAnnotation], num_attributes: int) ->
     """Class and attribute targets of some annotations.
 
     Returns:
-        classes int64 [G], and attributes int64 [G, A] padded with -1 (A = the most attributes of any of them, at least
-        1), or None when the file has no attributes.
+        classes int64 [G], and attributes int64 [G, T] padded with -1 (as many slots as the most attributes of any of
+        them, at least 1), or None when the file has no attributes.
     """
     classes = np.array([annotation.class_index for annotation in annotations], dtype=np.int64)
     if not num_attributes:

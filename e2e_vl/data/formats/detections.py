@@ -1,4 +1,7 @@
-"""Reader of detection files in MAttNet's format: one flat list of boxes for all images."""
+"""Reader of detection files in MAttNet's format: one flat list of boxes for all images.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
 
 from __future__ import annotations
 

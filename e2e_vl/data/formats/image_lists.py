@@ -1,4 +1,7 @@
-"""Which images are to be described, and boxes that are given for them."""
+"""Which images are to be described, and boxes that are given for them.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
 
 from __future__ import annotations
 

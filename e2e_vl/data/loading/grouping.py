@@ -18,7 +18,7 @@ class ConsecutiveGroups(Sequence):
     """Groups whose texts are numbered one after the other, without a Python object for each of them.
 
     Args:
-        counts: int [G], texts of each group.
+        counts: int [groups], texts of each group.
     """
 
     def __init__(self, counts: Sequence[int] | np.ndarray) -> None:
@@ -166,7 +166,7 @@ class GroupedBatchSampler(Sampler[list[Request]]):
 
 
 def _flat(groups: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """All texts int64 [T], and where the texts of each group begin, int64 [G + 1]."""
+    """All texts int64 [texts], and where the texts of each group begin, int64 [groups + 1]."""
     if isinstance(groups, ConsecutiveGroups):
         return np.arange(groups.num_texts), groups.starts
     counts = np.fromiter((len(texts) for texts in groups), dtype=np.int64, count=len(groups))

@@ -86,7 +86,7 @@ class WordMasking(ObjectiveWording):
 
     def targets(self, draft: Draft, laid: LaidText) -> WordLabels:
         """Raises ValueError if a user's [MASK] is cut off."""
-        if draft.has_image != self.of_images:
+        if draft.has_image != self.of_images or draft.labels is None:  # `beside` texts of others may have no labels
             return WordLabels(np.full_like(laid.source, NO_LABEL))
         labels = laid.place(draft.labels, fill=NO_LABEL)
         if draft.sample.is_asked and (labels >= 0).sum() < (draft.labels >= 0).sum():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.samples import Question
+from e2e_vl.tasks.objectives.base import Draft
 from e2e_vl.tasks.objectives.masked_words import MaskedWordsConfig, mask_words
 from tests.tasks.objectives.worded import make_task, make_wording, word_labels
 from tests.tasks.wordings import make_tokenizer, photo, sample_of, tokens, word
@@ -133,6 +134,12 @@ def test_mirroring_changes_no_word_and_no_mask(tokenizer):
         np.testing.assert_array_equal(one.laid.input_ids, other.laid.input_ids)
         np.testing.assert_array_equal(word_labels(one), word_labels(other))
         assert (one.record["flipped"], other.record["flipped"]) == (False, True)
+
+
+def test_a_further_text_of_another_objective_has_nothing_masked(tokenizer):
+    wording = make_wording(tokenizer).parts["masked_words"]
+    laid = wording.writer.single([7, 8])
+    assert wording.targets(Draft("", sample_of(CAPTION)), laid).labels.tolist() == [-1] * 4
 
 
 def test_blank_and_cut_captions(tokenizer):
