@@ -251,6 +251,8 @@ def _shares(counts: list[int], total: int) -> list[int]:
 def cut_texts(texts: TextBatch, kept: Int64[Tensor, " M"]) -> tuple[TextBatch, Int64[Tensor, "M L"]]:
     """Shorten texts to `kept` wordpieces: the first ones and the very last.
 
+    Where the summary is read is kept too: if it would be lost, it takes the place before the last wordpiece.
+
     Returns:
         The texts, and which old position each new one came from.
     """
@@ -259,6 +261,9 @@ def cut_texts(texts: TextBatch, kept: Int64[Tensor, " M"]) -> tuple[TextBatch, I
     index = torch.where(position == kept[:, None] - 1, last[:, None], position)
     attend = position < kept[:, None]
     names, summary = texts.region_of_token, texts.summary
+    if summary is not None:
+        is_lost = (summary >= kept - 1) & (summary < last)
+        index = torch.where(is_lost[:, None] & (position == kept[:, None] - 2), summary[:, None], index)
     shortened = TextBatch(
         input_ids=texts.input_ids.gather(1, index) * attend,
         segment_ids=texts.segment_ids.gather(1, index) * attend,

@@ -93,11 +93,11 @@ class TextWriter:
         return self._cut(self.layout.question, pieces)
 
     def pair(self, first: Pieces, second: Pieces) -> LaidText:
-        """Two texts; cutting them is the caller's business."""
-        return lay(self.layout.pair, (first, second), self.tokenizer)
+        """Two texts; while they are too long, the longer loses its last piece, of equally long ones the second."""
+        return self._cut(self.layout.pair, first, second)
 
     def bare(self, pieces: Pieces) -> LaidText:
-        """Wordpieces without special ones."""
+        """Wordpieces without special ones; cutting them is the caller's business."""
         return lay(BARE, (pieces,), self.tokenizer)
 
     def require_room(self, template: Template) -> None:
@@ -107,15 +107,20 @@ class TextWriter:
                 f"data.max_text_length is {self.max_length}, but the special wordpieces alone need {template.extra}."
             )
 
-    def _cut(self, template: Template, pieces: Pieces) -> LaidText:
-        kept = len(pieces) if self.max_length is None else max(self.max_length - template.extra, 0)
-        laid = lay(template, (pieces[:kept],), self.tokenizer)
-        return dataclasses.replace(laid, num_cut=max(len(pieces) - kept, 0))
+    def _cut(self, template: Template, *texts: Pieces) -> LaidText:
+        kept = list(map(len, texts))
+        while self.max_length is not None and sum(kept) > max(self.max_length - template.extra, 0):
+            longest = max(range(len(kept)), key=lambda number: (kept[number], number))
+            kept[longest] -= 1
+        return lay(template, texts, self.tokenizer, kept)
 
 
-def lay(template: Template, texts: Sequence[Pieces], tokenizer: PreTrainedTokenizerBase) -> LaidText:
-    """Fill a template with the pieces of its texts."""
-    starts = [0, *itertools.accumulate(map(len, texts))]
+def lay(
+    template: Template, texts: Sequence[Pieces], tokenizer: PreTrainedTokenizerBase, kept: Sequence[int] | None = None
+) -> LaidText:
+    """Fill a template with the pieces of its texts, or with the first `kept` pieces of each."""
+    lengths = list(map(len, texts))
+    starts, kept = [0, *itertools.accumulate(lengths)], kept or lengths
     ids: list[int] = []
     segments: list[int] = []
     source: list[int] = []
@@ -124,7 +129,8 @@ def lay(template: Template, texts: Sequence[Pieces], tokenizer: PreTrainedTokeni
         if number == template.summary:
             summary = len(ids)
         is_special = isinstance(part, str)
-        ids.extend([getattr(tokenizer, part)] if is_special else texts[part])  # `+=` would add an array
-        source.extend([-1] if is_special else range(starts[part], starts[part + 1]))
+        ids.extend([getattr(tokenizer, part)] if is_special else texts[part][: kept[part]])  # `+=` would add an array
+        source.extend([-1] if is_special else range(starts[part], starts[part] + kept[part]))
         segments += [segment] * (len(ids) - len(segments))
-    return LaidText(*(np.array(values, dtype=np.int64) for values in (ids, segments, source)), summary=summary)
+    arrays = (np.array(values, dtype=np.int64) for values in (ids, segments, source))
+    return LaidText(*arrays, summary=summary, num_cut=sum(lengths) - sum(kept))

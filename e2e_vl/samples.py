@@ -144,6 +144,14 @@ class ReferredBox:
 
 
 @dataclasses.dataclass(frozen=True)
+class PhraseBoxes:
+    """The phrases of a text and the boxes that each of them names."""
+
+    spans: tuple[tuple[int, int], ...]  # of each phrase the first and the last character plus one in the text's words
+    boxes: tuple[np.ndarray, ...]  # of each phrase float64 [boxes, 4]; none where the phrase names nothing in the image
+
+
+@dataclasses.dataclass(frozen=True)
 class HumanAnswers:
     """What people answered to a question, as written."""
 

@@ -10,6 +10,7 @@ Shape legend of the whole package; letters of `detector/structures.py` mean the 
     D   width of a region feature
     E   hidden size of the encoder
     F   width of a region vector
+    X   width of a summary
     V   wordpieces of the vocabulary
     C   region classes, background included
     Y   possible answers
@@ -148,8 +149,10 @@ class EncoderOutput:
 
     text: Float[Tensor, "M L E"]
     regions: Float[Tensor, "M R E"]
-    summary: Float[Tensor, "M E"] | None = None  # text and regions in one vector; None: the encoder has none here
-    # one map per layer, only when asked for; slots: L + R, and one more where a sequence has an end
+    summary: Float[Tensor, "M X"] | None = None  # text and regions in one vector; None: the encoder has none here
+    # a map (query, key) per layer, or per step of a layer that attends several times, in their order, only when asked
+    # for. Slots: L + R, words first, and one more where a sequence has an end. Blocks that a step does not have are
+    # zero, such as regions for words that attend to words alone.
     attentions: tuple[Float[Tensor, "M heads slots slots"], ...] | None = None
     word_table: Float[Tensor, "V E"] | None = None  # the embedding of every wordpiece; heads that name words share it
 

@@ -90,6 +90,21 @@ def test_places_in_a_text_follow_its_wordpieces():
     assert texts.region_of_token.tolist() == [[0, 1, 6, -1], [7, 8, 9, 10], [14, 15, 18, -1], [21, 26, -1, -1]]
 
 
+def test_the_place_of_a_summary_is_never_cut_away():
+    """It stands two before the end, as a [MASK] before [SEP], and its state is read where it went."""
+    batch = make_batch()
+    lengths = batch.texts.attend.sum(dim=1)
+    batch.texts.summary = lengths - 2
+    batch.texts.input_ids[torch.arange(4), lengths - 2] = 39
+    for limit in range(3, 12):
+        texts = cut_to_length(batch, limit, whole_image=True).texts
+        kept = texts.attend.sum(dim=1)
+        assert texts.summary.tolist() == (kept - 2).tolist()
+        assert (texts.input_ids.gather(1, texts.summary[:, None]) == 39).all()
+        assert (texts.input_ids.gather(1, kept[:, None] - 1) == SEP).all()
+    assert kept.tolist() == lengths.tolist()
+
+
 def test_short_sequences_stay_as_they_are():
     batch = make_batch()
     cut = cut_to_length(batch, 64, whole_image=True)

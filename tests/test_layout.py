@@ -146,9 +146,17 @@ def test_what_is_too_long_loses_its_last_pieces(tokenizer, form, extra, max_leng
         assert laid.input_ids[laid.summary] == tokenizer.mask_token_id
 
 
-def test_pairs_and_bare_texts_are_cut_by_the_caller(tokenizer):
+def test_of_a_pair_the_longer_text_is_cut(tokenizer):
+    first, second = pieces(tokenizer, "is the red box left"), pieces(tokenizer, "the box")
+    for length, kept in ((20, (5, 2)), (9, (4, 2)), (7, (2, 2)), (6, (2, 1)), (5, (1, 1)), (3, (0, 0))):
+        laid = TextWriter(tokenizer, max_length=length).pair(first, second)
+        assert laid.input_ids[laid.source >= 0].tolist() == first[: kept[0]] + second[: kept[1]]
+        assert laid.source[laid.source >= 0].tolist() == [*range(kept[0]), *range(5, 5 + kept[1])]
+        assert laid.num_cut == 7 - sum(kept) and len(laid.input_ids) == sum(kept) + 3
+
+
+def test_bare_texts_are_cut_by_the_caller(tokenizer):
     writer, ids = TextWriter(tokenizer, max_length=3), pieces(tokenizer, "is the red box left")
-    assert len(writer.pair(ids, ids).input_ids) == 13 and writer.pair(ids, ids).num_cut == 0
     assert writer.bare(ids).input_ids.tolist() == ids
 
 

@@ -129,7 +129,7 @@ def export_official(folder: Path, output: Path) -> None:
             f"{folder}: its encoder '{config.encoder.name}' has no official format that ends with {output.suffix}."
         )
     answers = getattr(model.task, "answers", None)
-    lines = None if answers is None else official_lines(answers)  # before anything is written
+    lines = None if answers is None else official_lines(model.task)  # before anything is written
     left_out = adapters[0].export(model, config.task.name, output)
     print(f"left out: {len(left_out)}", *(f"  {name}" for name in left_out), f"written: {output}", sep="\n")
     if lines is not None:

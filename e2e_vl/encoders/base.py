@@ -29,8 +29,13 @@ class Encoder(PreTrainedModel):
 
     @property
     def hidden_size(self) -> int:
-        """E, the width of every output vector."""
+        """E, the width of the output vectors of wordpieces and regions."""
         return self.config.hidden_size
+
+    @property
+    def summary_size(self) -> int:
+        """X, the width of the summary; E unless an encoder says otherwise."""
+        return self.hidden_size
 
     @property
     def uses_whole_image(self) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from e2e_vl.config import RunConfig
 from e2e_vl.data.base import VLDataset, open_options
-from e2e_vl.data.formats.vqa_files import ANSWERS_FILE, read_answers, write_answers
-from e2e_vl.evaluation.vqa import UNKNOWN, frequent_answers, strip_punctuation
+from e2e_vl.data.formats.answer_files import ANSWERS_FILE, read_answers, write_answers
+from e2e_vl.tasks.base import Task
 
 OFFICIAL_SUFFIX = ".answers.txt"
 
@@ -18,13 +20,12 @@ def are_given(config: RunConfig) -> bool:
     return config.task.config.get("answers") is not None or "answers" in config.data.files
 
 
-def possible_answers(config: RunConfig, dataset: type[VLDataset], min_count: int) -> list[str]:
+def possible_answers(config: RunConfig, dataset: type[VLDataset], task: type[Task], min_count: int) -> list[str]:
     """Answers in the order of their classes.
 
     `task.config.answers` (a list or a file) or the file `data.files.answers`, under data.root, gives them. Without
     either they are built from the annotations of the training split, where each must answer at least `min_count`
-    questions, and written beside the run's settings. The lines of a text file go through the punctuation step of the
-    official evaluation (official VL-BERT code).
+    questions, and written beside the run's settings. The task spells the answers of annotations and of text files.
 
     Raises:
         FileNotFoundError, ValueError: see `read_answers`, the data set's reader and `frequent_answers`.
@@ -36,29 +37,43 @@ def possible_answers(config: RunConfig, dataset: type[VLDataset], min_count: int
         given = Path(config.data.root).expanduser() / config.data.files["answers"]
     if given is not None:
         answers = read_answers(given)
-        return [_official_form(answer) for answer in answers] if Path(given).suffix == ".txt" else answers
+        return [task.official_answer(answer) for answer in answers] if Path(given).suffix == ".txt" else answers
     given = dataset.answers_of(*open_options(dataset, config.data), config.data.train_split)
-    answers = frequent_answers(given, min_count)
+    answers = frequent_answers(given, min_count, task.spell_answer)
     write_answers(Path(config.output) / ANSWERS_FILE, answers)
     return answers
 
 
-def official_lines(answers: Sequence[str]) -> str:
-    """Answers as the text file of the official VL-BERT code, one per line in the order of their classes.
+def frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spell: Callable[[str], str]) -> list[str]:
+    """A list of answers from the most frequent answer to each question, by question id.
+
+    Those that, spelled alike, at least `min_count` questions have. The empty answer may be one of them. Ordered by
+    falling count, then alphabetically; published vocabularies have orders of their own.
+
+    Raises:
+        ValueError: no answer is frequent enough.
+    """
+    counts = Counter(spell(answer) for answer in most_frequent.values())
+    kept = [answer for answer, count in counts.items() if count >= min_count]
+    if not kept:
+        raise ValueError(
+            f"no answer belongs to at least {min_count} of the {len(most_frequent)} questions; lower the least count"
+        )
+    return sorted(kept, key=lambda answer: (-counts[answer], answer))
+
+
+def official_lines(task: Task) -> str:
+    """A task's answers as the text file of official code, one per line in the order of their classes.
 
     Raises:
         ValueError: an answer that such a file cannot hold: an empty one, or one that is read back as another (lines are
-            stripped and lower-cased, and go through the punctuation step of the official evaluation).
+            stripped and lower-cased, and the task spells them as official code does).
     """
-    for number, answer in enumerate(answers):
+    for number, answer in enumerate(task.answers):
         line = answer.strip().lower()
-        if len(line.splitlines()) != 1 or _official_form(line) != answer:
+        if len(line.splitlines()) != 1 or task.official_answer(line) != answer:
             raise ValueError(
                 f"Answer {number} is {answer!r}, which an official answer vocabulary (one answer a line) cannot hold; "
                 "train with a list without it, task.config.answers."
             )
-    return "".join(f"{answer}\n" for answer in answers)
-
-
-def _official_form(line: str) -> str:
-    return line if line == UNKNOWN else strip_punctuation(line)
+    return "".join(f"{answer}\n" for answer in task.answers)

@@ -103,8 +103,9 @@ def _regions(
         return boxes, slots, None
     length = batch.texts.input_ids.shape[1]
     position = _asking_position(batch, output, text)
-    attention = maps[-1][text, :, position, length : length + len(kept)].mean(dim=0)[kept].float().cpu().numpy()
-    return boxes, slots, attention
+    rows = [one[text, :, position, length : length + len(kept)] for one in maps]
+    last = next((row for row in reversed(rows) if row.any()), rows[-1])  # a map may have no such block
+    return boxes, slots, last.mean(dim=0)[kept].float().cpu().numpy()
 
 
 def _asking_position(batch: Batch, output: ModelOutput, text: int) -> int:

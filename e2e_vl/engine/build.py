@@ -37,7 +37,8 @@ from e2e_vl.engine.answer_lists import are_given, possible_answers
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
-from e2e_vl.tasks.objectives.base import Objective, Sizes
+from e2e_vl.tasks.heads import Sizes
+from e2e_vl.tasks.objectives.base import Objective
 from e2e_vl.tasks.objectives.masked_regions import MaskedRegions, MaskedRegionsConfig
 from e2e_vl.tasks.objectives.masked_text import MaskedText, MaskedTextConfig
 from e2e_vl.tasks.objectives.masked_words import MaskedWords, MaskedWordsConfig
@@ -165,7 +166,9 @@ def build_model(
         check_vocabulary(config.encoder.weights, tokenizer)
     detector = build_detector(config)
     encoder = build_encoder(config, vocab_size=vocab_size, feature_dim=detector.feature_dim)
-    sizes = Sizes(encoder.hidden_size, vocab_size, detector.feature_dim, detector.num_classes)
+    sizes = Sizes(
+        encoder.hidden_size, vocab_size, detector.feature_dim, detector.num_classes, summary_size=encoder.summary_size
+    )
     task = build_task(config, sizes)
     for ability in task.needs:
         encoder.require(ability, f"The task {config.task.name}")
@@ -235,25 +238,20 @@ def build_encoder(config: RunConfig, *, vocab_size: int, feature_dim: int) -> En
     return encoder
 
 
-def task_config(config: RunConfig, **more: Any) -> Any:
+def task_config(config: RunConfig) -> Any:
     """`task.config` as the config class of the task."""
-    return from_dict(named_parts(config).task[0], {**config.task.config, **more}, "task.config")
+    return from_dict(named_parts(config).task[0], dict(config.task.config), "task.config")
 
 
 def build_task(config: RunConfig, sizes: Sizes) -> Task:
-    config_class, task_class = named_parts(config).task
-    more: dict[str, Any] = {}
-    if "vocab_size" in {field.name for field in dataclasses.fields(config_class)}:
-        if "vocab_size" in config.task.config:
-            raise ValueError("task.config.vocab_size follows from the tokenizer; leave it out.")
-        more["vocab_size"] = sizes.vocab_size
-    settings = task_config(config, **more)
+    task_class = named_parts(config).task[1]
+    settings = task_config(config)
     if task_class.chooses_answers:
-        answers = possible_answers(config, named_parts(config).dataset, settings.min_answer_count)
+        answers = possible_answers(config, named_parts(config).dataset, task_class, settings.min_answer_count)
         settings = dataclasses.replace(settings, answers=answers)
-    if hasattr(settings, "objectives"):
-        return task_class(sizes.hidden_size, settings, build_objectives(settings.objectives, sizes))
-    return task_class(sizes.hidden_size, settings)
+    if task_class.sums_objectives:
+        return task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
+    return task_class.build(sizes, settings)
 
 
 def build_objectives(settings: dict[str, Any], sizes: Sizes) -> dict[str, Objective]:

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 from detector.checkpoint import load_strictly, load_weights
 from detector.weight_files import read_tensors
 from e2e_vl.config import VERSION, RunConfig, differences, load_config, load_overrides, save_config, saved_version
-from e2e_vl.data.formats.vqa_files import ANSWERS_FILE, write_answers
+from e2e_vl.data.formats.answer_files import ANSWERS_FILE, write_answers
 from e2e_vl.engine.build import build_detector_config, build_model, task_class
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import write_json

@@ -1,4 +1,4 @@
-"""VQA v2: how answers are compared, what they score, and which of them make a vocabulary.
+"""VQA v2: how answers are compared, what they score, and how a vocabulary spells them.
 
 The rules follow the official evaluation script with its slips (they are part of the published numbers), and the tool
 for answer vocabularies that comes with BAN. Golden data of both pins them.
@@ -202,25 +202,6 @@ def soft_scores(answers: Sequence[str], *, normalised: bool = False) -> dict[str
 def vocabulary_answer(answer: str) -> str:
     """An annotation's most frequent answer as a vocabulary spells it (BAN's tool): normalised, without commas."""
     return standardise_words(strip_punctuation(answer)).replace(",", "")
-
-
-def frequent_answers(most_frequent: Mapping[Any, str], min_count: int = 9) -> list[str]:
-    """Answer vocabulary from the `multiple_choice_answer` of every question, by question id.
-
-    Those that at least `min_count` questions have; 9 over VQA v2's train and val gives the usual 3,129. The empty
-    answer ("a", "the") may be one of them. Ordered by falling count, then alphabetically; published vocabularies have
-    orders of their own.
-
-    Raises:
-        ValueError: no answer is frequent enough.
-    """
-    counts = Counter(vocabulary_answer(answer) for answer in most_frequent.values())
-    kept = [answer for answer, count in counts.items() if count >= min_count]
-    if not kept:
-        raise ValueError(
-            f"no answer belongs to at least {min_count} of the {len(most_frequent)} questions; lower the least count"
-        )
-    return sorted(kept, key=lambda answer: (-counts[answer], answer))
 
 
 def round_half_up(value: float, decimals: int) -> float:

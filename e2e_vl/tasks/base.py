@@ -7,7 +7,7 @@ import dataclasses
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 from torch import nn
@@ -18,6 +18,7 @@ from e2e_vl.hiding import HidingRule
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import DataFacts, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
+from e2e_vl.tasks.heads import Sizes
 from e2e_vl.wording import Wording
 
 Records = list[dict[str, Any]]  # plain, JSON-able: one per prediction
@@ -62,8 +63,7 @@ class HeadStart:
 class Task(nn.Module, abc.ABC):
     """batch + encoder output -> losses, predictions and their metric. Works with any encoder that gives what it reads.
 
-    Each task is built as `Task(hidden_size, config)` with a config dataclass of its own; its targets are a class of its
-    own too.
+    Each task has a config dataclass of its own, with which `build` makes it; its targets are a class of its own too.
     """
 
     points_at_box: ClassVar[bool] = False  # answers a phrase with `box`, `score` and their candidates
@@ -73,7 +73,9 @@ class Task(nn.Module, abc.ABC):
     second_run_option: ClassVar[str] = ""  # how users give that run
     answers_questions: ClassVar[bool] = True  # a user may ask about an image
     answers_together: ClassVar[bool] = True  # ... and one batch may hold several questions
-    chooses_answers: ClassVar[bool] = False  # its config has `answers`, a list that may be built from the data
+    # its config has `answers`, a list that may be built from the data with its `min_answer_count`
+    chooses_answers: ClassVar[bool] = False
+    sums_objectives: ClassVar[bool] = False  # its config has `objectives`, which are built for it
     blind_without_boxes: ClassVar[bool] = False  # the control without image sees no candidate boxes either
     starts_from: ClassVar[HeadStart | None] = None  # how its head starts from another task's; None: not at all
     lends: ClassVar[tuple[str, ...]] = ()  # prefixes of its parameters from which heads of other tasks may start
@@ -86,6 +88,11 @@ class Task(nn.Module, abc.ABC):
     mask_size: int | None = None  # side of the instance masks on the RoI maps; None: the task uses none
 
     @classmethod
+    def build(cls, sizes: Sizes, config: Any) -> Self:
+        """The task with heads that fit; one that `sums_objectives` gets them by name as a third argument."""
+        return cls(sizes.hidden_size, config)
+
+    @classmethod
     def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:
         """Bring the settings of a model that was saved before, `task.config` and all of `data`, into today's form."""
 
@@ -93,6 +100,16 @@ class Task(nn.Module, abc.ABC):
     def own_words(cls, config: Any) -> Iterable[str]:
         """Words that the wording adds to the words of the data, for a vocabulary."""
         return ()
+
+    @classmethod
+    def spell_answer(cls, answer: str) -> str:
+        """An annotated answer as a list of answers that is built from the data holds it."""
+        return answer
+
+    @classmethod
+    def official_answer(cls, line: str) -> str:
+        """A line of an official text file of answers, stripped and in lower case, as the list of answers holds it."""
+        return line
 
     @abc.abstractmethod
     def wording(self, writer: TextWriter) -> Wording:

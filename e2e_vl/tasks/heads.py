@@ -5,6 +5,7 @@ Shape legend: see `e2e_vl/structures.py`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Literal
 
@@ -14,6 +15,21 @@ from torch import Tensor, nn
 
 NewLayers = Literal["official", "normal"]
 STD_OF_NEW_LAYERS = 0.02  # VL-BERT, section 4.1, as in BERT
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What the heads of a task or an objective must fit."""
+
+    hidden_size: int  # E
+    vocab_size: int  # V
+    feature_dim: int = 0  # D
+    num_classes: int = 0  # foreground classes of the detector
+    summary_size: int | None = None  # X; None: E
+
+    def __post_init__(self) -> None:
+        if self.summary_size is None:
+            object.__setattr__(self, "summary_size", self.hidden_size)
 
 
 def start_head(linears: Iterable[nn.Linear], start: NewLayers | float) -> None:

@@ -6,8 +6,9 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from e2e_vl.samples import DataFacts, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.targets import Targets, by_name
 from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices
+from e2e_vl.tasks.heads import Sizes
 from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectiveWording, WordHead
 from e2e_vl.text import word_pieces
 from e2e_vl.wording import Draw, Wording
@@ -77,7 +79,10 @@ class PretrainingTargets(Targets):
 
 @dataclasses.dataclass(frozen=True)
 class PretrainingWording(Wording):
-    """A caption as one text, which the objectives change one after the other. Mirroring changes no word (official)."""
+    """A caption as one text, or as a pair with a second text, which the objectives change one after the other.
+
+    Mirroring changes no word (official).
+    """
 
     parts: Mapping[str, ObjectiveWording] = dataclasses.field(default_factory=dict)
 
@@ -85,21 +90,31 @@ class PretrainingWording(Wording):
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
     ) -> Iterable[TextExample]:
         own, other = draw(text.index).spawn(2)
-        draft = Draft("" if self.writer.is_blank else text.words, sample)
+        draft = Draft("" if self.writer.is_blank else text.words, sample, text=text)
         for part in self.parts.values():
             part.exchange(draft, text.index, own)
-        draft.pieces = word_pieces("" if self.writer.is_blank else draft.words, self.writer.tokenizer)
+        texts = [draft.words] if draft.second is None else [draft.words, draft.second]
+        words = [word_pieces("" if self.writer.is_blank else one, self.writer.tokenizer) for one in texts]
+        draft.pieces = list(itertools.chain(*words))
         draft.ids = np.array([piece for word in draft.pieces for piece in word], dtype=np.int64)
         for part in self.parts.values():
             part.mask(draft, own)
-        laid = self.writer.single(draft.ids)
+        laid = self._lay(draft, sum(map(len, words[0])))
         targets = self._targets(draft, laid)
         seed = int(own.integers(2**62))
         record = self.record(text, images, laid) | {"sent": "" if self.writer.is_blank else draft.words} | draft.record
         yield TextExample(laid, text.looks_at, record, targets, seed=seed)
         for part in self.parts.values():
             for extra, extra_laid in part.beside(sample, other):
-                yield TextExample(extra_laid, (), {}, self._targets(extra, extra_laid), seed=0)
+                looks_at = text.looks_at if extra.has_image else ()
+                yield TextExample(extra_laid, looks_at, {}, self._targets(extra, extra_laid), seed=0)
+
+    def _lay(self, draft: Draft, first: int) -> LaidText:
+        """One text, or a pair whose first text has so many wordpieces."""
+        if draft.second is None:
+            return self.writer.single(draft.ids)
+        self.writer.require_room(self.writer.layout.pair)
+        return self.writer.pair(draft.ids[:first], draft.ids[first:])
 
     def _targets(self, draft: Draft, laid: LaidText) -> PretrainingTargets:
         return PretrainingTargets({name: part.targets(draft, laid) for name, part in self.parts.items()})
@@ -109,6 +124,7 @@ class PretrainingTask(Task):
     """The objectives of a run. Each loss is a mean over all labelled items of the batch, 0 if there is none."""
 
     answers_together = False  # [MASK] and hidden regions are read for one text at a time
+    sums_objectives = True
     lends = ("",)
     starts_from = HeadStart(
         copies={"word_head.": "word_head."}, random=("",), region_classes=("masked_regions.output.",)
@@ -133,6 +149,13 @@ class PretrainingTask(Task):
             self.word_head = WordHead(hidden_size, config.vocab_size)
         for name, objective in objectives.items():
             self.add_module(name, objective)
+
+    @classmethod
+    def build(cls, sizes: Sizes, config: PretrainingConfig, objectives: Mapping[str, Objective]) -> Self:
+        """Raises ValueError if the settings name the size of the vocabulary."""
+        if config.vocab_size is not None:
+            raise ValueError("task.config.vocab_size follows from the tokenizer; leave it out.")
+        return cls(sizes.hidden_size, dataclasses.replace(config, vocab_size=sizes.vocab_size), objectives)
 
     @property
     def hiding(self) -> HidingRule:
@@ -236,7 +259,7 @@ class PretrainingTask(Task):
         return [
             {**record, **{name: values[row] for name, values in details.items()}}
             for row, record in enumerate(batch.records)
-            if int(batch.looks_at[row].max()) >= 0
+            if record and int(batch.looks_at[row].max()) >= 0
         ]
 
     def answers(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> Records:
@@ -245,20 +268,15 @@ class PretrainingTask(Task):
         That is the best words at every [MASK], and the best classes of every hidden region.
         """
         record = dict(output.batch.records[0])
-        class_names = record.pop("class_names")
+        del record["class_names"]
         for name, objective in self.objectives.items():
-            record |= objective.answer(output, output.task.parts[name], tokenizer)
-        for region in record.get("hidden", ()):
-            for pair in [*region["classes"], *filter(None, [region["seen"]])]:
-                pair[0] = self._class_name(pair[0], class_names, output.regions.class_logits[0].shape[1])
+            said = objective.answer(output, output.task.parts[name], tokenizer, self.hiding)
+            if twice := sorted(record.keys() & said.keys()):
+                raise ValueError(
+                    f"The objective {name} answers with '{twice[0]}', which the record holds already; rename its entry."
+                )
+            record |= said
         return [record]
-
-    def _class_name(self, number: int, names: Sequence[str] | None, count: int) -> str:
-        """Of a region class; `count` includes the background. A class without a name is numbered from 0."""
-        if names is None or len(names) != count - 1 or self.config.teacher == "file":
-            names = [f"class {row}" for row in range(max(count - 1, number))]
-        background, first = (len(names), 0) if self.config.has_background_last else (0, 1)
-        return "background" if number == background else names[number - first]
 
     def answer_lines(self, record: dict[str, Any]) -> list[str]:
         """The text with the best words in it, then the alternatives."""

@@ -11,7 +11,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from e2e_vl.samples import AnnotatedObjects, ChoiceText, DataFacts, Question, Sa
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices, check_dropout
-from e2e_vl.tasks.heads import Head, NewLayers, Transform
+from e2e_vl.tasks.heads import Head, NewLayers, Sizes, Transform
 from e2e_vl.tasks.vcr_sentences import (
     NEUTRAL_NAMES,
     PERSON,
@@ -163,10 +163,10 @@ class VCRTask(Task):
         random=("region_classifier.output.", "head.output."),
     )
 
-    def __init__(self, hidden_size: int, config: VCRConfig | None = None):
+    def __init__(self, hidden_size: int, config: VCRConfig | None = None, summary_size: int | None = None):
         super().__init__()
         self.config = config or VCRConfig()
-        self.head = Head(hidden_size, None, self.config.dropout, self.config.new_layers)
+        self.head = Head(summary_size or hidden_size, None, self.config.dropout, self.config.new_layers)
         self.region_classifier = None
         if self.config.region_loss_weight > 0:
             self.region_classifier = Head(
@@ -176,6 +176,11 @@ class VCRTask(Task):
                 self.config.initializer_range,
                 transform=Transform(hidden_size),
             )
+
+    @classmethod
+    def build(cls, sizes: Sizes, config: VCRConfig) -> Self:
+        """A choice is scored from the summary, a region from its output state."""
+        return cls(sizes.hidden_size, config, sizes.summary_size)
 
     @property
     def needs(self) -> tuple[Ability, ...]:

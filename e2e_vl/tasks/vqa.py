@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -23,14 +23,23 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.interface import Detector
 from detector.structures import Loss
-from e2e_vl.evaluation.vqa import UNKNOWN, answer_accuracy, normalise_answer, soft_scores, vqa_metrics, write_submission
+from e2e_vl.evaluation.vqa import (
+    UNKNOWN,
+    answer_accuracy,
+    normalise_answer,
+    soft_scores,
+    strip_punctuation,
+    vocabulary_answer,
+    vqa_metrics,
+    write_submission,
+)
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import DataFacts, HumanAnswers, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices, check_dropout
-from e2e_vl.tasks.heads import Head, NewLayers, Transform
+from e2e_vl.tasks.heads import Head, NewLayers, Sizes, Transform
 from e2e_vl.text import mirror_words
 from e2e_vl.wording import Draw, Wording
 
@@ -43,7 +52,7 @@ class VQAConfig:
     """The official VL-BERT code has the same defaults."""
 
     # the possible answers, the position in the list is the class. In settings also a file, see
-    # `e2e_vl.data.formats.vqa_files.read_answers`; None: `data.files.answers`, or built from the annotations of the
+    # `e2e_vl.data.formats.answer_files.read_answers`; None: `data.files.answers`, or built from the annotations of the
     # training split. Of an answer that is listed twice the first counts; `<unk>` is never a target and never predicted.
     answers: list[str] | tuple[str, ...] | str | None = None
     # a list built from annotations holds what is the most frequent answer to at least this number of questions; 9 gives
@@ -151,14 +160,19 @@ class VQATask(Task):
     blind_without_boxes = True  # the number of boxes answers "how many"
     starts_from = HeadStart(copies={"word_head.transform.": "head.transform."}, random=("head.output.",))
 
-    def __init__(self, hidden_size: int, config: VQAConfig):
+    def __init__(self, summary_size: int, config: VQAConfig):
         super().__init__()
         if not isinstance(config.answers, Sequence) or isinstance(config.answers, str):
             raise ValueError("VQATask needs the list of possible answers in its config.")
         self.config = config
         self.answer_list = AnswerList(config.answers, normalised=config.normalised_targets)
-        transform = Transform(hidden_size, norm=True)
-        self.head = Head(hidden_size, len(self.answers), config.dropout, config.new_layers, transform=transform)
+        transform = Transform(summary_size, norm=True)
+        self.head = Head(summary_size, len(self.answers), config.dropout, config.new_layers, transform=transform)
+
+    @classmethod
+    def build(cls, sizes: Sizes, config: VQAConfig) -> Self:
+        """The head reads the summary."""
+        return cls(sizes.summary_size, config)
 
     @property
     def answers(self) -> list[str]:
@@ -177,6 +191,16 @@ class VQATask(Task):
         data["mirror_precomputed"] = options.pop("mirror_precomputed", False)
         data["mean_image_feature"] = options.pop("mean_image_feature", True)
 
+    @classmethod
+    def spell_answer(cls, answer: str) -> str:
+        """As BAN's tool for answer vocabularies."""
+        return vocabulary_answer(answer)
+
+    @classmethod
+    def official_answer(cls, line: str) -> str:
+        """Through the punctuation step of the official evaluation (official VL-BERT code)."""
+        return line if line == UNKNOWN else strip_punctuation(line)
+
     def wording(self, writer: TextWriter) -> VQAWording:
         writer.require_room(writer.layout.question)
         return VQAWording(writer, self.answer_list)
@@ -187,10 +211,19 @@ class VQATask(Task):
 
     @torch.no_grad()
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
-        """Rows of the last Linear from the encoder's word embeddings; an answer without wordpieces keeps its row."""
+        """Rows of the last Linear from the encoder's word embeddings; an answer without wordpieces keeps its row.
+
+        Raises:
+            ValueError: words and summary have different widths.
+        """
         if not self.config.initialise_from_words:
             return
-        table = encoder.get_input_embeddings().weight
+        table, width = encoder.get_input_embeddings().weight, self.head.output.in_features
+        if table.shape[1] != width:
+            raise ValueError(
+                f"The encoder's words have the width {table.shape[1]} and its summary {width}, so answers cannot start "
+                "from words; set task.config.initialise_from_words to false."
+            )
         for row, answer in enumerate(self.answers):
             pieces = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(answer))
             if pieces:

@@ -26,7 +26,7 @@ from detector.checkpoint import LoadReport, load_weights
 from detector.weight_files import read_tensors
 from e2e_vl.config import VERSION
 from e2e_vl.converter import from_dict
-from e2e_vl.data.formats.vqa_files import ANSWERS_FILE, read_answers
+from e2e_vl.data.formats.answer_files import ANSWERS_FILE, read_answers
 from e2e_vl.tasks.base import HeadStart, Task
 from e2e_vl.text import load_tokenizer, looks_like_hub_name
 from e2e_vl.weights.base import WeightAdapter

@@ -1,7 +1,8 @@
-"""Starting weights of a run's detector."""
+"""Parts from settings: starting weights of a run's detector, what a task is built with, where data lie."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pickle
 from collections.abc import Callable
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 from detector.checkpoint import save_pretrained, save_weights
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import RunConfig, TaskSettings, load_config
 from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine.build import build_detector, build_model
+from e2e_vl.engine import build
+from e2e_vl.engine.build import build_detector, build_model, build_task
 from e2e_vl.engine.build_data import build_examples, build_tokenizer, make_synthetic_data
+from e2e_vl.tasks.detection import DetectionTask
+from e2e_vl.tasks.heads import Sizes
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +52,26 @@ def test_a_backbone_alone_must_be_asked_for(
     assert torch.equal(started.backbone.stem.conv1.weight, source.backbone.stem.conv1.weight)
     with pytest.raises(ValueError, match=r"detector\.expect is 'most'"):
         tiny_config("detector.expect=most")
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnConfig:
+    vocab_size: int = 3
+    objectives: str = "whatever the task calls so"
+
+
+def test_the_names_of_a_tasks_settings_are_its_own(tiny_config, monkeypatch):
+    monkeypatch.setitem(build.TASKS, "own", (OwnConfig, DetectionTask))
+    config = dataclasses.replace(tiny_config(), task=TaskSettings("own", {}))
+    assert build_task(config, Sizes(hidden_size=8, vocab_size=9)).config == OwnConfig()
+
+
+def test_a_sum_of_objectives_gets_the_size_of_the_vocabulary(tmp_path):
+    path, words = ROOT / "configs" / "tiny" / "pretraining.yaml", [f"data.root={tmp_path}", f"output={tmp_path}"]
+    task = build_task(load_config(path, words), Sizes(hidden_size=8, vocab_size=9, num_classes=6))
+    assert task.word_head.bias.shape == (9,) and task.config.vocab_size == 9
+    with pytest.raises(ValueError, match=r"task\.config\.vocab_size follows from the tokenizer; leave it out"):
+        build_task(load_config(path, [*words, "task.config.vocab_size=9"]), Sizes(hidden_size=8, vocab_size=9))
 
 
 @pytest.mark.parametrize("name", ["refcoco", "vqa", "vcr", "pretraining"])

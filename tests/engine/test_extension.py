@@ -113,6 +113,7 @@ def test_an_encoder(settings, monkeypatch, tmp_path, task):
     assert record[kind]
     assert task != "pretraining" or [len(record["masks"]), len(record["hidden"])] == [1, 1]
     assert task == "refcoco" or len(record["attention"]) == len(record["regions"]) > 0
+    assert task == "refcoco" or sum(record["attention"]) > 0  # of the last map that has one
 
 
 def test_an_encoder_that_lacks_an_ability_is_refused(settings, monkeypatch):
@@ -169,6 +170,22 @@ def test_a_task_about_two_images(settings, monkeypatch, tmp_path, capsys):
     assert "are about 2 images, and 1 is given; give 2 with --image" in message
     message = refused(ask(run, pair, "both images hold a star", "--boxes", "1,2,30,40"), capsys)
     assert "Boxes of several images cannot be told apart" in message
+
+
+def test_a_summary_of_another_width(settings, monkeypatch):
+    """One vector per image, side by side: the summary is twice as wide as the states."""
+    monkeypatch.setitem(build.ENCODERS, "paired", (pooled_encoder.PooledConfig, pooled_encoder.PairedEncoder))
+    monkeypatch.setitem(build.DATASETS, "pairs", image_pairs.PairDataset)
+    monkeypatch.setitem(build.TASKS, "statements", (statements.StatementConfig, statements.StatementTask))
+    paired = EncoderSettings(name="paired", config={"hidden_size": 16})
+    run = live(settings("data.name=pairs", "task.name=statements", encoder=paired))
+    config, model, tokenizer = load_model(run)
+    assert model.encoder.hidden_size == 16 and model.task.output.in_features == 32
+    data = build_examples(config, model, tokenizer, "val", boxes="gt")
+    batch = build_collate(config, model)([data[Request(0, tuple(data.groups[0]))]])
+    swapped = dataclasses.replace(batch, looks_at=batch.looks_at.flip(1))
+    first, second = model(batch).encoded.summary.chunk(2, dim=1)
+    assert_same(model(swapped).encoded.summary.tolist(), torch.cat([second, first], dim=1).tolist())
 
 
 class DataWithFacts(image_pairs.PairDataset):

@@ -6,7 +6,6 @@ import pytest
 
 from e2e_vl.evaluation.vqa import (
     answer_accuracy,
-    frequent_answers,
     normalise_answer,
     round_half_up,
     soft_scores,
@@ -55,13 +54,6 @@ def test_soft_scores_are_the_accuracy_of_each_answer():
     answers = ["red"] * 5 + ["blue"] * 2 + ["dark red"] * 2 + ["no idea"]
     for answer, score in soft_scores(answers).items():
         assert score == pytest.approx(answer_accuracy(answer, answers), abs=1e-12)
-
-
-def test_vocabulary_is_ordered_by_count_then_alphabet():
-    given = ["yes"] * 3 + ["no"] * 3 + ["Two"] + ["2"] + ["rare"]
-    assert frequent_answers(dict(enumerate(given)), 2) == ["no", "yes", "2"]
-    with pytest.raises(ValueError, match="no answer belongs to at least 4 of the 9 questions"):
-        frequent_answers(dict(enumerate(given)), 4)
 
 
 def question(number: int, answer: str = "yes", kind: str = "yes/no") -> dict:

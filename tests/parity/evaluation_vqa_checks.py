@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.data.formats.vqa_files import read_questions
+from e2e_vl.engine.answer_lists import frequent_answers
 from e2e_vl.evaluation.vqa import (
     clean_answer,
-    frequent_answers,
     soft_scores,
     standardise_words,
     strip_punctuation,
@@ -86,7 +86,7 @@ def test_vqa_vocabulary_and_soft_targets(folder, annotations):
     for raw, spelled in recorded["preprocess_answer"]:
         assert vocabulary_answer(raw) == spelled, raw
     most_frequent = {row["question_id"]: row["multiple_choice_answer"] for row in annotations}
-    vocabulary = frequent_answers(most_frequent, recorded["min_occurrence"])
+    vocabulary = frequent_answers(most_frequent, recorded["min_occurrence"], vocabulary_answer)
     assert sorted(vocabulary) == sorted(recorded["vocabulary"])
     assert len(annotations) == len(recorded["targets"])
     for row in annotations:

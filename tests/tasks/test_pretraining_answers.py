@@ -124,6 +124,19 @@ def test_a_hidden_region_that_is_cut_off_is_an_error():
         answer(model, batch)
 
 
+def test_an_objective_names_its_own_classes_and_overwrites_no_entry(monkeypatch):
+    model = make_model(region_probability=1.0).eval()
+    with torch.no_grad():
+        output = model(question_batch(CORNER))
+        regions = model.task.masked_regions
+        said = regions.answer(output, output.task.parts["masked_regions"], Vocabulary(), model.task.hiding)
+    assert {name for name, _ in said["hidden"][0]["classes"]} == {*"abcd", "background"}
+    monkeypatch.setattr(model.task.objectives["masked_text"], "answer", lambda *_: said)
+    message = "objective masked_regions answers with 'hidden', which the record holds already; rename its entry"
+    with pytest.raises(ValueError, match=message):
+        model.task.answer(output, Vocabulary())
+
+
 # Words
 
 

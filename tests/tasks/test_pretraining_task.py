@@ -122,6 +122,8 @@ def test_predictions_count_captions_only():
     assert set(scores) == {"masked_words", "masked_regions", "relationship"}
     right = sum(record["masked_regions_right"] for record in records)
     assert scores["masked_regions"] == pytest.approx(right / 8)
+    batch.records[1] = {}  # an objective's own text about an image, beside those of the data
+    assert [record["text_index"] for record in model.task.predict(batch, output)] == [0, 2]
     nothing = records[0] | dict.fromkeys(model.task.objectives, 0)
     assert model.task.correct(nothing) == 1.0
     assert output.task.logits.shape == (4, 0)

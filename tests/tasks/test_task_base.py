@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
 from e2e_vl.converter import from_dict
 from e2e_vl.engine import build
+from e2e_vl.tasks.heads import Sizes
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
@@ -36,6 +39,25 @@ def test_heads_start_as_in_the_official_code_or_as_in_the_paper(name):
         assert linear.weight.std() == pytest.approx(0.02, rel=0.15)
         assert linear.weight.mean().abs() < 0.005
     assert all(linear.bias.abs().sum() == 0 for linear in official + normal)
+
+
+@pytest.mark.parametrize("name", ["vqa", "vcr"])
+def test_heads_on_the_summary_have_its_width(name):
+    config_class, task_class = build.TASKS[name]
+    config = VQAConfig(answers=["yes", "no"]) if name == "vqa" else config_class()
+    task = task_class.build(Sizes(hidden_size=8, vocab_size=9, summary_size=24), config)
+    assert task.head.output.in_features == 24
+    if name == "vcr":
+        assert task.region_classifier.output.in_features == 8
+    own = task_class.build(Sizes(hidden_size=8, vocab_size=9), config)
+    assert own.head.output.in_features == 8
+
+
+def test_answers_start_from_words_of_their_width_only():
+    task = VQATask.build(Sizes(hidden_size=8, vocab_size=9, summary_size=24), VQAConfig(answers=["yes"]))
+    encoder = types.SimpleNamespace(get_input_embeddings=lambda: torch.nn.Embedding(9, 8))
+    with pytest.raises(ValueError, match=r"width 8 and its summary 24, .* set task\.config\.initialise_from_words"):
+        task.initialise(None, encoder, None)
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ from detector.structures import Loss
 from e2e_vl.converter import check_numbers
 from e2e_vl.hiding import HidingRule
 from e2e_vl.layout import LaidText, TextWriter
-from e2e_vl.samples import DataFacts, Sample
+from e2e_vl.samples import DataFacts, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions
 from e2e_vl.targets import Targets
-from e2e_vl.tasks.heads import Transform, start_head
+from e2e_vl.tasks.heads import Sizes, Transform, start_head
 
 MASK = "[MASK]"  # a hidden wordpiece in a text
 NO_LABEL = -1
@@ -51,16 +51,6 @@ class ObjectiveConfig:
         return f"task.config.objectives.{cls.name}.{field}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What an objective's head must fit."""
-
-    hidden_size: int  # E
-    vocab_size: int  # V
-    feature_dim: int = 0  # D
-    num_classes: int = 0  # foreground classes of the detector
-
-
 @dataclasses.dataclass
 class Draft:
     """A text on its way to wordpieces, as the objectives change it one after the other."""
@@ -68,7 +58,10 @@ class Draft:
     words: str
     sample: Sample
     has_image: bool = True
-    pieces: list[list[int]] = dataclasses.field(default_factory=list)  # wordpieces of each word, before masking
+    text: SampleText | None = None  # of the data, with its truth; None for a text beside those of the data
+    second: str | None = None  # words of a second text, which makes a pair of the two
+    # wordpieces of each word, before masking; of a pair those of both texts, one after the other
+    pieces: list[list[int]] = dataclasses.field(default_factory=list)
     ids: Int64[np.ndarray, " pieces"] | None = None  # after masking
     labels: Int64[np.ndarray, " pieces"] | None = None  # the masked wordpieces; `NO_LABEL` elsewhere
     is_match: bool = True  # the text belongs to its image
@@ -82,7 +75,10 @@ class ObjectiveWording:
     writer: TextWriter
 
     def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
-        """First: perhaps put other words in the place of the text of this index."""
+        """First: perhaps put other words in the place of the text of this index, or a second text behind it.
+
+        A second text needs `Ability.SUMMARY_OF_PAIR`, if the objective reads the summary.
+        """
 
     def mask(self, draft: Draft, generator: np.random.Generator) -> None:
         """Then: perhaps hide wordpieces."""
@@ -92,7 +88,10 @@ class ObjectiveWording:
         return Targets()
 
     def beside(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, LaidText]]:
-        """Further texts beside each text of the data."""
+        """Further texts beside each text of the data; those with an image look at the images of that text.
+
+        They have no record, so predictions and metrics leave them out.
+        """
         return ()
 
 
@@ -144,8 +143,14 @@ class Objective(nn.Module, abc.ABC):
     ) -> ObjectiveOutput:
         """The weighted loss over all labelled items of the batch, and which of them were found."""
 
-    def answer(self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """What it says to a user's question, from its own logits; entries of the prediction."""
+    def answer(
+        self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: HidingRule
+    ) -> dict[str, Any]:
+        """What it says to a user's question, from its own logits; entries of the prediction, under keys of its own.
+
+        The question's `class_names`, in the order of the detector's classes (None: unknown), are in
+        `output.batch.records[0]`; `rule` says who names regions, and where the background stands among the classes.
+        """
         return {}
 
     def lines(self, record: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -100,9 +101,11 @@ class MaskedRegions(Objective):
         loss = Loss(self.config.weight * each.sum(), each.new_tensor(float(len(each))))
         return ObjectiveOutput(loss, text, logits.argmax(dim=1) == best, logits)
 
-    def answer(self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    def answer(
+        self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: HidingRule
+    ) -> dict[str, Any]:
         """`hidden`: a dict per hidden region with its `box` (xyxy, pixels of the original image), `classes`
-        [[number, probability], ...], best first, and `seen`, the same pair from the detector that sees it (None: no
+        [[name, probability], ...], best first, and `seen`, the same pair from the detector that sees it (None: no
         detector does).
 
         Raises:
@@ -119,13 +122,25 @@ class MaskedRegions(Objective):
         scales = batch.images.scales[0]
         boxes = (batch.boxes[0] / torch.cat([scales, scales]))[is_hidden].tolist()
         known = batch.region_labels.class_probs
-        seen = [None] * len(boxes) if known is None else [best for best, *_ in best_columns(known[0][is_hidden])]
+        names = self._class_names(batch.records[0]["class_names"], rule)
+
+        def best_classes(rows: Tensor) -> list[list[list[Any]]]:
+            return [[[names[number], share] for number, share in row] for row in best_columns(rows)]
+
+        seen = [None] * len(boxes) if known is None else [best for best, *_ in best_classes(known[0][is_hidden])]
         return {
             "hidden": [
                 {"box": box, "classes": classes, "seen": whole}
-                for box, classes, whole in zip(boxes, best_columns(shares), seen, strict=True)
+                for box, classes, whole in zip(boxes, best_classes(shares), seen, strict=True)
             ]
         }
+
+    def _class_names(self, names: Sequence[str] | None, rule: HidingRule) -> list[str]:
+        """C names; the detector's classes are numbered from 0 where their names are unknown."""
+        count = self.config.classes - 1
+        if names is None or len(names) != count or rule.teacher == "file":
+            names = [f"class {row}" for row in range(count)]
+        return ["background", *names] if rule.background_first else [*names, "background"]
 
     def lines(self, record: dict[str, Any]) -> list[str]:
         lines = []

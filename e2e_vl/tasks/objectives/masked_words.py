@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from detector.structures import Loss
+from e2e_vl.hiding import HidingRule
 from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, per_wordpiece
@@ -154,7 +155,9 @@ class MaskedWords(Objective):
         loss = Loss(self.config.weight * total, is_labelled.sum().to(logits.dtype))
         return ObjectiveOutput(loss, is_labelled.nonzero()[:, 0], logits.argmax(dim=1) == truth, logits)
 
-    def answer(self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    def answer(
+        self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: HidingRule
+    ) -> dict[str, Any]:
         """`filled`, the text with the best word at each [MASK]; `masks`, a list per [MASK] of [word, probability].
 
         Raises:

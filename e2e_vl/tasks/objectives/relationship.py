@@ -81,7 +81,7 @@ class Relationship(Objective):
 
     def __init__(self, sizes: Sizes, config: RelationshipConfig):
         super().__init__(sizes, config)
-        self.head = nn.Linear(sizes.hidden_size, 2)
+        self.head = nn.Linear(sizes.summary_size, 2)
         start_head([self.head], "normal")
 
     def wording(self, writer: TextWriter) -> CaptionExchange:

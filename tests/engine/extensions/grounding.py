@@ -21,7 +21,7 @@ from detector.boxes import pairwise_iou
 from detector.structures import Loss
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
-from e2e_vl.samples import Question, Sample, SampleText
+from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Ragged, Targets, nested, ragged
 from e2e_vl.tasks.base import Task
@@ -46,7 +46,7 @@ class GroundingWording(Wording):
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
     ) -> Iterable[TextExample]:
         [image] = images
-        truth = text.truth
+        truth = text.truth if isinstance(text.truth, PhraseBoxes) else None
         spans = ((0, len(text.words)),) if truth is None else truth.spans
         pieces: list[int] = []
         owners: list[int] = []  # the phrase of each piece

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from e2e_vl.data.base import DataFiles, NoOptions, Wants
-from e2e_vl.samples import Sample, SampleText
+from e2e_vl.samples import PhraseBoxes, Sample, SampleText
 from tests.engine.extensions.scenes import SceneDataset
-
-
-@dataclasses.dataclass(frozen=True)
-class PhraseBoxes:
-    """The phrases of a text and the boxes that each of them names."""
-
-    spans: tuple[tuple[int, int], ...]  # of each phrase the first and the last character plus one in the text's words
-    boxes: tuple[np.ndarray, ...]  # of each phrase float64 [R, 4]; none where the phrase names nothing in the image
 
 
 class PhraseDataset(SceneDataset):

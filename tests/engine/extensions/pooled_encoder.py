@@ -1,6 +1,8 @@
-"""An encoder whose summary is a pooled vector: it has no place for answers, and no whole image as region 0."""
+"""Encoders whose summary is a pooled vector: they have no place for answers, and no whole image as region 0."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 from torch import Tensor, nn
@@ -50,14 +52,33 @@ class PooledEncoder(Encoder):
         words = words * texts.attend[..., None]
         slots, attend = torch.cat([words, objects], dim=1), torch.cat([texts.attend, regions.attend], dim=1)
         maps = (slots @ slots.mT).masked_fill(~attend[:, None], -torch.inf).softmax(dim=-1)[:, None]
+        is_word = torch.arange(slots.shape[1]) < words.shape[1]
+        apart = maps * (is_word[:, None] == is_word)  # a second step, in which words see no region
         pooled = torch.tanh(self.pooler(_mean(words, texts.attend) + _mean(objects, regions.attend)))
         return EncoderOutput(
             text=(words + pooled[:, None]) * texts.attend[..., None],
             regions=(objects + pooled[:, None]) * regions.attend[..., None],
             summary=read_summary(words, pooled, texts.summary),
-            attentions=(maps,) if output_attentions else None,
+            attentions=(maps, apart) if output_attentions else None,
             word_table=self.words.weight,
         )
+
+
+class PairedEncoder(PooledEncoder):
+    """Pools a text with each of two images; the two vectors side by side are its summary."""
+
+    abilities = frozenset(Ability) - {Ability.HIDDEN_FEATURES}
+
+    @property
+    def summary_size(self) -> int:
+        return 2 * self.hidden_size
+
+    def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
+        both, pooled = super().forward(texts, regions, output_attentions), []
+        for slot in range(2):
+            own = dataclasses.replace(regions, attend=regions.attend & (regions.image_slot == slot))
+            pooled.append(super().forward(texts, own).summary)
+        return dataclasses.replace(both, summary=torch.cat(pooled, dim=1))
 
 
 def _mean(vectors: Tensor, attend: Tensor) -> Tensor:

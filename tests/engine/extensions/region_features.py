@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from detector.structures import Loss
+from e2e_vl.hiding import HidingRule
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets
 from e2e_vl.tasks.heads import start_head
@@ -55,7 +56,9 @@ class RegionFeatures(Objective):
         loss = Loss(self.config.weight * each.sum(), each.new_tensor(float(len(each))))
         return ObjectiveOutput(loss, chosen.nonzero()[:, 0], each < self.config.near, found)
 
-    def answer(self, output: ModelOutput, logits: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    def answer(
+        self, output: ModelOutput, logits: Any, tokenizer: PreTrainedTokenizerBase, rule: HidingRule
+    ) -> dict[str, Any]:
         return {"feature_norms": logits.norm(dim=1).tolist()}
 
     def lines(self, record: dict[str, Any]) -> list[str]:

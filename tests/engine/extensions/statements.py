@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from e2e_vl.samples import Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.base import Task
+from e2e_vl.tasks.heads import Sizes
 from e2e_vl.wording import Draw, Wording
 
 
@@ -45,10 +46,14 @@ class StatementTask(Task):
 
     needs = (Ability.SUMMARY_OF_SINGLE, Ability.IMAGE_PAIRS)
 
-    def __init__(self, hidden_size: int, config: StatementConfig):
+    def __init__(self, summary_size: int, config: StatementConfig):
         super().__init__()
         self.dropout = nn.Dropout(config.dropout)
-        self.output = nn.Linear(hidden_size, 2)
+        self.output = nn.Linear(summary_size, 2)
+
+    @classmethod
+    def build(cls, sizes: Sizes, config: StatementConfig) -> Self:
+        return cls(sizes.summary_size, config)
 
     def wording(self, writer: TextWriter) -> StatementWording:
         return StatementWording(writer)

@@ -29,7 +29,7 @@ def test_no_text_of_the_corpus_is_loss_zero():
 
 def test_it_says_nothing_to_a_user_whose_text_has_an_image():
     objective = MaskedText(SIZES, MaskedTextConfig(weight=1.0))
-    assert objective.answer(None, torch.zeros(0, 3), None) == {} and objective.lines({}) == []
+    assert objective.answer(None, torch.zeros(0, 3), None, None) == {} and objective.lines({}) == []
 
 
 def test_the_corpus_must_be_there():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from e2e_vl.tasks.heads import Sizes
 from e2e_vl.tasks.objectives.relationship import MatchTargets, Relationship, RelationshipConfig
 from tests.tasks.objectives.tiny_objectives import SIZES, make_inputs
 
@@ -42,6 +43,12 @@ def test_texts_without_images_alone_are_loss_zero():
     assert output.loss.mean == 0 and output.logits.shape == (0, 2)
     output.loss.mean.backward()
     assert not inputs.encoded.summary.grad.any()
+
+
+def test_the_head_has_the_width_of_the_summary():
+    sizes = Sizes(hidden_size=6, vocab_size=9, summary_size=12)
+    assert Relationship(sizes, RelationshipConfig(weight=1.0)).head.in_features == 12
+    assert make_objective().head.in_features == SIZES.hidden_size
 
 
 def test_captions_of_other_images_need_other_images():

@@ -1,0 +1,57 @@
+"""Lists of possible answers (answer vocabularies) as files; the row in the list is the class."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from e2e_vl.data.storage.files import read_json, require_file
+
+ANSWERS_FILE = "answers.json"  # a model's own list of answers, beside its weights
+
+
+def read_answers(path: str | Path) -> list[str]:
+    """Read an answer vocabulary; the row in the list is the class.
+
+    Args:
+        path: `.txt`, one answer a line, lower-cased here and blank lines dropped (Pythia, VL-BERT; usually with an
+            entry `<unk>`); or `.json`: a list of answers (LXMERT's `trainval_label2ans.json`), or an object from answer
+            to class (`trainval_ans2label.json`). JSON may hold the empty answer.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: another suffix or content, no answers, or classes that are not 0, 1, 2, ...
+    """
+    path = Path(path).expanduser()
+    if path.suffix == ".json":
+        answers = _answers_of_json(read_json(path, "answers"), path)
+    elif path.suffix == ".txt":
+        try:
+            lines = require_file(path, "answers").read_text(encoding="utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not a UTF-8 text file; one answer a line is expected") from error
+        answers = [line.strip().lower() for line in lines if line.strip()]
+    else:
+        raise ValueError(f"{path}: an answer vocabulary is a .txt file, one answer a line, or a .json file")
+    if not answers:
+        raise ValueError(f"{path} holds no answers")
+    return answers
+
+
+def _answers_of_json(content: Any, path: Path) -> list[str]:
+    if isinstance(content, dict):
+        classes = list(content.values())
+        if not all(isinstance(number, int) for number in classes) or sorted(classes) != list(range(len(content))):
+            raise ValueError(f"{path}: the classes of the {len(content)} answers are not 0 to {len(content) - 1}")
+        content = sorted(content, key=content.get)
+    if not isinstance(content, list) or not all(isinstance(answer, str) for answer in content):
+        raise ValueError(f"{path}: expected a list of answers, or an object from answer to class")
+    return content
+
+
+def write_answers(path: str | Path, answers: list[str]) -> None:
+    """Write a vocabulary as a JSON list; `read_answers` gives it back."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(answers, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,35 @@
+"""Lists of answers in every format."""
+
+from __future__ import annotations
+
+import pytest
+
+from e2e_vl.data.formats.answer_files import read_answers, write_answers
+
+
+def test_answers_of_every_format(tmp_path):
+    (tmp_path / "a.txt").write_text("<unk>\nYes\n\nt - shirt \n", encoding="utf-8")
+    (tmp_path / "label2ans.json").write_text('["", "yes", "no"]')
+    (tmp_path / "ans2label.json").write_text('{"no": 1, "yes": 0}')
+    assert read_answers(tmp_path / "a.txt") == ["<unk>", "yes", "t - shirt"]
+    assert read_answers(tmp_path / "label2ans.json") == ["", "yes", "no"]
+    assert read_answers(tmp_path / "ans2label.json") == ["yes", "no"]
+    answers = ["", "yes", "café"]
+    write_answers(tmp_path / "new" / "answers.json", answers)
+    assert read_answers(tmp_path / "new" / "answers.json") == answers
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.pkl", "x", r"a\.pkl: an answer vocabulary is a \.txt"),
+        ("a.txt", "\n", "holds no answers"),
+        ("a.json", "3", "expected a list of answers"),
+        ("a.json", '["yes", 1]', "expected a list of answers"),
+        ("a.json", '{"yes": 1, "no": 2}', "are not 0 to 1"),
+    ],
+)
+def test_answer_files_that_are_none(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_answers(tmp_path / name)

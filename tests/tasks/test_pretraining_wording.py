@@ -1,0 +1,103 @@
+"""What the wording of pre-training hands to objectives, and what it makes of the drafts that they hand back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from e2e_vl.examples import TextExample
+from e2e_vl.layout import LaidText, TextWriter
+from e2e_vl.samples import HumanAnswers, Sample, SampleText
+from e2e_vl.targets import Targets, stacked
+from e2e_vl.tasks.objectives.base import Draft, ObjectiveWording
+from e2e_vl.tasks.objectives.masked_words import MaskedWordsConfig, WordMasking
+from e2e_vl.tasks.pretraining import PretrainingWording
+from tests.tasks.wordings import make_tokenizer, sample_of, spoken, word
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return make_tokenizer(tmp_path, "what is red", "the red box", "a dog and a cat")
+
+
+def wording_of(tokenizer, part: type[ObjectiveWording], **options) -> PretrainingWording:
+    writer = TextWriter(tokenizer, **options)
+    return PretrainingWording(writer, {"part": part(writer)})
+
+
+# Texts of the data, and texts beside them
+
+
+@dataclasses.dataclass
+class AnswerTargets(Targets):
+    known: np.ndarray | None = stacked()
+
+
+class AnswerOfText(ObjectiveWording):
+    """Learns the answers that the reader states, and asks once more beside each question."""
+
+    def targets(self, draft: Draft, laid: LaidText) -> AnswerTargets:
+        return AnswerTargets(np.int64(-1 if draft.text is None else len(draft.text.truth.answers)))
+
+    def beside(self, sample: Sample, generator: np.random.Generator) -> Iterable[tuple[Draft, LaidText]]:
+        for has_image in (True, False):
+            yield Draft("", sample, has_image=has_image), self.writer.single([])
+
+
+def test_an_objective_reads_the_truth_of_a_text(tokenizer):
+    question = SampleText(0, "what is red", {}, HumanAnswers(("the box", "a dog")))
+    texts = word(wording_of(tokenizer, AnswerOfText), sample_of(question))
+    assert [int(text.targets.parts["part"].known) for text in texts] == [2, -1, -1]
+
+
+def test_texts_beside_look_at_the_images_of_the_text_if_they_have_any(tokenizer):
+    question = SampleText(0, "what is red", {}, HumanAnswers(()), looks_at=(0,))
+    texts = word(wording_of(tokenizer, AnswerOfText), sample_of(question))
+    assert [text.looks_at for text in texts] == [(0,), (0,), ()]
+    assert [bool(text.record) for text in texts] == [True, False, False]
+
+
+# Pairs of texts
+
+
+class TwoCaptions(ObjectiveWording):
+    """Puts the next text of the data behind each, as the second text of a pair."""
+
+    def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
+        draft.second = draft.sample.pool[index + 1]
+
+
+def pair_of(tokenizer, probability: float = 0.0, **options) -> TextExample:
+    writer = TextWriter(tokenizer, **options)
+    masking = WordMasking(writer, MaskedWordsConfig(probability=probability, always_mask=True))
+    wording = PretrainingWording(writer, {"pair": TwoCaptions(writer), "masked_words": masking})
+    [text] = word(wording, sample_of("the red box", pool=["the red box", "a dog and a cat"]))
+    return text
+
+
+def test_two_texts_are_laid_out_as_a_pair(tokenizer):
+    text = pair_of(tokenizer)
+    assert spoken(text, tokenizer) == "[CLS] the red box [SEP] a dog and a cat [SEP]"
+    assert text.laid.segment_ids.tolist() == [0] * 5 + [1] * 6
+    assert spoken(pair_of(tokenizer, is_blank=True), tokenizer) == "[CLS] [SEP] [SEP]"
+
+
+def test_words_of_both_texts_are_masked(tokenizer):
+    text = pair_of(tokenizer, probability=1.0)
+    assert spoken(text, tokenizer) == " ".join(["[CLS]", *["[MASK]"] * 3, "[SEP]", *["[MASK]"] * 5, "[SEP]"])
+    labels = text.targets.parts["masked_words"].labels
+    np.testing.assert_array_equal(np.where(labels < 0, text.laid.input_ids, labels), pair_of(tokenizer).laid.input_ids)
+
+
+def test_a_pair_that_is_too_long_is_cut_with_its_labels(tokenizer):
+    text = pair_of(tokenizer, probability=1.0, max_length=8)
+    whole = pair_of(tokenizer, max_length=8)
+    assert spoken(whole, tokenizer) == "[CLS] the red box [SEP] a dog [SEP]"
+    assert text.record["cut_wordpieces"] == 3
+    labels = text.targets.parts["masked_words"].labels
+    np.testing.assert_array_equal(np.where(labels < 0, text.laid.input_ids, labels), whole.laid.input_ids)
+    with pytest.raises(ValueError, match=r"data\.max_text_length is 2, but the special wordpieces alone need 3"):
+        pair_of(tokenizer, max_length=2)
