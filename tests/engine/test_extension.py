@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from e2e_vl.commands import predict as tool
 from e2e_vl.config import EncoderSettings, RunConfig, TaskSettings, load_config
 from e2e_vl.data.base import Wants, open_options
 from e2e_vl.data.loading.requests import Request
@@ -30,6 +31,7 @@ from e2e_vl.run_files import read_log
 from e2e_vl.samples import Sample
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.text import mirror_words
+from tests.commands.calls import ask, first_image, is_picture, refused, saved, told
 from tests.engine.extensions import (
     grounding,
     image_pairs,
@@ -40,8 +42,6 @@ from tests.engine.extensions import (
     statements,
 )
 from tests.same import assert_same
-from tests.tools.calls import ask, first_image, is_picture, refused, saved, told
-from tools import predict as tool
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "engine" / "extensions" / "tiny.yaml"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import types
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
+from e2e_vl.commands import extract_demo
 from e2e_vl.config import (
     DataSettings,
     DetectorSettings,
@@ -27,8 +27,6 @@ from e2e_vl.engine.predict import answer_question
 from e2e_vl.engine.saving import save_model
 from e2e_vl.samples import Question
 from e2e_vl.text import build_vocabulary, load_tokenizer
-
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "extract_demo.py"
 
 TINY = """
 MODEL:
@@ -44,10 +42,7 @@ FEATURES = 64  # 8 times RES2_OUT_CHANNELS
 
 @pytest.fixture(scope="module")
 def tool() -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location("extract_demo", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return extract_demo
 
 
 @pytest.fixture(scope="module")

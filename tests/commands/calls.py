@@ -7,8 +7,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from e2e_vl.commands import predict as tool
 from e2e_vl.config import load_config
-from tools import predict as tool
 
 
 def refused(words: list, capsys) -> str:
