@@ -370,8 +370,7 @@ def _found(name: str, folder: Path) -> str:
 def _with_overrides(config: DictConfig, words: list[str]) -> DictConfig:
     """The settings with the words of a command line, each `key=value`."""
     for word in words:
-        key, separator, _ = word.partition("=")
-        if not separator or not key:
+        if "=" not in word or word.startswith("="):
             raise ValueError(f"Command line: '{word}' is not of the form key=value, such as train.lr=1e-5.")
         try:
             layer = OmegaConf.from_dotlist([word])
