@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     if words[:1] in (["-h"], ["--help"]):
         helps = [module.build_parser(prog).format_help() for module in (extract_demo, extract_features)]
         print(__doc__, *helps, sep="\n\n")
-        return 0
+        raise SystemExit(0)  # as after every other `--help`
     if words and Path(words[0]).is_dir():
         words = ["--images", *words]
     is_many = any(word.partition("=")[0] == "--images" for word in words)
