@@ -59,11 +59,11 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     if least is not None and least > most:
         raise ValueError(f"--min-regions {least} is more than --max-regions {most}; lower the one or raise the other.")
     rule = SelectionRule(arguments.min_score, min(10, most) if least is None else least, most)
-    from e2e_vl.extraction.single import extract_image  # late: it imports torch
-
     source = load_source(arguments)
     if source.warning:
         print(source.warning)
+    from e2e_vl.extraction.single import extract_image  # late: it imports torch
+
     found = extract_image(arguments.image, source, rule)
 
     regions, path = found.regions, arguments.output / "regions.npz"
