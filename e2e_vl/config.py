@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from detector.choices import EXPECTED_PARTS
 from detector.selection_rule import SelectionRule
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.converter import check_choice, check_numbers, nearest
@@ -47,7 +48,7 @@ class DetectorSettings:
     loss_weights: dict[str, float] = field(default_factory=dict)  # weights of single detection losses; 1 unless named
 
     def __post_init__(self) -> None:
-        check_choice("detector.expect", self.expect, ("all", "no_attributes", "backbone"))
+        check_choice("detector.expect", self.expect, EXPECTED_PARTS)
         check_numbers(self, "detector.", not_negative=["loss_weight"])
 
     @property
@@ -270,15 +271,7 @@ def load_config(
             upgrade(content)
             layer = OmegaConf.create(content)
         merged = _merge(merged, _with_found_inputs(layer, file.parent), str(file))
-    for word in overrides or []:
-        key, separator, _ = word.partition("=")
-        if not separator or not key:
-            raise ValueError(f"Command line: '{word}' is not of the form key=value, such as train.lr=1e-5.")
-        try:
-            layer = OmegaConf.from_dotlist([word])
-        except (YAMLError, OmegaConfBaseException) as error:
-            raise ValueError(f"Command line: the value in '{word}' is not valid YAML: {_reason(error)}.") from error
-        merged = _merge(merged, layer, f"Command line ({word})")
+    merged = _with_overrides(merged, overrides or [])
     try:
         missing = OmegaConf.missing_keys(merged)
         if not missing:
@@ -288,6 +281,11 @@ def load_config(
     except ValueError as error:  # from the dataclass that it is about
         raise ValueError(f"{path}: {error}") from error
     raise ValueError(f"{path}: no value for {', '.join(sorted(missing))}; set it in the file or as key=value.")
+
+
+def check_overrides(words: list[str]) -> None:
+    """Raise the ValueError that `load_config` raises for `key=value` words that no settings file can take."""
+    _with_overrides(OmegaConf.structured(RunConfig), words)
 
 
 def load_overrides(words: list[str]) -> dict[str, Any]:
@@ -376,6 +374,19 @@ def _found(name: str, folder: Path) -> str:
     if Path(name).is_absolute() or name.startswith("~") or exists(name):
         return name
     return next((str(place / name) for place in (folder, *folder.parents) if exists(place / name)), name)
+
+
+def _with_overrides(config: DictConfig, words: list[str]) -> DictConfig:
+    """The settings with the words of a command line, each `key=value`."""
+    for word in words:
+        if "=" not in word or word.startswith("="):
+            raise ValueError(f"Command line: '{word}' is not of the form key=value, such as train.lr=1e-5.")
+        try:
+            layer = OmegaConf.from_dotlist([word])
+        except (YAMLError, OmegaConfBaseException) as error:
+            raise ValueError(f"Command line: the value in '{word}' is not valid YAML: {_reason(error)}.") from error
+        config = _merge(config, layer, f"Command line ({word})")
+    return config
 
 
 def _merge(config: DictConfig, layer: DictConfig, source: str) -> DictConfig:

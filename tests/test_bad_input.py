@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import evaluate as evaluation_tool
-from tools import train as training_tool
+from e2e_vl.commands import evaluate as evaluation_tool
+from e2e_vl.commands import train as training_tool
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny" / "refcoco.yaml"
 INSTANCES = "refcoco+/instances.json"

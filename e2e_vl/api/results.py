@@ -67,6 +67,12 @@ class Answer(Picture):
         labels += [f"{names[row]} {self.attention[row]:.2f}".strip() for row in seen]
         return _picture(self.images[image], [*covered, *self.boxes[seen]], labels, title, covered)
 
+    def draw_candidates(self, image: int = 0) -> Image.Image:
+        """All candidate boxes of one image with their numbers, and their names where they have some."""
+        rows = np.flatnonzero(self.box_images == image)
+        names = self.record.get("objects", [""] * len(self.boxes))
+        return _picture(self.images[image], self.boxes[rows], [f"{row} {names[row]}".strip() for row in rows], None)
+
     def _attended(self) -> np.ndarray:
         """Rows of the regions that the answer looks at most, if it looks at them more than at others."""
         if self.attention is None or not len(self.attention):

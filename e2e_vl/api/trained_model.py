@@ -192,6 +192,14 @@ class TrainedModel(
             )
         return [answers[number] for number in range(len(questions))]
 
+    def require_boxes(self) -> None:
+        """Raises ValueError unless the model answers a phrase with a box."""
+        if not self.network.task.points_at_box:
+            raise ValueError(
+                f"{self.source} was trained for the task '{self.settings.task.name}', which does not answer a phrase "
+                "with a box; give a run of a task that does."
+            )
+
     def _sample(self, questions: list[Question]) -> Sample:
         """Questions about the same images as one sample."""
         samples = []

@@ -5,7 +5,6 @@ Shape legend: see `e2e_vl/structures.py`.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
-from e2e_vl.data.base import open_options
-from e2e_vl.engine.asking import Reply, reply_to
-from e2e_vl.engine.build import named_parts
 from e2e_vl.engine.build_data import build_examples, warn_of_random_boxes
 from e2e_vl.engine.evaluate import evaluate, named_metrics
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.saving import load_model, saved_settings
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.samples import Question, Sample
-from e2e_vl.tasks.base import Task
 
 
 def predict_split(
@@ -101,57 +95,3 @@ def _load_runs(
             raise ValueError("The two runs have different precisions; set train.mixed_precision for both.")
         loaded.append((second_run_dir, *second))
     return loaded
-
-
-def answer_question(run_dir: Path, question: Question, *, points_at_box: bool = False) -> Reply:
-    """Ask a trained model about one image: the question becomes a sample, as a data set makes them.
-
-    Args:
-        run_dir: run directory of tools/train.py, or a saved model folder.
-        question: image, text and what else the task needs. The text is cut as in training.
-        points_at_box: the answer must be a box.
-
-    Raises:
-        FileNotFoundError, ValueError: no model or image there, an empty text, a model that cannot answer one, or
-            something that the task needs or does not take.
-    """
-    if not question.text.strip():
-        raise ValueError("The text is empty; write what to ask or to look for.")
-    config, model, tokenizer = load_model(Path(run_dir))
-    _check_answers(config, model.task, run_dir, points_at_box)
-    if question.boxes is None:
-        warn_of_random_boxes(saved_settings(run_dir).detector)
-    dataset = named_parts(config).dataset
-    files, options = open_options(dataset, config.data)
-    question = dataclasses.replace(
-        question,
-        class_names=dataset.class_names_of(files, options, [*config.data.eval_splits, config.data.train_split][0]),
-        wants_answer=dataset.wants_given_answer(options),
-    )
-    return answer(config, model, tokenizer, dataset.narrowed(model.task.question(question), options))
-
-
-def answer(config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Reply:
-    """What a model says to the text of a sample."""
-    return reply_to(config, model, tokenizer, [sample])[0]
-
-
-def _check_answers(config: RunConfig, task: Task, run_dir: Path, points_at_box: bool) -> None:
-    """Raises ValueError if the run does not answer a text about an image, or not with a box where that is asked."""
-    if points_at_box and not task.points_at_box:
-        raise ValueError(
-            f"{run_dir} was trained for the task '{config.task.name}', which does not answer a phrase with a box; give "
-            "a run of a task that does."
-        )
-    if not task.answers_questions:
-        raise ValueError(
-            f"{run_dir} was trained for the task '{config.task.name}', which does not answer a text; give a run of a "
-            "task that does."
-        )
-    if config.detector.backend == "precomputed":
-        raise ValueError(
-            f"{run_dir} reads saved region features, so it cannot look at an image; give a run with a detector."
-        )
-    if config.data.blank_text or config.data.blank_image:
-        missing = "text" if config.data.blank_text else "image"
-        raise ValueError(f"{run_dir} is a control that was trained without seeing any {missing}; give another run.")

@@ -32,7 +32,7 @@ from e2e_vl.config import VERSION, RunConfig, differences, load_config, load_ove
 from e2e_vl.data.formats.answer_files import ANSWERS_FILE, write_answers
 from e2e_vl.engine.build import build_detector_config, build_model, task_class
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run_files import write_json
+from e2e_vl.run_files import model_folder, write_json
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.start import TEACHER, check_answers, check_vocabulary, todays_names
 
@@ -56,22 +56,6 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
         write_answers(folder / "task" / ANSWERS_FILE, model.task.answers)
     (folder / "detector" / "config.yaml").write_text(model.detector.config.to_yaml(), encoding="utf-8")
     tokenizer.save_pretrained(folder / "tokenizer")
-
-
-def model_folder(folder: Path) -> Path:
-    """The folder that `save_model` wrote: `folder` itself, or `model/` in a run directory.
-
-    Raises:
-        FileNotFoundError: no model there.
-    """
-    folder = Path(folder)
-    if (folder / "config.yaml").is_file() and (folder / "encoder").is_dir():
-        return folder
-    if not (folder / "model" / "config.yaml").is_file():
-        raise FileNotFoundError(
-            f"{folder} holds no trained model (no model/config.yaml); give a run directory of tools/train.py."
-        )
-    return folder / "model"
 
 
 def load_model(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from e2e_vl.box_sources import BoxSource
+from e2e_vl.commands import evaluate as tool
 from e2e_vl.engine.build_data import build_examples
 from e2e_vl.engine.evaluate import evaluate, evaluate_run
 from e2e_vl.engine.launch import make_accelerator
@@ -17,7 +18,6 @@ from e2e_vl.engine.train import train
 from e2e_vl.evaluation.refexp import hits
 from e2e_vl.extraction.detectors import detector_of_run
 from tests.same import assert_same
-from tools import evaluate as tool
 
 BOXES = ("gt", "detections", "online")
 
