@@ -1,4 +1,7 @@
-"""What `ask`, `hide` and `regions` return: plain values, and a picture of them."""
+"""What `ask`, `hide` and `regions` return: plain values, and a picture of them.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
 
 from __future__ import annotations
 

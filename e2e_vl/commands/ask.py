@@ -8,8 +8,8 @@
     e2e-vl ask --run RUN --json questions.json --output DIR
 
 Prints the answer, the best first. Several images, or a folder of images, are asked the same text one by one; --pair
-says that the two images belong to one text. --json is a list of {"image": FILE, "text": TEXT} with files relative to it. The
-model is loaded once, and looks at each image once.
+says that the two images belong to one text. --json is a list of {"image": FILE, "text": TEXT}, with files
+relative to it. The model is loaded once, and looks at each image once.
 
 Without --boxes the run's own detector finds the regions; VCR needs its boxes, and its texts name them as [0] or [1,2],
 counted from 0; a VCR metadata file as --boxes brings their classes and outlines too. A pre-training run names the best

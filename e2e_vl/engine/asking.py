@@ -1,4 +1,7 @@
-"""What a trained model says to samples that were made by hand, such as a user's questions."""
+"""What a trained model says to samples that were made by hand, such as a user's questions.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Reply:
     """What a model says to one question. Boxes are xyxy in pixels of the original image."""
 
     task: Task
-    record: dict[str, Any]  # what `Task.answers` returned
+    record: dict[str, Any]  # what `Task.replies` returned
     boxes: np.ndarray  # float32 [R, 4], the candidate boxes that the answer was made from
     images: np.ndarray  # int64 [R], which of the sample's images each of them lies in
     attention: np.ndarray | None  # float32 [R]: how much the answer's position looks at each, mean of the last layer
@@ -82,7 +85,7 @@ def reply_to(
 
 
 def _replies(model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, output: ModelOutput) -> Iterator[Reply]:
-    records = model.task.answers(output, tokenizer)
+    records = model.task.replies(output, tokenizer)
     texts_of_each = len(output.batch) // len(records)  # a question with four choices is four texts
     for number, record in enumerate(records):
         text = number * texts_of_each + int(record.get("choice", 0))

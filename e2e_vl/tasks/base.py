@@ -147,7 +147,7 @@ class Task(nn.Module, abc.ABC):
     def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """One plain, JSON-able record per text: the batch's record plus the prediction; boxes in original pixels."""
 
-    def answers(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> Records:
+    def replies(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> Records:
         """The predictions for users' questions, by default as in `predict`."""
         return self.predict(output.batch, output)
 

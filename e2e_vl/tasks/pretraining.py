@@ -262,7 +262,7 @@ class PretrainingTask(Task):
             if record and int(batch.looks_at[row].max()) >= 0
         ]
 
-    def answers(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> Records:
+    def replies(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> Records:
         """What every objective says to the one text of a batch.
 
         That is the best words at every [MASK], and the best classes of every hidden region.
