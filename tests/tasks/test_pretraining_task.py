@@ -102,7 +102,7 @@ def test_a_text_that_is_not_masked_has_a_record_without_an_error():
     with torch.no_grad():
         records = model.task.predict(batch, model(batch))
     assert [record["masked_words"] for record in records] == [0, 0, 0]
-    assert model.task.metrics(records) == {} and model.task.correct(records[0]) == 1.0
+    assert model.task.metrics(records) == {} and model.task.correct(records[0]) is None
 
 
 # Predictions
@@ -123,7 +123,7 @@ def test_predictions_count_captions_only():
     right = sum(record["masked_regions_right"] for record in records)
     assert scores["masked_regions"] == pytest.approx(right / 8)
     nothing = records[0] | dict.fromkeys(model.task.objectives, 0)
-    assert model.task.correct(nothing) == 1.0
+    assert model.task.correct(nothing) is None
     assert output.task.logits.shape == (4, 0)
     assert {name: len(logits) for name, logits in output.task.parts.items()} == {
         "masked_words": 2,
