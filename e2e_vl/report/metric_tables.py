@@ -51,7 +51,8 @@ def metric_tables(metrics: Mapping[str, Any]) -> list[MetricTable]:
         values = {found: metrics[name] for name, found in names.items() if found.split == split}
         by_family = dict.fromkeys(found.metric for found in values if found.detail)
         overall = {found: value for found, value in values.items() if not found.detail}
-        tables.append(_table(split, {(found.metric, found.boxes): value for found, value in overall.items()}))
+        if overall:
+            tables.append(_table(split, {(found.metric, found.boxes): value for found, value in overall.items()}))
         for metric in by_family:
             own = {(f.detail or "all", f.boxes): value for f, value in values.items() if f.metric == metric}
             tables.append(_table(f"{split}: {metric.replace('_', ' ')}", own))

@@ -20,7 +20,7 @@ from e2e_vl.report.curves import draw_curves
 from e2e_vl.report.metric_tables import MetricName, metric_tables
 from e2e_vl.report.prediction_lists import Prediction, PredictionLists, list_predictions
 from e2e_vl.run_files import read_log, write_text
-from e2e_vl.tasks.base import Description, Task
+from e2e_vl.tasks.base import PredictionWords, Task
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 PICTURE_SIDE = 640  # longest side of a picture in the page, pixels
@@ -30,7 +30,7 @@ PICTURE_SIDE = 640  # longest side of a picture in the page, pixels
 class Card:
     """One prediction as the page shows it."""
 
-    words: Description
+    words: PredictionWords
     outcome: str
     picture: str  # a data URI; "" where there is none
     problem: str  # why there is no picture; "" where there is one, or nothing to draw

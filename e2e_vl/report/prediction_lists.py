@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from e2e_vl.tasks.base import Description, Records, Task
+from e2e_vl.tasks.base import PredictionWords, Records, Task
 
 OUTCOMES = ("wrong", "partly right", "right", "without a label")
 MOST_MISTAKES = 8  # rows of the list of frequent mistakes
@@ -19,7 +19,7 @@ class Prediction:
     """One prediction and what the task says of it."""
 
     record: dict
-    words: Description
+    words: PredictionWords
 
     @property
     def outcome(self) -> str:

@@ -40,7 +40,7 @@ def check_dropout(name: str, value: float) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Description:
+class PredictionWords:
     """One prediction in words, for reports."""
 
     asked: str  # the text of the data set
@@ -182,7 +182,7 @@ class Task(nn.Module, abc.ABC):
         name = record.get("file_name")
         return None if name is None else draw_boxes(load_image(name, "RGB"), [])
 
-    def describe(self, record: dict[str, Any]) -> Description:
+    def describe(self, record: dict[str, Any]) -> PredictionWords:
         """What was asked, answered and right."""
         answer = next(iter(self.answer_lines(record)), "")
-        return Description(record.get("sent", ""), answer, group=record.get("family") or "")
+        return PredictionWords(record.get("sent", ""), answer, group=record.get("family") or "")

@@ -26,7 +26,7 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Categories, DataFacts, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import Description, Records, Task
+from e2e_vl.tasks.base import PredictionWords, Records, Task
 from e2e_vl.wording import Draw, Wording
 
 
@@ -169,9 +169,9 @@ class DetectionTask(Task):
         boxes, labels, colours = [list(column) for column in zip(*drawn, strict=True)] or [[], [], []]
         return draw_boxes(load_image(record["file_name"], "RGB"), boxes, labels=labels, colours=colours)
 
-    def describe(self, record: dict[str, Any]) -> Description:
+    def describe(self, record: dict[str, Any]) -> PredictionWords:
         """How many objects were found, and how many boxes are wrong."""
         shown, found = self._matches(record)
         total = sum(not entry["is_crowd"] for entry in record["objects"])
         answer = f"objects found: {len(found)} of {total}, wrong boxes: {len(shown) - len(found)}"
-        return Description(f"image {record['image_id']}", answer, note=f"F1 {self.correct(record):.2f}")
+        return PredictionWords(f"image {record['image_id']}", answer, note=f"F1 {self.correct(record):.2f}")

@@ -21,7 +21,7 @@ from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import DataFacts, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.targets import Targets, named_parts
-from e2e_vl.tasks.base import Description, HeadStart, Records, Task, check_choices
+from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices
 from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectiveWording, WordHead
 from e2e_vl.text import word_pieces
 from e2e_vl.wording import Draw, Wording
@@ -265,14 +265,14 @@ class PretrainingTask(Task):
         total = sum(record[name] for name in self.objectives)
         return sum(record[f"{name}_right"] for name in self.objectives) / total if total else None
 
-    def describe(self, record: dict[str, Any]) -> Description:
+    def describe(self, record: dict[str, Any]) -> PredictionWords:
         """The caption, and how many of its hidden items each objective found."""
         found = [
             f"{record[f'{name}_right']:.0f} of {record[name]:.0f} {name.replace('_', ' ')}"
             for name in self.objectives
             if record[name]
         ]
-        return Description(record["sent"], f"{', '.join(found)} found" if found else "nothing was hidden")
+        return PredictionWords(record["sent"], f"{', '.join(found)} found" if found else "nothing was hidden")
 
     def metrics(self, records: Records) -> dict[str, float]:
         """Of each objective the share of its items that were found."""

@@ -27,7 +27,7 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import Description, HeadStart, Records, Task, check_choices, check_dropout
+from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices, check_dropout
 from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.wording import Draw, Wording
 
@@ -227,11 +227,11 @@ class ReferringTask(Task):
         boxes, labels, colours = zip(*drawn, strict=True)
         return draw_boxes(load_image(record["file_name"], "RGB"), boxes, labels, colours)
 
-    def describe(self, record: dict[str, Any]) -> Description:
+    def describe(self, record: dict[str, Any]) -> PredictionWords:
         """The expression, the two boxes, and whether there was a right one to choose."""
         reachable = referring_metrics([record], self.config.iou_convention)["ceiling"]
         count = len(record["candidate_boxes"])
-        return Description(
+        return PredictionWords(
             record["sent"],
             "no box" if record["box"] is None else _in_words(record["box"]),
             None if record["box"] is None else record["score"],

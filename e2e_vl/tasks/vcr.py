@@ -29,7 +29,7 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, DataFacts, Question, Sample, Sentence
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import Description, HeadStart, Records, Task, check_choices, check_dropout
+from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices, check_dropout
 from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.tasks.vcr_sentences import (
     NEUTRAL_NAMES,
@@ -346,10 +346,10 @@ class VCRTask(Task):
         names, boxes = zip(*record["named_boxes"], strict=True) if record["named_boxes"] else ((), ())
         return draw_boxes(load_image(record["file_name"], "RGB"), boxes, names)
 
-    def describe(self, record: dict[str, Any]) -> Description:
+    def describe(self, record: dict[str, Any]) -> PredictionWords:
         """The question, the chosen and the right text, and the probability of the right one."""
         label, shares = record["label"], record["probabilities"]
-        return Description(
+        return PredictionWords(
             record["sent"],
             record["choices"][record["choice"]],
             shares[record["choice"]],

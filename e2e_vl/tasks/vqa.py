@@ -29,7 +29,7 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import DataFacts, HumanAnswers, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import Description, HeadStart, Records, Task, check_choices, check_dropout
+from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices, check_dropout
 from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.text import mirror_words
 from e2e_vl.wording import Draw, Wording
@@ -266,10 +266,10 @@ class VQATask(Task):
         """The official accuracy, over all and by type of answer and question; see `e2e_vl.evaluation.vqa`."""
         return vqa_metrics(records)
 
-    def describe(self, record: dict[str, Any]) -> Description:
+    def describe(self, record: dict[str, Any]) -> PredictionWords:
         """The question with its type, the best answer, and what people said, the most frequent answer first."""
         said = Counter(record.get("answers") or ())
-        return Description(
+        return PredictionWords(
             record["question"],
             record["answer"],
             record["score"],

@@ -124,6 +124,7 @@ def test_predictions_count_captions_only():
     assert scores["masked_regions"] == pytest.approx(right / 8)
     nothing = records[0] | dict.fromkeys(model.task.objectives, 0)
     assert model.task.correct(nothing) is None
+    assert model.task.describe(nothing | {"sent": ""}).answer == "nothing was hidden"
     assert output.task.logits.shape == (4, 0)
     assert {name: len(logits) for name, logits in output.task.parts.items()} == {
         "masked_words": 2,
@@ -144,6 +145,8 @@ def test_what_is_right_is_counted_per_text_and_objective():
     assert [record["masked_words_right"] for record in records] == [1, 0, 0]
     assert [record["relationship_right"] for record in records] == [0, 1, 0]
     assert [model.task.correct(record) for record in records] == [0.5, 0.5, 0.0]
+    words = model.task.describe(records[0] | {"sent": "a caption"})
+    assert (words.asked, words.answer) == ("a caption", "1 of 1 masked words, 0 of 1 relationship found")
     assert model.task.metrics(records) == {"masked_words": 0.5, "relationship": pytest.approx(1 / 3)}
 
 
