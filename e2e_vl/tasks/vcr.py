@@ -347,14 +347,14 @@ class VCRTask(Task):
         return draw_boxes(load_image(record["file_name"], "RGB"), boxes, names)
 
     def describe(self, record: dict[str, Any]) -> PredictionWords:
-        """The question, the chosen and the right text, and the probability of the right one."""
+        """The question, the chosen and the right text, and the probability of the right one if it was not chosen."""
         label, shares = record["label"], record["probabilities"]
         return PredictionWords(
             record["sent"],
             record["choices"][record["choice"]],
             shares[record["choice"]],
             "" if label is None else record["choices"][label],
-            "" if label is None else f"the right choice has {shares[label]:.2f}",
+            "" if label in (None, record["choice"]) else f"the right choice has {shares[label]:.2f}",
             record.get("family") or "",
         )
 

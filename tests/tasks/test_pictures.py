@@ -135,6 +135,7 @@ def test_a_choice_is_described_with_the_right_one():
     base = {"sent": "Why ?", "choices": ["a", "b", "c", "d"], "choice": 1, "probabilities": [0.1, 0.6, 0.2, 0.1]}
     right = task.describe(base | {"label": 2, "family": "f"})
     assert right == PredictionWords("Why ?", "b", 0.6, "c", "the right choice has 0.20", "f")
+    assert task.describe(base | {"label": 1}).note == ""
     assert task.describe(base | {"label": None}) == PredictionWords("Why ?", "b", 0.6)
 
 
