@@ -44,9 +44,8 @@ class PredictionLists:
     """What is shown of one file of predictions."""
 
     groups: dict[str, Counter[str]]  # family or type of question, "all" first -> number of predictions by outcome
-    mistakes: list[
-        tuple[str, str, int]
-    ]  # the most frequent pairs of a truth and a wrong answer, and in how many images
+    # the most frequent pairs of a truth and a wrong answer, and in how many images each occurs
+    mistakes: list[tuple[str, str, int]]
     outcomes: list[str]  # those that occur, "wrong" and "right" in any case
     wrong: list[Sampled]  # one for each group that has errors, the group with the most errors first
     others: list[Sampled]  # partly right, right and unlabelled predictions, where there are any
