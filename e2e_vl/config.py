@@ -210,6 +210,7 @@ class EvalSettings:
     boxes: list[str] = field(default_factory=lambda: ["gt"])  # each is evaluated; see BoxSource.for_evaluation
     images_per_batch: int = 16
     max_images: int | None = None  # evaluations between epochs only look at the first `max_images` images
+    # the report shows at most this many wrong, partly right, right and unlabelled predictions of each split and source
     report_pictures: int = 12
 
     def __post_init__(self) -> None:

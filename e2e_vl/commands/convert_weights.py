@@ -144,11 +144,10 @@ def export_official(folder: Path, output: Path) -> None:
         raise ValueError(
             f"{folder}: its encoder '{config.encoder.name}' has no official format that ends with {output.suffix}."
         )
-    answers = getattr(model.task, "answers", None)
-    lines = None if answers is None else official_lines(answers)  # before anything is written
+    lines = official_lines(model.task) if model.task.chooses_answers else None  # before anything is written
     left_out = adapters[0].export(model, config.task.name, output)
     print(f"left out: {len(left_out)}", *(f"  {name}" for name in left_out), f"written: {output}", sep="\n")
     if lines is not None:
         path = output.with_suffix(OFFICIAL_SUFFIX)
         path.write_text(lines, encoding="utf-8")
-        print(f"written: {path} ({len(answers)} answers in the order of the classes; a run needs both)")
+        print(f"written: {path} ({len(model.task.answers)} answers in the order of the classes; a run needs both)")
