@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import sys
 
-from accelerate import PartialState
-
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.config import load_config
 from e2e_vl.engine.train import train
@@ -24,14 +22,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that beat the file")
     arguments = parser.parse_intermixed_args(argv)
     try:
-        metrics = train(load_config(arguments.config, arguments.overrides), resume=arguments.resume)
+        train(load_config(arguments.config, arguments.overrides), resume=arguments.resume)
     except KeyboardInterrupt:
         print("interrupted; --resume continues from the newest checkpoint", file=sys.stderr)
         return 130
-    if PartialState().is_main_process:
-        for name, value in metrics.items():
-            if "/" in name and isinstance(value, float):
-                print(f"{name:45s} {value:.3f}")
     return 0
 
 

@@ -176,7 +176,7 @@ def save_state(
     if accelerator.is_main_process:
         save_model(folder / "model", config, model, tokenizer)
         write_json(folder / "step.json", {**position, "processes": accelerator.num_processes})
-        for old in _complete(folder.parent)[:-keep]:
+        for old in complete_checkpoints(folder.parent.parent)[:-keep]:
             (old / "step.json").unlink()
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
@@ -237,7 +237,7 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     """
     if not output.is_dir():
         raise FileNotFoundError(f"Cannot resume: run directory {output} does not exist; start without --resume.")
-    complete = _complete(output / "checkpoints")
+    complete = complete_checkpoints(output)
     if not complete:
         return None
     folder = complete[-1]
@@ -271,7 +271,7 @@ def refuse_to_overwrite(output: Path) -> None:
     """Raises ValueError if the run directory already holds a run, or is no directory."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file; choose another `output`, a directory for the run.")
-    if _complete(output / "checkpoints") or (output / "metrics.json").exists():
+    if complete_checkpoints(output) or (output / "metrics.json").exists():
         raise ValueError(f"{output} already holds a run; continue it with --resume, or choose another `output`.")
 
 
@@ -284,6 +284,6 @@ def _architecture(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _complete(folder: Path) -> list[Path]:
-    """Checkpoint folders that were written to the end, oldest first."""
-    return sorted(path.parent for path in folder.glob("step_*/step.json"))
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """Checkpoint folders of a run directory that were written to the end, oldest first."""
+    return sorted(path.parent for path in (run_dir / "checkpoints").glob("step_*/step.json"))
