@@ -19,6 +19,7 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import DataSettings, RunConfig
 from e2e_vl.data.base import VLDataset, open_options
 from e2e_vl.engine import saving
+from e2e_vl.engine.answer_lists import answers_path
 from e2e_vl.engine.build import build_detector, build_detector_config, build_encoder, named_parts, resolve
 from e2e_vl.engine.build_data import is_drawn, open_split, wants_of
 from e2e_vl.engine.run import DataSets, splits_of
@@ -145,14 +146,16 @@ def _check_disk(config: RunConfig, vocab_size: int, *, resumes: bool) -> None:
     free = shutil.disk_usage(place).free
     if free < needed:
         raise ValueError(
-            f"{output}: the disk has {free / 2**30:.1f} GiB left, and {number} checkpoints and the final model take at "
-            f"least {needed / 2**30:.1f} GiB; make room, choose another `output`, or lower train.keep_checkpoints "
-            f"({keep})."
+            f"{output}: the disk has {_in_words(free)} left, and the checkpoints of this run (up to {number} at a "
+            f"time) and its models take at least {_in_words(needed)}; make room, choose another `output`, or lower "
+            f"train.keep_checkpoints ({keep})."
         )
 
 
 def _sizes(config: RunConfig, vocab_size: int) -> tuple[int, int]:
     """Bytes of the saved model and of a checkpoint, of which the head of the task is left out."""
+    if config.detector.backend == "detectron2":  # moves parameters while it builds a model, which needs their memory
+        return 0, 0
     config = dataclasses.replace(
         config,
         detector=dataclasses.replace(config.detector, weights=None),
@@ -165,6 +168,10 @@ def _sizes(config: RunConfig, vocab_size: int) -> tuple[int, int]:
     trained = counts[1] if config.detector.freeze else sum(counts)
     model = 4 * sum(counts)  # float32
     return model, 2 * model + 4 * MOMENTS[config.train.optimizer] * trained  # the model, and the state to go on from
+
+
+def _in_words(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 # Data
@@ -198,6 +205,9 @@ def _find_files(config: RunConfig, kind: type[VLDataset], found: Findings, will_
     files, options = open_options(kind, config.data)
     if not root.is_dir() and not will_be_drawn:
         raise FileNotFoundError(f"data.root is {config.data.root}, and there is no such folder; set it to your data.")
+    answers = answers_path(config)
+    if answers is not None and not answers.is_file() and not will_be_drawn:
+        found.append(f"{answers}: cannot read the answers, there is no such file; check the path in the settings.")
     for split, boxes, training in splits_of(config):
         wants = wants_of(config, boxes, training=training)
         for key in (key for key in kind.reads(options, split, wants) if key in files):

@@ -71,9 +71,9 @@ def _evaluated(run: Run) -> dict[str, list[BoxSource]]:
 def _steps(config: RunConfig, run: Run, step: int, total_steps: int) -> str:
     settings = config.train
     parts = f" in {settings.accumulate} parts" if settings.accumulate > 1 else ""
-    per_epoch = config.data.texts_per_image
+    number = config.data.texts_per_image
     seen = total_steps * settings.images_per_batch
-    texts = "all texts" if per_epoch is None else f"{per_epoch} text{'s' if per_epoch > 1 else ''}"
+    texts = "all texts" if number is None else "1 text" if number == 1 else f"at most {number} texts"
     done = f", {step:,} of them done" if step else ""
     return (
         f"{total_steps:,}{done}, each with {settings.images_per_batch} images{parts} and {texts} per image "
@@ -118,7 +118,8 @@ def end_text(summary: Mapping[str, Any], output: Path, report: Path) -> str:
         summary: what `metrics.json` holds.
     """
     minutes = summary["seconds_training"] / 60
-    lines = [*result_table(summary), "", f"{summary['steps']:,} steps in {minutes:.1f} minutes of training"]
+    table = result_table(summary)
+    lines = [*table, *([""] if table else []), f"{summary['steps']:,} steps in {minutes:.1f} minutes of training"]
     if "best" in summary:
         best = summary["best"]
         lines.append(f"best model: {output / 'best'} ({best['metric']} {best['value']:.3f} at step {best['step']})")
