@@ -10,11 +10,13 @@ No file of a checkpoint can run code when it is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import pickle
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from accelerate.utils import load as load_without_code
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from detector.checkpoint import load_strictly, load_weights
 from detector.weight_files import read_tensors
@@ -45,7 +48,8 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
     """Write settings, weights (safetensors) and tokenizer; the encoder folder is a transformers checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     save_config(config, folder / "config.yaml")
-    model.encoder.save_pretrained(folder / "encoder")
+    with _without_progress_bars():
+        model.encoder.save_pretrained(folder / "encoder")
     for name, part in (("detector", model.detector), ("task", model.task), ("teacher", model.teacher)):
         if part is None:
             continue
@@ -56,6 +60,18 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
         write_answers(folder / "task" / ANSWERS_FILE, model.task.answers)
     (folder / "detector" / "config.yaml").write_text(model.detector.config.to_yaml(), encoding="utf-8")
     tokenizer.save_pretrained(folder / "tokenizer")
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """transformers draws a bar for every file that it writes."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
 
 
 def model_folder(folder: Path) -> Path:

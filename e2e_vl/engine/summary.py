@@ -41,7 +41,8 @@ def start_text(config: RunConfig, run: Run, accelerator: Accelerator, step: int,
     for name, part in (("detector", run.model.detector), ("encoder", run.model.encoder), ("head", run.model.task)):
         starts = [one for one in run.starts if one.part == ("task" if name == "head" else name)]
         is_frozen = name == "detector" and config.detector.freeze
-        lines.append((name, f"{_millions(part)} parameters{', frozen' if is_frozen else ''}, {_origin(part, starts)}"))
+        number = sum(one.numel() for one in part.parameters())
+        lines.append((name, f"{number:,} parameters{', frozen' if is_frozen else ''}, {_origin(part, starts)}"))
     return "\n".join([config.output, *(f"  {name:<11s} {text}" for name, text in lines)])
 
 
@@ -81,16 +82,12 @@ def _steps(config: RunConfig, run: Run, step: int, total_steps: int) -> str:
     )
 
 
-def _millions(part: nn.Module) -> str:
-    return f"{sum(one.numel() for one in part.parameters()) / 1e6:.2f} M"
-
-
 def _origin(part: nn.Module, starts: Sequence[Start]) -> str:
     """Where the starting values of a part are from, and which of them are random."""
     if not starts:
         return "all random" if any(True for _ in part.parameters()) else "nothing to learn"
     sources = " and ".join(
-        f"{len(one.report.matched)} tensors from {one.path} ({one.report.layout} names)" for one in starts
+        f"{_count(len(one.report.matched), 'tensor')} from {one.path} ({one.report.layout} names)" for one in starts
     )
     copied = [rule for one in starts for rule in one.report.copied]
     random = set.intersection(*({*one.report.missing} for one in starts))
@@ -105,6 +102,10 @@ def _origin(part: nn.Module, starts: Sequence[Start]) -> str:
     )
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def _names(names: Iterable[str]) -> str:
     names = list(names)
     more = f", and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
@@ -117,9 +118,10 @@ def end_text(summary: Mapping[str, Any], output: Path, report: Path) -> str:
     Args:
         summary: what `metrics.json` holds.
     """
-    minutes = summary["seconds_training"] / 60
+    seconds = summary["seconds_training"]
+    time = f"{seconds / 60:.0f} minutes" if seconds > 100 else f"{seconds:.0f} seconds"
     table = result_table(summary)
-    lines = [*table, *([""] if table else []), f"{summary['steps']:,} steps in {minutes:.1f} minutes of training"]
+    lines = [*(["", *table, ""] if table else []), f"{summary['steps']:,} steps in {time} of training"]
     if "best" in summary:
         best = summary["best"]
         lines.append(f"best model: {output / 'best'} ({best['metric']} {best['value']:.3f} at step {best['step']})")

@@ -56,7 +56,7 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
     output = Path(config.output)
     accelerator = make_accelerator(
         config.train.mixed_precision,
-        log_with=[name for name in config.train.trackers if name in installed_trackers()],
+        log_with=[name for name in config.train.trackers if name in installed_trackers()] or None,
         project_config=ProjectConfiguration(str(output), logging_dir=str(output / "tensorboard")),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )

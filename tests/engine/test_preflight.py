@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from e2e_vl.config import load_config
+from e2e_vl.config import RunConfig, load_config
 from e2e_vl.engine import preflight
 from e2e_vl.engine.build_data import make_synthetic_data
 from e2e_vl.engine.preflight import Findings, look_ahead
@@ -27,6 +28,10 @@ def data(tiny_words, tmp_path) -> Path:
     """A copy of the tiny data set to spoil."""
     [root] = [word.partition("=")[2] for word in tiny_words if word.startswith("data.root=")]
     return Path(shutil.copytree(root, tmp_path / "data"))
+
+
+def changed(config: RunConfig, section: str, **values) -> RunConfig:
+    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
 
 
 def findings(config, processes: int = 1, **options) -> list[str]:
@@ -131,12 +136,13 @@ def test_files_that_no_split_reads_may_be_missing(data, tiny_config):
     look_ahead(tiny_config(f"data.root={data}", "eval.boxes=[gt]"), 1)
 
 
-@pytest.mark.parametrize("name", ["vqa", "vcr", "pretraining", "detection", "precomputed"])
+@pytest.mark.parametrize("name", ["tiny/vqa", "tiny/vcr", "tiny/pretraining", "tiny/precomputed", "demo/detection"])
 def test_every_kind_of_data_is_looked_at(name, tmp_path):
-    config = load_config(
-        ROOT / "configs" / "tiny" / f"{name}.yaml", [f"output={tmp_path / 'run'}", f"data.root={tmp_path / 'd'}"]
-    )
-    if name == "precomputed":
+    own = [f"output={tmp_path / 'run'}", f"data.root={tmp_path / 'd'}"]
+    config = load_config(ROOT / "configs" / f"{name}.yaml", own)
+    few = dict.fromkeys(config.data.synthetic.scenes, 3)
+    config = changed(config, "data", synthetic=dataclasses.replace(config.data.synthetic, scenes=few))
+    if name == "tiny/precomputed":
         assert "cannot read the features" in findings(config)[0]
         return
     assert look_ahead(config, 1).datasets == {}  # nothing is drawn yet
