@@ -175,9 +175,8 @@ class TrainSettings:
     log_every: int = 10
     # experiment trackers that accelerate knows, such as wandb; each is a package that must be installed
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    keep_best: str | None = (
-        None  # metric of the evaluations, such as val/accuracy_own_boxes: keep its best model in best/
-    )
+    # name of a metric, such as val/accuracy_own_boxes: the model that is best by it is kept in best/
+    keep_best: str | None = None
     patience: int | None = None  # stop after so many evaluations in a row without a better value of keep_best
 
     def __post_init__(self) -> None:
