@@ -143,7 +143,7 @@ def evaluate_run(
     name = "_".join([split, boxes, *([iou] if iou is not None else [])])
     path = output or run_dir / EVALUATIONS / f"{name}.json"
     metrics_path = path.with_name(f"{path.stem}_metrics.json")
-    _refuse_files_of_run(run_dir, path, metrics_path)
+    _refuse_file_of_run(run_dir, path, metrics_path)
     convention = [f"task.config.iou_convention={iou}"] if iou is not None else []
     config, model, tokenizer = load_model(run_dir, overrides=[*(overrides or []), *convention])
     if boxes is BoxSource.ONLINE:
@@ -155,19 +155,16 @@ def evaluate_run(
     metrics = named_metrics(model.task.metrics(records), split, boxes)
     if accelerator.is_main_process:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_predictions(path, records, model.task)
         write_json(metrics_path, {**metrics, "run": str(run_dir), "settings": [*(overrides or []), *convention]})
+        write_predictions(path, records, model.task)
     accelerator.wait_for_everyone()
     return metrics, path if accelerator.is_main_process else None
 
 
-def _refuse_files_of_run(run_dir: Path, *paths: Path) -> None:
-    """Raises ValueError for a path that is in use in the run directory, outside of its evaluations."""
-    own = run_dir.resolve()
-    for path in paths:
-        place = path.resolve()
-        if place.exists() and place.is_relative_to(own) and not place.is_relative_to(own / EVALUATIONS):
-            raise ValueError(
-                f"{path} belongs to the run {run_dir} and is not replaced; choose another --output, or leave it out "
-                f"for a file in {run_dir / EVALUATIONS}."
-            )
+def _refuse_file_of_run(run_dir: Path, path: Path, metrics_path: Path) -> None:
+    """Raises ValueError for a file of the run itself; an evaluation, with its metrics beside it, may be replaced."""
+    if path.exists() and not metrics_path.exists() and path.resolve().is_relative_to(run_dir.resolve()):
+        raise ValueError(
+            f"{path} belongs to the run {run_dir} and is not replaced; choose another --output, or leave it out for a "
+            f"file in {run_dir / EVALUATIONS}."
+        )

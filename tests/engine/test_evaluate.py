@@ -149,6 +149,7 @@ def test_the_tool_never_writes_over_the_files_of_a_run(trained_run, capsys, tmp_
     assert tool.main([*arguments, "--iou", "strict"]) == 0
     assert tool.main(arguments) == 0
     assert tool.main(arguments) == 0  # an evaluation may be repeated
+    assert [tool.main([*arguments, "--output", str(tmp_path / "own.json")]) for _ in range(2)] == [0, 0]
     assert {path: path.read_bytes() for path in before} == before
     names = ("val_gt.json", "val_gt_metrics.json", "val_gt_strict.json", "val_gt_strict_metrics.json")
     assert sorted(path.name for path in (run / "evaluations").iterdir()) == sorted(names)
