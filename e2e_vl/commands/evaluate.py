@@ -10,7 +10,8 @@ IoU conventions, all at 0.5 and all counted per expression:
   vlbert   the official VL-BERT code: every extent + 1 pixel, prediction clamped to the image, IoU >= 0.5
   strict   mattnet's IoU, but > 0.5 (UNITER)
 Prints accuracy, the ceiling (how often any candidate reaches the threshold) and both per family where the data names
-families, and writes the predictions as JSON.
+families, and writes predictions and metrics as JSON files of their own: RUN/evaluations/SPLIT_BOXES.json and
+RUN/evaluations/SPLIT_BOXES_metrics.json, with the convention in the name if --iou chooses one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--split", default="val", help="split of the data set (default: val)")
     parser.add_argument("--boxes", default="online", choices=BoxSource.for_evaluation())
     parser.add_argument("--iou", default=None, choices=("mattnet", "vlbert", "strict"), help="default: the run's")
-    parser.add_argument("--output", type=Path, help="predictions (default: RUN/predictions_SPLIT_BOXES.json)")
+    parser.add_argument("--output", type=Path, help="predictions (default: a file in RUN/evaluations)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
     return parser
 

@@ -30,16 +30,10 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     arguments = build_parser(prog).parse_intermixed_args(argv)
     config = load_config(arguments.config, arguments.overrides)
     try:
-        from accelerate import PartialState  # late: it imports torch
+        from e2e_vl.engine.train import train  # late: it imports torch
 
-        from e2e_vl.engine.train import train
-
-        metrics = train(config, resume=arguments.resume)
+        train(config, resume=arguments.resume)
     except KeyboardInterrupt:
         print("interrupted; --resume continues from the newest checkpoint", file=sys.stderr)
         return 130
-    if PartialState().is_main_process:
-        for name, value in metrics.items():
-            if "/" in name and isinstance(value, float):
-                print(f"{name:45s} {value:.3f}")
     return 0

@@ -54,6 +54,10 @@ class CocoDetectionDataset(VLDataset):
         return cls(files.path("images", split=split), files.path("instances", split=split), keep_empty_images=keep)
 
     @classmethod
+    def reads(cls, options: NoOptions, split: str, wants: Wants) -> tuple[str, ...]:
+        return cls.known_files
+
+    @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
         """The category names: the only words there are for a vocabulary."""
         return cls.class_names_of(files, options, split)
