@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, gather_object, set_seed
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -29,7 +29,7 @@ from e2e_vl.engine.best import BestModel
 from e2e_vl.engine.evaluate import evaluate_splits
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.optim import build_optimizer, build_schedule
-from e2e_vl.engine.preflight import look_ahead
+from e2e_vl.engine.preflight import Preflight, look_ahead
 from e2e_vl.engine.run import Run, build_eval_data, build_run
 from e2e_vl.engine.summary import end_text, start_text
 from e2e_vl.engine.trackers import installed_trackers, start_trackers, without_constants
@@ -60,10 +60,8 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         project_config=ProjectConfiguration(str(output), logging_dir=str(output / "tensorboard")),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
-    with accelerator.main_process_first():  # it alone speaks of what stands in the way
-        known = look_ahead(config, accelerator.num_processes, resume=resume)
+    known = _look_ahead_together(config, accelerator, resume=resume)
     config, resume_from = known.config, known.resume_from
-    accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         output.mkdir(parents=True, exist_ok=True)
     set_seed(config.seed)  # the same on all processes, so that all start from the same weights
@@ -76,6 +74,22 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         save_config(config, output / "config.yaml")
         run.tokenizer.save_pretrained(output / "tokenizer")
     return _Training(config, accelerator, run, resume_from).run(started)
+
+
+def _look_ahead_together(config: RunConfig, accelerator: Accelerator, *, resume: bool) -> Preflight:
+    """`look_ahead` on all processes, of which the main one raises what any of them found; the others leave silently."""
+    known, findings = None, None
+    with accelerator.main_process_first():
+        try:
+            known = look_ahead(config, accelerator.num_processes, resume=resume)
+        except ValueError as error:
+            findings = str(error)
+    found = next(filter(None, gather_object([findings])), None)
+    if found is None:
+        return known
+    if accelerator.is_main_process:
+        raise ValueError(found)
+    raise SystemExit(2)
 
 
 class _Losses(nn.Module):

@@ -15,6 +15,7 @@ from e2e_vl.engine import preflight
 from e2e_vl.engine.build_data import make_synthetic_data
 from e2e_vl.engine.preflight import Findings, look_ahead
 from e2e_vl.engine.train import train
+from tests.engine.two_processes import start
 
 ROOT = Path(__file__).parents[2]
 REAL = ROOT / "configs" / "refcoco" / "vl_bert_base.yaml"
@@ -215,3 +216,12 @@ def test_a_name_that_does_not_exist_is_said_once(tiny_config):
 def test_other_errors_are_not_findings():
     with pytest.raises(KeyError), Findings().noting():
         raise KeyError
+
+
+def test_of_several_processes_one_speaks(tiny_words, tmp_path):
+    words = [*tiny_words, f"output={tmp_path / 'run'}", "train.images_per_batch=5"]
+    process = start([(ROOT / "configs" / "tiny" / "refcoco.yaml", words)], tmp_path)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode != 0
+    assert output.count("train.images_per_batch is 5; it must be a multiple of train.accumulate (1) x") == 1, output
+    assert not (tmp_path / "run").exists()
