@@ -112,6 +112,7 @@ def test_an_earlier_run_is_evaluated(run_of, task, tmp_path, capsys):
         settings = saved_settings(earlier)
         assert settings.task.config["people_names"] == ["kim", "lee"] and settings.task.config["turn_names"] is False
         names = [f"task.config.people_names=[{', '.join(TASKS['vcr'][0]().people_names)}]"]
+    capsys.readouterr()  # what a training printed
     assert evaluation_tool.main([*words, *names]) == 0
     assert_same(json.loads((tmp_path / "val.json").read_text()), saved(run))
     metrics = json.loads((run / "metrics.json").read_text())
