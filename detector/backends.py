@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from detector.choices import BACKENDS
 from detector.faster_rcnn import FasterRCNN, TwoStageDetector
-
-BACKENDS = ("builtin", "detectron2")
 
 
 def detector_class(backend: str) -> type[TwoStageDetector]:

@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
+from detector.choices import EXPECTED_PARTS
 from detector.selection_rule import SelectionRule
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.converter import check_choice, check_numbers, nearest
@@ -47,7 +48,7 @@ class DetectorSettings:
     loss_weights: dict[str, float] = field(default_factory=dict)  # weights of single detection losses; 1 unless named
 
     def __post_init__(self) -> None:
-        check_choice("detector.expect", self.expect, ("all", "no_attributes", "backbone"))
+        check_choice("detector.expect", self.expect, EXPECTED_PARTS)
         check_numbers(self, "detector.", not_negative=["loss_weight"])
 
     @property
@@ -138,6 +139,7 @@ class DataSettings:
     # the whole image's feature is the mean of its regions' where a features file has none (official VL-BERT code)
     mean_image_feature: bool = False
     skip_broken: bool = False  # in training, take the next image in place of a missing or unreadable one, and log it
+    check_images: int | None = 100  # so many images of each split are looked for before a run; 0 = none, None = all
     keep_empty_images: bool = True  # detection: also train on images without objects
     texts_per_image: int | None = 1  # texts of one image in one batch; None = all of them
     blank_text: bool = False  # text-blind control: every text is empty
@@ -147,7 +149,7 @@ class DataSettings:
     synthetic: SyntheticSettings = field(default_factory=SyntheticSettings)
 
     def __post_init__(self) -> None:
-        check_numbers(self, "data.", positive=["texts_per_image"], not_negative=["workers"])
+        check_numbers(self, "data.", positive=["texts_per_image"], not_negative=["workers", "check_images"])
         if self.canvas is not None and (len(self.canvas) != 2 or not 0 < self.canvas[0] <= self.canvas[1]):
             raise ValueError(f"data.canvas is {self.canvas}; give its short and its long edge, such as [600, 1200].")
 
@@ -179,15 +181,22 @@ class TrainSettings:
     save_every_epochs: float = 1.0
     keep_checkpoints: int = 2
     log_every: int = 10
+    # experiment trackers that accelerate knows, such as wandb; each is a package that must be installed
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    # name of a metric, such as val/accuracy_own_boxes: the model that is best by it is kept in best/
+    keep_best: str | None = None
+    patience: int | None = None  # stop after so many evaluations in a row without a better value of keep_best
 
     def __post_init__(self) -> None:
         check_choice("train.optimizer", self.optimizer, ("adamw", "adamw_official", "sgd"))
         check_choice("train.schedule", self.schedule, ("linear", "cosine", "constant", "steps", "triangle"))
         check_choice("train.mixed_precision", self.mixed_precision, ("no", "bf16", "fp16"))
-        counts = ("images_per_batch", "accumulate", "epochs", "max_steps", "keep_checkpoints", "log_every")
+        counts = ("images_per_batch", "accumulate", "epochs", "max_steps", "keep_checkpoints", "log_every", "patience")
         rates = ("lr", "detector_lr", "head_lr", "momentum", "weight_decay")
         check_numbers(self, "train.", positive=[*counts, "eps", "decay_factor", "clip_norm"])
         check_numbers(self, "train.", not_negative=[*rates, "warmup_steps", "save_every_epochs"])
+        if self.patience is not None and self.keep_best is None:
+            raise ValueError("train.patience needs train.keep_best, the metric that is to become better.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"train.betas is {self.betas}; it must hold two numbers from 0 to below 1.")
         steps = self.decay_steps
@@ -209,6 +218,7 @@ class EvalSettings:
     boxes: list[str] = field(default_factory=lambda: ["gt"])  # each is evaluated; see BoxSource.for_evaluation
     images_per_batch: int = 16
     max_images: int | None = None  # evaluations between epochs only look at the first `max_images` images
+    # the report shows at most this many wrong, partly right, right and unlabelled predictions of each split and source
     report_pictures: int = 12
 
     def __post_init__(self) -> None:
@@ -236,6 +246,8 @@ class RunConfig:
         check_numbers(self, "", not_negative=["seed"])
         if self.version != VERSION:
             raise ValueError(f"version is {self.version}; this code reads settings of version {VERSION}.")
+        if self.train.patience is not None and self.eval.every_epochs == 0:
+            raise ValueError("train.patience counts the evaluations of eval.every_epochs, which is 0; set it.")
         for name in (self.data.boxes.train, *self.eval.boxes):
             if "detections" in BoxSource(name).needs and "detections" not in self.data.files:
                 raise ValueError(f"boxes '{name}' need data.files.detections, the detections file.")
@@ -270,15 +282,7 @@ def load_config(
             upgrade(content)
             layer = OmegaConf.create(content)
         merged = _merge(merged, _with_found_inputs(layer, file.parent), str(file))
-    for word in overrides or []:
-        key, separator, _ = word.partition("=")
-        if not separator or not key:
-            raise ValueError(f"Command line: '{word}' is not of the form key=value, such as train.lr=1e-5.")
-        try:
-            layer = OmegaConf.from_dotlist([word])
-        except (YAMLError, OmegaConfBaseException) as error:
-            raise ValueError(f"Command line: the value in '{word}' is not valid YAML: {_reason(error)}.") from error
-        merged = _merge(merged, layer, f"Command line ({word})")
+    merged = _with_overrides(merged, overrides or [])
     try:
         missing = OmegaConf.missing_keys(merged)
         if not missing:
@@ -288,6 +292,11 @@ def load_config(
     except ValueError as error:  # from the dataclass that it is about
         raise ValueError(f"{path}: {error}") from error
     raise ValueError(f"{path}: no value for {', '.join(sorted(missing))}; set it in the file or as key=value.")
+
+
+def check_overrides(words: list[str]) -> None:
+    """Raise the ValueError that `load_config` raises for `key=value` words that no settings file can take."""
+    _with_overrides(OmegaConf.structured(RunConfig), words)
 
 
 def load_overrides(words: list[str]) -> dict[str, Any]:
@@ -376,6 +385,19 @@ def _found(name: str, folder: Path) -> str:
     if Path(name).is_absolute() or name.startswith("~") or exists(name):
         return name
     return next((str(place / name) for place in (folder, *folder.parents) if exists(place / name)), name)
+
+
+def _with_overrides(config: DictConfig, words: list[str]) -> DictConfig:
+    """The settings with the words of a command line, each `key=value`."""
+    for word in words:
+        if "=" not in word or word.startswith("="):
+            raise ValueError(f"Command line: '{word}' is not of the form key=value, such as train.lr=1e-5.")
+        try:
+            layer = OmegaConf.from_dotlist([word])
+        except (YAMLError, OmegaConfBaseException) as error:
+            raise ValueError(f"Command line: the value in '{word}' is not valid YAML: {_reason(error)}.") from error
+        config = _merge(config, layer, f"Command line ({word})")
+    return config
 
 
 def _merge(config: DictConfig, layer: DictConfig, source: str) -> DictConfig:

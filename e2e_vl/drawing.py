@@ -1,13 +1,18 @@
-"""Pictures of boxes with labels, for reports and demos."""
+"""Pictures of boxes with labels, for answers, extracted regions and reports."""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 Colour = tuple[int, int, int]
+Place = tuple[int, int, int, int]  # x1, y1, x2, y2 in pixels of the picture, x2 and y2 excluded
 
 PALETTE: tuple[Colour, ...] = (
     (230, 60, 60),
@@ -23,7 +28,26 @@ GREEN, BLUE, RED = (0, 160, 60), (0, 80, 200), (220, 30, 30)  # RGB: the truth, 
 SHORTEST, LONGEST = 480, 1280  # the long side of a picture, pixels: smaller images are enlarged, larger ones shrunk
 _MIN_SIDE = 160  # a very thin image gets a margin, so that labels have room
 _MARGIN = (235, 235, 235)
-_FONT_SIZE = 14
+_WHITE, _BLACK = (255, 255, 255), (0, 0, 0)
+_FONT_SIZES = (12, 26)  # pixels: the smallest and the largest
+_FONT_SHARE = 1 / 30  # size of the font, relative to the root of the picture's area
+_LINE_SHARE = 1 / 250  # width of a line, likewise
+_LABEL_SHARE = 1 / 6  # share of the picture that labels may cover before their font becomes smaller
+_PAD = 3  # between a label's text and its edge
+_LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue, ITU-R BT.601
+_BRIGHT = 150  # luminance from which the text on a colour is black
+
+
+@dataclass(frozen=True)
+class _Label:
+    """A label that has no place yet."""
+
+    text: str  # lines that fit the picture
+    width: int
+    height: int
+
+    def at(self, x: float, y: float) -> Place:
+        return round(x), round(y), round(x) + self.width, round(y) + self.height
 
 
 def draw_boxes(
@@ -35,88 +59,204 @@ def draw_boxes(
 ) -> np.ndarray:
     """Draw boxes at a size at which lines and labels are legible, for images of any size.
 
+    Labels lie inside the picture and never on each other: each is written above the upper left corner of its box or as
+    near to it as there is room, with a line to the box where it is apart; what finds no room stands below the image.
+
     Args:
         image: uint8 [h, w, 3]; it is not changed.
-        boxes: [R, 4] xyxy in pixels of `image`; the first box is drawn last, on top.
-        labels: R texts, each written at the upper left corner of its box; an empty text is left out.
+        boxes: [R, 4] xyxy in pixels of `image`; the first box is drawn last, on top, and its label is placed first.
+        labels: R texts; an empty text is left out.
         colours: R colours in the image's own channel order; None = the colours of `PALETTE` in turn.
-        title: a line of text above the picture.
+        title: a text above the picture.
 
     Returns:
-        A new uint8 picture [h', w', 3] in the channel order of `image`; its long side has between 480 and 1280 pixels.
+        A new uint8 picture [h', w', 3] in the channel order of `image`. The long side of the image in it has between
+        480 and 1280 pixels; the picture is larger where the image is thin, has a title, or has no room for a label.
 
     Raises:
         ValueError: the numbers of boxes, labels and colours differ.
     """
     boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
-    labels = [""] * len(boxes) if labels is None else list(labels)
+    texts = [""] * len(boxes) if labels is None else list(labels)
     colours = [PALETTE[row % len(PALETTE)] for row in range(len(boxes))] if colours is None else list(colours)
-    if not len(boxes) == len(labels) == len(colours):
-        raise ValueError(f"{len(boxes)} boxes, {len(labels)} labels and {len(colours)} colours: numbers must be equal.")
-    font = ImageFont.load_default(_FONT_SIZE)
-    lines = _wrap(title, max(_picture_size(image)[0], _MIN_SIDE), font) if title else []
-    top = len(lines) * (_FONT_SIZE + 6)
-    picture, scale = _canvas(image, header=top)
+    if not len(boxes) == len(texts) == len(colours):
+        raise ValueError(f"{len(boxes)} boxes, {len(texts)} labels and {len(colours)} colours: numbers must be equal.")
+    content = _resized(image)
+    width, height = (max(side, _MIN_SIDE) for side in content.size)
+    scale = np.array(content.size) / (image.shape[1], image.shape[0])
+    placed = np.round(boxes * np.tile(scale, 2)).clip(0, np.tile(content.size, 2)).astype(int)
+    made, font = _fitting_labels(texts, width, height)
+    places, leftover = _place_all(made, placed, width, height)
+    below, bottom = _rows(leftover, width, height)
+
+    picture = Image.new("RGB", (width, bottom), _MARGIN)
+    picture.paste(content, (0, 0))
     draw = ImageDraw.Draw(picture)
-    for number, line in enumerate(lines):
-        draw.text((4, 2 + number * (_FONT_SIZE + 6)), line, fill=(0, 0, 0), font=font)
-    placed = boxes * np.tile(scale, 2) + np.array([0, top, 0, top])
-    drawn = list(zip(placed.tolist(), labels, colours, strict=True))[::-1]
-    for (x1, y1, x2, y2), _, colour in drawn:  # PIL counts the last pixel in
-        draw.rectangle((x1, y1, max(x2 - 1, x1), max(y2 - 1, y1)), outline=colour, width=2)
-    for box, label, colour in drawn:  # after all rectangles, so that no line crosses a label
-        if label:
-            _label(draw, box, label, colour, picture.size, top, font)
-    return np.array(picture)
+    line = _share(width, height, _LINE_SHARE, 2, 5)
+    for row in range(len(boxes))[::-1]:
+        _draw_box(draw, placed[row].tolist(), colours[row], line)
+    for row, place in places.items():  # after all boxes, so that no line crosses a label
+        _draw_link(draw, place, placed[row].tolist(), colours[row], line)
+    for row, place in (*places.items(), *below.items()):
+        _draw_label(draw, place, made[row].text, colours[row], font)
+    return np.array(_with_title(picture, title, height) if title else picture)
 
 
-def _picture_size(image: np.ndarray) -> tuple[int, int]:
-    """(width, height) of the image in the picture."""
+def _with_title(picture: Image.Image, title: str, height: int) -> Image.Image:
+    """The picture with a text above it; `height` is the height of the image in it."""
+    font = _font(_share(picture.width, height, _FONT_SHARE, *_FONT_SIZES))
+    lines = _wrap(title, picture.width - 2 * _PAD, font)
+    top = _text_height(lines, font) + 2 * _PAD
+    result = Image.new("RGB", (picture.width, top + picture.height), _WHITE)
+    _write(ImageDraw.Draw(result), (_PAD, _PAD), lines, font, _BLACK)
+    result.paste(picture, (0, top))
+    return result
+
+
+def _resized(image: np.ndarray) -> Image.Image:
+    """The image, enlarged or shrunk until its long side is between `SHORTEST` and `LONGEST`."""
     height, width = image.shape[:2]
     longer = max(height, width)
     factor = min(max(longer, SHORTEST), LONGEST) / longer
-    return max(round(width * factor), 1), max(round(height * factor), 1)
-
-
-def _canvas(image: np.ndarray, header: int) -> tuple[Image.Image, np.ndarray]:
-    """The enlarged or shrunken image on its margin below the header, and its (x, y) scale."""
-    width, height = _picture_size(image)
     # Enlarged pixels stay squares, so that the picture shows what the network saw.
-    enlarged = width > image.shape[1]
-    content = Image.fromarray(image).resize(
-        (width, height), Image.Resampling.NEAREST if enlarged else Image.Resampling.BILINEAR
-    )
-    picture = Image.new("RGB", (max(width, _MIN_SIDE), header + max(height, _MIN_SIDE)), _MARGIN)
-    picture.paste(content, (0, header))
-    return picture, np.array([width / image.shape[1], height / image.shape[0]])
+    method = Image.Resampling.NEAREST if factor > 1 else Image.Resampling.BILINEAR
+    return Image.fromarray(image).resize((max(round(width * factor), 1), max(round(height * factor), 1)), method)
 
 
-def _label(
-    draw: ImageDraw.ImageDraw,
-    box: list[float],
-    text: str,
-    colour: Colour,
-    size: tuple[int, int],
-    top: int,
-    font: ImageFont.ImageFont | ImageFont.FreeTypeFont,
+def _share(width: int, height: int, share: float, least: int, most: int) -> int:
+    """A share of the root of the area, within limits."""
+    return min(max(round(math.sqrt(width * height) * share), least), most)
+
+
+@functools.cache
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    import matplotlib  # takes half a second, and many commands that can draw do not
+
+    # PIL's own font has neither accents nor Greek nor Cyrillic
+    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf", size)
+
+
+def _text_height(lines: str, font: ImageFont.FreeTypeFont) -> int:
+    return (lines.count("\n") + 1) * sum(font.getmetrics())
+
+
+def _write(
+    draw: ImageDraw.ImageDraw, at: tuple[int, int], lines: str, font: ImageFont.FreeTypeFont, ink: Colour
 ) -> None:
-    """White text on the box's colour, above the box if there is room, never outside the picture."""
-    left, upper, right, lower = draw.textbbox((0, 0), text, font=font)
-    width, height = right - left + 6, lower - upper + 4
-    x = min(max(box[0], 0), max(size[0] - width, 0))
-    y = box[1] - height if box[1] - height >= top else box[1]
-    y = min(max(y, top), max(size[1] - height, 0))
-    draw.rectangle((x, y, x + width, y + height), fill=colour)
-    draw.text((x + 3 - left, y + 2 - upper), text, fill=(255, 255, 255), font=font)
+    x, y = at
+    for number, line in enumerate(lines.split("\n")):
+        draw.text((x, y + number * sum(font.getmetrics())), line, fill=ink, font=font)
 
 
-def _wrap(text: str, width: int, font: ImageFont.ImageFont | ImageFont.FreeTypeFont) -> list[str]:
-    """The text in lines of at most `width` pixels; a single longer word stays whole."""
+def _wrap(text: str, width: int, font: ImageFont.FreeTypeFont) -> str:
+    """The text in lines of at most `width` pixels; a longer word is broken."""
     lines: list[str] = []
     for word in text.split():
         joined = f"{lines[-1]} {word}" if lines else word
-        if lines and font.getlength(joined) <= width - 8:
+        if lines and font.getlength(joined) <= width:
             lines[-1] = joined
+            continue
+        while len(word) > 1 and font.getlength(word) > width:
+            fitting = next(n for n in range(len(word) - 1, 0, -1) if n == 1 or font.getlength(word[:n]) <= width)
+            lines.append(word[:fitting])
+            word = word[fitting:]
+        lines.append(word)
+    return "\n".join(lines)
+
+
+def _fitting_labels(texts: Sequence[str], width: int, height: int) -> tuple[list[_Label], ImageFont.FreeTypeFont]:
+    """All labels in the largest font in which they cover no more than their share of the picture."""
+    size = _share(width, height, _FONT_SHARE, *_FONT_SIZES)
+    while True:
+        font = _font(size)
+        labels = [_label(text, width, font) for text in texts]
+        covered = sum(label.width * label.height for label in labels if label.text)
+        if size == _FONT_SIZES[0] or covered <= _LABEL_SHARE * width * height:
+            return labels, font
+        size -= 1
+
+
+def _label(text: str, width: int, font: ImageFont.FreeTypeFont) -> _Label:
+    lines = _wrap(text, width - 2 * _PAD, font)
+    longest = max((font.getlength(line) for line in lines.split("\n")), default=0)
+    return _Label(lines, math.ceil(longest) + 2 * _PAD, _text_height(lines, font) + 2 * (_PAD // 2))
+
+
+def _place_all(
+    labels: Sequence[_Label], boxes: np.ndarray, width: int, height: int
+) -> tuple[dict[int, Place], dict[int, _Label]]:
+    """The places of the labels by row, and the labels for which the picture has no room left."""
+    places: dict[int, Place] = {}
+    leftover: dict[int, _Label] = {}
+    for row, label in enumerate(labels):
+        if not label.text:
+            continue
+        place = _free_place(label, boxes[row], np.array([*places.values()]).reshape(-1, 4), width, height)
+        if place is None:
+            leftover[row] = label
         else:
-            lines.append(word)
-    return lines
+            places[row] = place
+    return places, leftover
+
+
+def _free_place(label: _Label, box: np.ndarray, taken: np.ndarray, width: int, height: int) -> Place | None:
+    """The free place that is nearest to the upper left corner of the box, best just above it."""
+    if label.height > height:
+        return None
+    wanted = np.array([box[0], box[1] - label.height])
+    step = label.height
+    ranges = [
+        np.unique((at + step * np.arange(-(side // step) - 2, side // step + 3)).clip(0, side - own))
+        for at, side, own in zip(wanted, (width, height), (label.width, label.height), strict=True)
+    ]
+    corners = np.stack(np.meshgrid(*ranges), axis=-1).reshape(-1, 2)
+    ends = corners + np.array([label.width, label.height])
+    overlaps = (corners[:, None] < taken[:, 2:]) & (ends[:, None] > taken[:, :2])
+    free = corners[~overlaps.all(axis=2).any(axis=1)]
+    if not len(free):
+        return None
+    nearest = free[np.abs(free - wanted).sum(axis=1).argmin()]
+    return label.at(*nearest)
+
+
+def _rows(labels: dict[int, _Label], width: int, height: int) -> tuple[dict[int, Place], int]:
+    """Labels side by side in rows below an image of this height, and where the last row ends."""
+    places: dict[int, Place] = {}
+    x, y, bottom = 0, height + _PAD, height
+    for row, label in labels.items():
+        if x and x + label.width > width:
+            x, y = 0, bottom + _PAD
+        places[row] = label.at(x, y)
+        x, bottom = x + label.width + _PAD, max(bottom, y + label.height)
+    return places, bottom
+
+
+def _draw_link(draw: ImageDraw.ImageDraw, label: Place, box: list[int], colour: Colour, line: int) -> None:
+    """A line from a label to its box where the two are apart."""
+    on_label, on_box = [], []
+    for first in (0, 1):  # x, then y
+        nearest = min(max((label[first] + label[first + 2]) // 2, box[first]), box[first + 2])
+        on_box.append(nearest)
+        on_label.append(min(max(nearest, label[first]), label[first + 2]))
+    if math.dist(on_label, on_box) > 2 * line:
+        draw.line((*on_label, *on_box), fill=_WHITE, width=line + 2)
+        draw.line((*on_label, *on_box), fill=colour, width=line)
+
+
+def _draw_label(
+    draw: ImageDraw.ImageDraw, place: Place, text: str, colour: Colour, font: ImageFont.FreeTypeFont
+) -> None:
+    x1, y1, x2, y2 = place
+    draw.rectangle((x1, y1, x2 - 1, y2 - 1), fill=colour)
+    ink = _WHITE if np.dot(colour, _LUMINANCE) < _BRIGHT else _BLACK
+    _write(draw, (x1 + _PAD, y1 + _PAD // 2), text, font, ink)
+
+
+def _draw_box(draw: ImageDraw.ImageDraw, box: list[int], colour: Colour, line: int) -> None:
+    """An outline inside the box, with a thin white edge that sets it off from any background."""
+    x1, y1, x2, y2 = box
+    x2, y2 = max(x2 - 1, x1), max(y2 - 1, y1)  # PIL counts the last pixel in
+    line = max(min(line, (x2 - x1) // 4, (y2 - y1) // 4), 1)
+    if min(x2 - x1, y2 - y1) > 4 * line:
+        draw.rectangle((x1, y1, x2, y2), outline=_WHITE, width=line + 1)
+    draw.rectangle((x1, y1, x2, y2), outline=colour, width=line)

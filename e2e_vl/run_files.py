@@ -49,3 +49,19 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_suffix(path.suffix + ".part")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def model_folder(folder: Path) -> Path:
+    """The folder that `save_model` (e2e_vl/engine/saving.py) wrote: `folder` itself, or `model/` in a run directory.
+
+    Raises:
+        FileNotFoundError: no model there.
+    """
+    folder = Path(folder)
+    if (folder / "config.yaml").is_file() and (folder / "encoder").is_dir():
+        return folder
+    if not (folder / "model" / "config.yaml").is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no trained model (no model/config.yaml); give a run directory of tools/train.py."
+        )
+    return folder / "model"

@@ -18,10 +18,10 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class EncodedImage:
-    """The content of an image file that lies in an archive."""
+    """The content of an image file that lies in an archive or in memory."""
 
     content: bytes
-    name: str  # archive and member, for error messages
+    name: str  # archive and member, or what it is, for error messages
 
 
 class BrokenImageError(Exception):
@@ -63,7 +63,7 @@ class SampleImage:
     """One image: what it is called, where its bytes are, and what is annotated in it."""
 
     id: str  # names it in files of boxes and features
-    file: Path | Callable[[], Path | EncodedImage]  # or a function that finds it when it is needed
+    file: Path | EncodedImage | Callable[[], Path | EncodedImage]  # or a function that finds it when it is needed
     size: tuple[int, int] | None = None  # (height, width) that the annotations state
     objects: AnnotatedObjects | None = None
     candidates: tuple[int, ...] | None = None  # rows of `objects` that are candidate boxes; None: all of them
@@ -72,7 +72,7 @@ class SampleImage:
 
     def locate(self) -> Path | EncodedImage:
         """The image file or its content."""
-        return self.file if isinstance(self.file, Path) else self.file()
+        return self.file() if callable(self.file) else self.file
 
 
 Sentence = list[str | list[int]]  # words, and lists of objects of the image that the sentence names
@@ -183,7 +183,7 @@ class Question:
     that the text is about.
     """
 
-    image: Path
+    image: Path | EncodedImage
     text: str
     boxes: AnnotatedObjects | None = None  # None: the model's own
     choices: Sequence[str] = ()
@@ -191,10 +191,10 @@ class Question:
     hidden: AnnotatedObjects | None = None
     class_names: Sequence[str] | None = None  # of the run's data set, where it has classes
     wants_answer: bool = False  # the run reads an answer that is given
-    others: tuple[Path, ...] = ()
+    others: tuple[Path | EncodedImage, ...] = ()
 
     @property
-    def images(self) -> tuple[Path, ...]:
+    def images(self) -> tuple[Path | EncodedImage, ...]:
         return (self.image, *self.others)
 
     def sample(self, text: SampleText, *, objects: AnnotatedObjects | None = None, hides: bool = False) -> Sample:
@@ -221,7 +221,12 @@ class Question:
             boxes = CandidateBoxes(self.boxes.boxes, self.boxes.origin)
         if hides:
             hide = np.zeros((0, 4)) if self.hidden is None else self.hidden.boxes
-        images = [SampleImage(str(path), path, objects=objects, boxes=boxes, hide=hide) for path in self.images]
+        images = [
+            SampleImage(
+                str(file) if isinstance(file, Path) else file.name, file, objects=objects, boxes=boxes, hide=hide
+            )
+            for file in self.images
+        ]
         return Sample(tuple(images), (text,), is_asked=True)
 
     def plain_sample(self, what: str) -> Sample:

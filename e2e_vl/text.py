@@ -129,3 +129,20 @@ def word_pieces(text: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     pairs = zip(encoding.word_ids, encoding.ids, strict=True)
     return [[piece for _, piece in word] for _, word in itertools.groupby(pairs, key=operator.itemgetter(0))]
+
+
+def unknown_words(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The words of a text that the vocabulary lacks, each once, in their order; numbers and signs are not counted.
+
+    Such a word has an unknown wordpiece, or is spelled in wordpieces of one letter each.
+    """
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    pieces = zip(encoding.word_ids, encoding.offsets, encoding.tokens, strict=True)
+    found = []
+    for _, group in itertools.groupby(pieces, key=operator.itemgetter(0)):
+        _, offsets, tokens = zip(*group, strict=True)
+        word = text[offsets[0][0] : offsets[-1][1]]
+        is_spelled = len(tokens) > 1 and all(len(token.removeprefix("##")) == 1 for token in tokens)
+        if (is_spelled or tokenizer.unk_token in tokens) and any(letter.isalpha() for letter in word):
+            found.append(word)
+    return list(dict.fromkeys(found))

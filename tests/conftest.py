@@ -140,8 +140,8 @@ def trained_run(tiny_words: list[str], tmp_path_factory: pytest.TempPathFactory)
     with cpu_with_one_thread(), pytest.MonkeyPatch.context() as patch:
         build = training.build_run
 
-        def build_and_keep(config: RunConfig):
-            kept.run = build(config)
+        def build_and_keep(config: RunConfig, *more):
+            kept.run = build(config, *more)
             return kept.run
 
         patch.setattr(training, "build_run", build_and_keep)

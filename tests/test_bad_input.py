@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import evaluate as evaluation_tool
-from tools import train as training_tool
+from e2e_vl.commands import evaluate as evaluation_tool
+from e2e_vl.commands import train as training_tool
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny" / "refcoco.yaml"
 INSTANCES = "refcoco+/instances.json"
@@ -78,7 +78,7 @@ def workers(request) -> str:
 def test_a_missing_image(data, fails, workers):
     path = first_image(data)
     path.unlink()
-    sentence = fails(workers, "data.texts_per_image=null")
+    sentence = fails(workers, "data.texts_per_image=null", "data.check_images=0")
     assert f"{path}: the file of image 1 is missing; check the image folder's path" in sentence
 
 
@@ -214,7 +214,7 @@ def test_more_categories_than_the_detector_has_classes(data, fails):
         ("data.synthetic.config={scene: {colour: 1}}", "data.synthetic.config.scene has the unknown key 'colour'"),
         ("data.config.image_name=x", "data.config has the unknown key 'image_name'; it takes nothing"),
         ("data.files.detection=x", "data.files has the unknown key 'detection'; refcoco takes images, instances, refs"),
-        ("data.files={images: x}", "x/COCO_train2014_"),
+        ("data.files={images: x}", "data/x: cannot read the images, there is no such file or folder"),
         ("data.vocabulary=folder/nowhere.txt", "nowhere.txt: no tokenizer there"),
         ("data.flip=2", "flip"),
         ("train.images_per_batch=7.5", "train.images_per_batch"),

@@ -64,3 +64,65 @@ def test_title_is_above_the_picture():
 def test_numbers_must_agree():
     with pytest.raises(ValueError, match="1 boxes, 2 labels"):
         draw_boxes(np.zeros((10, 10, 3), np.uint8), [[0, 0, 5, 5]], ["a", "b"])
+
+
+def test_lines_and_labels_grow_with_the_picture():
+    def extent(side: int) -> tuple[int, int]:
+        """Width of a line, and height of a label that stands above a box of the same share of the picture."""
+        box = [side / 4, side / 2, side / 2, side * 0.75]
+        plain, labelled = (
+            draw_boxes(np.zeros((side, side, 3), np.uint8), [box], labels, [RED]) for labels in (None, ["x"])
+        )
+        scale = len(plain) / side
+        row, column = int(0.6 * side * scale), int(side / 4 * scale)
+        is_line = is_colour(plain, RED)[row, column : column + 40]
+        return int(is_line.argmin()), int((is_colour(labelled, RED).any(1) & ~is_colour(plain, RED).any(1)).sum())
+
+    (small_line, small_label), (large_line, large_label) = extent(60), extent(4000)
+    assert large_line > small_line >= 2
+    assert large_label > small_label >= 12
+
+
+def colours_of(number: int) -> list[tuple[int, int, int]]:
+    return [(10 + row % 240, row // 240 + 1, 99) for row in range(number)]
+
+
+@pytest.mark.parametrize(("size", "number"), [((480, 640), 40), ((60, 60), 60), ((600, 60), 30), ((20, 900), 60)])
+def test_no_label_covers_another_and_none_is_left_out(size: tuple[int, int], number: int):
+    """So many labels have the smallest font, and each is as large as one that stands alone in it."""
+    x, y = size[1] * 0.4, size[0] * 0.4
+    colours = colours_of(number)
+    alone = draw_boxes(np.full((600, 60, 3), 255, np.uint8), [[9, 9, 9, 9]], ["elephant 0.98"], colours[:1])
+    image = np.full((*size, 3), 255, np.uint8)
+    picture = draw_boxes(image, [[x, y, x, y]] * number, ["elephant 0.98"] * number, colours)
+    least = min(int(is_colour(picture, colour).sum()) for colour in colours)
+    assert least >= int(is_colour(alone, colours[0]).sum()) - 1 > 500  # its box is one pixel
+
+
+def test_labels_without_room_stand_below_the_image():
+    image = np.full((300, 480, 3), 255, np.uint8)
+    number = 400
+    picture = draw_boxes(
+        image, [[0, 0, 480, 300]] * number, [f"label {row}" for row in range(number)], colours_of(number)
+    )
+    assert picture.shape[0] > 300 and picture.shape[1] == 480
+    assert all(is_colour(picture, colour).any() for colour in colours_of(number))
+
+
+def test_words_that_are_wider_than_the_picture_are_broken():
+    image = np.full((480, 480, 3), 255, np.uint8)
+    title = draw_boxes(image, [], title="W" * 200)
+    header = title[:-480]
+    assert len(header) > 3 * 12
+    assert (header[:, -2:] == 255).all()  # nothing is cut off
+    label = draw_boxes(image, [[0, 200, 10, 210]], ["W" * 200], [RED])
+    rows, columns = is_colour(label, RED).nonzero()
+    assert columns.max() < 480 and rows.max() - rows.min() > 3 * 12
+    assert is_colour(label, RED)[rows.min() : rows.max(), columns.max() - 1].mean() > 0.8  # its own edge is seen
+
+
+def test_the_text_of_a_label_stands_out_from_its_colour():
+    image = np.full((480, 480, 3), 128, np.uint8)
+    for colour, ink in (((255, 240, 0), 0), ((0, 0, 90), 255)):
+        picture = draw_boxes(image, [[100, 100, 101, 101]], ["label"], [colour])
+        assert (picture == ink).all(2).sum() > 20

@@ -28,6 +28,8 @@ SHARED_FUNCTIONS = {"write_submission", "box_iou"}
 NAMING = ("e2e_vl/synthetic/generate.py", "tools/experiments/")
 SHARED_CODE = ("e2e_vl/weights/base.py", "e2e_vl/weights/start.py")  # of all weight adapters
 
+COMMANDS = "e2e_vl/commands/"
+
 Sources = dict[str, str]  # file, relative to the repository, with forward slashes -> its text
 
 
@@ -68,7 +70,7 @@ def is_home(file: str, name: str) -> bool:
 
 
 def string_constants(file: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, text) of the strings that may be names: no docstrings, parts of f-strings and help texts of tools."""
+    """(line, text) of the strings that may be names: no docstrings, parts of f-strings and help texts of commands."""
     exempt: set[int] = set()
     beside_a_name: set[int] = set()
     for node in ast.walk(tree):
@@ -77,7 +79,7 @@ def string_constants(file: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
                 exempt.add(id(constant))
             case ast.JoinedStr(values=values):
                 exempt.update(map(id, values))
-            case ast.keyword(arg="help", value=value) if file.startswith("tools/"):
+            case ast.keyword(arg="help", value=value) if file.startswith(("tools/", COMMANDS)):
                 exempt.update(map(id, ast.walk(value)))
             case ast.Compare() | ast.keyword() | ast.Assign() | ast.AnnAssign():
                 identifiers = {getattr(node, "arg", None) or ""}
@@ -162,6 +164,7 @@ def test_names_are_read_from_the_dicts() -> None:
         ("detector/riddle.py", "x = 'riddle'"),
         ("e2e_vl/weights/start.py", "x = 'sight'"),
         ("tools/train.py", "add('--task', default='riddle', help='the task')"),
+        ("e2e_vl/commands/train.py", "add('--task', default='riddle', help='the task')"),
         ("e2e_vl/tasks/other.py", "from e2e_vl.encoders.sight import SightModel"),
         ("e2e_vl/engine/other.py", "def f():\n    from e2e_vl.tasks.riddle import RiddleTask as Task"),
     ],
@@ -190,6 +193,7 @@ def test_a_name_out_of_place_is_found(file: str, source: str) -> None:
         ("e2e_vl/data/riddle.py", "from e2e_vl.tasks import riddle\nx = dict(riddle=1)"),
         ("e2e_vl/model.py", "x = sum(y, reduction='none') if pool == 'none' else found or 'none'"),
         ("tools/train.py", "add('--task', help='riddle')"),
+        ("e2e_vl/commands/train.py", "add('--task', help='riddle')"),
     ],
 )
 def test_a_name_in_its_place_is_allowed(file: str, source: str) -> None:
@@ -226,11 +230,11 @@ def repeated_functions(sources: Sources) -> list[str]:
 def repeated_modules(sources: Sources) -> list[str]:
     """One line for each file name that more than one module has; tasks, data sets and encoders may share one.
 
-    Scripts in tools/ are commands, which may be called like the function that they run.
+    Commands, and the scripts in tools/ that call them, may be called like the function that they run.
     """
     places = defaultdict(list)
     for file in sources:
-        if file.count("/") == 1 and file.startswith("tools/"):
+        if file.startswith(COMMANDS) or (file.count("/") == 1 and file.startswith("tools/")):
             continue
         places[PurePosixPath(file).stem].append(file)
     for name in SHARED_BASENAMES | set(named_classes(sources[BUILD])):
@@ -268,6 +272,7 @@ def test_a_second_module_of_a_name_is_found() -> None:
     files = ("detector/base.py", "e2e_vl/base.py", "e2e_vl/tasks/riddle.py", "e2e_vl/data/riddle.py", "e2e_vl/boxes.py")
     fine = {BUILD: PLANTED_BUILD, **dict.fromkeys(files, "")}
     assert repeated_modules(fine) == []
+    assert repeated_modules({**fine, "e2e_vl/commands/boxes.py": "", "tools/boxes.py": ""}) == []
     assert repeated_modules({**fine, "detector/boxes.py": ""}) == ["boxes: e2e_vl/boxes.py, detector/boxes.py"]
 
 

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+import e2e_vl
+
 ROOT = Path(__file__).parents[1]
-TOOLS = sorted((ROOT / "tools").rglob("*.py"))
+TOOLS = sorted([*(ROOT / "tools").glob("*/*.py"), *(ROOT / "e2e_vl" / "commands").glob("*.py")])
+SCRIPTS = sorted((ROOT / "tools").glob("*.py"))
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
 DEMO_COMMAND = (
@@ -90,16 +93,27 @@ def test_config_is_yaml_with_a_comment_on_top(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", TOOLS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_tool_has_a_docstring_and_a_main_that_takes_argv(path: Path) -> None:
+def test_command_has_a_docstring_and_a_main_that_takes_argv(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree), f"{path.relative_to(ROOT)} needs a module docstring: what it does."
     mains = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
-    if not mains and path.parent.name != "tools":
-        return  # a module that scripts in its folder share
-    assert [argument.arg for node in mains for argument in node.args.args] == ["argv"]
-    assert len(mains[0].args.defaults) == 1, "main() without arguments must read the command line"
+    if not mains:
+        return  # a module that its neighbours share
+    names = [argument.arg for node in mains for argument in node.args.args]
+    assert names in (["argv"], ["argv", "prog"])
+    assert len(mains[0].args.defaults) == len(names), "main() without arguments must read the command line"
     guards = [ast.unparse(node.test) for node in tree.body if isinstance(node, ast.If)]
-    assert "__name__ == '__main__'" in guards
+    assert "__name__ == '__main__'" in guards or names == ["argv", "prog"]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_script_calls_its_command(path: Path) -> None:
+    """Three lines below a docstring; the logic is in e2e_vl/commands/."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert f"e2e_vl/commands/{path.name}" in ast.get_docstring(tree)
+    assert ast.unparse(tree.body[1:]) == (
+        f"from e2e_vl.commands.{path.stem} import main\nif __name__ == '__main__':\n    raise SystemExit(main())"
+    )
 
 
 def test_readme_shows_the_two_commands() -> None:
@@ -130,6 +144,6 @@ def test_packages_have_an_init_file() -> None:
 def test_version_is_the_same_everywhere() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert citation["version"] == version
+    assert citation["version"] == version == e2e_vl.__version__
     headings = [line for line in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines() if line[:3] == "## "]
     assert any(version in heading for heading in headings)

@@ -1,39 +1,6 @@
-"""Train detector, encoder and task together.
+"""Train detector, encoder and task together; see e2e_vl/commands/train.py."""
 
-    accelerate launch tools/train.py --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
-
-Everything after the options is `key=value` and beats the file. `--resume` continues the run in `output` exactly.
-"""
-
-from __future__ import annotations
-
-import sys
-
-from accelerate import PartialState
-
-from e2e_vl.command_line import make_parser, says_errors
-from e2e_vl.config import load_config
-from e2e_vl.engine.train import train
-
-
-@says_errors
-def main(argv: list[str] | None = None) -> int:
-    parser = make_parser(__doc__)
-    parser.add_argument("--config", required=True, help="YAML file of the run")
-    parser.add_argument("--resume", action="store_true", help="continue from the run directory's newest checkpoint")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that beat the file")
-    arguments = parser.parse_intermixed_args(argv)
-    try:
-        metrics = train(load_config(arguments.config, arguments.overrides), resume=arguments.resume)
-    except KeyboardInterrupt:
-        print("interrupted; --resume continues from the newest checkpoint", file=sys.stderr)
-        return 130
-    if PartialState().is_main_process:
-        for name, value in metrics.items():
-            if "/" in name and isinstance(value, float):
-                print(f"{name:45s} {value:.3f}")
-    return 0
-
+from e2e_vl.commands.train import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -69,6 +69,17 @@ class VLDataset(abc.ABC):
         """
 
     @classmethod
+    def reads(cls, options: Any, split: str, wants: Wants) -> tuple[str, ...]:
+        """Keys of `data.files` that a split is read from; a run checks their paths before it begins.
+
+        Keys may be left out: `open` finds such a file missing, too, only later and alone.
+        """
+        of_boxes = {key for source in BoxSource for key in source.needs}
+        needed = (*wants.boxes.needs, *(["instances"] if wants.annotations else []))
+        unread = ("images",) if wants.boxes is BoxSource.PRECOMPUTED else ()
+        return tuple(key for key in cls.known_files if key not in unread and (key not in of_boxes or key in needed))
+
+    @classmethod
     @abc.abstractmethod
     def texts_of(cls, files: DataFiles, options: Any, split: str) -> Iterable[str]:
         """All texts of a split, to build a vocabulary from."""

@@ -104,6 +104,14 @@ class CaptionDataset(VLDataset):
         )
 
     @classmethod
+    def reads(cls, options: CaptionOptions, split: str, wants: Wants) -> tuple[str, ...]:
+        """The shards are a pattern, and the corpus is several files; `open` looks for them."""
+        if options.source == "json_lines":
+            return wants.boxes.needs or ("captions",)
+        left_out = {"shards", "corpus", *(["captions", "images"] if options.source == "shards" else [])}
+        return tuple(key for key in super().reads(options, split, wants) if key not in left_out)
+
+    @classmethod
     def texts_of(cls, files: DataFiles, options: CaptionOptions, split: str) -> Iterable[str]:
         """All captions of a split and all lines of the corpus."""
         source = _source(files, options, split, BoxSource.ONLINE)

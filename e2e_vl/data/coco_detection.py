@@ -44,6 +44,7 @@ class CocoDetectionDataset(VLDataset):
         if not self.groups:
             raise ValueError(f"{self.instances.path} has no {'images' if keep_empty_images else 'images with objects'}")
         self.parts = [{}]
+        self._categories = Categories(tuple(self.instances.category_ids))
         self.class_names = self.instances.class_names
 
     @classmethod
@@ -51,6 +52,10 @@ class CocoDetectionDataset(VLDataset):
         """`data.files` holds `images` and `instances`; in evaluation every image counts."""
         keep = files.settings.keep_empty_images or not wants.training
         return cls(files.path("images", split=split), files.path("instances", split=split), keep_empty_images=keep)
+
+    @classmethod
+    def reads(cls, options: NoOptions, split: str, wants: Wants) -> tuple[str, ...]:
+        return cls.known_files
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
@@ -73,15 +78,16 @@ class CocoDetectionDataset(VLDataset):
         """Number of images in the file, so also of texts."""
         return len(self.images)
 
+    def truths(self) -> Iterable[Categories]:
+        return (self._categories for _ in self.images)
+
     def sample(self, texts: Sequence[int]) -> Sample:
         """One image with its empty text."""
         [index] = texts
         image = self.images[index]
         stated = self.instances.sample_image(image.id, self.images_root / image.file_name)
         objects = [self._fact(annotation) for annotation in self.instances.by_image[image.id]]
-        text = SampleText(
-            index, "", {"image_id": image.id, "objects": objects}, Categories(tuple(self.instances.category_ids))
-        )
+        text = SampleText(index, "", {"image_id": image.id, "objects": objects}, self._categories)
         return Sample((stated,), (text,))
 
     def _fact(self, annotation: CocoAnnotation) -> dict[str, Any]:

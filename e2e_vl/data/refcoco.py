@@ -43,6 +43,10 @@ class RefCOCODataset(VLDataset):
         return cls(files.path("images"), files.path("instances"), files.path("refs"), split)
 
     @classmethod
+    def reads(cls, options: NoOptions, split: str, wants: Wants) -> tuple[str, ...]:
+        return ("instances", *super().reads(options, split, wants))
+
+    @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
         """All expressions of a split."""
         refer = ReferFiles(files.path("refs"), files.path("instances"))

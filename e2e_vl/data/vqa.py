@@ -124,6 +124,11 @@ class VQADataset(VLDataset):
         return cls(parts, names)
 
     @classmethod
+    def reads(cls, options: VQAOptions, split: str, wants: Wants) -> tuple[str, ...]:
+        keys = super().reads(options, split, wants)
+        return tuple(key for key in keys if key != "answers" and (wants.training or key != "annotations"))
+
+    @classmethod
     def texts_of(cls, files: DataFiles, options: VQAOptions, split: str) -> Iterable[str]:
         """All questions of a split and the most frequent answer to each."""
         questions = [q for name in split_names(split) for q in _read_split(files, name, annotated=True)]

@@ -20,6 +20,14 @@ def are_given(config: RunConfig) -> bool:
     return config.task.config.get("answers") is not None or "answers" in config.data.files
 
 
+def answers_path(config: RunConfig) -> Path | None:
+    """The file that gives the answers; None where they are a list in the settings, or are built."""
+    given = config.task.config.get("answers")
+    if given is None and "answers" in config.data.files:
+        return Path(config.data.root).expanduser() / config.data.files["answers"]
+    return Path(given).expanduser() if isinstance(given, str) else None
+
+
 def possible_answers(config: RunConfig, dataset: type[VLDataset], task: type[Task], min_count: int) -> list[str]:
     """Answers in the order of their classes.
 
@@ -33,11 +41,10 @@ def possible_answers(config: RunConfig, dataset: type[VLDataset], task: type[Tas
     given = config.task.config.get("answers")
     if given is not None and not isinstance(given, str):
         return list(given)
-    if given is None and "answers" in config.data.files:
-        given = Path(config.data.root).expanduser() / config.data.files["answers"]
-    if given is not None:
-        answers = read_answers(given)
-        return [task.official_answer(answer) for answer in answers] if Path(given).suffix == ".txt" else answers
+    path = answers_path(config)
+    if path is not None:
+        answers = read_answers(path)
+        return [task.official_answer(answer) for answer in answers] if path.suffix == ".txt" else answers
     given = dataset.answers_of(*open_options(dataset, config.data), config.data.train_split)
     answers = frequent_answers(given, min_count, task.spell_answer)
     write_answers(Path(config.output) / ANSWERS_FILE, answers)

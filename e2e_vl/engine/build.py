@@ -85,6 +85,10 @@ DATASETS: dict[str, type[VLDataset]] = {
 }
 
 
+# told which part's weights came from which path, and how they fit
+TellStart = Callable[[str, str, LoadReport], None]
+
+
 class PartClasses(NamedTuple):
     """The classes that a run's settings name."""
 
@@ -152,20 +156,31 @@ def resolve(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, resize=resize))
 
 
+def log_start(part: str, path: str, report: LoadReport) -> None:
+    """Log what came from a weights file; a warning if something stayed random or unused."""
+    level = logging.INFO if report.is_complete else logging.WARNING
+    logger.log(level, "%s (%s names): %s.", path, report.layout, report.summary())
+
+
 def build_model(
-    config: RunConfig, *, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None
+    config: RunConfig,
+    *,
+    vocab_size: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    tell_start: TellStart = log_start,
 ) -> VisionLanguageModel:
     """Detector, encoder and task with random or (`weights` of each) given starting values.
 
     With the tokenizer, the task takes what it wants from the other parts (`Task.initialise`); `task.weights` beat that.
+    `tell_start` is called for each part that starts from weights ("detector", "encoder" or "task").
 
     Raises:
         ValueError: the encoder cannot do what the task needs, or weights do not fit.
     """
     if tokenizer is not None and config.encoder.weights is not None:
         check_vocabulary(config.encoder.weights, tokenizer)
-    detector = build_detector(config)
-    encoder = build_encoder(config, vocab_size=vocab_size, feature_dim=detector.feature_dim)
+    detector = build_detector(config, tell_start)
+    encoder = build_encoder(config, vocab_size=vocab_size, feature_dim=detector.feature_dim, tell_start=tell_start)
     sizes = Sizes(
         encoder.hidden_size, vocab_size, detector.feature_dim, detector.num_classes, summary_size=encoder.summary_size
     )
@@ -177,7 +192,7 @@ def build_model(
     if config.task.weights is not None:
         knows_order = are_given(config) or not task.chooses_answers
         report = load_task(task, config.task.weights, start_rules(config), knows_class_order=knows_order)
-        _log_start(config.task.weights, report)
+        tell_start("task", config.task.weights, report)
     rule = task.hiding
     needs_copy = rule is not None and rule.hides and rule.teacher == "frozen"
     teacher = copy.deepcopy(detector) if needs_copy else None
@@ -197,7 +212,7 @@ def build_detector_config(config: RunConfig) -> Any:
     return config_class.from_yaml({"_BASE_": str(path.resolve()), **config.detector.overrides})
 
 
-def build_detector(config: RunConfig) -> Detector:
+def build_detector(config: RunConfig, tell_start: TellStart = log_start) -> Detector:
     if config.detector.backend == "precomputed" and (config.detector.weights or config.detector.loss_weight):
         raise ValueError(
             "detector.backend is precomputed: there is no network that detector.weights or detector.loss_weight could "
@@ -206,14 +221,8 @@ def build_detector(config: RunConfig) -> Detector:
     detector = named_parts(config).detector(build_detector_config(config))
     if config.detector.weights is not None:
         report = load_checkpoint(detector, config.detector.weights, expect=config.detector.expect)
-        _log_start(config.detector.weights, report)
+        tell_start("detector", config.detector.weights, report)
     return detector
-
-
-def _log_start(path: str, report: LoadReport) -> None:
-    """What came from a weights file; a warning if something stayed random or unused."""
-    level = logging.INFO if report.is_complete else logging.WARNING
-    logger.log(level, "%s (%s names): %s.", path, report.layout, report.summary())
 
 
 def start_rules(config: RunConfig) -> StartRules:
@@ -221,7 +230,9 @@ def start_rules(config: RunConfig) -> StartRules:
     return StartRules(config.task.name, TASKS, ADAPTERS.get(config.encoder.name, ()))
 
 
-def build_encoder(config: RunConfig, *, vocab_size: int, feature_dim: int) -> Encoder:
+def build_encoder(
+    config: RunConfig, *, vocab_size: int, feature_dim: int, tell_start: TellStart = log_start
+) -> Encoder:
     config_class, model_class = named_parts(config).encoder
     check_keys([field.name for field in dataclasses.fields(config_class)], config.encoder.config, "encoder.config")
     fixed = [key for key in ("vocab_size", "feature_dim") if key in config.encoder.config]
@@ -234,7 +245,7 @@ def build_encoder(config: RunConfig, *, vocab_size: int, feature_dim: int) -> En
         raise ValueError(f"encoder.config cannot be used: {reason}.") from error
     for weights in (config.encoder.fallback_weights, config.encoder.weights):
         if weights is not None:
-            _log_start(weights, load_encoder(encoder, weights, start_rules(config)))
+            tell_start("encoder", weights, load_encoder(encoder, weights, start_rules(config)))
     return encoder
 
 

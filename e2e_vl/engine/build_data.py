@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -23,6 +24,7 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
 from e2e_vl.synthetic import FORMATS, LanguageConfig, SceneConfig, make_scenes
+from e2e_vl.synthetic.generate import STAMP
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,16 @@ def make_synthetic_data(config: RunConfig) -> None:
     )
 
 
+def is_drawn(config: RunConfig) -> bool:
+    """Whether the data set that `data.synthetic` describes is complete, so that nothing is left to draw."""
+    stamp = Path(config.data.root).expanduser() / STAMP
+    if not stamp.is_file():
+        return False
+    formats = config.data.synthetic.formats
+    present = json.loads(stamp.read_text(encoding="utf-8")).get("formats", FORMATS)
+    return set(FORMATS if formats is None else formats) <= set(present)
+
+
 def build_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
     """The named vocabulary, or one built from the training texts and kept with the run."""
     if config.data.vocabulary is not None:
@@ -76,14 +88,37 @@ def build_examples(
     *,
     boxes: BoxSource | str,
     training: bool = False,
+    dataset: VLDataset | None = None,
 ) -> ExampleDataset:
     """One split, read, loaded and worded; training adds random resizing, mirroring and detection targets.
+
+    Args:
+        dataset: the split as `open_split` has read it already; None reads it.
+
+    Raises:
+        FileNotFoundError, ValueError: see `open_split`.
+    """
+    boxes = BoxSource(boxes)
+    if dataset is None:
+        dataset = open_split(config, split, boxes, training=training)
+    wording = model.task.wording(build_writer(config, model, tokenizer, training=training))
+    loader = build_loader(config, model, dataset, boxes, training=training)
+    loader.require_images(dataset.image_ids(), split)
+    return ExampleDataset(dataset, loader, wording, seed=config.seed, skip_broken=config.data.skip_broken and training)
+
+
+def wants_of(config: RunConfig, boxes: BoxSource, *, training: bool) -> Wants:
+    """What the settings read of a split that is trained or evaluated with these boxes."""
+    return Wants(boxes, objects=training and config.detector.loss_weight > 0, training=training)
+
+
+def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: bool) -> VLDataset:
+    """The facts of one split, read from its files.
 
     Raises:
         ValueError: precomputed features for a detector that needs pixels, or the other way round; boxes or a file that
             the data set does not know; and see the data set.
     """
-    boxes = BoxSource(boxes)
     if (boxes is BoxSource.PRECOMPUTED) != (config.detector.backend == "precomputed"):
         raise ValueError(
             f"The box source is {boxes} and detector.backend is {config.detector.backend}: precomputed features need "
@@ -91,16 +126,12 @@ def build_examples(
         )
     kind = named_parts(config).dataset
     check_boxes_source(kind, config.data.name, boxes)
-    wording = model.task.wording(build_writer(config, model, tokenizer, training=training))
-    wants = Wants(boxes, objects=training and config.detector.loss_weight > 0, training=training)
+    wants = wants_of(config, boxes, training=training)
     files, options = open_options(kind, config.data)
     if wants.annotations and "instances" in kind.known_files and "instances" not in files:
         wanted = "the targets of the detection losses" if wants.objects else f"boxes '{boxes}'"
         raise ValueError(f"{wanted} come from annotated objects; give an instances file as data.files.instances.")
-    dataset = kind.open(files, options, split, wants)
-    loader = build_loader(config, model, dataset, boxes, training=training)
-    loader.require_images(dataset.image_ids(), split)
-    return ExampleDataset(dataset, loader, wording, seed=config.seed, skip_broken=config.data.skip_broken and training)
+    return kind.open(files, options, split, wants)
 
 
 def build_writer(

@@ -21,8 +21,10 @@ from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.run import Run
 from e2e_vl.engine.saving import load_model, saved_settings
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run_files import write_text
+from e2e_vl.run_files import write_json, write_text
 from e2e_vl.tasks.base import Task
+
+EVALUATIONS = "evaluations"  # folder of a run directory, for what evaluate_run writes
 
 
 def evaluate_splits(
@@ -85,7 +87,7 @@ def evaluate(
         for buffer in model.buffers():
             broadcast(buffer, from_process=0)
     records: list[dict[str, Any]] = []
-    bar = tqdm(loader, desc=name, unit="batch", leave=False, disable=not accelerator.is_local_main_process)
+    bar = tqdm(loader, desc=name, unit="batch", leave=False, delay=1, disable=not accelerator.is_local_main_process)
     with torch.no_grad(), accelerator.autocast(), bar:
         for batch in bar:
             batch = batch.to(accelerator.device)
@@ -126,15 +128,24 @@ def evaluate_run(
 ) -> tuple[dict[str, Any], Path | None]:
     """Load a trained run and evaluate it; what tools/evaluate.py does.
 
+    Args:
+        output: file of the predictions; the metrics go beside it, into `<its name>_metrics.json`. None: the folder
+            `evaluations` of the run, where an earlier evaluation of the same name is replaced.
+
     Returns:
         The metrics (as in `evaluate_splits`), and the predictions file on the main process (None on the others).
 
     Raises:
-        FileNotFoundError, ValueError: no model there, an unknown split, or data that do not fit.
+        FileNotFoundError, ValueError: no model there, an unknown split, data that do not fit, or an output that is a
+            file of the run itself.
     """
+    boxes = BoxSource(boxes)
+    name = "_".join([split, boxes, *([iou] if iou is not None else [])])
+    path = output or run_dir / EVALUATIONS / f"{name}.json"
+    metrics_path = path.with_name(f"{path.stem}_metrics.json")
+    _refuse_file_of_run(run_dir, path, metrics_path)
     convention = [f"task.config.iou_convention={iou}"] if iou is not None else []
     config, model, tokenizer = load_model(run_dir, overrides=[*(overrides or []), *convention])
-    boxes = BoxSource(boxes)
     if boxes is BoxSource.ONLINE:
         warn_of_random_boxes(saved_settings(run_dir).detector)
     accelerator = make_accelerator(config.train.mixed_precision)
@@ -142,10 +153,18 @@ def evaluate_run(
     examples = build_examples(config, model, tokenizer, split, boxes=boxes)
     records = evaluate(config, model, examples, accelerator, name=f"{split}, {boxes}")
     metrics = named_metrics(model.task.metrics(records), split, boxes)
-    path = None
     if accelerator.is_main_process:
-        path = output or run_dir / f"predictions_{split}_{boxes}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(metrics_path, {**metrics, "run": str(run_dir), "settings": [*(overrides or []), *convention]})
         write_predictions(path, records, model.task)
     accelerator.wait_for_everyone()
-    return metrics, path
+    return metrics, path if accelerator.is_main_process else None
+
+
+def _refuse_file_of_run(run_dir: Path, path: Path, metrics_path: Path) -> None:
+    """Raises ValueError for a file of the run itself; an evaluation, with its metrics beside it, may be replaced."""
+    if path.exists() and not metrics_path.exists() and path.resolve().is_relative_to(run_dir.resolve()):
+        raise ValueError(
+            f"{path} belongs to the run {run_dir} and is not replaced; choose another --output, or leave it out for a "
+            f"file in {run_dir / EVALUATIONS}."
+        )

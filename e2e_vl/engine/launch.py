@@ -12,6 +12,7 @@ from accelerate.utils import get_cpu_distributed_information, get_int_from_env, 
 
 # What torch's launcher and the MPI libraries tell each process about the number of processes.
 NUMBERS_OF_PROCESSES = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_ON_THE_CPU = "or use the CPU (`accelerate launch --cpu`, or ACCELERATE_USE_CPU=true)"
 
 
 def make_accelerator(mixed_precision: str, **options: Any) -> Accelerator:
@@ -22,8 +23,10 @@ def make_accelerator(mixed_precision: str, **options: Any) -> Accelerator:
     `mixed_precision` is no, bf16 or fp16.
 
     Raises:
-        ValueError: `accelerate launch` was asked for several processes and started one.
+        ValueError: GPUs were asked for that do not exist, or `accelerate launch` was asked for several processes and
+            started one.
     """
+    _refuse_missing_gpus()
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
         _refuse_missing_processes()
@@ -44,4 +47,31 @@ def _refuse_missing_processes() -> None:
             "`accelerate launch` was asked for several processes, but it starts only one where there are not several "
             f"GPUs; start N processes on the CPU with `torchrun --standalone --nproc_per_node N -- {sys.argv[0]} ...`, "
             "or leave out --num_processes (and unset MASTER_ADDR)."
+        )
+
+
+def _refuse_missing_gpus() -> None:
+    """Raise a ValueError if the run was to have GPUs that torch does not find; it would use fewer, or the CPU.
+
+    GPUs are asked for by CUDA_VISIBLE_DEVICES (also through `accelerate launch --gpu_ids`), by
+    `accelerate launch --multi_gpu`, and by more processes on a machine with GPUs than it has.
+    """
+    if parse_flag_from_env("ACCELERATE_USE_CPU"):
+        return
+    found = torch.accelerator.device_count()
+    there = f"{found or 'no'} GPU{'' if found == 1 else 's'}"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    asked = [word for word in visible.split(",") if word.strip().isdigit() or word.strip().startswith(("GPU-", "MIG-"))]
+    if len(asked) > found:
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES (or --gpu_ids) asks for the GPUs {visible}, but torch finds {there} among them; "
+            f"name GPUs that nvidia-smi lists, {_ON_THE_CPU}."
+        )
+    processes = get_int_from_env(("LOCAL_WORLD_SIZE",), 1)
+    # for one process, and for processes on the CPU, `accelerate launch` sets ACCELERATE_USE_CPU to true or false
+    is_multi_gpu = "ACCELERATE_MIXED_PRECISION" in os.environ and "ACCELERATE_USE_CPU" not in os.environ
+    if processes > found and (found or is_multi_gpu):
+        raise ValueError(
+            f"{processes} processes were asked for, each with a GPU of its own, but torch finds {there} on this "
+            f"machine; start as many processes as there are GPUs, {_ON_THE_CPU}."
         )

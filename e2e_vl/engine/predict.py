@@ -5,46 +5,18 @@ Shape legend: see `e2e_vl/structures.py`.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
-from e2e_vl.data.base import open_options
-from e2e_vl.data.loading.requests import random_generator
-from e2e_vl.engine.build import named_parts
-from e2e_vl.engine.build_data import build_collate, build_examples, build_loader, build_writer, warn_of_random_boxes
+from e2e_vl.engine.build_data import build_examples, warn_of_random_boxes
 from e2e_vl.engine.evaluate import evaluate, named_metrics
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.saving import load_model, saved_settings
-from e2e_vl.examples import Example
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.samples import BrokenImageError, Question, Sample
-from e2e_vl.structures import Batch, ModelOutput
-from e2e_vl.tasks.base import Task
-
-
-@dataclasses.dataclass
-class Answer:
-    """What a model says to one text about one image. Boxes are xyxy in pixels of the original image."""
-
-    task: Task
-    record: dict[str, Any]  # what `Task.answer` returned
-    lines: list[str]  # the same in words, the answer first
-    boxes: np.ndarray  # float32 [R, 4], the candidate boxes that the answer was made from
-    images: np.ndarray  # int64 [R], which of the sample's images each of them lies in
-    attention: np.ndarray | None  # float32 [R]: how much the answer's position looks at each, mean of the last layer
-
-    @property
-    def box(self) -> list[float] | None:
-        """What the text refers to, for a task that points at a box."""
-        return self.record["box"] if self.task.points_at_box else None
 
 
 def predict_split(
@@ -123,99 +95,3 @@ def _load_runs(
             raise ValueError("The two runs have different precisions; set train.mixed_precision for both.")
         loaded.append((second_run_dir, *second))
     return loaded
-
-
-def answer_question(run_dir: Path, question: Question, *, points_at_box: bool = False) -> Answer:
-    """Ask a trained model about one image: the question becomes a sample, as a data set makes them.
-
-    Args:
-        run_dir: run directory of tools/train.py, or a saved model folder.
-        question: image, text and what else the task needs. The text is cut as in training.
-        points_at_box: the answer must be a box.
-
-    Raises:
-        FileNotFoundError, ValueError: no model or image there, an empty text, a model that cannot answer one, or
-            something that the task needs or does not take.
-    """
-    if not question.text.strip():
-        raise ValueError("The text is empty; write what to ask or to look for.")
-    config, model, tokenizer = load_model(Path(run_dir))
-    _check_answers(config, model.task, run_dir, points_at_box)
-    if question.boxes is None:
-        warn_of_random_boxes(saved_settings(run_dir).detector)
-    dataset = named_parts(config).dataset
-    files, options = open_options(dataset, config.data)
-    question = dataclasses.replace(
-        question,
-        class_names=dataset.class_names_of(files, options, [*config.data.eval_splits, config.data.train_split][0]),
-        wants_answer=dataset.wants_given_answer(options),
-    )
-    return answer(config, model, tokenizer, dataset.narrowed(model.task.question(question), options))
-
-
-def answer(config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, sample: Sample) -> Answer:
-    """What a model says to the text of a sample, on the road that the data of a run take."""
-    boxes = BoxSource.ONLINE if sample.images[0].objects is None else BoxSource.GT
-    loader = build_loader(config, model, None, boxes)
-    wording = model.task.wording(build_writer(config, model, tokenizer))
-    draw = functools.partial(random_generator, config.seed, 0)
-    try:
-        images = [loader.load(image, loader.draw_augmentation(draw(0))) for image in sample.images]
-    except BrokenImageError as error:
-        raise error.__cause__ from None
-    batch = build_collate(config, model)([Example(images, list(wording(sample, images, draw)))])
-    with torch.no_grad():
-        output = model(batch, output_attentions=True)
-        record = model.task.answer(output, tokenizer)
-    return Answer(model.task, record, model.task.answer_lines(record), *_regions(model, output, record))
-
-
-def _check_answers(config: RunConfig, task: Task, run_dir: Path, points_at_box: bool) -> None:
-    """Raises ValueError if the run does not answer a text about an image, or not with a box where that is asked."""
-    if points_at_box and not task.points_at_box:
-        raise ValueError(
-            f"{run_dir} was trained for the task '{config.task.name}', which does not answer a phrase with a box; give "
-            "a run of a task that does."
-        )
-    if not task.answers_questions:
-        raise ValueError(
-            f"{run_dir} was trained for the task '{config.task.name}', which does not answer a text; give a run of a "
-            "task that does."
-        )
-    if config.detector.backend == "precomputed":
-        raise ValueError(
-            f"{run_dir} reads saved region features, so it cannot look at an image; give a run with a detector."
-        )
-    if config.data.blank_text or config.data.blank_image:
-        missing = "text" if config.data.blank_text else "image"
-        raise ValueError(f"{run_dir} is a control that was trained without seeing any {missing}; give another run.")
-
-
-def _regions(
-    model: VisionLanguageModel, output: ModelOutput, record: dict[str, Any]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Candidate boxes [R, 4] in original pixels, their images [R], and the answer's attention [R] on them."""
-    text = int(record.get("choice", 0))  # of several texts the chosen one
-    batch, regions = output.batch, output.text_regions
-    kept = regions.row[text] >= 0
-    images = regions.image[text, kept]
-    boxes = (regions.boxes[text, kept] / batch.images.scales[images].repeat(1, 2)).numpy()
-    maps = output.encoded.attentions
-    if maps is None or model.task.points_at_box:
-        return boxes, images.numpy(), None
-    length = batch.texts.input_ids.shape[1]
-    position = _asking_position(batch, output, text)
-    rows = [one[text, :, position, length : length + len(kept)] for one in maps]
-    last = next((row for row in reversed(rows) if row.any()), rows[-1])  # a map may have no such block
-    return boxes, images.numpy(), last.mean(dim=0)[kept].float().numpy()
-
-
-def _asking_position(batch: Batch, output: ModelOutput, text: int) -> int:
-    """Where the answer is read: at its own place, at the first labelled wordpiece, at a hidden region, or in front."""
-    if batch.texts.summary is not None:
-        return int(batch.texts.summary[text])
-    asked = [] if batch.targets is None else batch.targets.labelled_wordpieces(text)
-    if asked:
-        return asked[0]
-    is_hidden = output.text_regions.is_hidden[text]
-    return batch.texts.input_ids.shape[1] + int(is_hidden.int().argmax()) if is_hidden.any() else 0

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from detector.checkpoint import LoadReport
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
+from e2e_vl.data.base import VLDataset
 from e2e_vl.data.loading.example_dataset import ExampleDataset
 from e2e_vl.engine.build import build_model
 from e2e_vl.engine.build_data import (
@@ -21,6 +24,17 @@ from e2e_vl.engine.build_data import (
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
 
+# by split, boxes, and whether it is for training
+DataSets = dict[tuple[str, BoxSource, bool], VLDataset]
+
+
+class Start(NamedTuple):
+    """Weights that a part of the model started from."""
+
+    part: str  # detector, encoder or task
+    path: str
+    report: LoadReport
+
 
 @dataclasses.dataclass
 class Run:
@@ -30,28 +44,48 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     train_data: ExampleDataset
     collate: Callable[..., Batch]
+    starts: list[Start] = dataclasses.field(default_factory=list)
     # by split and boxes
     eval_data: dict[tuple[str, BoxSource], ExampleDataset] = dataclasses.field(default_factory=dict)
 
 
-def build_run(config: RunConfig) -> Run:
-    """Data (drawn first if the settings ask for it), tokenizer and model of settings as `resolve` returns them."""
+def build_run(config: RunConfig, datasets: DataSets | None = None) -> Run:
+    """Data (drawn first if the settings ask for it), tokenizer and model of settings as `resolve` returns them.
+
+    Args:
+        datasets: splits that have been read already, see `splits_of`.
+    """
     make_synthetic_data(config)
     tokenizer = build_tokenizer(config)
-    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
-    source = BoxSource(config.data.boxes.train)
-    examples = build_examples(config, model, tokenizer, config.data.train_split, boxes=source, training=True)
+    starts: list[Start] = []
+    model = build_model(
+        config,
+        vocab_size=len(tokenizer),
+        tokenizer=tokenizer,
+        tell_start=lambda *start: starts.append(Start(*start)),
+    )
+    [(split, source, _)] = [one for one in splits_of(config) if one[2]]
+    read = (datasets or {}).get((split, source, True))
+    examples = build_examples(config, model, tokenizer, split, boxes=source, training=True, dataset=read)
     if config.detector.loss_weight > 0:
         examples.dataset.check_classes(model.detector.num_classes)
     model.task.check_data(examples.dataset, model.detector)
-    return Run(model, tokenizer, examples, build_collate(config, model))
+    return Run(model, tokenizer, examples, build_collate(config, model), starts)
 
 
-def build_eval_data(config: RunConfig, run: Run) -> None:
-    """Read all splits with all box sources that the settings evaluate, once per run."""
-    sources = [BoxSource(boxes) for boxes in config.eval.boxes]
-    if BoxSource.ONLINE in sources:
+def build_eval_data(config: RunConfig, run: Run, datasets: DataSets | None = None) -> None:
+    """Read all splits with all box sources that the settings evaluate, once per run; see `build_run`."""
+    if BoxSource.ONLINE in map(BoxSource, config.eval.boxes):
         warn_of_random_boxes(config.detector)
-    for split in config.data.eval_splits:
-        for boxes in sources:
-            run.eval_data[split, boxes] = build_examples(config, run.model, run.tokenizer, split, boxes=boxes)
+    for split, boxes, training in splits_of(config):
+        if not training:
+            read = (datasets or {}).get((split, boxes, False))
+            run.eval_data[split, boxes] = build_examples(
+                config, run.model, run.tokenizer, split, boxes=boxes, dataset=read
+            )
+
+
+def splits_of(config: RunConfig) -> list[tuple[str, BoxSource, bool]]:
+    """What a run reads: (split, boxes, whether it is for training)."""
+    evaluated = [(split, BoxSource(boxes), False) for split in config.data.eval_splits for boxes in config.eval.boxes]
+    return [(config.data.train_split, BoxSource(config.data.boxes.train), True), *evaluated]

@@ -10,11 +10,13 @@ No file of a checkpoint can run code when it is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import pickle
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from accelerate.utils import load as load_without_code
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from detector.checkpoint import load_strictly, load_weights
 from detector.weight_files import read_tensors
@@ -32,7 +35,7 @@ from e2e_vl.config import VERSION, RunConfig, differences, load_config, load_ove
 from e2e_vl.data.formats.answer_files import ANSWERS_FILE, write_answers
 from e2e_vl.engine.build import build_detector_config, build_model, task_class
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run_files import write_json
+from e2e_vl.run_files import model_folder, write_json
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.start import TEACHER, check_answers, check_vocabulary, todays_names
 
@@ -45,7 +48,8 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
     """Write settings, weights (safetensors) and tokenizer; the encoder folder is a transformers checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     save_config(config, folder / "config.yaml")
-    model.encoder.save_pretrained(folder / "encoder")
+    with _without_progress_bars():
+        model.encoder.save_pretrained(folder / "encoder")
     for name, part in (("detector", model.detector), ("task", model.task), ("teacher", model.teacher)):
         if part is None:
             continue
@@ -58,20 +62,16 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
     tokenizer.save_pretrained(folder / "tokenizer")
 
 
-def model_folder(folder: Path) -> Path:
-    """The folder that `save_model` wrote: `folder` itself, or `model/` in a run directory.
-
-    Raises:
-        FileNotFoundError: no model there.
-    """
-    folder = Path(folder)
-    if (folder / "config.yaml").is_file() and (folder / "encoder").is_dir():
-        return folder
-    if not (folder / "model" / "config.yaml").is_file():
-        raise FileNotFoundError(
-            f"{folder} holds no trained model (no model/config.yaml); give a run directory of tools/train.py."
-        )
-    return folder / "model"
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """transformers draws a bar for every file that it writes."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
 
 
 def load_model(
@@ -176,7 +176,7 @@ def save_state(
     if accelerator.is_main_process:
         save_model(folder / "model", config, model, tokenizer)
         write_json(folder / "step.json", {**position, "processes": accelerator.num_processes})
-        for old in _complete(folder.parent)[:-keep]:
+        for old in complete_checkpoints(folder.parent.parent)[:-keep]:
             (old / "step.json").unlink()
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
@@ -237,7 +237,7 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     """
     if not output.is_dir():
         raise FileNotFoundError(f"Cannot resume: run directory {output} does not exist; start without --resume.")
-    complete = _complete(output / "checkpoints")
+    complete = complete_checkpoints(output)
     if not complete:
         return None
     folder = complete[-1]
@@ -271,7 +271,7 @@ def refuse_to_overwrite(output: Path) -> None:
     """Raises ValueError if the run directory already holds a run, or is no directory."""
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file; choose another `output`, a directory for the run.")
-    if _complete(output / "checkpoints") or (output / "metrics.json").exists():
+    if complete_checkpoints(output) or (output / "metrics.json").exists():
         raise ValueError(f"{output} already holds a run; continue it with --resume, or choose another `output`.")
 
 
@@ -284,6 +284,6 @@ def _architecture(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _complete(folder: Path) -> list[Path]:
-    """Checkpoint folders that were written to the end, oldest first."""
-    return sorted(path.parent for path in folder.glob("step_*/step.json"))
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """Checkpoint folders of a run directory that were written to the end, oldest first."""
+    return sorted(path.parent for path in (run_dir / "checkpoints").glob("step_*/step.json"))

@@ -1,7 +1,8 @@
 """The training loop: batches in, a run directory out.
 
 A run directory holds `config.yaml`, `log.jsonl`, `metrics.json`, TensorBoard events, `checkpoints/step_*`, `model/`
-(the final model in `save_pretrained` form), `predictions_*.json` and `report.html`.
+(the final model in `save_pretrained` form), `predictions_*.json` and `report.html`; with `train.keep_best` also `best/`
+(the best model, see `e2e_vl/engine/best.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, gather_object, set_seed
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -24,11 +25,14 @@ from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.loading.batches import BatchLoader
 from e2e_vl.data.loading.grouping import GroupedBatchSampler
 from e2e_vl.engine import saving
-from e2e_vl.engine.build import resolve
+from e2e_vl.engine.best import BestModel
 from e2e_vl.engine.evaluate import evaluate_splits
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.optim import build_optimizer, build_schedule
+from e2e_vl.engine.preflight import Preflight, look_ahead
 from e2e_vl.engine.run import Run, build_eval_data, build_run
+from e2e_vl.engine.summary import end_text, start_text
+from e2e_vl.engine.trackers import installed_trackers, start_trackers, without_constants
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.report.page import write_report
 from e2e_vl.run_files import RunLog, write_json
@@ -52,27 +56,40 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
     output = Path(config.output)
     accelerator = make_accelerator(
         config.train.mixed_precision,
-        log_with="tensorboard",
-        project_dir=output,
+        log_with=[name for name in config.train.trackers if name in installed_trackers()] or None,
+        project_config=ProjectConfiguration(str(output), logging_dir=str(output / "tensorboard")),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
-    config = resolve(config)
-    resume_from = saving.find_resumable(output, config, accelerator.num_processes) if resume else None
-    if resume_from is None:
-        saving.refuse_to_overwrite(output)
-    accelerator.wait_for_everyone()
+    known = _look_ahead_together(config, accelerator, resume=resume)
+    config, resume_from = known.config, known.resume_from
     if accelerator.is_main_process:
         output.mkdir(parents=True, exist_ok=True)
     set_seed(config.seed)  # the same on all processes, so that all start from the same weights
     with accelerator.main_process_first():
-        run = build_run(config)
+        run = build_run(config, known.datasets)
         if resume_from is not None:
             saving.check_lists(resume_from, run.model, run.tokenizer)
-        build_eval_data(config, run)  # settings that do not fit are found before training, not after it
+        build_eval_data(config, run, known.datasets)  # settings that do not fit are found before training, not after it
     if accelerator.is_main_process:
         save_config(config, output / "config.yaml")
         run.tokenizer.save_pretrained(output / "tokenizer")
     return _Training(config, accelerator, run, resume_from).run(started)
+
+
+def _look_ahead_together(config: RunConfig, accelerator: Accelerator, *, resume: bool) -> Preflight:
+    """`look_ahead` on all processes, of which the main one raises what any of them found; the others leave silently."""
+    known, findings = None, None
+    with accelerator.main_process_first():
+        try:
+            known = look_ahead(config, accelerator.num_processes, resume=resume)
+        except ValueError as error:
+            findings = str(error)
+    found = next(filter(None, gather_object([findings])), None)
+    if found is None:
+        return known
+    if accelerator.is_main_process:
+        raise ValueError(found)
+    raise SystemExit(2)
 
 
 class _Losses(nn.Module):
@@ -98,12 +115,6 @@ class _Training:
         self.config, self.accelerator, self.built = config, accelerator, run
         settings = config.train
         self.output = Path(config.output)
-        parts = settings.accumulate * accelerator.num_processes
-        if settings.images_per_batch % parts:
-            raise ValueError(
-                f"train.images_per_batch is {settings.images_per_batch}; it must be a multiple of train.accumulate "
-                f"({settings.accumulate}) x the number of processes ({accelerator.num_processes})."
-            )
         self.sampler = GroupedBatchSampler(
             run.train_data.groups,
             images_per_batch=settings.images_per_batch // settings.accumulate,
@@ -121,6 +132,9 @@ class _Training:
         if settings.channels_last:
             run.model.detector.to(memory_format=torch.channels_last)
         self.model, self.optimizer = accelerator.prepare(_Losses(run.model), optimizer)
+        self.best = BestModel(self.output / "best", settings.keep_best, settings.patience)
+        if settings.keep_best is not None:  # a wrong name is found before training, and before the generators are set
+            self.best.check_name(evaluate_splits(config, run, accelerator, max_images=config.eval.images_per_batch))
         # After the weights: processes draw different dropout masks and RoI samples, but reproducibly.
         set_seed(config.seed, device_specific=True)
         self.step = 0
@@ -130,20 +144,29 @@ class _Training:
         if resume_from:
             position = saving.load_state(accelerator, optimizer, resume_from)
             vars(self).update({name: position[name] for name in POSITION})
+            self.best.go_on(position.get("best", {}), resume_from, is_writer=accelerator.is_main_process)
         self.schedule = build_schedule(optimizer, settings, self.total_steps, steps_done=self.step)
         self.log = RunLog(
             self.output / "log.jsonl",
             enabled=accelerator.is_main_process,
             resume_step=self.step if resume_from else None,
         )
-        accelerator.init_trackers("tensorboard")
+        start_trackers(accelerator, config)
+
+    @property
+    def is_over(self) -> bool:
+        """No step is left to be done."""
+        return self.step >= self.total_steps or self.best.is_over
 
     def run(self, started: float) -> dict[str, Any]:
+        if self.accelerator.is_main_process:
+            print(start_text(self.config, self.built, self.accelerator, self.step, self.total_steps), flush=True)
         bar = tqdm(
             total=self.total_steps,
             initial=self.step,
             desc="training",
             unit="step",
+            delay=1,  # seconds; a shorter one would only flash up
             disable=not self.accelerator.is_local_main_process,
         )
         since = time.perf_counter()
@@ -164,6 +187,8 @@ class _Training:
                 since = time.perf_counter()
         self.seconds_training += time.perf_counter() - since
         self._save()
+        if self.best.metric is not None and self.best.judged_step != self.step and self.config.eval.max_images:
+            self._evaluate(self.config.eval.max_images)  # on the images that the earlier models were judged by
         metrics = self._evaluate(None, final=True)
         return self._finish(metrics, started)
 
@@ -171,7 +196,7 @@ class _Training:
         """Micro-batches of each optimiser step still to be done, across epochs."""
         accumulate = self.config.train.accumulate
         per_epoch = self.steps_per_epoch
-        if self.step >= self.total_steps:
+        if self.is_over:
             return
         loader = BatchLoader(
             self.built.train_data,
@@ -189,7 +214,7 @@ class _Training:
                 if len(micro_batches) == accumulate:
                     yield micro_batches
                     micro_batches = []
-                    if self.step >= self.total_steps:
+                    if self.is_over:
                         return
                     if self.step % per_epoch == 0:
                         break
@@ -269,7 +294,7 @@ class _Training:
         self.steps_summed, self.loss_sums = 0, {}
         values = {**averages, **self.rates}
         self.log.write(self.step, "train", {"epoch": epoch, **values})
-        self.accelerator.log({f"train/{name}": value for name, value in values.items()}, step=self.step)
+        self._track({f"train/{name}": value for name, value in values.items()})
         bar.set_postfix({"loss": f"{values['loss']:.3f}"}, refresh=False)
 
     def _evaluate(self, max_images: int | None, *, final: bool = False) -> dict[str, Any]:
@@ -281,19 +306,30 @@ class _Training:
             output=self.output if final else None,
         )
         self.log.write(self.step, "eval", metrics)
-        self.accelerator.log({name: value for name, value in metrics.items() if value is not None}, step=self.step)
+        self._track(metrics)
+        # only evaluations of the same images compare
+        if max_images == self.config.eval.max_images and self.best.judge(self.step, metrics):
+            if self.accelerator.is_main_process:
+                own = (self.config, self.built.model, self.built.tokenizer)
+                self.best.write(lambda folder: saving.save_model(folder, *own))
+            self.accelerator.wait_for_everyone()
         return metrics
 
+    def _track(self, values: dict[str, float | None]) -> None:
+        self.accelerator.log(without_constants(self.config, values), step=self.step)
+
     def _save(self) -> None:
+        folder = self.output / "checkpoints" / f"step_{self.step:08d}"
         saving.save_state(
             self.accelerator,
-            self.output / "checkpoints" / f"step_{self.step:08d}",
+            folder,
             self.config,
             self.built.model,
             self.built.tokenizer,
-            position={name: getattr(self, name) for name in POSITION},
+            position={**{name: getattr(self, name) for name in POSITION}, "best": self.best.position()},
             keep=self.config.train.keep_checkpoints,
         )
+        self.best.checkpoint = folder
 
     def _finish(self, metrics: dict[str, Any], started: float) -> dict[str, Any]:
         model = self.built.model
@@ -309,10 +345,13 @@ class _Training:
                 for name, part in (("detector", model.detector), ("encoder", model.encoder), ("task", model.task))
             },
         }
+        if self.best.found is not None:
+            summary["best"] = self.best.found
         if self.accelerator.is_main_process:
             saving.save_model(self.output / "model", self.config, model, self.built.tokenizer)
             write_json(self.output / "metrics.json", summary)
-            write_report(self.output, self.config, model.task)
+            report = write_report(self.output, self.config, model.task)
+            print(end_text(summary, self.output, report), flush=True)
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         return summary

@@ -29,8 +29,9 @@ from e2e_vl.data.loading.batches import unchanged
 from e2e_vl.data.storage.features.record import RegionFeatures, load_npz, save_npz
 from e2e_vl.data.storage.features.stores import STAMP_NAME, open_features
 from e2e_vl.data.storage.features.writers import check_format, write_features
-from e2e_vl.extraction.chain import ExtractionSettings, InputImage, RegionExtractor, load_input
+from e2e_vl.extraction.chain import InputImage, RegionExtractor, load_input
 from e2e_vl.extraction.detectors import LoadedDetector
+from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.run_files import write_json
 
 WAITING_BATCHES = 8  # images that wait for others of their size, in batches

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,45 +22,14 @@ from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
 from detector.roi_heads import to_rois
 from detector.selection import best_class_boxes, select_max_conf, select_max_nms, select_regions
-from detector.selection_rule import SelectionRule
 from detector.structures import ImageBatch
 from e2e_vl.data.formats.image_lists import GivenBoxes, ListedImage
 from e2e_vl.data.storage.features.record import RegionFeatures
 from e2e_vl.examples import Placement
+from e2e_vl.extraction.settings import ExtractionSettings
 
-Rule = Literal["score", "maxconf", "maxnms", "given"]
 SAME_PLACE = 0.7  # IoU above which the rule "score" counts two detections as one region
 MAX_CANDIDATES = 5000  # best (proposal, class) pairs that the rule "score" looks at, besides each proposal's best class
-DEFAULTS = {  # VL-BERT section 4.1; bottom-up attention; the features that LXMERT was trained on
-    "score": SelectionRule(0.5, 10, 100),
-    "maxconf": SelectionRule(0.2, 10, 100),
-    "maxnms": SelectionRule(0.0, 36, 36),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class ExtractionSettings:
-    """Which boxes become regions, and what is kept of them.
-
-    rule
-      score     detections (NMS within each class; several in one place are one region of the best class) by score
-      maxconf   proposals by their best class probability after NMS within each class (bottom-up attention)
-      maxnms    each proposal's best class and its refined box, NMS over all, loosened until there are enough (LXMERT)
-      given     boxes from a file
-    features_of
-      proposal  features of the proposals; the boxes of "score" and "maxnms" are refined nonetheless, as in the original
-      final     the box head's refined box of the best class is the region and gets features of its own
-    """
-
-    rule: Rule = "score"
-    selection: SelectionRule | None = None  # None: the rule's `DEFAULTS`
-    features_of: Literal["proposal", "final"] = "final"
-    attributes: bool = False  # keep the most probable attribute of each region
-    image_feature: bool = False  # keep the feature of the whole image
-
-    @property
-    def numbers(self) -> SelectionRule:
-        return self.selection or DEFAULTS[self.rule]
 
 
 class InputImage(NamedTuple):

@@ -10,8 +10,9 @@ import numpy as np
 from detector.selection_rule import SelectionRule
 from e2e_vl.data.formats.image_lists import ListedImage
 from e2e_vl.data.storage.features.record import RegionFeatures
-from e2e_vl.extraction.chain import ExtractionSettings, RegionExtractor, load_input
+from e2e_vl.extraction.chain import RegionExtractor, load_input
 from e2e_vl.extraction.detectors import LoadedDetector
+from e2e_vl.extraction.settings import ExtractionSettings
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from e2e_vl.extraction.chain import ExtractionSettings
 from e2e_vl.extraction.detectors import LoadedDetector
+from e2e_vl.extraction.settings import ExtractionSettings
 
 
 def make_stamp(

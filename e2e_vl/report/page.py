@@ -1,34 +1,47 @@
-"""`report.html`: one self-contained page with the run's numbers, curves, and pictures of predictions beside truth."""
+"""`report.html`: one self-contained page with a run's metrics, errors, samples of predictions, curves and settings."""
 
 from __future__ import annotations
 
 import base64
-import html
+import dataclasses
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import cv2
-import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+import jinja2
+from PIL import Image
 
+from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
-from e2e_vl.run_files import read_log
-from e2e_vl.tasks.base import Task
+from e2e_vl.report.changed_settings import changed_settings
+from e2e_vl.report.curves import draw_curves
+from e2e_vl.report.metric_tables import MetricName, metric_tables
+from e2e_vl.report.prediction_lists import Prediction, PredictionLists, list_predictions
+from e2e_vl.run_files import read_log, write_text
+from e2e_vl.tasks.base import PredictionWords, Task
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222 }
-table { border-collapse: collapse } td, th { padding: .15em .8em; text-align: left; border-bottom: 1px solid #ddd }
-td.number { text-align: right; font-variant-numeric: tabular-nums }
-.pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(240px, 1fr)); gap: 1em }
-figure { margin: 0 } figure img { width: 100% } figcaption { font-size: 90% }
-.right { color: #0a7d32 } .wrong { color: #b3261e } pre { background: #f5f5f5; padding: 1em; overflow: auto }
-"""
+TEMPLATE = Path(__file__).with_name("page.html.jinja")
+PICTURE_SIDE = 640  # longest side of a picture in the page, pixels
 
-_SCORES = ("accuracy_", "AP_", "AP50_")  # beginnings of the metrics that are plotted
-_MARKS = {1: "right", 0: "wrong"}  # how right a prediction is -> class of its caption
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """One prediction as the page shows it."""
+
+    words: PredictionWords
+    outcome: str
+    picture: str  # a data URI; "" where there is none
+    problem: str  # why there is no picture; "" where there is one, or nothing to draw
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """One file of predictions."""
+
+    title: str
+    lists: PredictionLists
 
 
 def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
@@ -36,89 +49,92 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
 
     Args:
         run_dir: with `metrics.json`, `config.yaml`, and, if there are any, `log.jsonl` and `predictions_*.json`.
-        config: the run's settings; `eval.report_pictures` limits the pictures of each file of predictions.
-        task: draws the predictions; see `Task.draw` and `Task.caption`.
+        config: the run's settings. Of each file of predictions, up to `eval.report_pictures` wrong ones, partly right
+            ones, right ones and ones without a label are shown, drawn at random from `seed`.
+        task: describes and draws the predictions; see `Task.describe` and `Task.draw`.
 
     Returns:
         The path of the report.
     """
     metrics = json.loads((run_dir / "metrics.json").read_text(encoding="utf-8"))
-    sections = [
-        f"<h1>{html.escape(run_dir.name)}</h1>",
-        "<h2>Numbers</h2>",
-        _metrics_table(metrics),
-        "<h2>Curves</h2>",
-        _curves(read_log(run_dir / "log.jsonl")),
-    ]
-    for path in sorted(run_dir.glob("predictions_*.json")):
-        records = json.loads(path.read_text(encoding="utf-8"))
-        title = path.stem.removeprefix("predictions_").replace("_", ", boxes: ")
-        pictures = _pictures(records, config.eval.report_pictures, task)
-        sections += [f"<h2>Predictions: {html.escape(title)}</h2>", pictures]
-    settings = html.escape((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    sections += ["<h2>Settings</h2>", f"<pre>{settings}</pre>"]
-    page = f"<!doctype html><meta charset='utf-8'><title>{html.escape(run_dir.name)}</title><style>{_STYLE}</style>"
+    curves = draw_curves(read_log(run_dir / "log.jsonl"))
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"value": _value, "share": _share}
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=run_dir.resolve().name,
+        task=config.task.name,
+        data=config.data.name,
+        tables=metric_tables(metrics),
+        numbers=_numbers(metrics),
+        sections=[_section(path, config, task) for path in _prediction_files(run_dir, config)],
+        card=lambda prediction: _card(prediction, task),
+        curves=None if curves is None else _data_uri(curves, "png"),
+        changed=changed_settings(config, getattr(task, "config", None)),
+        settings=(run_dir / "config.yaml").read_text(encoding="utf-8"),
+    )
     path = run_dir / "report.html"
-    path.write_text(page + "\n".join(sections), encoding="utf-8")
+    write_text(path, page)
     return path
 
 
-def _metrics_table(metrics: dict[str, Any]) -> str:
-    rows = [
-        f"<tr><td>{html.escape(name)}</td><td class='number'>{value:.4g}</td></tr>"
-        for name, value in metrics.items()
-        if isinstance(value, int | float)
-    ]
-    return "<table>" + "".join(rows) + "</table>"
-
-
-def _curves(lines: list[dict[str, Any]]) -> str:
-    """Two plots over the steps: the training losses, and the accuracies or average precisions of the evaluations."""
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    loss_axes, accuracy_axes = figure.subplots(1, 2)
-    training = [line for line in lines if line["kind"] == "train"]
-    others = {"step", "kind", "epoch", "grad_norm"}
-    names = {key for line in training for key in line if key not in others and not key.startswith("lr_")}
-    for name in sorted(names):  # "loss" is the weighted sum of the others
-        points = [(line["step"], line[name]) for line in training if name in line]
-        loss_axes.plot(*zip(*points, strict=True), label=name, linewidth=1)
-    evaluations = [line for line in lines if line["kind"] == "eval"]
-    names = {
-        key for line in evaluations for key in line if key.partition("/")[2].startswith(_SCORES) and key.count("/") == 1
-    }
-    for name in sorted(names):
-        points = [(line["step"], line[name]) for line in evaluations if line.get(name) is not None]
-        accuracy_axes.plot(*zip(*points, strict=True), label=name, marker="o", linewidth=1)
-    for axes, title in ((loss_axes, "losses"), (accuracy_axes, "evaluation")):
-        axes.set_xlabel("step")
-        axes.set_title(title)
-        if axes.lines:
-            axes.legend(fontsize=8)
-    loss_axes.set_yscale("log")
-    accuracy_axes.set_ylim(0, 1.02)
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
-    return f"<img alt='curves' src='data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}'>"
-
-
-def _pictures(records: list[dict[str, Any]], number: int, task: Task) -> str:
-    """Pictures of the first `number` predictions that the task draws, at most one picture per image."""
-    figures: dict[str, str] = {}  # by image file
-    for record in records:
-        if len(figures) >= number:
-            break
-        if record.get("file_name") in figures:
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """What `metrics.json` says of the run itself, nested values under joined names."""
+    numbers = {}
+    for name, value in metrics.items():
+        if MetricName.read(name) is not None:
             continue
-        picture = task.draw(record)
-        if picture is not None:
-            figures[record["file_name"]] = _figure(picture, task.caption(record), record.get("correct"))
-    legend = "<p>Green: what the text refers to. Blue: the right prediction. Red: a wrong prediction.</p>"
-    return f"{legend}<div class='pictures'>{''.join(figures.values())}</div>"
+        if isinstance(value, dict):
+            numbers |= {f"{name} of the {part}": one for part, one in value.items()}
+        else:
+            numbers[name.replace("_", " ")] = value
+    return numbers
 
 
-def _figure(picture: np.ndarray, caption: str, correct: float | None) -> str:
-    """HTML of a uint8 RGB picture [h, w, 3] and its caption in green (right), red (wrong) or black (anything else)."""
-    jpeg = cv2.imencode(".jpg", cv2.cvtColor(picture, cv2.COLOR_RGB2BGR))[1].tobytes()
-    image = f"<img src='data:image/jpeg;base64,{base64.b64encode(jpeg).decode()}'>"
-    caption = f"<span class='{_MARKS.get(correct, '')}'>{html.escape(caption)}</span>"
-    return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
+def _prediction_files(run_dir: Path, config: RunConfig) -> list[Path]:
+    """In the order of the run's splits and box sources, then others."""
+    order = [f"predictions_{split}_{boxes}.json" for split in config.data.eval_splits for boxes in config.eval.boxes]
+    own = [run_dir / name for name in order if (run_dir / name).is_file()]
+    return [*own, *sorted(set(run_dir.glob("predictions_*.json")) - set(own))]
+
+
+def _section(path: Path, config: RunConfig, task: Task) -> Section:
+    split, _, boxes = path.stem.removeprefix("predictions_").rpartition("_")
+    known = {source.value: source.metric_suffix.replace("_", " ") for source in BoxSource.for_evaluation()}
+    records = json.loads(path.read_text(encoding="utf-8"))
+    lists = list_predictions(records, task, config.eval.report_pictures, config.seed)
+    return Section(f"{split}, {known.get(boxes, boxes)}", lists)
+
+
+def _card(prediction: Prediction, task: Task) -> Card:
+    picture = problem = ""
+    try:
+        drawn = task.draw(prediction.record)
+    except (FileNotFoundError, ValueError) as error:  # of the image: it lies in an archive, or was moved meanwhile
+        drawn, problem = None, str(error)
+    if drawn is not None:
+        buffer, image = io.BytesIO(), Image.fromarray(drawn)
+        image.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
+        image.save(buffer, "JPEG", quality=85)
+        picture = _data_uri(buffer.getvalue(), "jpeg")
+    return Card(prediction.words, prediction.outcome, picture, problem)
+
+
+def _data_uri(content: bytes, kind: str) -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _value(value: Any) -> str:
+    """A number for people: whole numbers in full, others with three decimals or digits; a dash for none."""
+    if value is None:
+        return "–"
+    if not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or (value.is_integer() and abs(value) > 1):
+        return f"{value:,.0f}"
+    return f"{value:.3f}" if abs(value) >= 0.001 or value == 0 else f"{value:.3g}"
+
+
+def _share(part: int, total: int) -> str:
+    return f"{100 * part / total:.1f} %" if total else "–"

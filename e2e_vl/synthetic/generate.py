@@ -177,7 +177,7 @@ def _mapped(
     function: Callable[[ScenePlace], _DrawnScene], places: list[ScenePlace], workers: int, progress: bool
 ) -> list[_DrawnScene]:
     """``map`` in this process or over several, in order."""
-    bar = partial(tqdm, total=len(places), desc="scenes", unit="scene", disable=not progress)
+    bar = partial(tqdm, total=len(places), desc="scenes", unit="scene", delay=1, disable=not progress)
     if workers == 0:
         return list(bar(map(function, places)))
     # Spawned, not forked: the caller may have threads running (torch).

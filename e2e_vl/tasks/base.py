@@ -13,7 +13,9 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from detector.images import load_image
 from detector.interface import Detector
+from e2e_vl.drawing import draw_boxes
 from e2e_vl.hiding import HidingRule
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import DataFacts, Question, Sample
@@ -36,6 +38,18 @@ def check_dropout(name: str, value: float) -> None:
     """Raises ValueError, naming the key `task.config.<name>`, unless the dropout is at least 0 and below 1."""
     if not 0 <= value < 1:
         raise ValueError(f"task.config.{name} is {value}; a dropout must be at least 0 and below 1.")
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictionWords:
+    """One prediction in words, for reports."""
+
+    asked: str  # the text of the data set
+    answer: str  # what was chosen
+    score: float | None = None  # of that answer; None: it has none
+    truth: str = ""  # what would have been right; "" where it is unknown
+    note: str = ""  # what else helps to see why the answer is right or wrong
+    group: str = ""  # family of the text or type of the question; "" where the data have none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +86,7 @@ class Task(nn.Module, abc.ABC):
     second_run: ClassVar[tuple[str, ...] | None] = None
     second_run_option: ClassVar[str] = ""  # how users give that run
     answers_questions: ClassVar[bool] = True  # a user may ask about an image
+    answers_together: ClassVar[bool] = True  # ... and one batch may hold several questions
     # its config has `answers`, a list that may be built from the data with its `min_answer_count`
     chooses_answers: ClassVar[bool] = False
     sums_objectives: ClassVar[bool] = False  # its config has `objectives`, which are built for it
@@ -146,9 +161,9 @@ class Task(nn.Module, abc.ABC):
     def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """One plain, JSON-able record per text: the batch's record plus the prediction; boxes in original pixels."""
 
-    def answer(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """The prediction for a user's question, by default as in `predict`."""
-        return self.predict(output.batch, output)[0]
+    def replies(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> Records:
+        """The predictions for users' questions, by default as in `predict`."""
+        return self.predict(output.batch, output)
 
     @abc.abstractmethod
     def correct(self, record: dict[str, Any]) -> float | None:
@@ -171,14 +186,26 @@ class Task(nn.Module, abc.ABC):
         """Scores that need both runs, where the split has labels; for a task that has `second_run`."""
         return {}
 
-    def answer_lines(self, record: dict[str, Any]) -> list[str]:
-        """One prediction in words, the answer first."""
+    def ranked(self, record: dict[str, Any]) -> list[tuple[str, float]]:
+        """The best answers of one prediction with their scores, best first; none where an answer is not a text."""
         return []
 
-    def draw(self, record: dict[str, Any]) -> np.ndarray | None:
-        """uint8 RGB picture [height, width, 3] of one prediction with the truth; None: the task has no picture."""
-        return None
+    def answer_lines(self, record: dict[str, Any]) -> list[str]:
+        """One prediction in words, the answer first; by default the ranked answers."""
+        return [f"{score:.3f}  {answer}" for answer, score in self.ranked(record)]
 
-    def caption(self, record: dict[str, Any]) -> str:
-        """What stands below that picture."""
-        return ""
+    def draw(self, record: dict[str, Any]) -> np.ndarray | None:
+        """uint8 RGB picture [height, width, 3] of one prediction with the truth, by default the image alone.
+
+        None: the text has no image.
+
+        Raises:
+            FileNotFoundError, ValueError: the image is no file of its own, or is not there any more.
+        """
+        name = record.get("file_name")
+        return None if name is None else draw_boxes(load_image(name, "RGB"), [])
+
+    def describe(self, record: dict[str, Any]) -> PredictionWords:
+        """What was asked, answered and right."""
+        answer = next(iter(self.answer_lines(record)), "")
+        return PredictionWords(record.get("sent", ""), answer, group=record.get("family") or "")

@@ -19,13 +19,14 @@ from torch import Tensor
 from detector.average_precision import coco_metrics
 from detector.boxes import pairwise_iou, rescale_detections
 from detector.images import load_image
-from e2e_vl.drawing import BLUE, GREEN, draw_boxes
+from detector.interface import Detector
+from e2e_vl.drawing import BLUE, GREEN, RED, Colour, draw_boxes
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
-from e2e_vl.samples import Sample, SampleText
+from e2e_vl.samples import Categories, DataFacts, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import Records, Task
+from e2e_vl.tasks.base import PredictionWords, Records, Task
 from e2e_vl.wording import Draw, Wording
 
 
@@ -67,9 +68,17 @@ class DetectionTask(Task):
     def __init__(self, hidden_size: int, config: DetectionConfig | None = None):
         super().__init__()
         self.config = config or DetectionConfig()
+        # id -> name, for pictures; known after `check_data`. Without it, categories that an image lacks are numbers.
+        self.category_names: dict[int, str] = {}
 
     def wording(self, writer: TextWriter) -> DetectionWording:
         return DetectionWording(writer)
+
+    def check_data(self, facts: DataFacts, detector: Detector) -> None:
+        """Remember what the categories are called."""
+        truth = next(iter(facts.truths()), None)
+        if isinstance(truth, Categories) and facts.class_names is not None:
+            self.category_names = dict(zip(truth.ids, facts.class_names, strict=True))
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Nothing to add: no losses, and empty `logits` [M, 0].
@@ -113,39 +122,56 @@ class DetectionTask(Task):
     def correct(self, record: dict[str, Any]) -> float:
         """F1 of one image: detections with a sufficient score against the objects that are no crowd.
 
-        Detections, best first, each take the free object of their category that they overlap most. 1 if there is
-        nothing to find and nothing was found.
+        1 if there is nothing to find and nothing was found.
         """
-        objects = [entry for entry in record["objects"] if not entry["is_crowd"]]
+        shown, found = self._matches(record)
+        total = len(shown) + sum(not entry["is_crowd"] for entry in record["objects"])
+        return 2 * len(found) / total if total else 1.0
+
+    def _matches(self, record: dict[str, Any]) -> tuple[list[int], dict[int, int]]:
+        """Rows of the detections with a sufficient score, and which object some of them found.
+
+        Detections, best first, each take the free object of their category that they overlap most.
+        """
         shown = [row for row, score in enumerate(record["scores"]) if score >= self.config.shown_score]
-        if not objects or not shown:
-            return float(len(objects) == len(shown))
+        rows = [row for row, entry in enumerate(record["objects"]) if not entry["is_crowd"]]
+        if not shown or not rows:
+            return shown, {}
         boxes = np.array([record["boxes"][row] for row in shown], dtype=np.float64)
-        iou = pairwise_iou(boxes, np.array([entry["box"] for entry in objects], dtype=np.float64))
+        iou = pairwise_iou(boxes, np.array([record["objects"][row]["box"] for row in rows], dtype=np.float64))
         found_ids = np.array([record["category_ids"][row] for row in shown])
-        iou[found_ids[:, None] != np.array([entry["category_id"] for entry in objects])] = 0
-        hits = 0
-        for row in range(len(shown)):
-            best = int(iou[row].argmax())
-            if iou[row, best] >= self.config.positive_iou:
-                hits += 1
+        iou[found_ids[:, None] != np.array([record["objects"][row]["category_id"] for row in rows])] = 0
+        found = {}
+        for number, row in enumerate(shown):
+            best = int(iou[number].argmax())
+            if iou[number, best] >= self.config.positive_iou:
+                found[row] = rows[best]
                 iou[:, best] = 0
-        return 2 * hits / (len(shown) + len(objects))
+        return shown, found
 
     def metrics(self, records: Records) -> dict[str, float | None]:
         """COCO average precision, see `detector.average_precision.coco_metrics`."""
         return coco_metrics(records)
 
     def draw(self, record: dict[str, Any]) -> np.ndarray:
-        """The annotated objects in green, detections with a sufficient score in blue."""
-        names = {entry["category_id"]: entry["category"] for entry in record["objects"]}
-        drawn = [(entry["box"], entry["category"], GREEN) for entry in record["objects"]]
-        for box, score, category_id in zip(record["boxes"], record["scores"], record["category_ids"], strict=True):
-            if score >= self.config.shown_score:
-                drawn.append((box, f"{names.get(category_id, category_id)} {score:.2f}", BLUE))
+        """Detections with a sufficient score in blue (wrong: red), objects that none of them found in green."""
+        names = self.category_names | {entry["category_id"]: entry["category"] for entry in record["objects"]}
+        shown, found = self._matches(record)
+        drawn: list[tuple[list[float], str, Colour]] = []
+        for row in shown:
+            category = record["category_ids"][row]
+            label = f"{names.get(category, f'category {category}')} {record['scores'][row]:.2f}"
+            drawn.append((record["boxes"][row], label, BLUE if row in found else RED))
+        for number, entry in enumerate(record["objects"]):
+            if number not in found.values():
+                label = f"{'crowd of' if entry['is_crowd'] else 'missed'} {entry['category']}"
+                drawn.append((entry["box"], label, GREEN))
         boxes, labels, colours = [list(column) for column in zip(*drawn, strict=True)] or [[], [], []]
         return draw_boxes(load_image(record["file_name"], "RGB"), boxes, labels=labels, colours=colours)
 
-    def caption(self, record: dict[str, Any]) -> str:
-        """How well boxes and objects fit."""
-        return f"F1 {record['correct']:.2f}"
+    def describe(self, record: dict[str, Any]) -> PredictionWords:
+        """How many objects were found, and how many boxes are wrong."""
+        shown, found = self._matches(record)
+        total = sum(not entry["is_crowd"] for entry in record["objects"])
+        answer = f"objects found: {len(found)} of {total}, wrong boxes: {len(shown) - len(found)}"
+        return PredictionWords(f"image {record['image_id']}", answer, note=f"F1 {self.correct(record):.2f}")

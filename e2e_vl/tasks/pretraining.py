@@ -22,7 +22,7 @@ from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import DataFacts, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.targets import Targets, by_name
-from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices
+from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices
 from e2e_vl.tasks.heads import Sizes
 from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectiveWording, WordHead
 from e2e_vl.text import word_pieces
@@ -123,6 +123,7 @@ class PretrainingWording(Wording):
 class PretrainingTask(Task):
     """The objectives of a run. Each loss is a mean over all labelled items of the batch, 0 if there is none."""
 
+    answers_together = False  # [MASK] and hidden regions are read for one text at a time
     sums_objectives = True
     lends = ("",)
     starts_from = HeadStart(
@@ -261,8 +262,11 @@ class PretrainingTask(Task):
             if record and int(batch.looks_at[row].max()) >= 0
         ]
 
-    def answer(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """What every objective says: the best words at every [MASK], the best classes of every hidden region."""
+    def replies(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> Records:
+        """What every objective says to the one text of a batch.
+
+        That is the best words at every [MASK], and the best classes of every hidden region.
+        """
         record = dict(output.batch.records[0])
         del record["class_names"]
         for name, objective in self.objectives.items():
@@ -272,16 +276,25 @@ class PretrainingTask(Task):
                     f"The objective {name} answers with '{twice[0]}', which the record holds already; rename its entry."
                 )
             record |= said
-        return record
+        return [record]
 
     def answer_lines(self, record: dict[str, Any]) -> list[str]:
         """The text with the best words in it, then the alternatives."""
         return [line for objective in self.objectives.values() for line in objective.lines(record)]
 
-    def correct(self, record: dict[str, Any]) -> float:
-        """Share of all hidden items of the text that were found; 1 if none was hidden."""
+    def correct(self, record: dict[str, Any]) -> float | None:
+        """Share of all hidden items of the text that were found; None if none was hidden."""
         total = sum(record[name] for name in self.objectives)
-        return sum(record[f"{name}_right"] for name in self.objectives) / total if total else 1.0
+        return sum(record[f"{name}_right"] for name in self.objectives) / total if total else None
+
+    def describe(self, record: dict[str, Any]) -> PredictionWords:
+        """The caption, and how many of its hidden items each objective found."""
+        found = [
+            f"{record[f'{name}_right']:.0f} of {record[name]:.0f} {name.replace('_', ' ')}"
+            for name in self.objectives
+            if record[name]
+        ]
+        return PredictionWords(record["sent"], f"{', '.join(found)} found" if found else "nothing was hidden")
 
     def metrics(self, records: Records) -> dict[str, float]:
         """Of each objective the share of its items that were found."""

@@ -21,13 +21,13 @@ from detector.boxes import pairwise_iou
 from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import BLUE, GREEN, RED, draw_boxes
-from e2e_vl.evaluation.refexp import CONVENTIONS, hits, referring_metrics, write_submission
+from e2e_vl.evaluation.refexp import CONVENTIONS, referring_metrics, write_submission
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices, check_dropout
+from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices, check_dropout
 from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.wording import Draw, Wording
 
@@ -203,12 +203,7 @@ class ReferringTask(Task):
 
     def correct(self, record: dict[str, Any]) -> float:
         """1 if the predicted box hits the referred one under the task's IoU convention."""
-        if record["box"] is None:
-            return 0.0
-        hit = hits(
-            np.array([record["box"]]), np.array([record["gt_box"]]), self.config.iou_convention, record["image_size"]
-        )
-        return float(hit.all())
+        return referring_metrics([record], self.config.iou_convention)["accuracy"]
 
     def metrics(self, records: Records) -> dict[str, float]:
         """Accuracies and the ceiling of the candidate boxes, see `e2e_vl.evaluation.refexp`."""
@@ -227,10 +222,25 @@ class ReferringTask(Task):
 
     def draw(self, record: dict[str, Any]) -> np.ndarray:
         """The true box in green, the predicted one, if any, in blue (wrong: red)."""
-        drawn = [(record["gt_box"], GREEN), (record["box"], BLUE if record["correct"] else RED)]
-        boxes, colours = zip(*(entry for entry in drawn if entry[0] is not None), strict=True)
-        return draw_boxes(load_image(record["file_name"], "RGB"), boxes, colours=colours)
+        chosen = (record["box"], f"chosen {record['score']:.2f}", BLUE if record["correct"] else RED)
+        drawn = [one for one in ((record["gt_box"], "meant", GREEN), chosen) if one[0] is not None]
+        boxes, labels, colours = zip(*drawn, strict=True)
+        return draw_boxes(load_image(record["file_name"], "RGB"), boxes, labels, colours)
 
-    def caption(self, record: dict[str, Any]) -> str:
-        """The expression and the score of the answer."""
-        return f"{record['sent']} ({record['score']:.2f})"
+    def describe(self, record: dict[str, Any]) -> PredictionWords:
+        """The expression, the two boxes, and whether there was a right one to choose."""
+        reachable = referring_metrics([record], self.config.iou_convention)["ceiling"]
+        count = len(record["candidate_boxes"])
+        return PredictionWords(
+            record["sent"],
+            "no box" if record["box"] is None else _in_words(record["box"]),
+            None if record["box"] is None else record["score"],
+            _in_words(record["gt_box"]),
+            f"{'a' if reachable else 'no'} right box was among {count} candidates",
+            record.get("family") or "",
+        )
+
+
+def _in_words(box: Sequence[float]) -> str:
+    x1, y1, x2, y2 = map(round, box)
+    return f"x {x1} to {x2}, y {y1} to {y2}"

@@ -18,16 +18,18 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from detector.images import load_image
 from detector.interface import Detector
 from detector.structures import Loss
 from e2e_vl.converter import check_numbers
+from e2e_vl.drawing import draw_boxes
 from e2e_vl.evaluation.vcr import CHOICES, join_predictions, joint_metrics, write_submission
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, DataFacts, Question, Sample, Sentence
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices, check_dropout
+from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices, check_dropout
 from e2e_vl.tasks.heads import Head, NewLayers, Sizes, Transform
 from e2e_vl.tasks.vcr_sentences import (
     NEUTRAL_NAMES,
@@ -106,6 +108,11 @@ class VCRWording(Wording):
         record = self.record(text, images) | {
             "sent": " ".join(plain_text(sentence, names, join_word) for sentence in text.query),
             "choices": [plain_text(choice, names, join_word) for choice in text.choices],
+            "named_boxes": [
+                [name, box.tolist()]
+                for name, row, box in zip(names, rows, stated.objects.boxes, strict=True)
+                if row >= 0
+            ],
         }
         if sample.is_asked:
             record["question"] = record["sent"]
@@ -312,6 +319,8 @@ class VCRTask(Task):
     def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """One record per question: what its texts share plus `probabilities` (four, softmax) and `choice`.
 
+        What they share has `named_boxes`, a list of [name, box in pixels of the original image].
+
         As in the official code it is a softmax, whichever loss was trained.
         """
         probabilities = output.task.logits.softmax(dim=1).tolist()
@@ -338,6 +347,23 @@ class VCRTask(Task):
                     scores[f"accuracy/{record['family']}"].append(self.correct(record))
         return {name: sum(values) / len(values) for name, values in sorted(scores.items())}
 
+    def draw(self, record: dict[str, Any]) -> np.ndarray:
+        """The objects that the sentences may name, with the names that they have there."""
+        names, boxes = zip(*record["named_boxes"], strict=True) if record["named_boxes"] else ((), ())
+        return draw_boxes(load_image(record["file_name"], "RGB"), boxes, names)
+
+    def describe(self, record: dict[str, Any]) -> PredictionWords:
+        """The question, the chosen and the right text, and the probability of the right one if it was not chosen."""
+        label, shares = record["label"], record["probabilities"]
+        return PredictionWords(
+            record["sent"],
+            record["choices"][record["choice"]],
+            shares[record["choice"]],
+            "" if label is None else record["choices"][label],
+            "" if label in (None, record["choice"]) else f"the right choice has {shares[label]:.2f}",
+            record.get("family") or "",
+        )
+
     def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
         """The leaderboard's CSV of 21 columns: answers, and rationales given each answer (`second`)."""
         write_submission(path, join_predictions(records, second or []))
@@ -346,7 +372,6 @@ class VCRTask(Task):
         """ "Q->A", "QA->R" and "Q->AR"; empty without labels."""
         return {} if any(record["label"] is None for record in records) else joint_metrics(records, second)
 
-    def answer_lines(self, record: dict[str, Any]) -> list[str]:
+    def ranked(self, record: dict[str, Any]) -> list[tuple[str, float]]:
         """The choices with their probabilities, best first."""
-        ranked = sorted(zip(record["probabilities"], record["choices"], strict=True), key=lambda pair: -pair[0])
-        return [f"{probability:.3f}  {choice}" for probability, choice in ranked]
+        return sorted(zip(record["choices"], record["probabilities"], strict=True), key=lambda pair: -pair[1])

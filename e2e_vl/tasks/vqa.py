@@ -38,7 +38,7 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import DataFacts, HumanAnswers, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices, check_dropout
+from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices, check_dropout
 from e2e_vl.tasks.heads import Head, NewLayers, Sizes, Transform
 from e2e_vl.text import mirror_words
 from e2e_vl.wording import Draw, Wording
@@ -299,10 +299,22 @@ class VQATask(Task):
         """The official accuracy, over all and by type of answer and question; see `e2e_vl.evaluation.vqa`."""
         return vqa_metrics(records)
 
+    def describe(self, record: dict[str, Any]) -> PredictionWords:
+        """The question with its type, the best answer, and what people said, the most frequent answer first."""
+        said = Counter(record.get("answers") or ())
+        return PredictionWords(
+            record["question"],
+            record["answer"],
+            record["score"],
+            record.get("multiple_choice_answer") or next(iter(said), ""),
+            "people said: " + ", ".join(f"{answer} ({count})" for answer, count in said.most_common()) if said else "",
+            record.get("question_type") or "",
+        )
+
     def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
         """The result file of the VQA server: a JSON list of {"question_id", "answer"}."""
         write_submission(path, records)
 
-    def answer_lines(self, record: dict[str, Any]) -> list[str]:
-        """The best answers with their scores."""
-        return [f"{score:.3f}  {answer}" for answer, score in record["top_answers"]]
+    def ranked(self, record: dict[str, Any]) -> list[tuple[str, float]]:
+        """The best `top_answers` answers with their scores."""
+        return [(answer, score) for answer, score in record["top_answers"]]

@@ -71,7 +71,7 @@ def read_source(path: str | Path, part: Literal["encoder", "task"], rules: Start
     Raises:
         FileNotFoundError, ValueError: nothing there, or nothing that can be read.
     """
-    file = _find(str(path), part)
+    file = find_part(str(path), part)
     tensors = read_tensors(file)
     for adapter in rules.adapters:
         if adapter.recognise(tensors):
@@ -258,8 +258,12 @@ def check_answers(folder: Path, task: Task) -> None:
         )
 
 
-def _find(name: str, part: str) -> Path:
-    """The weights file."""
+def find_part(name: str, part: str) -> Path:
+    """The file with the weights of the encoder or of the task; the top of this file says what `name` may be.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
     path = Path(name).expanduser()
     if path.is_file():
         return path

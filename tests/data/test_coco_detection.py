@@ -35,6 +35,7 @@ def test_every_image_has_one_empty_text(tiny):
         row = tiny.instances["images"][index]
         assert image.size == (row["height"], row["width"])
     assert dataset.sample((3,)).texts[0].facts["objects"] == []
+    assert list(dataset.truths()) == [dataset.sample((index,)).texts[0].truth for index in range(4)]
 
 
 def test_crowds_are_part_of_the_truth(tiny):

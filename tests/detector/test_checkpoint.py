@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from detector.checkpoint import compare_keys, load_pretrained, load_weights, save_pretrained
+from detector.checkpoint import EXPECT, compare_keys, load_pretrained, load_weights, save_pretrained
+from detector.choices import EXPECTED_PARTS
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.weight_files import read_tensors
@@ -22,6 +23,10 @@ TREE = {
 
 def make(**sections) -> FasterRCNN:
     return FasterRCNN(DetectorConfig.from_yaml({"MODEL": {**TREE, **sections}}))
+
+
+def test_every_part_that_may_be_expected_has_its_rule():
+    assert tuple(EXPECT) == EXPECTED_PARTS
 
 
 def test_saved_and_loaded_again(tmp_path: Path):

@@ -13,16 +13,15 @@ import torch
 from detector.checkpoint import save_weights
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
+from e2e_vl.api.trained_model import load
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.loading.requests import Request
 from e2e_vl.engine.build import build_detector_config, build_model, named_parts
 from e2e_vl.engine.build_data import build_collate, build_examples, build_tokenizer
 from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.predict import answer_question
 from e2e_vl.engine.run import build_run
 from e2e_vl.engine.train import train
 from e2e_vl.run_files import read_log
-from e2e_vl.samples import Question
 
 ROOT = Path(__file__).parents[2]
 SMALL = "detector.overrides.MODEL"
@@ -84,7 +83,7 @@ def test_a_run_learns_and_its_model_scores_the_same_when_loaded(detection_config
     assert report.count("<figure>") == 6
     assert report.count("F1 ") == 6
     with pytest.raises(ValueError, match="was trained for the task 'detection', which does not answer a text"):
-        answer_question(run, Question(Path(records[0]["file_name"]), "the red circle"))
+        load(run).ask(records[0]["file_name"], "the red circle")
     again, _ = evaluate_run(run, split="val", boxes="online", output=run / "again.json")
     assert again == {name: pytest.approx(metrics[name]) if metrics[name] is not None else None for name in again}
 

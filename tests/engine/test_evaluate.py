@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from e2e_vl.box_sources import BoxSource
+from e2e_vl.commands import evaluate as tool
 from e2e_vl.engine.build_data import build_examples
 from e2e_vl.engine.evaluate import evaluate, evaluate_run
 from e2e_vl.engine.launch import make_accelerator
@@ -17,7 +18,6 @@ from e2e_vl.engine.train import train
 from e2e_vl.evaluation.refexp import hits
 from e2e_vl.extraction.detectors import detector_of_run
 from tests.same import assert_same
-from tools import evaluate as tool
 
 BOXES = ("gt", "detections", "online")
 
@@ -135,7 +135,30 @@ def test_the_tool_writes_beside_the_run_and_takes_settings(trained_run, capsys, 
     shutil.copytree(trained_run.config.data.root, tmp_path / "moved")
     words = [f"data.root={tmp_path / 'moved'}", "eval.images_per_batch=1"]
     assert tool.main(["--run", str(run), "--split", "train", "--boxes", "gt", *words]) == 0
-    records = predictions(run / "predictions_train_gt.json")
+    records = predictions(run / "evaluations" / "train_gt.json")
     assert len({record["image_id"] for record in records}) == 12
     assert all(str(tmp_path / "moved") in record["file_name"] for record in records)
     assert "train/accuracy_gt_boxes" in capsys.readouterr().out
+
+
+def test_the_tool_never_writes_over_the_files_of_a_run(trained_run, capsys, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained_run.path, run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    arguments = ["--run", str(run), "--split", "val", "--boxes", "gt"]
+    assert tool.main([*arguments, "--iou", "strict"]) == 0
+    assert tool.main(arguments) == 0
+    assert tool.main(arguments) == 0  # an evaluation may be repeated
+    assert [tool.main([*arguments, "--output", str(tmp_path / "own.json")]) for _ in range(2)] == [0, 0]
+    assert {path: path.read_bytes() for path in before} == before
+    names = ("val_gt.json", "val_gt_metrics.json", "val_gt_strict.json", "val_gt_strict_metrics.json")
+    assert sorted(path.name for path in (run / "evaluations").iterdir()) == sorted(names)
+    assert_same(predictions(run / "evaluations" / "val_gt.json"), predictions(run / "predictions_val_gt.json"))
+    written = json.loads((run / "evaluations" / "val_gt_strict_metrics.json").read_text())
+    assert written["settings"] == ["task.config.iou_convention=strict"] and written["run"] == str(run)
+    assert 0 <= written["val/accuracy_gt_boxes"] <= trained_run.metrics["val/accuracy_gt_boxes"]
+    capsys.readouterr()
+    for own in ("predictions_val_gt.json", "metrics.json", "model/config.yaml"):
+        assert tool.main([*arguments, "--output", str(run / own)]) == 2
+        assert f"{run / own} belongs to the run {run} and is not replaced" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before

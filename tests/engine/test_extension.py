@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 import torch
 
+from e2e_vl.commands import predict as tool
 from e2e_vl.config import EncoderSettings, RunConfig, TaskSettings, load_config
 from e2e_vl.data.base import Wants, open_options
 from e2e_vl.data.loading.requests import Request
 from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
 from e2e_vl.engine import build
+from e2e_vl.engine.asking import reply_to
 from e2e_vl.engine.build_data import build_collate, build_examples, make_synthetic_data
 from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.predict import answer
 from e2e_vl.engine.run import build_run
 from e2e_vl.engine.saving import load_model
 from e2e_vl.engine.train import train
@@ -30,6 +31,7 @@ from e2e_vl.run_files import read_log
 from e2e_vl.samples import Sample
 from e2e_vl.tasks.objectives.base import Sizes
 from e2e_vl.text import mirror_words
+from tests.commands.calls import ask, first_image, is_picture, refused, saved, told
 from tests.engine.extensions import (
     grounding,
     image_pairs,
@@ -40,8 +42,6 @@ from tests.engine.extensions import (
     statements,
 )
 from tests.same import assert_same
-from tests.tools.calls import ask, first_image, is_picture, refused, saved, told
-from tools import predict as tool
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "engine" / "extensions" / "tiny.yaml"
@@ -150,14 +150,14 @@ def test_a_task_about_two_images(settings, monkeypatch, tmp_path, capsys):
     assert (output.task.logits - swapped.task.logits).abs().min() > 1e-4
 
     sample = data.dataset.sample(data.groups[0][:1])
-    told = answer(config, model, tokenizer, dataclasses.replace(sample, is_asked=True))
+    [told] = reply_to(config, model, tokenizer, [dataclasses.replace(sample, is_asked=True)])
     assert told.record["true"] == pytest.approx(records[0]["true"], abs=1e-3)  # without the padding of a batch
     boxes = [image.objects.boxes for image in sample.images]
     np.testing.assert_allclose(told.boxes, np.concatenate(boxes), atol=1.5)  # clamped to the last pixel
     assert told.images.tolist() == [0] * len(boxes[0]) + [1] * len(boxes[1])
     assert len(told.attention) == len(told.boxes) and 0 < told.attention.sum() < 1
     bare = [dataclasses.replace(image, objects=None) for image in sample.images]
-    own = answer(config, model, tokenizer, dataclasses.replace(sample, images=tuple(bare), is_asked=True))
+    [own] = reply_to(config, model, tokenizer, [dataclasses.replace(sample, images=tuple(bare), is_asked=True)])
     assert own.lines[0].endswith("true") and set(own.images) == {0, 1}
 
     pair = tuple(image.file for image in sample.images)

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from e2e_vl.api.trained_model import load
 from e2e_vl.config import ResizeSettings, differences, load_config, save_config
 from e2e_vl.data.loading import collate
 from e2e_vl.data.loading.requests import Request
 from e2e_vl.engine.build import resolve
 from e2e_vl.engine.evaluate import evaluate_run
-from e2e_vl.engine.predict import answer_question, predict_split
+from e2e_vl.engine.predict import predict_split
 from e2e_vl.engine.run import build_run
 from e2e_vl.engine.train import train
-from e2e_vl.samples import Question
 
 ROOT = Path(__file__).parents[2]
 TESTED_AT_96 = "{MIN_SIZE_TRAIN: [96, 112, 128], MAX_SIZE_TRAIN: 160, MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 160}"
@@ -87,7 +87,7 @@ def test_a_trained_model_sees_images_on_the_canvas_of_its_settings(trained_run, 
     for action in (
         lambda: evaluate_run(run, split="val", boxes="gt"),
         lambda: predict_split(run, split="val", boxes="gt", output=tmp_path / "val.json"),
-        lambda: answer_question(run, Question(image, "the circle")),
+        lambda: load(run).ask(image, "the circle"),
     ):
         seen.clear()
         action()

@@ -89,6 +89,49 @@ def test_processes_of_accelerate_share_all_cores(monkeypatch, name, processes, t
     assert torch.get_num_threads() == threads
 
 
+@pytest.fixture
+def gpus(monkeypatch):
+    """`gpus(number)`: torch finds so many."""
+    for name in (*NUMBERS_OF_PROCESSES, "MASTER_ADDR", "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return lambda number: monkeypatch.setattr("torch.accelerator.device_count", lambda: number)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("number", "environment", "message"),
+    [
+        (0, {"CUDA_VISIBLE_DEVICES": "0"}, "asks for the GPUs 0, but torch finds no GPUs among them"),
+        (1, {"CUDA_VISIBLE_DEVICES": "0,7"}, "asks for the GPUs 0,7, but torch finds 1 GPU among them"),
+        (2, {"LOCAL_WORLD_SIZE": "3"}, "3 processes were asked for, .* but torch finds 2 GPUs on this machine"),
+        (0, {"LOCAL_WORLD_SIZE": "2", "ACCELERATE_MIXED_PRECISION": "no"}, "2 processes .* torch finds no GPUs"),
+    ],
+)
+def test_gpus_that_do_not_exist_are_refused(monkeypatch, gpus, number, environment, message):
+    gpus(number)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{message}.* use the CPU"):
+        make_accelerator("no")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert make_accelerator("no").device.type == "cpu"
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "-1"}, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}],
+)
+def test_who_asks_for_no_gpu_gets_the_cpu(monkeypatch, gpus, environment):
+    gpus(0)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert make_accelerator("no").device.type == "cpu"
+
+
 @pytest.mark.usefixtures("on_cpu", "launched")
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "PMI_SIZE"])
 def test_an_address_is_no_reason_to_refuse_where_the_number_of_processes_is_known(monkeypatch, name):

@@ -20,8 +20,8 @@ from e2e_vl.engine.run import build_run
 from e2e_vl.engine.saving import load_model
 from e2e_vl.engine.train import train
 from e2e_vl.extraction.bulk import ExtractionJob, extract_images
-from e2e_vl.extraction.chain import ExtractionSettings
 from e2e_vl.extraction.detectors import LoadedDetector
+from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.extraction.stamp import make_stamp
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

@@ -3,18 +3,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import types
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from e2e_vl.commands import train as tool
 from e2e_vl.config import load_config
 from e2e_vl.engine import train as training
 from e2e_vl.engine.train import train
 from e2e_vl.run_files import read_log
-from tools import train as tool
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,8 +45,8 @@ def built(monkeypatch) -> list:
     runs = []
     build = training.build_run
 
-    def keep(config):
-        runs.append(build(config))
+    def keep(*arguments):
+        runs.append(build(*arguments))
         return runs[-1]
 
     monkeypatch.setattr(training, "build_run", keep)
@@ -98,12 +97,24 @@ def test_metrics_and_log_agree(trained_run):
     assert metrics["val/ceiling_gt_boxes"] == 1
 
 
-def test_the_tool_prints_the_metrics(tiny_words, tmp_path, capsys):
-    words = [*tiny_words, f"output={tmp_path / 'run'}", "train.max_steps=1", "eval.boxes=[gt]", "eval.every_epochs=0"]
+def test_the_tool_says_what_it_starts_from_and_ends_with_a_table(tiny_words, tmp_path, capsys):
+    run = tmp_path / "run"
+    words = [*tiny_words, f"output={run}", "train.max_steps=1", "eval.boxes=[gt, online]", "eval.every_epochs=0"]
     assert tool.main(["--config", str(ROOT / "configs" / "tiny" / "refcoco.yaml"), *words]) == 0
-    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    printed = dict(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("val/"))
-    assert printed == {name: f"{value:.3f}" for name, value in metrics.items() if "/" in name}
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert lines[0] == str(run) and lines[1].startswith("  device      CPU with 1 of ")
+    assert lines[-2:] == [f"last model: {run / 'model'}", f"report: {run / 'report.html'}"]
+    assert [line.split() for line in lines if "boxes  own" in line] == [["gt", "boxes", "own", "boxes"]]
+    metrics = json.loads((run / "metrics.json").read_text())
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("val/") and "count" not in line}
+    expected = {
+        name.replace("_gt_boxes", ""): [f"{metrics[name.replace('_gt_', place)]:.3f}" for place in ("_gt_", "_own_")]
+        for name in metrics
+        if "_gt_boxes" in name and "count" not in name
+    }
+    assert rows == expected and len(rows) > 3
+    assert "arning" not in printed.err and "it/s" not in printed.err, "libraries are silent"
 
 
 def test_training_fits_a_few_texts(tiny_config):
@@ -219,8 +230,8 @@ def test_losses_that_become_nan_stop_the_run_and_name_images(tiny_config, monkey
     config = tiny_config(*GT_ONLY, "train.max_steps=3")
     build = training.build_run
 
-    def poisoned(config):
-        run = build(config)
+    def poisoned(*arguments):
+        run = build(*arguments)
         torch.nn.init.constant_(run.model.task.head.output.bias, math.nan)
         return run
 
@@ -233,7 +244,3 @@ def test_batches_that_cannot_be_split_are_refused(tiny_config):
     config = tiny_config(*GT_ONLY)
     with pytest.raises(ValueError, match=r"images_per_batch \(4\) must be a multiple of train\.accumulate \(3\)"):
         dataclasses.replace(config.train, accumulate=3)
-    three_processes = types.SimpleNamespace(num_processes=3)
-    message = r"images_per_batch is 4; it must be a multiple of train\.accumulate \(1\) x the number of processes \(3\)"
-    with pytest.raises(ValueError, match=message):
-        training._Training(config, three_processes, None, None)

@@ -15,7 +15,7 @@ from e2e_vl.data.storage.features.stores import open_features
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.extraction import bulk
 from e2e_vl.extraction.bulk import ExtractionJob, ExtractionSummary, extract_images
-from e2e_vl.extraction.chain import ExtractionSettings
+from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.extraction.stamp import make_stamp
 from tests.extraction.conftest import SIZES
 

@@ -12,7 +12,8 @@ from detector.faster_rcnn import FasterRCNN
 from detector.images import make_image_batch
 from detector.selection_rule import SelectionRule
 from detector.structures import ImageBatch
-from e2e_vl.extraction.chain import MAX_CANDIDATES, SAME_PLACE, ExtractionSettings, RegionExtractor, candidates
+from e2e_vl.extraction.chain import MAX_CANDIDATES, SAME_PLACE, RegionExtractor, candidates
+from e2e_vl.extraction.settings import ExtractionSettings
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 

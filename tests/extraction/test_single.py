@@ -18,7 +18,8 @@ from e2e_vl.data.formats.image_lists import list_images
 from e2e_vl.data.storage.features.stores import open_features
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.extraction.bulk import ExtractionJob, extract_images
-from e2e_vl.extraction.chain import SAME_PLACE, ExtractionSettings
+from e2e_vl.extraction.chain import SAME_PLACE
+from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.extraction.single import extract_image
 
 RULE = SelectionRule(0.9, 12, 20)

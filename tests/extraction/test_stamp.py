@@ -14,7 +14,7 @@ from detector.selection_rule import SelectionRule
 from e2e_vl.data.formats.image_lists import list_images
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.extraction.bulk import ExtractionJob, extract_images
-from e2e_vl.extraction.chain import ExtractionSettings
+from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.extraction.stamp import make_stamp, parameters_hash
 
 SETTINGS = ExtractionSettings("score", SelectionRule(0.0, 4, 6))

@@ -4,6 +4,7 @@ import base64
 import html
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import cv2
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 from e2e_vl.config import EvalSettings, RunConfig, save_config
-from e2e_vl.report.page import write_report
+from e2e_vl.report.page import PICTURE_SIDE, TEMPLATE, write_report
 from e2e_vl.run_files import RunLog, write_json
+from e2e_vl.tasks.base import PredictionWords
 
-IMAGE = re.compile(r"<img[^>]* src='data:image/(png|jpeg);base64,([^']+)'>")
+ROOT = Path(__file__).parents[2]
+IMAGE = re.compile(r'<img[^>]* src="data:image/(png|jpeg);base64,([^"]+)">')
 
 
 def images_of(page: str) -> list[np.ndarray]:
@@ -23,26 +26,34 @@ def images_of(page: str) -> list[np.ndarray]:
     return found
 
 
+def text_of(page: str) -> str:
+    """The words of the page, with single spaces."""
+    body = re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", body)).split())
+
+
 def test_the_report_of_a_run_is_one_self_contained_page(trained_run):
     page = (trained_run.path / "report.html").read_text(encoding="utf-8")
     assert "http" not in page
-    assert not re.search(r"<(script|link|iframe)|src='(?!data:)|url\(", page)
-    curves, *pictures = images_of(page)
-    assert curves.shape[1] > 800
-    assert curves.std() > 5
-    # four validation images for each of three sources of boxes
-    assert len(pictures) == 3 * trained_run.config.eval.report_pictures == page.count("<figcaption>")
-    assert len({picture.tobytes() for picture in pictures}) == len(pictures)
-    for name, value in trained_run.metrics.items():
-        if isinstance(value, float):
-            assert f"<td>{name}</td><td class='number'>{value:.4g}</td>" in page
-    for boxes in ("gt", "detections", "online"):
+    assert not re.search(r'<(script|link|iframe)|src="(?!data:)|url\(', page)
+    *pictures, curves = images_of(page)
+    assert curves.shape[1] > 800 and curves.std() > 5
+    assert len(pictures) == page.count("<figcaption>")
+    words = text_of(page)
+    number = trained_run.config.eval.report_pictures
+    for boxes, name in (("gt", "gt boxes"), ("detections", "detected boxes"), ("online", "own boxes")):
         records = json.loads((trained_run.path / f"predictions_val_{boxes}.json").read_text())
-        first = records[0]
-        mark = "right" if first["correct"] else "wrong"
-        caption = html.escape(trained_run.model.task.caption(first))
-        assert first["sent"] in caption
-        assert f"<span class='{mark}'>{caption}</span>" in page
+        wrong = sum(record["correct"] == 0 for record in records)
+        start = words.index(f"Predictions: val, {name}")
+        section = words[start : words.find("Predictions: ", start + 1)]
+        assert f"all {len(records)} {wrong} {len(records) - wrong}" in section
+        shown = [int(count) for count in re.findall(r"Wrong, \w+: (\d+) of \d+", section)]
+        assert sum(shown) == min(number, wrong)
+    for name, value in trained_run.metrics.items():
+        if name.startswith("val/accuracy") and isinstance(value, float):
+            assert f"{value:.3f}" in words
+    assert "task.config.loss softmax binary" in words
+    assert "train.lr 0.0" in words
 
 
 @pytest.fixture
@@ -55,61 +66,103 @@ def run(tmp_path: Path) -> Path:
 
 
 class FakeTask:
-    """Draws a dark red picture of every prediction with a `box`."""
+    """Draws a large dark red picture of every prediction with a `box`."""
 
     def draw(self, record: dict) -> np.ndarray | None:
-        return np.full((60, 90, 3), (200, 30, 10), np.uint8) if "box" in record else None
+        if record.get("lost"):
+            raise FileNotFoundError(f"Image {record['lost']} does not exist.")
+        return np.full((600, 900, 3), (200, 30, 10), np.uint8) if "box" in record else None
 
-    def caption(self, record: dict) -> str:
-        return record["sent"]
-
-
-def record(run: Path, **changes) -> dict:
-    return {"file_name": str(run / "grey.png"), "sent": "x", "correct": 1.0, "box": [50, 10, 80, 50], **changes}
+    def describe(self, record: dict) -> PredictionWords:
+        return PredictionWords(record["sent"], "blue", 0.256, record.get("truth", ""), group=record.get("family", ""))
 
 
-def report(run: Path, config: RunConfig | None = None) -> str:
-    return write_report(run, config or RunConfig(output=str(run)), FakeTask()).read_text(encoding="utf-8")
+def record(**changes) -> dict:
+    return {"sent": "x", "correct": 1.0, "box": [50, 10, 80, 50], **changes}
+
+
+def report(run: Path, *records: dict, number: int = 12) -> str:
+    write_json(run / "predictions_val_gt.json", list(records))
+    config = RunConfig(output=str(run), eval=EvalSettings(report_pictures=number))
+    return write_report(run, config, FakeTask()).read_text(encoding="utf-8")
 
 
 def test_texts_are_escaped(run):
-    write_json(run / "predictions_val_gt.json", [record(run, sent="a <b>bold</b> & 'quoted' cup")])
-    page = report(run)
-    assert "<b>" not in page
-    assert "a &lt;b&gt;bold&lt;/b&gt; &amp; &#x27;quoted&#x27; cup" in page
+    (run / "config.yaml").write_text("output: <b>\n")
+    page = report(run, record(sent="a <b>bold</b> & 'quoted' cup", correct=0.0, truth="<i>", family="<u>"))
+    assert not re.search(r"<[biu]>(?!a &lt;)", page)
+    assert "a &lt;b&gt;bold&lt;/b&gt; &amp; &#39;quoted&#39; cup" in page
+    assert "right would be: <i> " in text_of(page) and "Wrong, <u>: 1 of 1" in text_of(page)
 
 
-@pytest.mark.parametrize(("number", "shown"), [(0, 0), (1, 1), (5, 2)])
-def test_one_picture_per_image_and_no_more_than_asked_for(run, number, shown):
-    cv2.imwrite(str(run / "other.png"), np.zeros((50, 50, 3), np.uint8))
-    records = [record(run), record(run), record(run, file_name=str(run / "other.png"))]
-    write_json(run / "predictions_val_gt.json", records)
-    config = RunConfig(output=str(run), eval=EvalSettings(report_pictures=number))
-    assert report(run, config).count("<figure>") == shown
+def test_errors_come_first_and_say_what_was_chosen_instead(run):
+    page = report(run, record(sent="fine"), record(sent="bad", correct=0.0, truth="red", family="colours"))
+    words = text_of(page)
+    assert "Wrong, colours: 1 of 1 bad wrong: blue (0.26) right would be: red" in words
+    assert "Right: 1 of 1 fine right: blue (0.26)" in words
+    assert words.index("Wrong, colours") < words.index("Right: 1 of 1")
+    assert "all 2 1 1 50.0 % colours 1 1 0 100.0 %" in words
+
+
+def test_only_some_are_shown_and_the_page_says_of_how_many(run):
+    page = report(run, *[record()] * 3, *[record(correct=0.0)] * 5, *[record(correct=0.5)] * 2, number=2)
+    words = text_of(page)
+    assert page.count("<figure>") == 6
+    for heading in ("Wrong: 2 of 5, drawn at random", "Partly right: 2 of 2 x", "Right: 2 of 3, drawn at random"):
+        assert heading in words
+    none = text_of(report(run, record(correct=0.0), record(correct=0.0, family="relation"), number=0))
+    assert "Not shown: wrong predictions of all texts (1), relation (1)." in none
+    assert "<figure>" not in report(run, record(), number=0)
+
+
+def test_a_prediction_without_a_label_is_not_wrong(run):
+    page = report(run, record(correct=None), record(correct=None))
+    words = text_of(page)
+    assert "No prediction is wrong." in words
+    assert "all 2 0 0 2 –" in words  # no share of wrong ones either
+    assert "Without a label: 2 of 2 x without a label: blue (0.26)" in words
+    assert 'class="wrong"' not in page and 'class="right"' not in page
 
 
 def test_a_run_without_evaluations_or_losses_has_a_report(run):
     log = RunLog(run / "log.jsonl", enabled=True)
     log.write(1, "eval", {"val/accuracy_gt_boxes": None})
-    page = report(run)
-    assert len(images_of(page)) == 1
+    page = write_report(run, RunConfig(output=str(run)), FakeTask()).read_text(encoding="utf-8")
+    assert images_of(page) == [] and "Curves" not in page
+    assert "val gt boxes accuracy 0.500" in text_of(page)
+    assert "parameters of the task 3" in text_of(page)
 
 
-def test_a_picture_keeps_its_colours_and_its_caption_says_how_right_it_is(run):
-    files = [str(run / f"{name}.png") for name in ("right", "wrong", "half", "unknown")]
-    scores = (1.0, 0.0, 0.5, None)
-    records = [record(run, file_name=file, correct=score) for file, score in zip(files, scores, strict=True)]
-    write_json(run / "predictions_val_gt.json", records)
-    page = report(run)
-    assert re.findall(r"<span class='(\w*)'>x</span>", page) == ["right", "wrong", "", ""]
-    _, *pictures = images_of(page)
-    for picture in pictures:
-        assert np.abs(picture.astype(int) - (10, 30, 200)).max() < 8  # OpenCV reads BGR
+def test_pictures_are_small_and_keep_their_colours(run):
+    [picture] = images_of(report(run, record()))
+    assert max(picture.shape) == PICTURE_SIDE
+    assert np.abs(picture.astype(int) - (10, 30, 200)).max() < 8  # OpenCV reads BGR
 
 
-def test_a_prediction_that_the_task_does_not_draw_leaves_room_for_the_next(run):
-    blank = {"sent": "no file", "correct": 1.0}
-    write_json(run / "predictions_val_gt.json", [blank, blank, record(run)])
-    page = report(run, RunConfig(output=str(run), eval=EvalSettings(report_pictures=1)))
-    assert page.count("<figure>") == 1
-    assert "no file" not in page
+def test_a_prediction_without_a_picture_says_why(run):
+    page = report(run, record(lost="a.tar: b.jpg"), {"sent": "no image", "correct": 1.0})
+    assert "No picture: Image a.tar: b.jpg does not exist." in text_of(page)
+    assert page.count("<figure>") == 2 and page.count("No picture") == 1
+    assert "no image" in page
+
+
+def test_sections_are_in_the_order_of_the_settings(run):
+    for name in ("val_online", "val_gt", "more_detections"):
+        write_json(run / f"predictions_{name}.json", [])
+    config = RunConfig(output=str(run), eval=EvalSettings(boxes=["online", "gt"]))
+    page = write_report(run, config, FakeTask()).read_text(encoding="utf-8")
+    assert re.findall("Predictions: ([^<]+)", page) == ["val, own boxes", "val, gt boxes", "more, detected boxes"]
+
+
+def test_an_installed_package_has_the_template():
+    """setuptools copies no file that is not Python, unless the settings name it."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    copied = {
+        path
+        for package, patterns in settings["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    own = {path for folder in ("detector", "e2e_vl") for path in (ROOT / folder).rglob("*") if path.is_file()}
+    assert TEMPLATE in copied
+    assert {path for path in own if path.suffix not in (".py", ".pyc")} == copied

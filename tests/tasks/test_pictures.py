@@ -1,17 +1,22 @@
-"""Pictures and captions of predictions, for reports."""
+"""Pictures and descriptions of predictions, for reports."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
 import pytest
 
 from e2e_vl.drawing import BLUE, GREEN, RED
+from e2e_vl.evaluation.refexp import CONVENTIONS
+from e2e_vl.samples import Categories
+from e2e_vl.tasks.base import PredictionWords, Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
-from e2e_vl.tasks.refcoco import ReferringTask
+from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.tasks.vcr import VCRTask
+from e2e_vl.tasks.vqa import VQAConfig, VQATask
 
 
 @pytest.fixture
@@ -51,20 +56,98 @@ def test_the_truth_is_drawn_where_it_is(grey):
     assert rows.max() == pytest.approx(40 * scale, abs=4)
 
 
-def test_a_caption_is_the_expression_with_its_score(grey):
-    assert ReferringTask(8).caption(record(grey, sent="a <b>", score=0.256)) == "a <b> (0.26)"
+def test_an_expression_is_described_with_both_boxes_and_whether_there_was_a_right_one():
+    task = ReferringTask(8)
+    base = {"sent": "a <b>", "score": 0.256, "gt_box": [10, 10, 40, 40.2], "box": [50, 10, 80, 50], "family": "f"}
+    wrong = base | {"candidate_boxes": [base["box"], base["gt_box"]]}
+    boxes = "x 50 to 80, y 10 to 50", 0.256, "x 10 to 40, y 10 to 40"
+    assert task.describe(wrong) == PredictionWords("a <b>", *boxes, "a right box was among 2 candidates", "f")
+    unreachable = base | {"candidate_boxes": [base["box"]]}
+    assert task.describe(unreachable).note == "no right box was among 1 candidates"
+    nothing = {**unreachable, "box": None, "score": 0.0, "candidate_boxes": []}
+    assert (task.describe(nothing).answer, task.describe(nothing).score) == ("no box", None)
 
 
-def test_pictures_of_detections_show_truth_and_sure_detections_only(tmp_path):
+def test_every_iou_convention_judges_single_predictions():
+    near = [0, 0, 10, 9]
+    record = {"box": near, "gt_box": [0, 0, 10, 10], "candidate_boxes": [near, [0, 0, 10, 10]], "image_size": [20, 20]}
+    record |= {"ann_id": 7, "candidate_ann_ids": [6, 7]}
+    right = {name: ReferringTask(8, ReferringConfig(iou_convention=name)).correct(record) for name in CONVENTIONS}
+    assert right == {"mattnet": 1.0, "vlbert": 1.0, "strict": 1.0, "same_annotation": 0.0}
+
+
+DETECTED = {"image_id": 3, "boxes": [[9, 9, 99, 99]], "category_ids": [1]}
+
+
+def detection(tmp_path: Path, scores: list[float], *objects: dict) -> dict:
     path = tmp_path / "grey.png"
     cv2.imwrite(str(path), np.full((480, 480, 3), 128, dtype=np.uint8))
+    return DETECTED | {"file_name": str(path), "scores": scores, "objects": list(objects)}
+
+
+def cat(box: list[int], **changes) -> dict:
+    return {"box": box, "category": "cat", "category_id": 1, "is_crowd": False, **changes}
+
+
+def test_pictures_of_detections_show_sure_detections_and_missed_objects_only(tmp_path):
     task = DetectionTask(8, DetectionConfig())
-    record = {"file_name": str(path), "objects": [], "boxes": [[9, 9, 99, 99]], "category_ids": [1], "correct": 0.0}
-    assert (task.draw(record | {"scores": [0.4]}) == 128).all()
-    assert (task.draw(record | {"scores": [0.6]}) != 128).any()
-    truth = {"box": [200, 200, 300, 300], "category": "cat", "category_id": 1, "is_crowd": False}
-    assert (task.draw(record | {"scores": [0.4], "objects": [truth]})[195:305, 195:305] != 128).any()
+    picture = task.draw(detection(tmp_path, [0.4]))
+    assert (picture == 128).all()
+    found = task.draw(detection(tmp_path, [0.6], cat([9, 9, 99, 99])))
+    assert [coloured(found, colour).sum() > 100 for colour in (BLUE, RED, GREEN)] == [True, False, False]
+    other = task.draw(detection(tmp_path, [0.6], cat([200, 200, 300, 300])))
+    assert [coloured(other, colour).sum() > 100 for colour in (BLUE, RED, GREEN)] == [False, True, True]
+    crowd = task.draw(detection(tmp_path, [0.4], cat([9, 9, 99, 99], is_crowd=True)))
+    assert coloured(crowd, GREEN).sum() > 100
 
 
-def test_a_task_without_boxes_in_its_answers_has_no_picture():
-    assert VCRTask(8).draw({}) is None and VCRTask(8).caption({}) == ""
+def test_detections_are_described_by_what_was_found():
+    task = DetectionTask(8)
+    record = DETECTED | {"scores": [0.6], "objects": [cat([9, 9, 99, 99]), cat([200, 200, 300, 300])]}
+    assert task.describe(record) == PredictionWords("image 3", "objects found: 1 of 2, wrong boxes: 0", note="F1 0.67")
+
+
+def test_categories_that_an_image_lacks_have_their_names_after_the_data_were_checked(tmp_path, monkeypatch):
+    labels = []
+    monkeypatch.setattr(
+        "e2e_vl.tasks.detection.draw_boxes", lambda image, boxes, labels, colours: seen(labels) or image
+    )
+    seen = labels.append
+    task = DetectionTask(8)
+    task.draw(detection(tmp_path, [0.6]))
+    facts = SimpleNamespace(truths=lambda: iter([Categories((4, 1))]), class_names=["dog", "cat"])
+    task.check_data(facts, None)
+    task.draw(detection(tmp_path, [0.6]))
+    assert labels == [["category 1 0.60"], ["cat 0.60"]]
+
+
+def test_a_question_is_described_with_what_people_said():
+    task = VQATask(8, VQAConfig(answers=["red", "blue"]))
+    base = {"question": "What color?", "answer": "red", "score": 0.75}
+    answers = {"answers": ["blue", "red", "blue"], "multiple_choice_answer": "blue", "question_type": "what"}
+    note = "people said: blue (2), red (1)"
+    assert task.describe(base | answers) == PredictionWords("What color?", "red", 0.75, "blue", note, "what")
+    assert task.describe(base) == PredictionWords("What color?", "red", 0.75)
+
+
+def test_a_choice_is_described_with_the_right_one():
+    task = VCRTask(8)
+    base = {"sent": "Why ?", "choices": ["a", "b", "c", "d"], "choice": 1, "probabilities": [0.1, 0.6, 0.2, 0.1]}
+    right = task.describe(base | {"label": 2, "family": "f"})
+    assert right == PredictionWords("Why ?", "b", 0.6, "c", "the right choice has 0.20", "f")
+    assert task.describe(base | {"label": 1}).note == ""
+    assert task.describe(base | {"label": None}) == PredictionWords("Why ?", "b", 0.6)
+
+
+def test_a_picture_of_a_choice_has_the_named_boxes(grey):
+    task = VCRTask(8)
+    plain = task.draw({"file_name": grey, "named_boxes": []})
+    assert len(np.unique(plain.reshape(-1, 3), axis=0)) == 1
+    assert (task.draw({"file_name": grey, "named_boxes": [["Casey", [10, 10, 40, 40]]]}) != plain).any()
+
+
+def test_a_task_shows_the_image_alone_unless_it_says_otherwise(grey):
+    assert Task.draw(None, {}) is None
+    assert Task.draw(None, {"file_name": grey}).shape == (320, 480, 3)
+    with pytest.raises(FileNotFoundError, match="gone"):
+        Task.draw(None, {"file_name": "gone.jpg"})

@@ -54,7 +54,7 @@ def question_batch(hidden: list[list[float]] | None = None, mask_at: int = 1) ->
 
 def answer(model: VisionLanguageModel, batch: Batch) -> dict:
     with torch.no_grad():
-        return model.task.answer(model(batch), Vocabulary())
+        return model.task.replies(model(batch), Vocabulary())[0]
 
 
 # Hidden regions
@@ -98,7 +98,7 @@ def test_classes_of_a_file_have_numbers_and_nobody_sees_the_hidden_region():
     model = make_model(teacher="file").eval()
     with torch.no_grad():
         output = model(question_batch([[0.0, 0.0, 9.0, 9.0]]))
-        [region] = model.task.answer(output, Vocabulary())["hidden"]
+        [region] = model.task.replies(output, Vocabulary())[0]["hidden"]
         states = output.encoded.regions[output.text_regions.is_hidden]
         shares = model.task.masked_regions.classify(states)[0].softmax(dim=0)
     assert region["seen"] is None
@@ -134,7 +134,7 @@ def test_an_objective_names_its_own_classes_and_overwrites_no_entry(monkeypatch)
     monkeypatch.setattr(model.task.objectives["masked_text"], "answer", lambda *_: said)
     message = "objective masked_regions answers with 'hidden', which the record holds already; rename its entry"
     with pytest.raises(ValueError, match=message):
-        model.task.answer(output, Vocabulary())
+        model.task.replies(output, Vocabulary())
 
 
 # Words
@@ -145,7 +145,7 @@ def test_nothing_to_hide_hides_nothing():
     batch = question_batch()
     with torch.no_grad():
         output = model(batch)
-        record = model.task.answer(output, Vocabulary())
+        record = model.task.replies(output, Vocabulary())[0]
     assert output.batch.boxes[0].tolist() == BOXES[0] and not output.batch.hidden.is_hidden[0].any()
     plain = make_model(objectives={"masked_regions": 0.0}).eval()
     plain.load_state_dict(model.state_dict(), strict=False)

@@ -102,7 +102,7 @@ def test_a_text_that_is_not_masked_has_a_record_without_an_error():
     with torch.no_grad():
         records = model.task.predict(batch, model(batch))
     assert [record["masked_words"] for record in records] == [0, 0, 0]
-    assert model.task.metrics(records) == {} and model.task.correct(records[0]) == 1.0
+    assert model.task.metrics(records) == {} and model.task.correct(records[0]) is None
 
 
 # Predictions
@@ -125,7 +125,8 @@ def test_predictions_count_captions_only():
     batch.records[1] = {}  # an objective's own text about an image, beside those of the data
     assert [record["text_index"] for record in model.task.predict(batch, output)] == [0, 2]
     nothing = records[0] | dict.fromkeys(model.task.objectives, 0)
-    assert model.task.correct(nothing) == 1.0
+    assert model.task.correct(nothing) is None
+    assert model.task.describe(nothing | {"sent": ""}).answer == "nothing was hidden"
     assert output.task.logits.shape == (4, 0)
     assert {name: len(logits) for name, logits in output.task.parts.items()} == {
         "masked_words": 2,
@@ -146,6 +147,8 @@ def test_what_is_right_is_counted_per_text_and_objective():
     assert [record["masked_words_right"] for record in records] == [1, 0, 0]
     assert [record["relationship_right"] for record in records] == [0, 1, 0]
     assert [model.task.correct(record) for record in records] == [0.5, 0.5, 0.0]
+    words = model.task.describe(records[0] | {"sent": "a caption"})
+    assert (words.asked, words.answer) == ("a caption", "1 of 1 masked words, 0 of 1 relationship found")
     assert model.task.metrics(records) == {"masked_words": 0.5, "relationship": pytest.approx(1 / 3)}
 
 

@@ -122,6 +122,7 @@ def test_records_are_plain(tiny):
     assert (record["text_index"], record["annot_id"], record["kind"], record["label"]) == (0, "val-0", "answer", 2)
     assert record["sent"] == "Why is Riley and chair there ?"
     assert record["choices"][0] == "No Casey ."
+    assert record["named_boxes"][1:3] == [["Riley", [30, 0, 50, 59]], ["chair", [60, 30, 95, 59]]]
     assert record["family"] == "colour"
     assert "objects" not in record, "only a user's own question repeats them"
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from e2e_vl.commands import convert_weights
 from e2e_vl.config import RunConfig
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.engine import build
@@ -21,7 +22,6 @@ from e2e_vl.structures import Ability, EncoderOutput
 from e2e_vl.text import build_vocabulary
 from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
 from tests.weights.starts import replaced
-from tools import convert_weights
 
 WEIGHTS = Path(__file__).parents[2] / "e2e_vl" / "weights"
 

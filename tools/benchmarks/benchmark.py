@@ -8,6 +8,7 @@
     python tools/benchmarks/benchmark.py detector --detector-config configs/detector/R_101_C4.yaml --image-size 600 1000
     python tools/benchmarks/benchmark.py memory --folder DIR --corpus-mib 2048 --records 200000 --json FILE
     python tools/benchmarks/benchmark.py memory --folder DIR --steps 2000 --against 16 2000 --picture FILE --json FILE
+    python tools/benchmarks/benchmark.py ask --run runs/demo_refcoco --image IMAGE --text "the small red circle"
 
 `train` times whole training steps (forward, backward, optimiser) with several texts of each image in one batch
 (grouped) against the same texts one per batch (ungrouped: as many passes over the same images, gradients accumulated,
@@ -26,6 +27,8 @@ batches of them as pre-training does; with `--steps` it pre-trains for that many
 included. It shows the memory of the main process and of each worker early (from 20 to 30 % of the steps, when caches
 have filled) and late (the last 10 %): RSS is all resident memory, PSS divides pages that processes share among them,
 USS leaves them out. `--against` does the same on smaller files.
+
+`ask` times the answers of a trained run: the first one with imports and loading, further ones, and one command each.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import asking_speed
 import detector_speed
 import grouped_steps
 import process_memory
@@ -61,6 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     add_train_options(train)
     add_detector_options(commands.add_parser("detector", help="built-in detector against Detectron2", **SHAPE))
     add_memory_options(commands.add_parser("memory", help="memory of pre-training on large files", **SHAPE))
+    add_ask_options(commands.add_parser("ask", help="answers of a trained run", **SHAPE))
     for command in commands.choices.values():
         command.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
     words = sys.argv[1:] if argv is None else argv
@@ -148,6 +153,14 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(measure=measure_memory)
 
 
+def add_ask_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", type=Path, required=True, help="run directory, or a saved model")
+    parser.add_argument("--image", type=Path, required=True, help="JPEG or PNG file")
+    parser.add_argument("--text", required=True, help="what to ask")
+    parser.add_argument("--repetitions", type=int, default=20, help="answers after the first one (default: 20)")
+    parser.set_defaults(measure=measure_asking)
+
+
 def measure_train(arguments: argparse.Namespace) -> Measured:
     if arguments.config is None:
         name, (file, image_size, rois) = arguments.preset, PRESETS[arguments.preset]
@@ -180,6 +193,15 @@ def measure_detector(arguments: argparse.Namespace) -> Measured:
         training=not arguments.no_train,
     )
     return {"benchmark": "detector", **result}, detector_speed.show
+
+
+def measure_asking(arguments: argparse.Namespace) -> Measured:
+    if not arguments.image.is_file():
+        raise ValueError(f"{arguments.image} is no file; give a JPEG or PNG file as --image.")
+    result = asking_speed.benchmark_asking(
+        arguments.run.resolve(), arguments.image.resolve(), arguments.text, repetitions=arguments.repetitions
+    )
+    return {"benchmark": "ask", **result}, asking_speed.show
 
 
 def measure_memory(arguments: argparse.Namespace) -> Measured:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import types
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import torch
 
 from detector.detector_config import DetectorConfig
 from detector.detectron2_config import Detectron2Config
+from e2e_vl.commands import convert_weights
 from e2e_vl.config import RunConfig, save_config
 from e2e_vl.engine.build import build_model
 from e2e_vl.engine.build_data import build_tokenizer
@@ -21,7 +21,6 @@ from e2e_vl.weights.vl_bert import OfficialVLBert
 from tests.weights.official_detector import OFFICIAL_DETECTOR
 from tests.weights.starts import replaced
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "convert_weights.py"
 ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
 save_official = OfficialVLBert().export
@@ -29,10 +28,7 @@ save_official = OfficialVLBert().export
 
 @pytest.fixture(scope="module")
 def tool() -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location("convert_weights", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return convert_weights
 
 
 @pytest.fixture

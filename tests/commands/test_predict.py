@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from e2e_vl.commands import predict as tool
 from e2e_vl.evaluation import vqa
+from tests.commands.calls import data_root, refused, saved, split
 from tests.leaderboard import read_leaderboard, score
 from tests.same import assert_same
-from tests.tools.calls import data_root, refused, saved, split
-from tools import predict as tool
 
 ROOT = Path(__file__).parents[2]
 

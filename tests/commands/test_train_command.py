@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from e2e_vl.commands import evaluate as evaluation_tool
+from e2e_vl.commands import train as tool
 from tests.conftest import ROOT, SAME_SIZE
-from tools import evaluate as evaluation_tool
-from tools import train as tool
 
 SHORT = ("train.max_steps=1", "eval.boxes=[gt]", "eval.every_epochs=0", "eval.report_pictures=1", SAME_SIZE)
 

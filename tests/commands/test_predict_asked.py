@@ -12,13 +12,24 @@ import pytest
 import torch
 from PIL import Image
 
+from e2e_vl.commands import predict as tool
 from e2e_vl.data.loading.requests import Request
 from e2e_vl.engine.build_data import build_collate, build_examples
 from e2e_vl.engine.saving import load_model
+from tests.commands.calls import (
+    ask,
+    data_root,
+    first_image,
+    gt_corners,
+    is_picture,
+    refused,
+    saved,
+    split,
+    tagged,
+    told,
+)
 from tests.leaderboard import read_leaderboard
 from tests.same import assert_same
-from tests.tools.calls import ask, data_root, first_image, gt_corners, is_picture, refused, saved, split, tagged, told
-from tools import predict as tool
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 

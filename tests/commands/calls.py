@@ -7,8 +7,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from e2e_vl.commands import predict as tool
 from e2e_vl.config import load_config
-from tools import predict as tool
 
 
 def refused(words: list, capsys) -> str:
@@ -34,7 +34,8 @@ def data_root(run: Path) -> Path:
 
 def ask(run: Path, image: Path | tuple[Path, ...], text: str, *more: object) -> list[str]:
     images = image if isinstance(image, tuple) else (image,)
-    return [str(word) for word in ("ask", "--run", run, "--image", *images, "--text", text, *more)]
+    pair = ["--pair"] if len(images) > 1 else []
+    return [str(word) for word in ("ask", "--run", run, "--image", *images, *pair, "--text", text, *more)]
 
 
 def first_image(run: Path) -> Path:

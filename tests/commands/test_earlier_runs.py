@@ -15,14 +15,14 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
+from e2e_vl.commands import evaluate as evaluation_tool
+from e2e_vl.commands import predict as prediction_tool
+from e2e_vl.commands import train as training_tool
 from e2e_vl.config import load_config, saved_version
 from e2e_vl.engine.build import TASKS
 from e2e_vl.engine.saving import load_model, saved_settings
+from tests.commands.calls import ask, first_image, saved, told
 from tests.same import assert_same
-from tests.tools.calls import ask, first_image, saved, told
-from tools import evaluate as evaluation_tool
-from tools import predict as prediction_tool
-from tools import train as training_tool
 
 ROOT = Path(__file__).parents[2]
 NEW_KEYS = ("mirror_precomputed", "mean_image_feature", "skip_broken")  # of `data`, in version 2
@@ -112,6 +112,7 @@ def test_an_earlier_run_is_evaluated(run_of, task, tmp_path, capsys):
         settings = saved_settings(earlier)
         assert settings.task.config["people_names"] == ["kim", "lee"] and settings.task.config["turn_names"] is False
         names = [f"task.config.people_names=[{', '.join(TASKS['vcr'][0]().people_names)}]"]
+    capsys.readouterr()  # what a training printed
     assert evaluation_tool.main([*words, *names]) == 0
     assert_same(json.loads((tmp_path / "val.json").read_text()), saved(run))
     metrics = json.loads((run / "metrics.json").read_text())

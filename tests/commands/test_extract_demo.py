@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import types
@@ -12,8 +11,10 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+import e2e_vl
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
+from e2e_vl.commands import extract_demo
 from e2e_vl.config import (
     DataSettings,
     DetectorSettings,
@@ -23,12 +24,8 @@ from e2e_vl.config import (
     TaskSettings,
 )
 from e2e_vl.engine.build import build_model
-from e2e_vl.engine.predict import answer_question
 from e2e_vl.engine.saving import save_model
-from e2e_vl.samples import Question
 from e2e_vl.text import build_vocabulary, load_tokenizer
-
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "extract_demo.py"
 
 TINY = """
 MODEL:
@@ -44,10 +41,7 @@ FEATURES = 64  # 8 times RES2_OUT_CHANNELS
 
 @pytest.fixture(scope="module")
 def tool() -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location("extract_demo", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return extract_demo
 
 
 @pytest.fixture(scope="module")
@@ -174,18 +168,22 @@ def test_phrase(
     image, _ = write_image(tmp_path, "rotated")
     asked = []
 
-    def answer_question(run_dir: Path, question: Question, *, points_at_box: bool) -> types.SimpleNamespace:
-        asked.append((run_dir, question, points_at_box))
-        box = [10.0, 20.0, 50.0, 90.0]
-        candidates = {"candidate_boxes": np.array([box, [0, 0, 5, 5]]), "candidate_scores": np.array([0.75, 0.1])}
-        return types.SimpleNamespace(record={"box": box, "score": 0.75, **candidates})
+    class Model:
+        def require_boxes(self) -> None:
+            asked.append("a box")
 
-    stand_in = types.ModuleType("e2e_vl.engine.predict")
-    stand_in.answer_question = answer_question
-    monkeypatch.setitem(sys.modules, "e2e_vl.engine.predict", stand_in)
+        def ask(self, image: Path, text: str) -> types.SimpleNamespace:
+            asked.append((image, text))
+            box = [10.0, 20.0, 50.0, 90.0]
+            candidates = {"candidate_boxes": np.array([box, [0, 0, 5, 5]]), "candidate_scores": np.array([0.75, 0.1])}
+            return types.SimpleNamespace(record={"box": box, "score": 0.75, **candidates})
+
+    stand_in = types.ModuleType("e2e_vl.api.trained_model")
+    stand_in.load = lambda run: asked.append(run) or Model()
+    monkeypatch.setitem(sys.modules, "e2e_vl.api.trained_model", stand_in)
     arguments = [str(image), "--output", str(tmp_path / "out"), "--config", str(config)]
     assert tool.main([*arguments, "--run", str(tmp_path / "run"), "--text", "the red one"]) == 0
-    assert asked == [(tmp_path / "run", Question(image, "the red one"), True)]
+    assert asked == [tmp_path / "run", "a box", (image, "the red one")]
     answer = json.loads((tmp_path / "out" / "phrase.json").read_text())
     assert answer["box"] == [10, 20, 50, 90] and answer["text"] == "the red one" and len(answer["boxes"]) == 2
     assert "the red one" in capsys.readouterr().out
@@ -318,8 +316,7 @@ def test_phrase_is_cut_as_in_training(config: Path, tmp_path: Path):
     run = save_untrained_run(tmp_path, config, max_text_length=4)
     image, _ = write_image(tmp_path, "rgb")
     long, short, other = (
-        answer_question(run, Question(image, text), points_at_box=True).record
-        for text in ("the red one one", "the red", "the one")
+        e2e_vl.load(run).ask(image, text).record for text in ("the red one one", "the red", "the one")
     )
     assert long["box"] == short["box"] and long["candidate_boxes"] == short["candidate_boxes"]
     assert long["candidate_scores"] == short["candidate_scores"]

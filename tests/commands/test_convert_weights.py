@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import pickle
 import types
 from pathlib import Path
@@ -13,17 +12,14 @@ from safetensors.torch import load_file
 from detector.checkpoint import load_checkpoint, load_pretrained
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
+from e2e_vl.commands import convert_weights
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "convert_weights.py"
 TINY = "MODEL: {RESNETS: {DEPTH: 18, STEM_OUT_CHANNELS: 8, RES2_OUT_CHANNELS: 8}, ROI_HEADS: {NUM_CLASSES: 5}}"
 
 
 @pytest.fixture(scope="module")
 def tool() -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location("convert_weights", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return convert_weights
 
 
 @pytest.fixture

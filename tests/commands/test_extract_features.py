@@ -23,6 +23,7 @@ from PIL import Image
 from detector.checkpoint import save_weights
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
+from e2e_vl.commands import extract_features
 from e2e_vl.config import load_config
 from e2e_vl.data.storage.features.stores import open_features
 from e2e_vl.engine.train import train
@@ -34,10 +35,7 @@ NUMBER = 80
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("extract_features_tool", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return extract_features
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,122 @@
+"""What `ask`, `hide` and `regions` return: plain values, and a picture of them.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from detector.images import ResizeRule, decode_resized, load_resized, resize_boxes
+from e2e_vl.drawing import draw_boxes
+from e2e_vl.samples import EncodedImage
+
+SHOWN_SIZE = ResizeRule(600, 1000)  # of pictures; large photos are shrunk
+MOST_ATTENDED = 5  # regions in a picture
+SAYS_SOMETHING = 2.0  # attention of a region, as a multiple of an equal share, from which it is worth a box
+GREY = 127  # in place of hidden pixels
+
+
+class Picture:
+    """Shows `draw()` in a notebook."""
+
+    def draw(self) -> Image.Image:
+        raise NotImplementedError
+
+    def _repr_png_(self) -> bytes:
+        stream = io.BytesIO()
+        self.draw().save(stream, "PNG")
+        return stream.getvalue()
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer(Picture):
+    """The answer to one text. All boxes are xyxy in pixels of the original image."""
+
+    text: str  # what was asked
+    answer: str  # the answer in words; where the task points at a box, where that is
+    score: float | None  # of the answer, 0 to 1; None: the task gives several
+    box: np.ndarray | None  # float32 [4], what the text refers to; None: the task points at no box, or found none
+    top: list[tuple[str, float]]  # the best answers with their scores, best first; empty where answers are no texts
+    lines: list[str]  # all of this in words
+    boxes: np.ndarray  # float32 [R, 4], the candidate boxes that the answer was made from
+    box_images: np.ndarray  # int64 [R], which of the `images` each of them lies in
+    attention: np.ndarray | None  # float32 [R], how much the answer looks at each; None: the task points at a box
+    unknown_words: tuple[str, ...]  # words of the text that the model's vocabulary lacks
+    record: dict[str, Any]  # the whole prediction, JSON-able
+    images: tuple[Path | EncodedImage, ...] = dataclasses.field(repr=False)
+
+    def draw(self, image: int = 0) -> Image.Image:
+        """The box that the text refers to, or the regions that the answer looks at much more than at the others.
+
+        Args:
+            image: number of the image, for a text about several images.
+        """
+        rows = np.flatnonzero(self.box_images == image)
+        title = self.text if self.box is not None else f"{self.text} -> {self.answer}"
+        if self.box is not None:
+            return _picture(self.images[image], [self.box], [f"{self.score:.2f}"], title)
+        hidden = self.record.get("hidden", [])
+        covered = [one["box"] for one in hidden]  # the first of the candidates
+        labels = [f"hidden: {one['classes'][0][0]} {one['classes'][0][1]:.2f}" for one in hidden]
+        seen = [row for row in self._attended() if row >= len(hidden) and row in rows]
+        names = self.record.get("objects", [""] * len(self.boxes))
+        labels += [f"{names[row]} {self.attention[row]:.2f}".strip() for row in seen]
+        return _picture(self.images[image], [*covered, *self.boxes[seen]], labels, title, covered)
+
+    def draw_candidates(self, image: int = 0) -> Image.Image:
+        """All candidate boxes of one image with their numbers, and their names where they have some."""
+        rows = np.flatnonzero(self.box_images == image)
+        names = self.record.get("objects", [""] * len(self.boxes))
+        return _picture(self.images[image], self.boxes[rows], [f"{row} {names[row]}".strip() for row in rows], None)
+
+    def _attended(self) -> np.ndarray:
+        """Rows of the regions that the answer looks at most, if it looks at them more than at others."""
+        if self.attention is None or not len(self.attention):
+            return np.zeros(0, dtype=np.int64)
+        best = np.argsort(-self.attention, kind="stable")[:MOST_ATTENDED]
+        return best[self.attention[best] >= SAYS_SOMETHING * self.attention.mean()]
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundRegions(Picture):
+    """The regions of one image, best score first. Boxes are xyxy in pixels of the original image."""
+
+    boxes: np.ndarray  # float32 [R, 4]
+    scores: np.ndarray  # float32 [R]
+    classes: np.ndarray  # int64 [R], 0 .. K-1
+    names: list[str]  # R class names; numbers where the names are unknown
+    features: np.ndarray  # float32 [R, D]
+    image: Path | EncodedImage = dataclasses.field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+    def draw(self) -> Image.Image:
+        """All regions with their classes and scores."""
+        labels = [f"{name} {score:.2f}" for name, score in zip(self.names, self.scores, strict=True)]
+        return _picture(self.image, self.boxes, labels, None)
+
+
+def _picture(
+    image: Path | EncodedImage, boxes: Any, labels: list[str], title: str | None, covered: Any = ()
+) -> Image.Image:
+    """Boxes in pixels of the original image, drawn on it; `covered` boxes hide what is in them."""
+    if isinstance(image, EncodedImage):
+        pixels, size = decode_resized(image.content, image.name, SHOWN_SIZE, "RGB")
+    else:
+        pixels, size = load_resized(image, SHOWN_SIZE, "RGB")
+    pixels = pixels.copy()
+    for x1, y1, x2, y2 in _moved(covered, size, pixels).astype(int):
+        pixels[y1 : y2 + 1, x1 : x2 + 1] = GREY
+    return Image.fromarray(draw_boxes(pixels, _moved(boxes, size, pixels), labels, title=title))
+
+
+def _moved(boxes: Any, size: tuple[int, int], pixels: np.ndarray) -> np.ndarray:
+    return resize_boxes(np.asarray(boxes, dtype=np.float64).reshape(-1, 4), size, pixels.shape[:2])

@@ -1,0 +1,351 @@
+"""A trained model to use: asked about images, shown regions, saved and shared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import parse_flag_from_env
+from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, snapshot_download
+from transformers import PreTrainedTokenizerBase
+
+from detector.images import ResizeRule, decode_resized, load_resized
+from detector.selection_rule import SelectionRule
+from e2e_vl.api.inputs import ImageFile, ImageInput, as_lists, given_boxes, image_file
+from e2e_vl.api.results import Answer, FoundRegions
+from e2e_vl.config import RunConfig
+from e2e_vl.data.base import open_options
+from e2e_vl.engine.asking import Reply, reply_to
+from e2e_vl.engine.build import named_parts
+from e2e_vl.engine.build_data import warn_of_random_boxes
+from e2e_vl.engine.saving import load_model, model_folder, save_model, saved_settings
+from e2e_vl.extraction.chain import ExtractionSettings, InputImage, RegionExtractor
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.samples import Question, Sample
+from e2e_vl.text import looks_like_hub_name, unknown_words
+
+CARD = """---
+{{ card_data }}
+---
+
+# {{ name }}
+
+A vision-and-language model of e2e-vl, trained end to end from raw pixels: the detector `{{ detector }}`, the
+encoder `{{ encoder }}` and the task `{{ task }}`, trained on the data `{{ data }}`.
+
+```python
+import e2e_vl
+
+model = e2e_vl.load("{{ name }}")
+answer = model.ask("photo.jpg", "{{ example }}")
+```
+{% if metrics %}
+| metric | value |
+|---|---:|
+{% for key, value in metrics.items() %}| {{ key }} | {{ "%.3f" | format(value) }} |
+{% endfor %}{% endif %}"""
+
+
+class TrainedModel(
+    ModelHubMixin,
+    library_name="e2e-vl",
+    license="apache-2.0",
+    tags=["vision-and-language", "object-detection"],
+    model_card_template=CARD,
+):
+    """A detector, an encoder and a task with their tokenizer and settings; `e2e_vl.load` makes one.
+
+    It is loaded once and may be asked from several threads at a time. Boxes are xyxy in pixels of the original image.
+    """
+
+    def __init__(
+        self,
+        settings: RunConfig,
+        network: VisionLanguageModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        source: Path,
+        device: str | torch.device | None = None,
+    ):
+        self.settings, self.tokenizer, self.source = settings, tokenizer, source
+        self.network = network.to(device or _best_device()).eval()
+        dataset = named_parts(settings).dataset
+        files, self._options = open_options(dataset, settings.data)
+        split = [*settings.data.eval_splits, settings.data.train_split][0]
+        self.class_names = dataset.class_names_of(
+            files, self._options, split
+        )  # None: unknown, or the data are not here
+        self._dataset = dataset
+
+    def ask(
+        self,
+        image: ImageInput | tuple[ImageInput, ...] | list[Any],
+        text: str | list[str],
+        *,
+        boxes: Any = None,
+        choices: Sequence[Any] = (),
+        answer: Any = None,
+    ) -> Answer | list[Answer]:
+        """Answer texts about images: a box, the best answers, the best choice, or the words at each [MASK].
+
+        Args:
+            image: a path, bytes, a PIL image or uint8 [height, width, 3] in RGB; a tuple of them for a model whose
+                texts are about several images; or a list of any of these. The detector runs once per distinct image.
+            text: a text, or a list of texts. One image or text beside a list of the other stands for each of them.
+            boxes: candidates [R, 4] instead of the detector's, or words such as "person:10,20,80,200", or a file of
+                boxes. They hold for all questions.
+            choices: the texts to choose from, for a task that chooses; the same for all questions, or a list of them
+                per question.
+            answer: the answer that a rationale is asked for; one for all questions, or a list.
+
+        Returns:
+            One answer, or a list of answers in the order of the questions.
+
+        Raises:
+            FileNotFoundError, ValueError: no image there, an empty text, or something that the task needs or does not
+                take.
+        """
+        given = given_boxes(boxes, "boxes")
+        images, texts, is_single = as_lists(image, text)
+        files = _image_files(images)
+        several = bool(choices) and not isinstance(choices[0], str)
+        questions = [
+            Question(
+                files[row][0],
+                texts[row],
+                boxes=given,
+                choices=tuple(choices[row] if several else choices),
+                answer=answer[row] if isinstance(answer, list) else answer,
+                others=files[row][1:],
+            )
+            for row in range(len(texts))
+        ]
+        answers = self.answer_all(questions)
+        return answers[0] if is_single else answers
+
+    def hide(self, image: ImageInput, boxes: Any, text: str = "") -> Answer:
+        """Let a pre-training model say what is in boxes whose pixels are hidden from it, and which words are masked.
+
+        Args:
+            boxes: [Q, 4], or words or a file as in `ask`.
+            text: a caption, maybe with [MASK].
+        """
+        hidden = given_boxes(boxes, "boxes")
+        return self.answer_all([Question(image_file(image), text, hidden=hidden)])[0]
+
+    def regions(
+        self, image: ImageInput, *, min_score: float = 0.2, min_regions: int = 10, max_regions: int = 36
+    ) -> FoundRegions:
+        """What the detector finds: regions that score at least `min_score`, but within the two numbers.
+
+        Raises:
+            FileNotFoundError, ValueError: no readable image, numbers that contradict each other, or a model without a
+                detector.
+        """
+        self._require_detector()
+        if self.settings.detector.proposes_at_random:
+            warn_of_random_boxes(self.settings.detector)
+        file, detector, size = image_file(image), self.network.detector, self.settings.data.resize
+        resize = ResizeRule(size.short_edge[-1], size.long_edge, size.rounding)
+        order, features_of = detector.config.input.format, detector.config.roi_heads.features_of
+        if isinstance(file, Path):
+            name, loaded = str(file), load_resized(file, resize, order)
+        else:
+            name, loaded = file.name, decode_resized(file.content, file.name, resize, order)
+        rule = SelectionRule(min_score, min_regions, max_regions)
+        extractor = RegionExtractor(detector, ExtractionSettings("score", rule, features_of))
+        [found] = extractor([InputImage(name, Path(name), *loaded)])
+        known = self.class_names if self.class_names and len(self.class_names) == detector.num_classes else None
+        names = [known[number] if known else f"class {number}" for number in found.classes.tolist()]
+        return FoundRegions(found.boxes, found.scores, found.classes, names, found.features, file)
+
+    def answer_all(self, questions: Sequence[Question]) -> list[Answer]:
+        """Answer prepared questions; those about the same images with the same boxes share one detector pass.
+
+        Raises:
+            FileNotFoundError, ValueError: as `ask`.
+        """
+        self._require_detector()
+        self._require_answers(questions)
+        if any(question.boxes is None for question in questions):
+            warn_of_random_boxes(saved_settings(self.source).detector)
+        groups: dict[Any, list[int]] = {}
+        for number, question in enumerate(questions):
+            key = (number,) if not self.network.task.answers_together else _sharing_key(question)
+            groups.setdefault(key, []).append(number)
+        samples = [self._sample([questions[number] for number in group]) for group in groups.values()]
+        replies = reply_to(self.settings, self.network, self.tokenizer, samples)
+        answers: dict[int, Answer] = {}
+        for number, reply in zip([number for group in groups.values() for number in group], replies, strict=True):
+            answers[number] = self._answer(questions[number], reply)
+        unknown = sorted({word for one in answers.values() for word in one.unknown_words})
+        if unknown:
+            warnings.warn(
+                f"The vocabulary of {self.source} lacks {', '.join(unknown)}; the model reads such words as unknown.",
+                stacklevel=3,
+            )
+        return [answers[number] for number in range(len(questions))]
+
+    def require_boxes(self) -> None:
+        """Raises ValueError unless the model answers a phrase with a box."""
+        if not self.network.task.points_at_box:
+            raise ValueError(
+                f"{self.source} was trained for the task '{self.settings.task.name}', which does not answer a phrase "
+                "with a box; give a run of a task that does."
+            )
+
+    def _sample(self, questions: list[Question]) -> Sample:
+        """Questions about the same images as one sample."""
+        samples = []
+        for question in questions:
+            known = dataclasses.replace(
+                question,
+                class_names=self.class_names,
+                wants_answer=self._dataset.wants_given_answer(self._options),
+            )
+            samples.append(self._dataset.narrowed(self.network.task.question(known), self._options))
+        texts = [dataclasses.replace(sample.texts[0], index=row) for row, sample in enumerate(samples)]
+        return dataclasses.replace(samples[0], texts=tuple(texts))
+
+    def _answer(self, question: Question, reply: Reply) -> Answer:
+        ranked = reply.task.ranked(reply.record)
+        box, score = reply.box, reply.record.get("score", ranked[0][1] if ranked else None)
+        return Answer(
+            text=question.text,
+            answer=ranked[0][0] if ranked else next(iter(reply.lines), ""),
+            score=score,
+            box=None if box is None else torch.tensor(box).numpy(),
+            top=ranked,
+            lines=reply.lines,
+            boxes=reply.boxes,
+            box_images=reply.images,
+            attention=reply.attention,
+            unknown_words=tuple(unknown_words(question.text, self.tokenizer)),
+            record=reply.record,
+            images=question.images,
+        )
+
+    def _require_detector(self) -> None:
+        if self.settings.detector.backend == "precomputed":
+            raise ValueError(
+                f"{self.source} reads saved region features, so it cannot look at an image; give a run with a detector."
+            )
+
+    def _require_answers(self, questions: Sequence[Question]) -> None:
+        """Raises ValueError if the model does not answer texts about images, or if a text is empty."""
+        if not self.network.task.answers_questions:
+            raise ValueError(
+                f"{self.source} was trained for the task '{self.settings.task.name}', which does not answer a text; "
+                "give a run of a task that does."
+            )
+        data = self.settings.data
+        if data.blank_text or data.blank_image:
+            missing = "text" if data.blank_text else "image"
+            raise ValueError(
+                f"{self.source} is a control that was trained without seeing any {missing}; give another run."
+            )
+        if not all(question.text.strip() or question.hidden is not None for question in questions):
+            raise ValueError("The text is empty; write what to ask or to look for.")
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, device: str | torch.device | None = None) -> TrainedModel:
+        """Load a run directory of tools/train.py, or a folder that `save_pretrained` wrote.
+
+        Raises:
+            FileNotFoundError, ValueError: no model there, or files that do not fit together.
+        """
+        return cls(*load_model(Path(folder)), source=Path(folder), device=device)
+
+    @classmethod
+    def _from_pretrained(
+        cls,
+        *,
+        model_id: str,
+        device: str | torch.device | None = None,
+        revision: str | None,
+        cache_dir: str | Path | None,
+        force_download: bool,
+        local_files_only: bool,
+        token: str | bool | None,
+        **unused: Any,
+    ) -> TrainedModel:
+        folder = model_id
+        if not Path(model_id).is_dir():
+            folder = snapshot_download(
+                model_id,
+                revision=revision,
+                cache_dir=cache_dir,
+                force_download=force_download,
+                local_files_only=local_files_only,
+                token=token,
+            )
+        return cls.from_folder(folder, device)
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        save_model(save_directory, self.settings, self.network, self.tokenizer)
+        about = {"library_name": "e2e-vl", "e2e_vl_version": version("e2e-vl")}
+        (save_directory / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+    def generate_model_card(self, **more: Any) -> ModelCard:
+        """What the model is made of, how to load it, and its metrics where the run has them."""
+        path = self.source / "metrics.json"
+        metrics = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        name = more.pop("repo_id", None) or self.source.name
+        return ModelCard.from_template(
+            card_data=ModelCardData(
+                library_name="e2e-vl", license="apache-2.0", tags=["vision-and-language", self.settings.task.name]
+            ),
+            template_str=CARD,
+            name=name,
+            detector=self.settings.detector.backend,
+            encoder=self.settings.encoder.name,
+            task=self.settings.task.name,
+            data=self.settings.data.name,
+            example="what is in the picture",
+            metrics={key: value for key, value in metrics.items() if "/" in key and isinstance(value, float)},
+            **more,
+        )
+
+
+def load(source: str | Path, device: str | torch.device | None = None) -> TrainedModel:
+    """Load a run directory, a saved model folder, or a model of the Hugging Face hub; see `e2e_vl.load`."""
+    folder = Path(source).expanduser()
+    if folder.exists() or not looks_like_hub_name(str(source)):
+        model_folder(folder)  # says in one sentence what is missing
+        return TrainedModel.from_folder(folder, device)
+    try:
+        return TrainedModel.from_pretrained(str(source), device=device)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"{source}: neither a local folder nor a model that could be loaded from the hub "
+            f"({str(error).splitlines()[0]}); check the name and the connection, or give a run directory."
+        ) from error
+
+
+def _best_device() -> torch.device:
+    """The GPU, or the CPU where there is no GPU or ACCELERATE_USE_CPU is true."""
+    if torch.accelerator.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
+
+
+def _image_files(images: list[Any]) -> list[tuple[ImageFile, ...]]:
+    """Image files of each question; an object that is given several times is converted once."""
+    made: dict[int, ImageFile] = {}
+    parts = [image if isinstance(image, tuple) else (image,) for image in images]
+    for one in (one for part in parts for one in part):
+        if id(one) not in made:
+            made[id(one)] = image_file(one)
+    return [tuple(made[id(one)] for one in part) for part in parts]
+
+
+def _sharing_key(question: Question) -> Any:
+    """Equal for questions whose images and boxes are the same."""
+    names = tuple(str(file) if isinstance(file, Path) else id(file) for file in question.images)
+    return names, id(question.boxes), id(question.hidden)

@@ -1,0 +1,161 @@
+"""The answer of a trained run to texts about images.
+
+    e2e-vl ask --run RUN --image IMAGE --text "the small red circle" --output DIR
+    e2e-vl ask --run RUN --image IMAGE --text "What color is the star?" --boxes 10,20,60,80 5,5,40,90
+    e2e-vl ask --run RUN --image IMAGE --text "Why is [0] there ?" --choices A B C D --boxes FILE
+    e2e-vl ask --run RUN --image IMAGE --text "a [MASK] circle next to a square" --hide 10,20,60,80
+    e2e-vl ask --run RUN --image DIR --text "the small red circle" --output DIR
+    e2e-vl ask --run RUN --json questions.json --output DIR
+
+Prints the answer, the best first. Several images, or a folder of images, are asked the same text one by one; --pair
+says that the two images belong to one text. --json is a list of {"image": FILE, "text": TEXT}, with files
+relative to it. The model is loaded once, and looks at each image once.
+
+Without --boxes the run's own detector finds the regions; VCR needs its boxes, and its texts name them as [0] or [1,2],
+counted from 0; a VCR metadata file as --boxes brings their classes and outlines too. A pre-training run names the best
+words at every [MASK], and the best classes of every region that --hide takes out of the image before the detector.
+
+--output DIR writes answer.json (the whole prediction, the regions, and the last layer's attention on them where the
+task points at no box), regions.png (all regions) and answer.png (the answer's box, or the regions that it looks at much
+more than at others, without the pixels that were hidden); for a pair also regions_2.png and answer_2.png. Of several
+questions each has a folder 0001, 0002, ... there. `python tools/predict.py ask` is the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from e2e_vl.command_line import make_parser, says_errors
+from e2e_vl.data.formats.user_boxes import read_boxes
+from e2e_vl.data.storage.files import read_json, require_keys
+from e2e_vl.run_files import model_folder
+from e2e_vl.samples import Question
+
+if TYPE_CHECKING:  # at run time it would import torch
+    from e2e_vl.api.results import Answer
+
+IMAGE_ENDS = (".jpg", ".jpeg", ".png")
+
+
+def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
+    """The options of the command."""
+    parser = make_parser(__doc__, prog)
+    add_options(parser)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options about one question."""
+    parser.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
+    parser.add_argument("--image", type=Path, nargs="+", default=[], help="JPEG or PNG files, or a folder of them")
+    parser.add_argument("--text", help="phrase, question, or a caption with [MASK]")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="images and texts, instead of --image and --text")
+    parser.add_argument("--pair", action="store_true", help="the two images belong to one text")
+    parser.add_argument(
+        "--boxes",
+        nargs="+",
+        metavar="BOX",
+        help="candidates instead of the detector's: x1,y1,x2,y2 or class:x1,y1,x2,y2 in pixels of the image, or a file "
+        "(JSON list, JSON object with `boxes` and maybe `names`, or regions.npz of tools/extract_demo.py)",
+    )
+    parser.add_argument(
+        "--hide",
+        nargs="+",
+        metavar="BOX",
+        help="pre-training: regions to recognise without their pixels, as --boxes; candidates that overlap one with an "
+        "IoU of 0.5 or more are left out, it stands for them",
+    )
+    parser.add_argument("--choices", nargs="+", default=(), metavar="TEXT", help="VCR: the four texts to choose from")
+    parser.add_argument("--answer", help="VCR, a run for rationales: the answer that they are for")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for answer.json and pictures")
+
+
+@says_errors
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    ask(build_parser(prog).parse_args(argv))
+    return 0
+
+
+def ask(arguments: argparse.Namespace) -> None:
+    questions = questions_of(arguments)
+    model_folder(arguments.run)
+    from e2e_vl.api.trained_model import load  # late: it imports torch
+
+    answers = load(arguments.run).answer_all(questions)
+    for number, (question, answer) in enumerate(zip(questions, answers, strict=True), start=1):
+        if len(questions) > 1:
+            print(f"{question.image}: {question.text}")
+        for line in answer.lines:
+            print(line)
+        if arguments.output is not None:
+            folder = arguments.output if len(questions) == 1 else arguments.output / f"{number:04d}"
+            save(folder, answer)
+            print(f"written: {folder / 'answer.json'}")
+
+
+def questions_of(arguments: argparse.Namespace) -> list[Question]:
+    """What the options ask.
+
+    Raises:
+        FileNotFoundError, ValueError: options that contradict each other, a folder without images, or a JSON file of
+            another form.
+    """
+    if (arguments.json is None) != (bool(arguments.image) and arguments.text is not None):
+        raise ValueError("Give either --image and --text, or --json with both.")
+    if arguments.json is not None:
+        rows = read_json(arguments.json, "questions")
+        if not isinstance(rows, list) or not rows:
+            raise ValueError(f'{arguments.json}: expected a list of {{"image": FILE, "text": TEXT}}.')
+        for number, row in enumerate(rows):
+            require_keys(row, ("image", "text"), f"{arguments.json}: question {number}")
+        asked = [((arguments.json.parent / row["image"],), row["text"]) for row in rows]
+    elif arguments.pair:
+        asked = [(tuple(arguments.image), arguments.text)]
+    else:
+        asked = [((image,), arguments.text) for path in arguments.image for image in _images(path)]
+    boxes = None if arguments.boxes is None else read_boxes(arguments.boxes)
+    hidden = None if arguments.hide is None else read_boxes(arguments.hide, "--hide")
+    return [
+        Question(
+            images[0],
+            text,
+            boxes=boxes,
+            choices=tuple(arguments.choices),
+            answer=arguments.answer,
+            hidden=hidden,
+            others=images[1:],
+        )
+        for images, text in asked
+    ]
+
+
+def _images(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    images = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_ENDS)
+    if not images:
+        raise ValueError(f"{path} holds no JPEG or PNG file; give a folder of images.")
+    return images
+
+
+def save(folder: Path, answer: Answer) -> None:
+    """Write answer.json, regions.png and answer.png; of a second image regions_2.png and answer_2.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {key: value for key, value in answer.record.items() if key not in ("text_index", "file_name", "sent")}
+    first, *others = map(str, answer.images)
+    shown: dict[str, Any] = {"image": first, "text": answer.text, **record, "regions": answer.boxes.tolist()}
+    if others:
+        shown |= {"other_images": others, "region_images": answer.box_images.tolist()}
+    if answer.attention is not None:
+        shown["attention"] = answer.attention.tolist()
+    if answer.unknown_words:
+        shown["unknown_words"] = list(answer.unknown_words)
+    text = json.dumps(shown, indent=2, ensure_ascii=False)
+    (folder / "answer.json").write_text(text + "\n", encoding="utf-8")
+    for number in range(len(answer.images)):
+        end = f"_{number + 1}" if number else ""
+        answer.draw_candidates(number).save(folder / f"regions{end}.png")
+        answer.draw(number).save(folder / f"answer{end}.png")

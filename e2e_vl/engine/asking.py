@@ -1,0 +1,122 @@
+"""What a trained model says to samples that were made by hand, such as a user's questions.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import RunConfig
+from e2e_vl.data.loading.requests import random_generator
+from e2e_vl.engine.build_data import build_collate, build_loader, build_writer
+from e2e_vl.examples import Example
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.samples import BrokenImageError, Sample
+from e2e_vl.structures import Batch, ModelOutput
+from e2e_vl.tasks.base import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """What a model says to one question. Boxes are xyxy in pixels of the original image."""
+
+    task: Task
+    record: dict[str, Any]  # what `Task.replies` returned
+    boxes: np.ndarray  # float32 [R, 4], the candidate boxes that the answer was made from
+    images: np.ndarray  # int64 [R], which of the sample's images each of them lies in
+    attention: np.ndarray | None  # float32 [R]: how much the answer's position looks at each, mean of the last layer
+
+    @property
+    def lines(self) -> list[str]:
+        """The answer in words, the best first."""
+        return self.task.answer_lines(self.record)
+
+    @property
+    def box(self) -> list[float] | None:
+        """What the text refers to, for a task that points at a box."""
+        return self.record["box"] if self.task.points_at_box else None
+
+
+def reply_to(
+    config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]
+) -> list[Reply]:
+    """Answer all questions of all samples, with one detector pass per sample (two in a pre-training run).
+
+    The samples take the road of the data: they are loaded, worded and joined into batches of `eval.images_per_batch`
+    samples, as in evaluation, so that the same questions get the same answers.
+
+    Args:
+        samples: each a user's (`Sample.is_asked`); those with and without annotated objects are not mixed.
+
+    Returns:
+        The replies in the order of the samples and of their texts.
+
+    Raises:
+        FileNotFoundError, ValueError: an image that is missing or cannot be read, or boxes that lie outside it.
+    """
+    boxes = BoxSource.ONLINE if samples[0].images[0].objects is None else BoxSource.GT
+    loader = build_loader(config, model, None, boxes)
+    wording = model.task.wording(build_writer(config, model, tokenizer))
+    collate = build_collate(config, model)
+    draw = functools.partial(random_generator, config.seed, 0)
+    together = config.eval.images_per_batch if model.task.answers_together else 1
+    replies: list[Reply] = []
+    for start in range(0, len(samples), together):
+        examples = []
+        for sample in samples[start : start + together]:
+            try:
+                images = [loader.load(image, loader.draw_augmentation(draw(0))) for image in sample.images]
+            except BrokenImageError as error:
+                raise error.__cause__ from None
+            examples.append(Example(images, list(wording(sample, images, draw))))
+        batch = collate(examples).to(next(model.parameters()).device)
+        with torch.no_grad():
+            replies += _replies(model, tokenizer, model(batch, output_attentions=True))
+    return replies
+
+
+def _replies(model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, output: ModelOutput) -> Iterator[Reply]:
+    records = model.task.replies(output, tokenizer)
+    texts_of_each = len(output.batch) // len(records)  # a question with four choices is four texts
+    for number, record in enumerate(records):
+        text = number * texts_of_each + int(record.get("choice", 0))
+        yield Reply(model.task, record, *_regions(model, output, text))
+
+
+def _regions(
+    model: VisionLanguageModel, output: ModelOutput, text: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Of one text: candidate boxes [R, 4] in original pixels, their images [R], the answer's attention [R] on them."""
+    batch, regions = output.batch, output.text_regions
+    kept = regions.row[text] >= 0
+    images = regions.image[text, kept]
+    boxes = (regions.boxes[text, kept] / batch.images.scales[images].repeat(1, 2)).cpu().numpy()
+    slots = regions.image_slot[text, kept].cpu().numpy()
+    maps = output.encoded.attentions
+    if maps is None or model.task.points_at_box:
+        return boxes, slots, None
+    length = batch.texts.input_ids.shape[1]
+    position = _asking_position(batch, output, text)
+    rows = [one[text, :, position, length : length + len(kept)] for one in maps]
+    last = next((row for row in reversed(rows) if row.any()), rows[-1])  # a map may have no such block
+    return boxes, slots, last.mean(dim=0)[kept].float().cpu().numpy()
+
+
+def _asking_position(batch: Batch, output: ModelOutput, text: int) -> int:
+    """Where the answer is read: at its own place, at the first labelled wordpiece, at a hidden region, or in front."""
+    if batch.texts.summary is not None:
+        return int(batch.texts.summary[text])
+    asked = [] if batch.targets is None else batch.targets.labelled_wordpieces(text)
+    if asked:
+        return asked[0]
+    is_hidden = output.text_regions.is_hidden[text]
+    return batch.texts.input_ids.shape[1] + int(is_hidden.int().argmax()) if is_hidden.any() else 0

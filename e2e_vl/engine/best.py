@@ -1,0 +1,124 @@
+"""The best model of a run so far, and when to stop because no better one comes.
+
+best/
+  config.yaml, detector/, encoder/, task/, tokenizer/    as `save_model` writes them
+  best.json                                              metric, value and step
+
+A checkpoint remembers which model was the best. If a better one comes after the checkpoint, the older one moves into
+the checkpoint's folder, so that a run that is resumed there has it again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from e2e_vl.run_files import write_json
+
+logger = logging.getLogger(__name__)
+
+FILE = "best.json"
+POSITION = ("metric", "step", "value", "judged_step", "waited")  # attributes that a checkpoint keeps
+
+
+@dataclasses.dataclass
+class BestModel:
+    """Judges the evaluations of a run; every process has the same one, and one of them writes.
+
+    Attributes:
+        folder: of the best model.
+        metric: name of the metric, of which more is better; None judges nothing.
+        patience: number of evaluations in a row without a better value after which training ends; None = never.
+        step, value: of the best evaluation; None before there is one.
+        judged_step: of the last evaluation that was judged.
+        waited: evaluations since the best one.
+        checkpoint: folder of the newest checkpoint that remembers the model in `folder`.
+    """
+
+    folder: Path
+    metric: str | None = None
+    patience: int | None = None
+    step: int | None = None
+    value: float | None = None
+    judged_step: int | None = None
+    waited: int = 0
+    checkpoint: Path | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """No better model came for too long."""
+        return self.patience is not None and self.waited >= self.patience
+
+    @property
+    def found(self) -> dict[str, Any] | None:
+        """Metric, value and step of the best model, if there is one."""
+        return None if self.step is None else {"metric": self.metric, "value": self.value, "step": self.step}
+
+    def check_name(self, metrics: Mapping[str, Any]) -> None:
+        """Raises ValueError unless evaluations give the metric, or the metric that it is a detail of."""
+        if self.metric is None:
+            return
+        whole = "/".join(self.metric.split("/")[:2])  # val/accuracy_own_boxes of val/accuracy_own_boxes/relation
+        if not {self.metric, whole} & set(metrics):
+            raise ValueError(f"train.keep_best is '{self.metric}'; it must be one of {', '.join(metrics)}.")
+
+    def judge(self, step: int, metrics: Mapping[str, Any]) -> bool:
+        """Whether the model of this step is the best so far; a step is judged once."""
+        if self.metric is None or step == self.judged_step:
+            return False
+        self.check_name(metrics)
+        value = metrics.get(self.metric)
+        is_best = value is not None and (self.value is None or value > self.value)
+        self.judged_step, self.waited = step, 0 if is_best else self.waited + 1
+        if is_best:
+            self.step, self.value = step, float(value)
+        return is_best
+
+    def write(self, save: Callable[[Path], None]) -> None:
+        """Put the model that was just judged into the folder; `save` writes it into a folder of any name."""
+        part = self.folder.with_name(f"{self.folder.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        save(part)
+        write_json(part / FILE, self.found)
+        if self.folder.exists():
+            if self.checkpoint is not None and self.checkpoint.is_dir():
+                self.folder.replace(self.checkpoint / self.folder.name)
+            else:
+                shutil.rmtree(self.folder)
+        self.checkpoint = None
+        part.replace(self.folder)
+
+    def position(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {name: getattr(self, name) for name in POSITION}
+
+    def go_on(self, position: Mapping[str, Any], checkpoint: Path, *, is_writer: bool) -> None:
+        """Be as when the checkpoint was saved; what was measured by another metric is forgotten.
+
+        Args:
+            position: what the checkpoint kept; empty if it knows of no best model.
+            is_writer: True on the process that moves the files.
+        """
+        self.checkpoint = checkpoint
+        if position.get("metric") != self.metric:
+            return
+        vars(self).update({name: position[name] for name in POSITION})
+        if not is_writer:
+            return
+        kept, path = checkpoint / self.folder.name, self.folder / FILE
+        if kept.is_dir():
+            shutil.rmtree(self.folder, ignore_errors=True)
+            kept.replace(self.folder)
+        if self.step != (json.loads(path.read_text(encoding="utf-8"))["step"] if path.is_file() else None):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if self.step is not None:
+                logger.warning(
+                    "The best model, of step %d, is lost with the checkpoint that kept it; only a model with more than "
+                    "%g for %s will be kept.",
+                    *(self.step, self.value, self.metric),
+                )

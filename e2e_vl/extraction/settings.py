@@ -1,0 +1,40 @@
+"""Which boxes of an image become regions (a file of its own, so that options can be checked without torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from detector.selection_rule import SelectionRule
+
+Rule = Literal["score", "maxconf", "maxnms", "given"]
+DEFAULTS = {  # VL-BERT section 4.1; bottom-up attention; the features that LXMERT was trained on
+    "score": SelectionRule(0.5, 10, 100),
+    "maxconf": SelectionRule(0.2, 10, 100),
+    "maxnms": SelectionRule(0.0, 36, 36),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtractionSettings:
+    """Which boxes become regions, and what is kept of them.
+
+    rule
+      score     detections (NMS within each class; several in one place are one region of the best class) by score
+      maxconf   proposals by their best class probability after NMS within each class (bottom-up attention)
+      maxnms    each proposal's best class and its refined box, NMS over all, loosened until there are enough (LXMERT)
+      given     boxes from a file
+    features_of
+      proposal  features of the proposals; the boxes of "score" and "maxnms" are refined nonetheless, as in the original
+      final     the box head's refined box of the best class is the region and gets features of its own
+    """
+
+    rule: Rule = "score"
+    selection: SelectionRule | None = None  # None: the rule's `DEFAULTS`
+    features_of: Literal["proposal", "final"] = "final"
+    attributes: bool = False  # keep the most probable attribute of each region
+    image_feature: bool = False  # keep the feature of the whole image
+
+    @property
+    def numbers(self) -> SelectionRule:
+        return self.selection or DEFAULTS[self.rule]

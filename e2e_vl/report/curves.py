@@ -1,0 +1,92 @@
+"""Losses and evaluations of a run over its steps, as one picture."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from e2e_vl.report.metric_tables import MetricName
+
+Line = dict[str, Any]  # of log.jsonl, see `e2e_vl.run_files.RunLog`
+Series = dict[str, list[tuple[int, float]]]  # name -> (step, value)
+
+TOTAL = "loss"  # the weighted sum that is minimised
+DETECTOR_PREFIX = "loss_"  # Detectron2's names of detection losses, which both detector backends use
+OTHER_VALUES = ("step", "kind", "epoch", "grad_norm")  # of a line about training; learning rates begin with "lr_"
+NOT_PLOTTED = ("count", "ceiling")  # metrics that do not measure the model
+FEW_POINTS = 30  # up to so many points are marked
+
+
+def draw_curves(lines: Sequence[Line]) -> bytes | None:
+    """A PNG with one plot each for task losses, detector losses, their weighted sum, and the evaluations.
+
+    A plot without values is left out.
+
+    Returns:
+        The content of a PNG file; None if there is nothing to plot.
+    """
+    losses = _losses([line for line in lines if line["kind"] == "train"])
+    evaluations = _evaluations([line for line in lines if line["kind"] == "eval"])
+    of_detector = {name: points for name, points in losses.items() if name.startswith(DETECTOR_PREFIX)}
+    of_task = {name: points for name, points in losses.items() if name not in (*of_detector, TOTAL)}
+    plots = {
+        "losses of the task": of_task,
+        "losses of the detector (not weighted)": of_detector,
+        "weighted sum of all losses": {name: losses[name] for name in losses if name == TOTAL},
+        "evaluation": evaluations,
+    }
+    plots = {title: series for title, series in plots.items() if series}
+    if not plots:
+        return None
+    rows = (len(plots) + 1) // 2
+    figure = Figure(figsize=(12, 3.6 * rows), layout="constrained", dpi=120)
+    for number, (title, series) in enumerate(plots.items(), start=1):
+        _plot(figure.add_subplot(rows, min(len(plots), 2), number), title, series)
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(buffer)
+    return buffer.getvalue()
+
+
+def _losses(lines: Sequence[Line]) -> Series:
+    series: Series = {}
+    for line in lines:
+        for name, value in line.items():
+            if name not in OTHER_VALUES and not name.startswith("lr_"):
+                series.setdefault(name, []).append((line["step"], value))
+    return dict(sorted(series.items()))
+
+
+def _evaluations(lines: Sequence[Line]) -> Series:
+    """The metrics over all texts."""
+    series: Series = {}
+    for line in lines:
+        for name, value in line.items():
+            found = MetricName.read(name)
+            if found is None or found.detail or found.metric in NOT_PLOTTED or value is None:
+                continue
+            label = f"{found.split}: {found.metric.replace('_', ' ')}, {found.boxes}"
+            series.setdefault(label, []).append((line["step"], value))
+    return series
+
+
+def _plot(axes: Axes, title: str, series: Series) -> None:
+    for name, points in series.items():
+        # the last evaluation may stand in the log twice: once between epochs, once at the end
+        steps, values = zip(*dict(points).items(), strict=True)
+        axes.plot(steps, values, label=name, linewidth=1.2, marker="." if len(steps) <= FEW_POINTS else None)
+    values = [value for points in series.values() for _, value in points]
+    if title == "evaluation":
+        axes.set_ylim(0, max(1.02, *values))
+    elif min(values) > 0 and max(values) > 10 * min(values):
+        axes.set_yscale("log")
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8)

@@ -1,0 +1,110 @@
+"""What a report shows of a file of predictions: counts by family, the errors, and fair samples of the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from e2e_vl.tasks.base import PredictionWords, Records, Task
+
+OUTCOMES = ("wrong", "partly right", "right", "without a label")
+MOST_MISTAKES = 8  # rows of the list of frequent mistakes
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """One prediction and what the task says of it."""
+
+    record: dict
+    words: PredictionWords
+
+    @property
+    def outcome(self) -> str:
+        """One of `OUTCOMES`."""
+        correct = self.record["correct"]
+        if correct is None:
+            return "without a label"
+        return "right" if correct >= 1 else "partly right" if correct > 0 else "wrong"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """Some predictions of `total`, drawn at random."""
+
+    title: str
+    total: int
+    shown: list[Prediction]
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictionLists:
+    """What is shown of one file of predictions."""
+
+    groups: dict[str, Counter[str]]  # family or type of question, "all" first -> number of predictions by outcome
+    # the most frequent pairs of a truth and a wrong answer, and in how many images each occurs
+    mistakes: list[tuple[str, str, int]]
+    outcomes: list[str]  # those that occur, "wrong" and "right" in any case
+    wrong: list[Sampled]  # one for each group that has errors, the group with the most errors first
+    others: list[Sampled]  # partly right, right and unlabelled predictions, where there are any
+
+
+def list_predictions(records: Records, task: Task, number: int, seed: int) -> PredictionLists:
+    """Count and draw from all predictions of a split with one source of boxes.
+
+    Args:
+        records: as in `predictions_*.json`, with `correct`; None there is an unknown truth and never an error.
+        task: describes them.
+        number: at most so many wrong predictions are drawn, over all groups together, and so many of each other
+            outcome. Within a group, and within an outcome, every prediction has the same chance.
+        seed: of the drawing.
+    """
+    generator = np.random.default_rng(seed)
+    predictions = [Prediction(record, task.describe(record)) for record in records]
+    groups = {"all": Counter(one.outcome for one in predictions)}
+    for name in sorted({one.words.group for one in predictions} - {""}):
+        groups[name] = Counter(one.outcome for one in predictions if one.words.group == name)
+    wrong = [one for one in predictions if one.outcome == "wrong"]
+    others = []
+    for outcome in OUTCOMES[1:]:
+        found = [one for one in predictions if one.outcome == outcome]
+        if found:
+            others.append(Sampled(outcome, len(found), _draw(found, number, generator)))
+    return PredictionLists(
+        groups,
+        _mistakes(wrong),
+        [outcome for outcome in OUTCOMES if groups["all"][outcome] or outcome in ("wrong", "right")],
+        _by_group(wrong, number, generator),
+        others,
+    )
+
+
+def _by_group(wrong: Sequence[Prediction], number: int, generator: np.random.Generator) -> list[Sampled]:
+    """A sample of the errors of each group; the groups take turns until `number` errors are drawn."""
+    groups: dict[str, list[Prediction]] = {}
+    for one in wrong:
+        groups.setdefault(one.words.group, []).append(one)
+    ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+    takes = dict.fromkeys(groups, 0)
+    left = min(number, len(wrong))
+    while left:
+        for name, members in ordered:
+            if left and takes[name] < len(members):
+                takes[name] += 1
+                left -= 1
+    return [Sampled(name, len(members), _draw(members, takes[name], generator)) for name, members in ordered]
+
+
+def _draw(members: Sequence[Prediction], number: int, generator: np.random.Generator) -> list[Prediction]:
+    """Up to `number` of them, in their order."""
+    rows = generator.choice(len(members), size=min(number, len(members)), replace=False)
+    return [members[row] for row in sorted(rows)]
+
+
+def _mistakes(wrong: Sequence[Prediction]) -> list[tuple[str, str, int]]:
+    """Pairs of a truth and another answer that occur in more than one image."""
+    found = dict.fromkeys((one.words.truth, one.words.answer, one.record.get("file_name")) for one in wrong)
+    pairs = Counter((truth, answer) for truth, answer, _ in found if truth)
+    return [(*pair, count) for pair, count in pairs.most_common(MOST_MISTAKES) if count > 1]

@@ -1,0 +1,186 @@
+"""`e2e_vl.load(run)`: questions in Python get the answers of the evaluation, for any form of image."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModel
+
+import e2e_vl
+from e2e_vl.api.trained_model import TrainedModel
+from e2e_vl.encoders.vl_bert import VLBertModel
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+@pytest.fixture(scope="module")
+def model(trained_run) -> TrainedModel:
+    return e2e_vl.load(trained_run.path, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def records(trained_run) -> list[dict]:
+    """The evaluation's predictions with the detector's own boxes, by text."""
+    return json.loads((trained_run.path / "predictions_val_online.json").read_text("utf-8"))
+
+
+class Passes:
+    """Counts the images that go through the detector."""
+
+    def __init__(self, model: TrainedModel, monkeypatch: pytest.MonkeyPatch):
+        self.images: list[str] = []
+        forward = model.network.detector.forward
+
+        def counted(images, *args, **kwargs):
+            self.images += images.names
+            return forward(images, *args, **kwargs)
+
+        monkeypatch.setattr(model.network.detector, "forward", counted)
+
+
+def test_questions_share_the_detector_pass_and_get_the_answers_of_the_evaluation(model, records, monkeypatch):
+    passes = Passes(model, monkeypatch)
+    images = list(dict.fromkeys(record["file_name"] for record in records))
+    assert len(records) > 2 * len(images), "several texts per image, or the test shows nothing"
+    answers = model.ask([record["file_name"] for record in records], [record["sent"] for record in records])
+    assert sorted(passes.images) == sorted(images)
+    for answer, record in zip(answers, records, strict=True):
+        assert answer.text == record["sent"]
+        assert answer.box == pytest.approx(record["box"], abs=1e-3)
+        assert answer.score == pytest.approx(record["score"], abs=1e-5)
+
+
+def test_every_form_of_an_image_gives_the_same_answer(model, records):
+    path, text = Path(records[0]["file_name"]), records[0]["sent"]
+    picture = Image.open(path)
+    forms = [path, str(path), path.read_bytes(), picture, np.array(picture.convert("RGB"))]
+    boxes = [model.ask(form, text).box for form in forms]
+    for box in boxes[1:]:
+        assert np.array_equal(box, boxes[0])
+
+
+def test_one_image_stands_beside_many_texts_and_the_other_way_round(model, records, monkeypatch):
+    image, other = records[0]["file_name"], records[-1]["file_name"]
+    passes = Passes(model, monkeypatch)
+    texts = ["the red circle", "the star", "the square"]
+    assert [answer.text for answer in model.ask(Image.open(image), texts)] == texts
+    assert len(passes.images) == 1
+    assert len(model.ask([image, other], "the star")) == 2
+    for images, sentences in ([image], ["a", "b"]), ([], "a"), (image, [3]):
+        with pytest.raises(ValueError, match=r"do not go together|must be a string"):
+            model.ask(images, sentences)
+
+
+def test_given_boxes_are_the_candidates(model, records):
+    given = [[2.0, 3.0, 40.0, 50.0], [30.0, 20.0, 70.0, 61.0]]
+    answer = model.ask(records[0]["file_name"], "the star", boxes=given)
+    assert answer.boxes == pytest.approx(np.array(given), abs=1e-3)
+    assert answer.box.tolist() in answer.boxes.tolist()
+    with pytest.raises(ValueError, match="boxes: box 0"):
+        model.ask(records[0]["file_name"], "the star", boxes=[[5, 5, 5, 9]])
+
+
+def test_words_that_the_vocabulary_lacks_are_named(model, records):
+    with pytest.warns(UserWarning, match="lacks elephant; the model reads"):
+        answer = model.ask(records[0]["file_name"], "the red elephant 7 ?")
+    assert answer.unknown_words == ("elephant",)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert model.ask(records[0]["file_name"], records[0]["sent"]).unknown_words == ()
+
+
+def test_pictures(model, records):
+    answer = model.ask(records[0]["file_name"], records[0]["sent"])
+    found = model.regions(Path(records[0]["file_name"]).read_bytes(), min_regions=3, max_regions=5)
+    for result in (answer, found):
+        assert min(result.draw().size) > 100
+        assert Image.open(io.BytesIO(result._repr_png_())).size == result.draw().size
+
+
+def test_regions(model, records):
+    image = records[0]["file_name"]
+    found = model.regions(image, min_score=0.0, min_regions=4, max_regions=4)
+    width, height = Image.open(image).size
+    assert len(found) == len(found.names) == 4 and found.features.shape == (4, model.network.detector.feature_dim)
+    assert (found.boxes >= 0).all() and (found.boxes[:, 2] <= width).all() and (found.boxes[:, 3] <= height).all()
+    assert (np.diff(found.scores) <= 0).all()
+
+
+def test_threads_get_the_same_answers(model, records):
+    questions = [(record["file_name"], record["sent"]) for record in records[:8]]
+    alone = [model.ask(*question).box for question in questions]
+    with ThreadPoolExecutor(4) as pool:
+        together = [answer.box for answer in pool.map(lambda question: model.ask(*question), questions)]
+    for one, other in zip(alone, together, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_saved_and_loaded_again(model, records, tmp_path):
+    model.save_pretrained(tmp_path / "shared")
+    card = (tmp_path / "shared" / "README.md").read_text("utf-8")
+    assert 'e2e_vl.load("' in card and "`vl_bert`" in card and "| val/accuracy_own_boxes | " in card
+    text, image = records[0]["sent"], records[0]["file_name"]
+    for again in (TrainedModel.from_pretrained(tmp_path / "shared"), e2e_vl.load(tmp_path / "shared")):
+        assert np.array_equal(again.ask(image, text).box, model.ask(image, text).box)
+
+
+@pytest.mark.parametrize("name", ["no_such_run/here", "runs/nothing.model"])
+def test_what_is_not_there_is_one_sentence(name, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(FileNotFoundError) as error:
+        e2e_vl.load(name)
+    assert "\n" not in str(error.value) and name in str(error.value)
+
+
+@pytest.mark.parametrize("image", [b"no image", np.zeros((3, 4), dtype=np.uint8), 7, "missing.jpg"])
+def test_bad_images_are_one_sentence(model, image):
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        model.ask(image, "the star")
+    assert "\n" not in str(error.value)
+
+
+def test_an_empty_text_is_refused(model, records):
+    with pytest.raises(ValueError, match="text is empty"):
+        model.ask(records[0]["file_name"], "  ")
+
+
+def test_the_encoder_is_known_to_transformers(trained_run):
+    encoder = AutoModel.from_pretrained(trained_run.path / "model" / "encoder")
+    assert isinstance(encoder, VLBertModel)
+    saved = trained_run.model.encoder.state_dict()
+    assert all(torch.equal(value, saved[name]) for name, value in encoder.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import e2e_vl",
+        "import e2e_vl; from transformers import AutoModel",
+        "import e2e_vl; import transformers.models.auto.modeling_auto",
+        "import e2e_vl.encoders.none",
+        "import e2e_vl.engine.build",
+        "from transformers import AutoModel; import e2e_vl",
+        "from transformers import AutoTokenizer; import e2e_vl",
+    ],
+)
+def test_transformers_knows_the_encoders_in_any_order_of_imports(first, trained_run):
+    folder = str(trained_run.path / "model" / "encoder")
+    code = f"{first}\nfrom transformers import AutoConfig\nprint(AutoConfig.from_pretrained({folder!r}).model_type)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "vl_bert"
+
+
+def test_the_import_is_light():
+    code = "import sys, e2e_vl; print(e2e_vl.__version__, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [e2e_vl.__version__, "False", "False"]

@@ -1,0 +1,67 @@
+"""The console script: its entry point, and which command a name leads to."""
+
+from __future__ import annotations
+
+import importlib
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from e2e_vl.commands import extract, main, named_detector
+from e2e_vl.commands.main import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_entry_point_is_the_function():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    module, _, name = scripts["e2e-vl"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main.main
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_gets_the_other_words_and_its_name(name, monkeypatch):
+    calls = []
+    module = importlib.import_module(f"e2e_vl.commands.{COMMANDS[name][0]}")
+    monkeypatch.setattr(module, "main", lambda words, prog: calls.append((words, prog)) or 3)
+    assert main.main([name, "--run", "x", "key=value"]) == 3
+    assert calls == [(["--run", "x", "key=value"], f"e2e-vl {name}")]
+
+
+def test_every_script_is_a_command():
+    modules = {module for module, _ in COMMANDS.values()} | {"extract_demo", "extract_features"}
+    assert {path.stem for path in (ROOT / "tools").glob("*.py")} == modules - {"ask", "extract"}
+
+
+def test_an_unknown_command_is_answered_with_the_known_ones(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["trian"])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert "'trian'" in message and all(f"'{name}'" in message for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "passed"),
+    [
+        (["x.jpg", "--output", "o"], "extract_demo", ["x.jpg", "--output", "o"]),
+        (["--output", "o", "x.jpg"], "extract_demo", ["--output", "o", "x.jpg"]),
+        (["FOLDER", "--output", "o"], "extract_features", ["--images", "FOLDER", "--output", "o"]),
+        (["--output", "o", "--images", "x.txt"], "extract_features", ["--output", "o", "--images", "x.txt"]),
+        (["--images=x.json"], "extract_features", ["--images=x.json"]),
+    ],
+)
+def test_extract_tells_one_image_from_many(words, module, passed, tmp_path, monkeypatch):
+    calls = []
+    for name in ("extract_demo", "extract_features"):
+        monkeypatch.setattr(getattr(extract, name), "main", lambda words, prog, name=name: calls.append((name, words)))
+    words, passed = ([str(tmp_path) if word == "FOLDER" else word for word in part] for part in (words, passed))
+    extract.main(words, "e2e-vl extract")
+    assert calls == [(module, passed)]
+
+
+def test_a_package_without_the_default_detector_asks_for_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(named_detector, "DEFAULT_CONFIG", tmp_path / "R_101_C4.yaml")
+    assert main.main(["extract", "x.jpg", "--output", str(tmp_path / "out")]) == 2
+    assert "name a detector with --config or --run" in capsys.readouterr().err

@@ -1,0 +1,94 @@
+"""What a run says before training and at its end."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from detector.checkpoint import LoadReport
+from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.engine.run import Start, build_eval_data, build_run
+from e2e_vl.engine.summary import end_text, result_table, start_text
+from tests.engine.test_train import GT_ONLY
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+def said(config, *, step: int = 0, starts: tuple[Start, ...] = ()) -> dict[str, str]:
+    """Lines of the block, by what they begin with."""
+    run = build_run(config)
+    build_eval_data(config, run)
+    run.starts += starts
+    first, *lines = start_text(config, run, make_accelerator("no"), step, 8).splitlines()
+    assert first == config.output
+    return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
+
+
+def test_the_block_before_training(tiny_config):
+    lines = said(tiny_config("train.mixed_precision=bf16", "train.accumulate=2"))
+    assert list(lines) == ["device", "training", "evaluation", "steps", "vocabulary", "detector", "encoder", "head"]
+    assert lines["device"].startswith("CPU with 1 of ") and "1 process, bfloat16 mixed with float32" in lines["device"]
+    assert lines["training"].startswith("train: 12 images with ") and lines["training"].endswith("texts, boxes: online")
+    assert lines["evaluation"].endswith("texts, boxes: gt, detections, online")
+    assert lines["steps"] == "8, each with 4 images in 2 parts and at most 3 texts per image (32 images in all)"
+    assert lines["vocabulary"].endswith("wordpieces, built from the training texts")
+    for name in ("detector", "encoder", "head"):
+        assert re.fullmatch(r"[\d,]+ parameters, all random", lines[name])
+
+
+def test_the_block_of_a_run_that_goes_on_and_starts_from_files(tiny_config, trained_run):
+    model = trained_run.path / "model"
+    words = (*GT_ONLY, f"detector.weights={model}", f"encoder.weights={model}", "detector.freeze=true")
+    lines = said(tiny_config(*words, f"data.vocabulary={model / 'tokenizer'}", "data.texts_per_image=null"), step=3)
+    assert lines["steps"].startswith("8, 3 of them done, each with 4 images and all texts per image")
+    assert "parameters, frozen, " in lines["detector"]
+    assert f"tensors from {model} (Detectron2 names); random: nothing" in lines["detector"]
+    assert f"tensors from {model} (this project names); random: nothing" in lines["encoder"]
+    assert lines["head"].endswith("all random")
+    assert lines["vocabulary"].endswith(str(model / "tokenizer"))
+    assert "evaluation" not in lines
+
+
+def test_what_stays_random_is_named(tiny_config):
+    names = ["head.output.weight", "head.output.bias"]
+    first = LoadReport(["a"], missing=[*names, "x"], unexpected=["old"], mismatched=[], copied=["m -> head"])
+    second = LoadReport(["x", "y"], missing=names, unexpected=[], mismatched=[], layout="BERT")
+    line = said(tiny_config(*GT_ONLY), starts=(Start("task", "one", first), Start("task", "two", second)))["head"]
+    assert line.partition("parameters, ")[2] == (
+        "1 tensor from one (this detector names) and 2 tensors from two (BERT names); copied: m -> head; "
+        "random: head.output.weight, head.output.bias; not used: old"
+    )
+
+
+def test_the_table_has_a_row_per_family_and_a_column_per_source_of_boxes():
+    metrics = {
+        "val/accuracy_gt_boxes": 0.5,
+        "val/count_gt_boxes": 6.0,
+        "val/accuracy_gt_boxes/yes/no": 0.25,
+        "val/accuracy_own_boxes": 1.0,
+        "val/accuracy_own_boxes/other": None,
+        "test/AP_precomputed_boxes": 0.125,
+        "steps": 8,
+        "parameters": {"detector": 3},
+    }
+    assert result_table(metrics) == [
+        "                     gt boxes  own boxes  precomputed boxes",
+        "val/accuracy            0.500      1.000                  -",
+        "val/accuracy/yes/no     0.250          -                  -",
+        "val/accuracy/other          -          -                  -",
+        "val/count                   6          -                  -",
+        "test/AP                     -          -              0.125",
+    ]
+    assert result_table({"steps": 8}) == []
+
+
+def test_the_end_says_where_everything_is():
+    summary = {"steps": 1200, "seconds_training": 90.0, "best": {"metric": "val/x_gt_boxes", "value": 0.5, "step": 900}}
+    assert end_text(summary, Path("runs/a"), Path("runs/a/report.html")).splitlines() == [
+        "1,200 steps in 90 seconds of training",
+        "best model: runs/a/best (val/x_gt_boxes 0.500 at step 900)",
+        "last model: runs/a/model",
+        "report: runs/a/report.html",
+    ]
