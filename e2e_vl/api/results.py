@@ -20,6 +20,7 @@ from e2e_vl.samples import EncodedImage
 SHOWN_SIZE = ResizeRule(600, 1000)  # of pictures; large photos are shrunk
 MOST_ATTENDED = 5  # regions in a picture
 SAYS_SOMETHING = 2.0  # attention of a region, as a multiple of an equal share, from which it is worth a box
+WORTH_DRAWING = 0.05  # least score of a region in a picture
 GREY = 127  # in place of hidden pixels
 
 
@@ -99,9 +100,10 @@ class FoundRegions(Picture):
         return len(self.boxes)
 
     def draw(self) -> Image.Image:
-        """All regions with their classes and scores."""
-        labels = [f"{name} {score:.2f}" for name, score in zip(self.names, self.scores, strict=True)]
-        return _picture(self.image, self.boxes, labels, None)
+        """The regions with their classes and scores, without those that only fill up the number."""
+        rows = np.flatnonzero(self.scores >= WORTH_DRAWING)
+        labels = [f"{self.names[row]} {self.scores[row]:.2f}" for row in rows]
+        return _picture(self.image, self.boxes[rows], labels, None)
 
 
 def _picture(

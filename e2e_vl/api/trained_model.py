@@ -23,7 +23,7 @@ from e2e_vl.config import RunConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.engine.asking import Reply, reply_to
 from e2e_vl.engine.build import named_parts
-from e2e_vl.engine.build_data import warn_of_random_boxes
+from e2e_vl.engine.build_data import class_names, warn_of_random_boxes
 from e2e_vl.engine.saving import load_model, model_folder, save_model, saved_settings
 from e2e_vl.extraction.chain import ExtractionSettings, InputImage, RegionExtractor
 from e2e_vl.model import VisionLanguageModel
@@ -76,11 +76,8 @@ class TrainedModel(
         self.settings, self.tokenizer, self.source = settings, tokenizer, source
         self.network = network.to(device or _best_device()).eval()
         dataset = named_parts(settings).dataset
-        files, self._options = open_options(dataset, settings.data)
-        split = [*settings.data.eval_splits, settings.data.train_split][0]
-        self.class_names = dataset.class_names_of(
-            files, self._options, split
-        )  # None: unknown, or the data are not here
+        self._options = open_options(dataset, settings.data)[1]
+        self.class_names = class_names(settings)  # None: unknown here
         self._dataset = dataset
 
     def ask(

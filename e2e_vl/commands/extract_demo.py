@@ -6,7 +6,7 @@
 `python tools/extract_demo.py` is the same command. It writes to DIR:
   regions.npz   boxes float32 [R, 4] (x1, y1, x2, y2 in pixels of the original image, after its EXIF rotation),
                 scores float32 [R], classes int64 [R], features float32 [R, D]; best score first
-  regions.png   the image with the boxes and their scores
+  regions.png   the image with the boxes that score at least 0.05, their classes (of a run) and scores
   phrase.png, phrase.json   with --text: the box that the phrase refers to (null if there is no region), all candidates
                 and their scores
 Without --run or --weights the detector is a ResNet-101 C4 with random weights: it shows formats and speed only.
@@ -30,6 +30,8 @@ from e2e_vl.drawing import draw_boxes
 
 if TYPE_CHECKING:  # at run time it would import torch
     from e2e_vl.extraction.single import ImageRegions
+
+WORTH_DRAWING = 0.05  # least score of a box in the picture: regions that only fill up the number say nothing
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -69,14 +71,27 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     regions, path = found.regions, arguments.output / "regions.npz"
     arguments.output.mkdir(parents=True, exist_ok=True)
     np.savez(path, boxes=regions.boxes, scores=regions.scores, classes=regions.classes, features=regions.features)
-    labels = [f"{score:.2f}" for score in regions.scores]
-    save_picture(arguments.output / "regions.png", found, regions.boxes, labels)
+    shown = np.flatnonzero(regions.scores >= WORTH_DRAWING)
+    names = run_class_names(arguments, source.detector.num_classes)
+    labels = [f"{names[regions.classes[row]]} {regions.scores[row]:.2f}".strip() for row in shown]
+    save_picture(arguments.output / "regions.png", found, regions.boxes[shown], labels)
     if len(regions) == 0:
         print("The detector found no region at all; the arrays are empty.")
     print(f"{len(regions)} regions with {regions.features.shape[1]} features each: {path}")
     if arguments.text is not None:
         ground(arguments, found)
     return 0
+
+
+def run_class_names(arguments: argparse.Namespace, count: int) -> list[str]:
+    """Names of the detector's `count` classes, from the data of the run; empty where they are unknown."""
+    if arguments.run is None or arguments.config is not None or arguments.weights is not None:
+        return [""] * count
+    from e2e_vl.engine.build_data import class_names
+    from e2e_vl.engine.saving import saved_settings
+
+    names = class_names(saved_settings(arguments.run))
+    return list(names) if names is not None and len(names) == count else [""] * count
 
 
 def ground(arguments: argparse.Namespace, found: ImageRegions) -> None:
