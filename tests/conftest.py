@@ -89,9 +89,13 @@ def tiny_config(tiny_words: list[str], tmp_path: Path) -> Callable[..., RunConfi
 
 @pytest.fixture(autouse=True)
 def own_log_handlers() -> Iterator[None]:
-    """Handlers that a tool sets up end with its test: their stream is the captured one, which is closed then."""
-    before = list(logging.root.handlers)
+    """What a command sets up for its log ends with its test.
+
+    The stream of its handler is the captured one, which is closed then, and its level would let later tests see more.
+    """
+    before, level = list(logging.root.handlers), logging.root.level
     yield
+    logging.root.setLevel(level)
     for handler in logging.root.handlers[:]:
         if handler not in before and type(handler) is logging.StreamHandler:
             logging.root.removeHandler(handler)
