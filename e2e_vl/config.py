@@ -139,7 +139,7 @@ class DataSettings:
     # the whole image's feature is the mean of its regions' where a features file has none (official VL-BERT code)
     mean_image_feature: bool = False
     skip_broken: bool = False  # in training, take the next image in place of a missing or unreadable one, and log it
-    check_images: int | None = 100  # so many images of each split are looked for before a run; 0 = none, None = all
+    check_images: int | None = 100  # images of each split that are looked for before a run; 0 = none, None = all
     keep_empty_images: bool = True  # detection: also train on images without objects
     texts_per_image: int | None = 1  # texts of one image in one batch; None = all of them
     blank_text: bool = False  # text-blind control: every text is empty
@@ -185,7 +185,7 @@ class TrainSettings:
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
     # name of a metric, such as val/accuracy_own_boxes: the model that is best by it is kept in best/
     keep_best: str | None = None
-    patience: int | None = None  # stop after so many evaluations in a row without a better value of keep_best
+    patience: int | None = None  # stop after this many evaluations in a row without a better value of keep_best
 
     def __post_init__(self) -> None:
         check_choice("train.optimizer", self.optimizer, ("adamw", "adamw_official", "sgd"))

@@ -20,7 +20,7 @@ class ChangedSetting:
 
     name: str  # dotted
     value: str
-    default: str  # "" where there is none
+    default: str  # "" where it has no default
 
 
 def changed_settings(config: RunConfig, task_config: Any = None) -> list[ChangedSetting]:

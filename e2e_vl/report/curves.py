@@ -20,7 +20,7 @@ TOTAL = "loss"  # the weighted sum that is minimised
 DETECTOR_PREFIX = "loss_"  # Detectron2's names of detection losses, which both detector backends use
 OTHER_VALUES = ("step", "kind", "epoch", "grad_norm")  # of a line about training; learning rates begin with "lr_"
 NOT_PLOTTED = ("count", "ceiling")  # metrics that do not measure the model
-FEW_POINTS = 30  # up to so many points are marked
+FEW_POINTS = 30  # curves of at most this many points show each of them
 
 
 def draw_curves(lines: Sequence[Line]) -> bytes | None:

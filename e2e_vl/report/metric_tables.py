@@ -36,7 +36,7 @@ class MetricTable:
 
     title: str
     columns: list[str]  # box sources, in words
-    rows: dict[str, list[float | None]]  # name of the row -> a value for each column; None: there is none
+    rows: dict[str, list[float | None]]  # name of the row -> a value for each column; None: not measured
 
 
 def metric_tables(metrics: Mapping[str, Any]) -> list[MetricTable]:

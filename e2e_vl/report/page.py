@@ -32,7 +32,7 @@ class Card:
 
     words: PredictionWords
     outcome: str
-    picture: str  # a data URI; "" where there is none
+    picture: str  # a data URI; "" without a picture
     problem: str  # why there is no picture; "" where there is one, or nothing to draw
 
 
@@ -126,7 +126,7 @@ def _data_uri(content: bytes, kind: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """A number for people: whole numbers in full, others with three decimals or digits; a dash for none."""
+    """A number as text: whole numbers in full, others with three decimals or digits; a dash for none."""
     if value is None:
         return "–"
     if not isinstance(value, int | float):

@@ -200,7 +200,7 @@ class Task(nn.Module, abc.ABC):
         None: the text has no image.
 
         Raises:
-            FileNotFoundError, ValueError: the image is no file of its own, or is not there any more.
+            FileNotFoundError, ValueError: the image lies in an archive, or is missing now.
         """
         name = record.get("file_name")
         return None if name is None else draw_boxes(load_image(name, "RGB"), [])

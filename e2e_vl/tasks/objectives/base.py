@@ -58,7 +58,7 @@ class Draft:
     words: str
     sample: Sample
     has_image: bool = True
-    text: SampleText | None = None  # of the data, with its truth; None for a text beside those of the data
+    text: SampleText | None = None  # of the data, with its truth; None for a text that is not from the data
     second: str | None = None  # words of a second text, which makes a pair of the two
     # wordpieces of each word, before masking; of a pair those of both texts, one after the other
     pieces: list[list[int]] = dataclasses.field(default_factory=list)
