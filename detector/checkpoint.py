@@ -1,6 +1,7 @@
 """Saving and loading detectors; the one strict loader of weights.
 
-A saved detector is a folder of `config.yaml` (Detectron2 keys) and `model.safetensors`. Published checkpoints can be
+A saved detector is a folder of `config.yaml` (Detectron2 keys), `model.safetensors` and, where they are known,
+`class_names.json`, a list of strings. Published checkpoints can be
 loaded too: see `detector.weight_files` for the kinds of files and `detector.weight_names` for the layouts. Nothing is
 copied into a model before every key of the file has found its place.
 """
@@ -8,6 +9,7 @@ copied into a model before every key of the file has found its place.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,10 +22,11 @@ from detector.backends import detector_class
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import TwoStageDetector
 from detector.interface import Detector
-from detector.weight_files import WEIGHTS_NAME, read_tensors, read_weights
+from detector.weight_files import WEIGHTS_NAME, find_weights, read_tensors, read_weights
 from detector.weight_names import CELL_ANCHORS, LEFTOVERS, PREDICTOR, Renamed, to_detector_names
 
 CONFIG_NAME = "config.yaml"
+CLASS_NAMES = "class_names.json"
 SHOWN_KEYS = 3  # of each kind in an error message
 TOLERANCE = 1e-3  # pixels or grey levels, between buffers of old checkpoints and the config
 
@@ -156,6 +159,7 @@ def load_checkpoint(detector: Detector, path: str | Path, *, expect: str = "all"
     Args:
         detector: a detector with Detectron2's names and a `config`.
         path: a file or a folder, see `read_weights`.
+            Class names are read from beside the file, where they are there.
         expect: the part of the detector that the file must hold. "all": every parameter. "no_attributes": all but the
             attribute head, which may be missing from the file or from the detector. "backbone": stem to res5; RPN and
             box predictor keep their values even where the file holds some.
@@ -163,7 +167,11 @@ def load_checkpoint(detector: Detector, path: str | Path, *, expect: str = "all"
     Raises:
         FileNotFoundError, ValueError: the file does not exist, is damaged, has an unknown layout, or does not fit.
     """
-    return load_converted(detector, convert_checkpoint(detector, path), path, expect=expect)
+    converted = convert_checkpoint(detector, path)
+    report = load_converted(detector, converted, path, expect=expect)
+    if expect != "backbone":
+        load_class_names(detector, find_weights(path).parent)
+    return report
 
 
 def convert_checkpoint(detector: Detector, path: str | Path) -> Renamed:
@@ -198,7 +206,38 @@ def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
 def save_pretrained(detector: TwoStageDetector, directory: str | Path) -> None:
     """Write `config.yaml` and `model.safetensors` (Detectron2's parameter names) into a folder, made if needed."""
     save_weights(detector.state_dict(), Path(directory) / WEIGHTS_NAME)
+    save_settings(detector, directory)
+
+
+def save_settings(detector: Detector, directory: str | Path) -> None:
+    """Write all of a detector that is not weights, its config and its class names, into a folder."""
     Path(directory, CONFIG_NAME).write_text(detector.config.to_yaml(), encoding="utf-8")
+    names = Path(directory, CLASS_NAMES)
+    names.unlink(missing_ok=True)
+    if detector.class_names is not None:
+        names.write_text(json.dumps(detector.class_names, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def load_class_names(detector: Detector, directory: str | Path) -> None:
+    """Set the detector's class names to the ones in a folder, if it holds any.
+
+    Raises:
+        ValueError: the file is damaged, or holds another number of names than the detector has classes.
+    """
+    path = Path(directory, CLASS_NAMES)
+    if not path.is_file():
+        return
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a JSON file ({error}); remove it or write it anew.") from error
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{path} must hold a list of names; remove it or write it anew.")
+    if len(names) != detector.num_classes:
+        raise ValueError(
+            f"{path} names {len(names)} classes, but the detector has {detector.num_classes}; remove it or correct it."
+        )
+    detector.class_names = tuple(names)
 
 
 def load_pretrained(directory: str | Path, backend: str = "builtin") -> TwoStageDetector:
@@ -215,6 +254,7 @@ def load_pretrained(directory: str | Path, backend: str = "builtin") -> TwoStage
     cls = detector_class(backend)
     detector = cls(cls.config_class.from_yaml(directory / CONFIG_NAME))
     load_strictly(detector, directory / WEIGHTS_NAME)
+    load_class_names(detector, directory)
     return detector.eval()
 
 

@@ -20,6 +20,7 @@ class Detector(nn.Module, abc.ABC):
     config_class: ClassVar[type]  # of the constructor's one argument; it has `from_yaml`, `to_yaml` and `input`
     feature_dim: int  # D
     num_classes: int  # K
+    class_names: tuple[str, ...] | None = None  # of the classes 0 .. K-1; None: unknown
     map_size: int | None = None  # S of the last RoI map; None where it is unknown before the map is computed
 
     def recompute_activations(self) -> None:

@@ -104,7 +104,8 @@ class VisionLanguageModel(nn.Module):
         if self.encoder.uses_whole_image and not self.encoder.whole_image_is_region:
             text_regions = text_regions.without_whole_image()
         task = self.task(batch, text_regions, encoded)
-        return ModelOutput(task=task, regions=regions, text_regions=text_regions, encoded=encoded, batch=batch)
+        names = self.detector.class_names
+        return ModelOutput(task, regions, text_regions, encoded, batch, names)
 
     def hide(self, batch: Batch) -> Batch:
         """The batch as the detector may see it; unchanged for a task that hides nothing."""

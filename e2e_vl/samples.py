@@ -189,7 +189,7 @@ class Question:
     choices: Sequence[str] = ()
     answer: str | None = None  # the answer that a rationale is asked for
     hidden: AnnotatedObjects | None = None
-    class_names: Sequence[str] | None = None  # of the run's data set, where it has classes
+    class_names: Sequence[str] | None = None  # that `boxes` may have, where the text names boxes by their classes
     wants_answer: bool = False  # the run reads an answer that is given
     others: tuple[Path | EncodedImage, ...] = ()
 

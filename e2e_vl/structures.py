@@ -119,6 +119,7 @@ class TextRegions(Movable):
     image: Int64[Tensor, "M R"]  # row of that image in the batch; -1 at padding
     row: Int64[Tensor, "M R"]  # row of the region among its image's candidate boxes; -1 = whole image, or padding
     is_hidden: Bool[Tensor, "M R"]  # see `HiddenRegions`
+    classes: Int64[Tensor, "M R"]  # what the detector found, 0 .. K-1; -1 where the boxes were given, and elsewhere
 
     @property
     def is_whole_image(self) -> Bool[Tensor, "M R"]:
@@ -176,11 +177,21 @@ class ModelOutput:
     text_regions: TextRegions  # per text
     encoded: EncoderOutput
     batch: Batch  # as the model saw it, with what was hidden and labelled on the way
+    class_names: tuple[str, ...] | None = None  # of the detector's classes; None: unknown
 
     @property
     def losses(self) -> dict[str, Loss]:
         """Task losses and detection losses together, unweighted."""
         return {**self.task.losses, **self.regions.losses}
+
+
+def class_names_of(output: ModelOutput) -> list[list[str]]:
+    """The detected class of each region of each text, [M][R]; "" where none was detected or the names are unknown."""
+    classes = output.text_regions.classes.tolist()
+    if output.class_names is None:
+        return [[""] * len(row) for row in classes]
+    names = (*output.class_names, "")  # the last one, at -1, is for rows without a class
+    return [[names[number] for number in row] for row in classes]
 
 
 def at_least_float32(values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -234,7 +245,10 @@ def gather_regions(
         image=image_row.masked_fill(~attend, -1),
         row=candidate.masked_fill(~attend, -1),
         is_hidden=torch.zeros_like(attend),
+        classes=torch.full_like(candidate, -1),
     )
+    if regions.classes is not None:
+        result.classes = F.pad(torch.cat(regions.classes), (0, 1))[rows].masked_fill(result.row < 0, -1)
     if hidden is not None:
         result.is_hidden = result.gather(hidden.is_hidden, fill=False)
     return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -152,3 +153,42 @@ def trained_run(tiny_words: list[str], tmp_path_factory: pytest.TempPathFactory)
         kept.metrics = training.train(config)
     kept.model = kept.run.model
     return kept
+
+
+def tiny_run(folder: Path, name: str, *words: str) -> Path:
+    """A run of one step of configs/tiny/<name>.yaml."""
+    from e2e_vl.engine.train import train
+
+    own = [f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}", f"output={folder / 'run'}", *words]
+    config = load_config(ROOT / "configs" / "tiny" / f"{name}.yaml", [*own, "train.max_steps=1"])
+    with cpu_with_one_thread():
+        train(config)
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def vqa_run(tmp_path_factory) -> Path:
+    """A run with a split `test` that has no annotations."""
+    folder = tmp_path_factory.mktemp("vqa")
+    run = tiny_run(folder, "vqa", f"data.root={folder / 'data'}", "eval.boxes=[gt]")
+    files = folder / "data" / "vqa"
+    shutil.copy(
+        files / "v2_OpenEnded_mscoco_val_questions.json",
+        files / "v2_OpenEnded_mscoco_test_questions.json",
+    )
+    return run
+
+
+@pytest.fixture(scope="session")
+def vcr_runs(tmp_path_factory) -> tuple[Path, Path]:
+    """Q->A and QA->R."""
+    folder = tmp_path_factory.mktemp("vcr")
+    root = f"data.root={folder / 'data'}"
+    (folder / "qa2r").mkdir()
+    return tiny_run(folder, "vcr", root), tiny_run(folder / "qa2r", "vcr", root, "data.config.question=rationale")
+
+
+@pytest.fixture(scope="session")
+def pretraining_run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("pretraining")
+    return tiny_run(folder, "pretraining", f"data.root={folder / 'data'}")

@@ -22,4 +22,5 @@ def regions_of_own_images(
         image=number[:, None].expand_as(attend).masked_fill(~attend, -1),
         row=position.expand_as(attend).masked_fill(~attend, -1),
         is_hidden=torch.zeros_like(attend),
+        classes=torch.full_like(image_slot, -1),
     )

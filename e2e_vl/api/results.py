@@ -48,6 +48,7 @@ class Answer(Picture):
     lines: list[str]  # all of this in words
     boxes: np.ndarray  # float32 [R, 4], the candidate boxes that the answer was made from
     box_images: np.ndarray  # int64 [R], which of the `images` each of them lies in
+    box_names: list[str]  # R names: what was detected, or what the user called the box; "" where it is unknown
     attention: np.ndarray | None  # float32 [R], how much the answer looks at each; None: the task points at a box
     unknown_words: tuple[str, ...]  # words of the text that the model's vocabulary lacks
     record: dict[str, Any]  # the whole prediction, JSON-able
@@ -62,20 +63,20 @@ class Answer(Picture):
         rows = np.flatnonzero(self.box_images == image)
         title = self.text if self.box is not None else f"{self.text} -> {self.answer}"
         if self.box is not None:
-            return _picture(self.images[image], [self.box], [f"{self.score:.2f}"], title)
+            label = f"{self.record['class'] or ''} {self.score:.2f}".strip()
+            return _picture(self.images[image], [self.box], [label], title)
         hidden = self.record.get("hidden", [])
         covered = [one["box"] for one in hidden]  # the first of the candidates
         labels = [f"hidden: {one['classes'][0][0]} {one['classes'][0][1]:.2f}" for one in hidden]
         seen = [row for row in self._attended() if row >= len(hidden) and row in rows]
-        names = self.record.get("objects", [""] * len(self.boxes))
-        labels += [f"{names[row]} {self.attention[row]:.2f}".strip() for row in seen]
+        labels += [f"{self.box_names[row]} {self.attention[row]:.2f}".strip() for row in seen]
         return _picture(self.images[image], [*covered, *self.boxes[seen]], labels, title, covered)
 
     def draw_candidates(self, image: int = 0) -> Image.Image:
         """All candidate boxes of one image with their numbers, and their names where they have some."""
         rows = np.flatnonzero(self.box_images == image)
-        names = self.record.get("objects", [""] * len(self.boxes))
-        return _picture(self.images[image], self.boxes[rows], [f"{row} {names[row]}".strip() for row in rows], None)
+        labels = [f"{row} {self.box_names[row]}".strip() for row in rows]
+        return _picture(self.images[image], self.boxes[rows], labels, None)
 
     def _attended(self) -> np.ndarray:
         """Rows of the regions that the answer looks at most, if it looks at them more than at others."""

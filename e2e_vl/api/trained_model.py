@@ -23,7 +23,7 @@ from e2e_vl.config import RunConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.engine.asking import Reply, reply_to
 from e2e_vl.engine.build import named_parts
-from e2e_vl.engine.build_data import class_names, warn_of_random_boxes
+from e2e_vl.engine.build_data import warn_of_random_boxes
 from e2e_vl.engine.saving import load_model, model_folder, save_model, saved_settings
 from e2e_vl.extraction.chain import ExtractionSettings, InputImage, RegionExtractor
 from e2e_vl.model import VisionLanguageModel
@@ -77,8 +77,13 @@ class TrainedModel(
         self.network = network.to(device or _best_device()).eval()
         dataset = named_parts(settings).dataset
         self._options = open_options(dataset, settings.data)[1]
-        self.class_names = class_names(settings)  # None: unknown here
         self._dataset = dataset
+        self._given_names = dataset.class_names_of(self._options)
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Of the detector's classes; None: unknown."""
+        return self.network.detector.class_names
 
     def ask(
         self,
@@ -158,8 +163,8 @@ class TrainedModel(
         rule = SelectionRule(min_score, min_regions, max_regions)
         extractor = RegionExtractor(detector, ExtractionSettings("score", rule, features_of))
         [found] = extractor([InputImage(name, Path(name), *loaded)])
-        known = self.class_names if self.class_names and len(self.class_names) == detector.num_classes else None
-        names = [known[number] if known else f"class {number}" for number in found.classes.tolist()]
+        known = self.class_names
+        names = [f"class {number}" if known is None else known[number] for number in found.classes.tolist()]
         return FoundRegions(found.boxes, found.scores, found.classes, names, found.features, file)
 
     def answer_all(self, questions: Sequence[Question]) -> list[Answer]:
@@ -203,7 +208,7 @@ class TrainedModel(
         for question in questions:
             known = dataclasses.replace(
                 question,
-                class_names=self.class_names,
+                class_names=self._given_names,
                 wants_answer=self._dataset.wants_given_answer(self._options),
             )
             samples.append(self._dataset.narrowed(self.network.task.question(known), self._options))
@@ -222,6 +227,7 @@ class TrainedModel(
             lines=reply.lines,
             boxes=reply.boxes,
             box_images=reply.images,
+            box_names=reply.record.get("objects") or reply.names,
             attention=reply.attention,
             unknown_words=tuple(unknown_words(question.text, self.tokenizer)),
             record=reply.record,

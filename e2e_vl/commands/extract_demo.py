@@ -6,7 +6,7 @@
 `python tools/extract_demo.py` is the same command. It writes to DIR:
   regions.npz   boxes float32 [R, 4] (x1, y1, x2, y2 in pixels of the original image, after its EXIF rotation),
                 scores float32 [R], classes int64 [R], features float32 [R, D]; best score first
-  regions.png   the image with the boxes that score at least 0.05, their classes (of a run) and scores
+  regions.png   the image with the boxes that score at least 0.05, their classes (where the names are known) and scores
   phrase.png, phrase.json   with --text: the box that the phrase refers to (null if there is no region), all candidates
                 and their scores
 Without --run or --weights the detector is a ResNet-101 C4 with random weights: it shows formats and speed only.
@@ -72,8 +72,9 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     arguments.output.mkdir(parents=True, exist_ok=True)
     np.savez(path, boxes=regions.boxes, scores=regions.scores, classes=regions.classes, features=regions.features)
     shown = np.flatnonzero(regions.scores >= WORTH_DRAWING)
-    names = run_class_names(arguments, source.detector.num_classes)
-    labels = [f"{names[regions.classes[row]]} {regions.scores[row]:.2f}".strip() for row in shown]
+    names = source.detector.class_names
+    named = ["" if names is None else names[regions.classes[row]] for row in shown]
+    labels = [f"{name} {regions.scores[row]:.2f}".strip() for name, row in zip(named, shown, strict=True)]
     save_picture(arguments.output / "regions.png", found, regions.boxes[shown], labels)
     if len(regions) == 0:
         print("The detector found no region at all; the arrays are empty.")
@@ -81,17 +82,6 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     if arguments.text is not None:
         ground(arguments, found)
     return 0
-
-
-def run_class_names(arguments: argparse.Namespace, count: int) -> list[str]:
-    """Names of the detector's `count` classes, from the data of the run; empty where they are unknown."""
-    if arguments.run is None or arguments.config is not None or arguments.weights is not None:
-        return [""] * count
-    from e2e_vl.engine.build_data import class_names
-    from e2e_vl.engine.saving import saved_settings
-
-    names = class_names(saved_settings(arguments.run))
-    return list(names) if names is not None and len(names) == count else [""] * count
 
 
 def ground(arguments: argparse.Namespace, found: ImageRegions) -> None:
@@ -109,10 +99,11 @@ def ground(arguments: argparse.Namespace, found: ImageRegions) -> None:
         save_picture(arguments.output / "phrase.png", found, [], [], title=f"{arguments.text}: nothing found")
         print(f'Nothing in this image fits "{arguments.text}": the run\'s detector found no region ({path}).')
         return
-    label = f"{float(answer['score']):.2f}"
+    label = f"{record['class'] or ''} {record['score']:.2f}".strip()
     save_picture(arguments.output / "phrase.png", found, [answer["box"]], [label], title=arguments.text)
     x1, y1, x2, y2 = (round(float(value), 1) for value in answer["box"])
-    print(f'"{arguments.text}" is at x {x1} to {x2}, y {y1} to {y2} (score {label}): {arguments.output / "phrase.png"}')
+    place = f"x {x1} to {x2}, y {y1} to {y2} (score {record['score']:.2f})"
+    print(f'"{arguments.text}" is at {place}: {arguments.output / "phrase.png"}')
 
 
 def save_picture(

@@ -90,8 +90,8 @@ class VLDataset(abc.ABC):
         raise ValueError("The data have no answers that a list could be built from; set task.config.answers.")
 
     @classmethod
-    def class_names_of(cls, files: DataFiles, options: Any, split: str) -> Sequence[str] | None:
-        """Names of the annotated classes in the detector's order, where they are known without opening a split."""
+    def class_names_of(cls, options: Any) -> Sequence[str] | None:
+        """The classes that a user's boxes may have, where texts name boxes by their classes."""
         return None
 
     @classmethod

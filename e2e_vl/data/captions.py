@@ -119,13 +119,6 @@ class CaptionDataset(VLDataset):
         corpus = _corpus(files, options, split) or ()
         yield from (corpus[number] for number in range(len(corpus)))
 
-    @classmethod
-    def class_names_of(cls, files: DataFiles, options: CaptionOptions, split: str) -> Sequence[str] | None:
-        if "instances" not in files:
-            return None
-        path = files.path("instances", split=split)
-        return read_instances(path, drop_empty_boxes=True).class_names if path.is_file() else None
-
     def __len__(self) -> int:
         """Number of captions."""
         return self.groups.num_texts

@@ -60,10 +60,6 @@ class CocoDetectionDataset(VLDataset):
     @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
         """The category names: the only words there are for a vocabulary."""
-        return cls.class_names_of(files, options, split)
-
-    @classmethod
-    def class_names_of(cls, files: DataFiles, options: NoOptions, split: str) -> Sequence[str]:
         return read_instances(files.path("instances", split=split), drop_empty_boxes=True).class_names
 
     def check_classes(self, num_classes: int) -> None:

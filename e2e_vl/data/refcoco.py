@@ -68,15 +68,16 @@ class RefCOCODataset(VLDataset):
 
     def _text(self, index: int) -> SampleText:
         expression = self.expressions[index]
-        box = self.instances.annotations[expression.ann_id].box
+        annotation = self.instances.annotations[expression.ann_id]
         facts = {
             "ref_id": expression.ref_id,
             "sent_id": expression.sent_id,
             "image_id": expression.image_id,
             "ann_id": expression.ann_id,
             "sent": expression.sentence,
-            "gt_box": list(box),
+            "category": self.instances.class_names[annotation.class_index],
+            "gt_box": list(annotation.box),
         }
         if expression.family is not None:
             facts["family"] = expression.family
-        return SampleText(index, expression.sentence, facts, ReferredBox(box))
+        return SampleText(index, expression.sentence, facts, ReferredBox(annotation.box))

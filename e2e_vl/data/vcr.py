@@ -141,7 +141,7 @@ class VCRDataset(VLDataset):
                 yield " ".join(t if isinstance(t, str) else " ".join(one.objects[o] for o in t) for t in sentence)
 
     @classmethod
-    def class_names_of(cls, files: DataFiles, options: VCROptions, split: str) -> Sequence[str]:
+    def class_names_of(cls, options: VCROptions) -> Sequence[str]:
         return options.class_names
 
     @classmethod

@@ -21,7 +21,7 @@ from e2e_vl.engine.build_data import build_collate, build_loader, build_writer
 from e2e_vl.examples import Example
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.samples import BrokenImageError, Sample
-from e2e_vl.structures import Batch, ModelOutput
+from e2e_vl.structures import Batch, ModelOutput, class_names_of
 from e2e_vl.tasks.base import Task
 
 
@@ -33,6 +33,7 @@ class Reply:
     record: dict[str, Any]  # what `Task.replies` returned
     boxes: np.ndarray  # float32 [R, 4], the candidate boxes that the answer was made from
     images: np.ndarray  # int64 [R], which of the sample's images each of them lies in
+    names: list[str]  # R detected classes; "" where the boxes were given or the names are unknown
     attention: np.ndarray | None  # float32 [R]: how much the answer's position looks at each, mean of the last layer
 
     @property
@@ -94,21 +95,22 @@ def _replies(model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, out
 
 def _regions(
     model: VisionLanguageModel, output: ModelOutput, text: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Of one text: candidate boxes [R, 4] in original pixels, their images [R], the answer's attention [R] on them."""
+) -> tuple[np.ndarray, np.ndarray, list[str], np.ndarray | None]:
+    """Of one text: candidates [R, 4] in original pixels, their images, names, and the answer's attention on them."""
     batch, regions = output.batch, output.text_regions
     kept = regions.row[text] >= 0
     images = regions.image[text, kept]
     boxes = (regions.boxes[text, kept] / batch.images.scales[images].repeat(1, 2)).cpu().numpy()
     slots = regions.image_slot[text, kept].cpu().numpy()
+    names = [name for name, is_kept in zip(class_names_of(output)[text], kept.tolist(), strict=True) if is_kept]
     maps = output.encoded.attentions
     if maps is None or model.task.points_at_box:
-        return boxes, slots, None
+        return boxes, slots, names, None
     length = batch.texts.input_ids.shape[1]
     position = _asking_position(batch, output, text)
     rows = [one[text, :, position, length : length + len(kept)] for one in maps]
     last = next((row for row in reversed(rows) if row.any()), rows[-1])  # a map may have no such block
-    return boxes, slots, last.mean(dim=0)[kept].float().cpu().numpy()
+    return boxes, slots, names, last.mean(dim=0)[kept].float().cpu().numpy()
 
 
 def _asking_position(batch: Batch, output: ModelOutput, text: int) -> int:

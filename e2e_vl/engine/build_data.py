@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -78,13 +78,6 @@ def training_texts(config: RunConfig) -> Iterable[str]:
     parts = named_parts(config)
     yield from parts.dataset.texts_of(*open_options(parts.dataset, config.data), config.data.train_split)
     yield from parts.task[1].own_words(task_config(config))
-
-
-def class_names(config: RunConfig) -> Sequence[str] | None:
-    """Names of the annotated classes in the detector's order, where the data set knows them."""
-    dataset = named_parts(config).dataset
-    split = [*config.data.eval_splits, config.data.train_split][0]
-    return dataset.class_names_of(*open_options(dataset, config.data), split)
 
 
 def build_examples(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -69,8 +69,16 @@ def build_run(config: RunConfig, datasets: DataSets | None = None) -> Run:
     examples = build_examples(config, model, tokenizer, split, boxes=source, training=True, dataset=read)
     if config.detector.loss_weight > 0:
         examples.dataset.check_classes(model.detector.num_classes)
+        model.detector.class_names = _all_named(examples.dataset.class_names, model.detector.num_classes)
     model.task.check_data(examples.dataset, model.detector)
     return Run(model, tokenizer, examples, build_collate(config, model), starts)
+
+
+def _all_named(names: Sequence[str] | None, count: int) -> tuple[str, ...] | None:
+    """The names of `count` classes of which the data may have only the first ones."""
+    if names is None:
+        return None
+    return (*names, *(f"class {number}" for number in range(len(names), count)))
 
 
 def build_eval_data(config: RunConfig, run: Run, datasets: DataSets | None = None) -> None:

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from detector.checkpoint import load_strictly, load_weights
+from detector.checkpoint import load_class_names, load_strictly, load_weights, save_settings
 from detector.weight_files import read_tensors
 from e2e_vl.config import VERSION, RunConfig, differences, load_config, load_overrides, save_config, saved_version
 from e2e_vl.data.formats.answer_files import ANSWERS_FILE, write_answers
@@ -58,7 +58,7 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
         save_file(tensors, folder / name / "model.safetensors")
     if model.task.chooses_answers:
         write_answers(folder / "task" / ANSWERS_FILE, model.task.answers)
-    (folder / "detector" / "config.yaml").write_text(model.detector.config.to_yaml(), encoding="utf-8")
+    save_settings(model.detector, folder / "detector")
     tokenizer.save_pretrained(folder / "tokenizer")
 
 
@@ -95,6 +95,7 @@ def load_model(
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     load_strictly(model.detector, folder / "detector" / "model.safetensors")
+    load_class_names(model.detector, folder / "detector")
     load_strictly(model.encoder, folder / "encoder" / "model.safetensors")
     _load_task(model, folder)
     return config, model.eval(), tokenizer

@@ -121,7 +121,7 @@ def end_text(summary: Mapping[str, Any], output: Path, report: Path) -> str:
     seconds = summary["seconds_training"]
     time = f"{seconds / 60:.0f} minutes" if seconds > 100 else f"{seconds:.0f} seconds"
     table = result_table(summary)
-    lines = [*(["", *table, ""] if table else []), f"{summary['steps']:,} steps in {time} of training"]
+    lines = [*(["", *table, ""] if table else []), f"{_count(summary['steps'], 'step')} in {time} of training"]
     if "best" in summary:
         best = summary["best"]
         lines.append(f"best model: {output / 'best'} ({best['metric']} {best['value']:.3f} at step {best['step']})")

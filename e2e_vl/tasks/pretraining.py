@@ -225,8 +225,7 @@ class PretrainingTask(Task):
             raise ValueError(
                 "A pre-training run fills in what is missing: write [MASK] in the text, or hide a region with --hide."
             )
-        facts = {"sent": question.text, "class_names": question.class_names}
-        return question.sample(SampleText(0, question.text, facts), hides=True)
+        return question.sample(SampleText(0, question.text, {"sent": question.text}), hides=True)
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
         """Raises ValueError if an objective does not fit the detector."""
@@ -268,7 +267,6 @@ class PretrainingTask(Task):
         That is the best words at every [MASK], and the best classes of every hidden region.
         """
         record = dict(output.batch.records[0])
-        del record["class_names"]
         for name, objective in self.objectives.items():
             said = objective.answer(output, output.task.parts[name], tokenizer, self.hiding)
             if twice := sorted(record.keys() & said.keys()):

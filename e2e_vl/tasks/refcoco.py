@@ -25,7 +25,15 @@ from e2e_vl.evaluation.refexp import CONVENTIONS, referring_metrics, write_submi
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Question, Sample, SampleText
-from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
+from e2e_vl.structures import (
+    Batch,
+    EncoderOutput,
+    ModelOutput,
+    TaskOutput,
+    TextRegions,
+    at_least_float32,
+    class_names_of,
+)
 from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices, check_dropout
 from e2e_vl.tasks.heads import Head, NewLayers, Transform
@@ -165,8 +173,8 @@ class ReferringTask(Task):
         """Add the answer to each record; boxes are [x1, y1, x2, y2] in pixels of the original image.
 
         Keys: `box`, `score` (the sigmoid of the region's logit; with the softmax loss its share among the candidates),
-        `candidate_boxes` and `candidate_scores` (all regions that could have won, in their order) and `image_size`
-        (height, width).
+        `candidate_boxes` and `candidate_scores` (all regions that could have won, in their order), `image_size`
+        (height, width), and `class`, what the detector calls the box (None: it was not asked, or knows no names).
 
         Raises:
             ValueError: a text without any region, naming its image, unless `no_region_is_miss`.
@@ -179,12 +187,14 @@ class ReferringTask(Task):
         scales = batch.images.scales[image]  # [M, R, 2]
         boxes = (regions.boxes / torch.cat([scales, scales], dim=-1)).cpu()
         shares = (logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)).cpu()
+        classes = class_names_of(output)
         sizes = batch.images.original_sizes[batch.looks_at[:, 0].clamp(min=0)].tolist()
         predictions = []
         for row, (winner, kept) in enumerate(zip(logits.argmax(dim=1).tolist(), candidates.cpu(), strict=True)):
             answer = {"box": boxes[row, winner].tolist(), "score": float(shares[row, winner])}
+            answer["class"] = classes[row][winner] or None
             if not kept.any():
-                answer = {"box": None, "score": 0.0}
+                answer = {"box": None, "score": 0.0, "class": None}
             answer |= {
                 "candidate_boxes": boxes[row, kept].tolist(),
                 "candidate_scores": shares[row, kept].tolist(),
@@ -213,17 +223,23 @@ class ReferringTask(Task):
         """A JSON list of {"ref_id", "sent_id", "box"}, see `e2e_vl.evaluation.refexp`."""
         write_submission(path, records)
 
-    def answer_lines(self, record: dict[str, Any]) -> list[str]:
+    def ranked(self, record: dict[str, Any]) -> list[tuple[str, float]]:
         """Where the box is, and its score."""
         if record["box"] is None:
-            return ["nothing: there is no region to choose from"]
+            return []
         x1, y1, x2, y2 = (round(value, 1) for value in record["box"])
-        return [f"{record['score']:.3f}  x {x1} to {x2}, y {y1} to {y2}"]
+        return [(f"x {x1} to {x2}, y {y1} to {y2}", record["score"])]
+
+    def answer_lines(self, record: dict[str, Any]) -> list[str]:
+        """The same as one line, also where there is no box."""
+        return super().answer_lines(record) or ["nothing: there is no region to choose from"]
 
     def draw(self, record: dict[str, Any]) -> np.ndarray:
         """The true box in green, the predicted one, if any, in blue (wrong: red)."""
-        chosen = (record["box"], f"chosen {record['score']:.2f}", BLUE if record["correct"] else RED)
-        drawn = [one for one in ((record["gt_box"], "meant", GREEN), chosen) if one[0] is not None]
+        named = f"chosen: {record['class']}" if record.get("class") else "chosen"
+        meant = f"meant: {record['category']}" if record.get("category") else "meant"
+        chosen = (record["box"], f"{named} {record['score']:.2f}", BLUE if record["correct"] else RED)
+        drawn = [one for one in ((record["gt_box"], meant, GREEN), chosen) if one[0] is not None]
         boxes, labels, colours = zip(*drawn, strict=True)
         return draw_boxes(load_image(record["file_name"], "RGB"), boxes, labels, colours)
 

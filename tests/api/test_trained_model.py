@@ -18,7 +18,11 @@ from transformers import AutoModel
 
 import e2e_vl
 from e2e_vl.api.trained_model import TrainedModel
+from e2e_vl.commands import predict
+from e2e_vl.config import load_config
+from e2e_vl.data.formats.refer import ReferFiles
 from e2e_vl.encoders.vl_bert import VLBertModel
+from e2e_vl.engine.build_data import make_synthetic_data
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -58,6 +62,27 @@ def test_questions_share_the_detector_pass_and_get_the_answers_of_the_evaluation
         assert answer.text == record["sent"]
         assert answer.box == pytest.approx(record["box"], abs=1e-3)
         assert answer.score == pytest.approx(record["score"], abs=1e-5)
+
+
+def test_a_hundred_questions_about_twenty_images_cost_twenty_passes(model, tiny_words, tmp_path, monkeypatch):
+    root = tmp_path / "data"
+    changed = [f"data.root={root}", "data.synthetic.scenes={val: 20}", "data.synthetic.formats=[refcoco+, detections]"]
+    make_synthetic_data(load_config(model.source / "model" / "config.yaml", changed))
+    words = ["--split", "val", "--boxes", "online", "--output", str(tmp_path / "boxes.json"), changed[0]]
+    assert predict.main(["split", "--run", str(model.source), *words]) == 0
+    boxes = {one["sent_id"]: one["box"] for one in json.loads((tmp_path / "boxes.json").read_text("utf-8"))}
+    refer = ReferFiles(root / "refcoco+" / "refs(unc).p", root / "refcoco+" / "instances.json")
+    expressions = refer.in_split("val")
+    images = list(dict.fromkeys(one.image_id for one in expressions))
+    asked = [[one for one in expressions if one.image_id == image][:5] for image in images]
+    asked = [one for five in asked for one in five]
+    assert len(images) == 20 and len(asked) == 100
+    files = [root / "images" / "train2014" / refer.instances.images[one.image_id].file_name for one in asked]
+    passes = Passes(model, monkeypatch)
+    answers = model.ask(files, [one.sentence for one in asked])
+    assert sorted(passes.images) == sorted(set(map(str, files)))
+    for answer, one in zip(answers, asked, strict=True):
+        assert answer.box == pytest.approx(boxes[one.sent_id], abs=1e-3)
 
 
 def test_every_form_of_an_image_gives_the_same_answer(model, records):
@@ -101,6 +126,8 @@ def test_words_that_the_vocabulary_lacks_are_named(model, records):
 
 def test_pictures(model, records):
     answer = model.ask(records[0]["file_name"], records[0]["sent"])
+    assert set(answer.box_names) <= set(model.class_names) and answer.record["class"] in answer.box_names
+    assert answer.answer.startswith("x ") and answer.top == [(answer.answer, answer.score)]
     found = model.regions(Path(records[0]["file_name"]).read_bytes(), min_regions=3, max_regions=5)
     for result in (answer, found):
         assert min(result.draw().size) > 100
@@ -114,6 +141,64 @@ def test_regions(model, records):
     assert len(found) == len(found.names) == 4 and found.features.shape == (4, model.network.detector.feature_dim)
     assert (found.boxes >= 0).all() and (found.boxes[:, 2] <= width).all() and (found.boxes[:, 3] <= height).all()
     assert (np.diff(found.scores) <= 0).all()
+    known = json.loads((model.source / "model" / "detector" / "class_names.json").read_text("utf-8"))
+    assert "star" in known and found.names == [known[number] for number in found.classes]
+
+
+def saved_records(run: Path, name: str = "predictions_val_gt.json") -> list[dict]:
+    return json.loads((run / name).read_text("utf-8"))
+
+
+def test_answers_of_a_vqa_run(vqa_run):
+    model = e2e_vl.load(vqa_run)
+    records = saved_records(vqa_run)[:3]
+    answers = model.ask([one["file_name"] for one in records], [one["question"] for one in records])
+    for answer in answers:
+        assert answer.box is None and len(answer.top) >= 3 and answer.top[0] == (answer.answer, answer.score)
+        assert [score for _, score in answer.top] == sorted((score for _, score in answer.top), reverse=True)
+        assert len(answer.boxes) == len(answer.attention) == len(answer.box_names) == len(answer.box_images)
+        assert set(answer.box_names) <= set(model.class_names)
+        assert min(answer.draw().size) > 100 and min(answer.draw_candidates().size) > 100
+    with pytest.raises(ValueError, match="takes neither choices nor an answer"):
+        model.ask(records[0]["file_name"], records[0]["question"], choices=["yes", "no"])
+    with pytest.raises(ValueError, match="Only a pre-training run"):
+        model.hide(records[0]["file_name"], [[1, 2, 30, 40]])
+
+
+def test_choices_of_vcr_runs(vcr_runs):
+    image = saved_records(vcr_runs[0])[0]["file_name"]
+    boxes = ["person:5,6,40,50", "person:30,20,70,61"]
+    choices = ["[0] is tall", "[1] is small", "no", "yes"]
+    model = e2e_vl.load(vcr_runs[0])
+    answer = model.ask(image, "Why is [0] there ?", boxes=boxes, choices=choices)
+    assert answer.record["choice"] in range(4) and len(answer.top) == 4
+    assert sum(score for _, score in answer.top) == pytest.approx(1)
+    assert answer.boxes == pytest.approx(np.array([[5, 6, 40, 50], [30, 20, 70, 61]]), abs=1e-3)
+    assert answer.box_names == answer.record["objects"] and len(answer.box_names) == 2 and min(answer.draw().size) > 100
+    several = model.ask([image, image], "Why is [0] there ?", boxes=boxes, choices=[choices, choices[::-1]])
+    assert [dict(one.top) for one in several] == [pytest.approx(dict(answer.top), abs=1e-5)] * 2
+    reason = e2e_vl.load(vcr_runs[1]).ask(image, "Why is [0] there ?", boxes=boxes, choices=choices, answer="yes")
+    assert reason.record["choice"] in range(4)
+    with pytest.raises(ValueError, match="here are 0; give four"):
+        model.ask(image, "Why is [0] there ?", boxes=boxes)
+    with pytest.raises(ValueError, match="it needs the answer"):
+        e2e_vl.load(vcr_runs[1]).ask(image, "Why is [0] there ?", boxes=boxes, choices=choices)
+
+
+def test_hidden_regions_and_masked_words_of_a_pretraining_run(pretraining_run):
+    model = e2e_vl.load(pretraining_run)
+    image = saved_records(pretraining_run)[0]["file_name"]
+    answer = model.hide(image, [[5, 6, 40, 50], [30, 20, 70, 61]], "a [MASK] circle")
+    hidden = answer.record["hidden"]
+    assert [one["box"] for one in hidden] == [pytest.approx([5, 6, 40, 50]), pytest.approx([30, 20, 70, 61])]
+    numbers = {f"class {number}" for number in range(6)}  # the detector of this run was not trained: it knows no names
+    assert {name for one in hidden for name, _ in one["classes"]} <= {*numbers, "background"}
+    assert model.class_names is None and len(answer.lines) == 4 and min(answer.draw().size) > 100
+    words = model.ask(image, "a [MASK] circle")
+    assert "hidden" not in words.record or not words.record["hidden"]
+    assert words.answer == words.lines[0] and "circle" in words.answer
+    with pytest.raises(ValueError, match="fills in what is missing"):
+        model.ask(image, "a red circle")
 
 
 def test_threads_get_the_same_answers(model, records):

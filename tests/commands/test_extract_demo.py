@@ -176,7 +176,7 @@ def test_phrase(
             asked.append((image, text))
             box = [10.0, 20.0, 50.0, 90.0]
             candidates = {"candidate_boxes": np.array([box, [0, 0, 5, 5]]), "candidate_scores": np.array([0.75, 0.1])}
-            return types.SimpleNamespace(record={"box": box, "score": 0.75, **candidates})
+            return types.SimpleNamespace(record={"box": box, "score": 0.75, "class": "cat", **candidates})
 
     stand_in = types.ModuleType("e2e_vl.api.trained_model")
     stand_in.load = lambda run: asked.append(run) or Model()

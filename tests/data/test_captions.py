@@ -250,10 +250,6 @@ def test_detection_losses_need_objects_and_get_them(root, tokenizer):
 def test_names_of_classes(root):
     names = read(root, boxes="gt").class_names
     assert len(names) > 2 and read(root).class_names is None
-    options = open_options(CaptionDataset, settings(root))
-    assert CaptionDataset.class_names_of(*options, "train") == names
-    assert CaptionDataset.class_names_of(*options, "nowhere") is None
-    assert CaptionDataset.class_names_of(*open_options(CaptionDataset, settings(root, SHARDS, "shards")), "val") is None
 
 
 def test_annotations_of_other_images_are_named(root):

@@ -101,7 +101,6 @@ def test_settings_name_files_by_split_and_leave_images_out_in_training_only(tiny
     assert len(open_dataset(CocoDetectionDataset, kept, "some", training=True).groups) == 4
     options = open_options(CocoDetectionDataset, settings)
     assert list(CocoDetectionDataset.texts_of(*options, "some")) == ["square", "box"]
-    assert CocoDetectionDataset.class_names_of(*options, "some") == ["square", "box"]
 
 
 def test_settings_that_do_not_fit_are_one_sentence(tiny):

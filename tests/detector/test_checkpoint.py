@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from detector.checkpoint import EXPECT, compare_keys, load_pretrained, load_weights, save_pretrained
+from detector.checkpoint import EXPECT, compare_keys, load_checkpoint, load_pretrained, load_weights, save_pretrained
 from detector.choices import EXPECTED_PARTS
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
@@ -38,6 +38,39 @@ def test_saved_and_loaded_again(tmp_path: Path):
     states = model.state_dict(), loaded.state_dict()
     assert list(states[0]) == list(states[1])
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert loaded.class_names is None
+
+
+def test_class_names_are_saved_with_the_detector(tmp_path: Path):
+    model = make()
+    model.class_names = tuple(f"größe {number}" for number in range(model.num_classes))
+    save_pretrained(model, tmp_path)
+    assert load_pretrained(tmp_path).class_names == model.class_names
+    started, from_backbone = make(), make()
+    load_checkpoint(started, tmp_path)
+    assert started.class_names == model.class_names
+    load_checkpoint(from_backbone, tmp_path, expect="backbone")
+    assert from_backbone.class_names is None  # its classifier is its own
+    model.class_names = None
+    save_pretrained(model, tmp_path)
+    assert load_pretrained(tmp_path).class_names is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[", "class_names.json is not a JSON file"),
+        ('{"a": 1}', "must hold a list of names"),
+        ("[1, 2]", "must hold a list of names"),
+        ('["a", "b", "c", "d", "e", "f", "g"]', "names 7 classes, but the detector has"),
+    ],
+)
+def test_class_names_that_do_not_fit_are_one_sentence(tmp_path: Path, content: str, message: str):
+    save_pretrained(make(), tmp_path)
+    (tmp_path / "class_names.json").write_text(content)
+    with pytest.raises(ValueError, match=message) as error:
+        load_pretrained(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def test_misfits_are_counted_and_named_and_nothing_is_loaded():

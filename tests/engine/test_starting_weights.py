@@ -69,6 +69,14 @@ def pretrained(config_of: Callable[..., RunConfig], tmp_path: Path) -> tuple[Vis
     return model, {"run": tmp_path / "pretrained", "file": tmp_path / "pretrained.model"}
 
 
+def test_class_names_come_with_the_weights_of_the_detector(tiny_config, trained_run):
+    names = trained_run.model.detector.class_names
+    assert len(names) == trained_run.model.detector.num_classes and "star" in names
+    for path in (trained_run.path, trained_run.path / "model" / "detector"):
+        assert build(tiny_config(f"detector.weights={path}")).detector.class_names == names
+    assert build(tiny_config()).detector.class_names is None
+
+
 @pytest.mark.parametrize("kind", ["run", "folders", "file"])
 def test_fine_tuning_starts_from_pre_training(config_of, pretrained, caplog, kind):
     source, paths = pretrained

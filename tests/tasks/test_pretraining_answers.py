@@ -48,7 +48,7 @@ def question_batch(hidden: list[list[float]] | None = None, mask_at: int = 1) ->
         targets=PretrainingTargets(parts),
         seeds=batch.seeds[:1],
         hide=[torch.tensor(hidden or [], dtype=torch.float32).reshape(-1, 4)],
-        records=[{"text_index": 0, "sent": "[MASK] b", "class_names": ["a", "b", "c", "d"]}],
+        records=[{"text_index": 0, "sent": "[MASK] b"}],
     )
 
 
@@ -68,7 +68,6 @@ def test_every_hidden_box_is_named():
     shares = [share for _, share in record["hidden"][0]["classes"]]
     assert sum(shares) == pytest.approx(1) and shares == sorted(shares, reverse=True)
     assert {name for name, _ in record["hidden"][0]["classes"]} == {*"abcd", "background"}
-    assert "class_names" not in record
 
 
 def test_answers_are_those_of_the_colour_that_training_hides_with():
@@ -110,9 +109,9 @@ def test_classes_of_a_file_have_numbers_and_nobody_sees_the_hidden_region():
 
 @pytest.mark.parametrize("names", [None, ["a", "b"]])
 def test_classes_without_names_have_numbers(names):
-    batch = question_batch(CORNER)
-    batch.records[0]["class_names"] = names
-    [region] = answer(make_model().eval(), batch)["hidden"]
+    model = make_model().eval()
+    model.detector.class_names = names
+    [region] = answer(model, question_batch(CORNER))["hidden"]
     assert {name for name, _ in region["classes"]} == {"background", *(f"class {number}" for number in range(4))}
 
 
@@ -187,11 +186,11 @@ def boxes(*rows: list[float]) -> AnnotatedObjects:
 
 def test_a_question_is_a_sample_with_the_given_boxes():
     task = make_model().task
-    sample = task.question(ask(class_names=["cat"], boxes=boxes([1, 2, 3, 4]), hidden=boxes([5, 6, 7, 8])))
+    sample = task.question(ask(boxes=boxes([1, 2, 3, 4]), hidden=boxes([5, 6, 7, 8])))
     [image], [text] = sample.images, sample.texts
     assert sample.is_asked and image.file == Path("photo.jpg")
     assert image.boxes.boxes.tolist() == [[1, 2, 3, 4]] and image.hide.tolist() == [[5, 6, 7, 8]]
-    assert text.facts == {"sent": "a [MASK] dog", "class_names": ["cat"]}
+    assert text.facts == {"sent": "a [MASK] dog"}
     assert task.question(ask()).images[0].hide.shape == (0, 4)  # none but the given ones: here none
     assert task.question(ask("a dog", hidden=boxes([5, 6, 7, 8]))).images[0].boxes is None
 

@@ -53,6 +53,7 @@ def make_model(
             }
         )
     )
+    detector.class_names = ("a", "b", "c", "d")
     settings = {
         "vocab_size": VOCABULARY,
         "hidden_size": 16,

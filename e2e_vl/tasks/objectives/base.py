@@ -148,8 +148,7 @@ class Objective(nn.Module, abc.ABC):
     ) -> dict[str, Any]:
         """What it says to a user's question, from its own logits; entries of the prediction, under keys of its own.
 
-        The question's `class_names`, in the order of the detector's classes (None: unknown), are in
-        `output.batch.records[0]`; `rule` says who names regions, and where the background stands among the classes.
+        `rule` says who names regions, and where the background stands among the classes.
         """
         return {}
 

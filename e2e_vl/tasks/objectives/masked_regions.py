@@ -122,7 +122,7 @@ class MaskedRegions(Objective):
         scales = batch.images.scales[0]
         boxes = (batch.boxes[0] / torch.cat([scales, scales]))[is_hidden].tolist()
         known = batch.region_labels.class_probs
-        names = self._class_names(batch.records[0]["class_names"], rule)
+        names = self._class_names(output.class_names, rule)
 
         def best_classes(rows: Tensor) -> list[list[list[Any]]]:
             return [[[names[number], share] for number, share in row] for row in best_columns(rows)]
