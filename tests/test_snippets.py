@@ -1,20 +1,31 @@
-"""The Python snippets of README and docs/, the notebook, and the commands of docs/your_own_data.md run."""
+"""What README, docs/python_api.md, docs/your_own_data.md and the notebook show runs: Python and commands, in order.
+
+Commands run with less data and fewer steps than they say; a placeholder such as DETECTOR stands for a file made here.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
+from transformers import BertConfig, BertModel
 
-from tools import train as train_tool
+from e2e_vl.commands import predict, train
+from e2e_vl.text import build_vocabulary
 
 ROOT = Path(__file__).parents[1]
-PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-COMMAND = re.compile(r"^accelerate launch tools/train.py (--config configs/own_data/.*)$", re.MULTILINE)
+BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FEW_STEPS = ["train.max_steps=2", "train.warmup_steps=1", "train.images_per_batch=4"]
+# a tiny network beside the tiny detector of the fixture `placeholders`
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
 pytestmark = [
     pytest.mark.usefixtures("on_cpu", "unchecked_shapes"),
@@ -24,48 +35,129 @@ pytestmark = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_run: SimpleNamespace) -> Path:
-    """A working directory with what the snippets expect: the configs, a trained run and a photo."""
+    """A working directory with what a clone and a reader have: configs, tools and a photo."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs" / "demo_refcoco").symlink_to(trained_run.path)
+    for name in ("configs", "tools"):
+        (tmp_path / name).symlink_to(ROOT / name)
     records = json.loads((trained_run.path / "predictions_val_gt.json").read_text("utf-8"))
     (tmp_path / "photo.jpg").write_bytes(Path(records[0]["file_name"]).read_bytes())
     return tmp_path
 
 
-def run_python(blocks: list[str]) -> dict:
-    """One after the other, in one namespace, as a reader would."""
+@pytest.fixture
+def placeholders(tmp_path: Path, trained_run: SimpleNamespace) -> dict[str, str]:
+    """What stands for the words in capitals of the pages."""
+    bert = tmp_path / "bert"
+    build_vocabulary(["the red blue green box one ?"], bert / "vocab.txt")
+    words = len((bert / "vocab.txt").read_text("utf-8").splitlines())
+    BertModel(BertConfig(vocab_size=words, **SMALL)).save_pretrained(bert)
+    return {
+        "DETECTOR": str(trained_run.path / "model" / "detector"),
+        "BERT": str(bert),
+        "IMAGE": "photo.jpg",
+        "DIR": "asked",
+    }
+
+
+def blocks_of(page: str) -> list[tuple[str, str]]:
+    """(python or bash, content) of every block of a page, in its order."""
+    return BLOCK.findall((ROOT / page).read_text("utf-8"))
+
+
+def commands_of(block: str) -> list[str]:
+    """The commands of a bash block, without comments."""
+    lines = block.replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def run_command(command: str, placeholders: dict[str, str]) -> None:
+    """Run a command of a page: what an installation precedes is run without it.
+
+    Raises:
+        AssertionError: it fails, or no test knows such a command.
+    """
+    words = shlex.split(command.split("&&")[-1])
+    words = [re.sub(r"\b[A-Z]{3,}\b", lambda name: placeholders.get(name[0], name[0]), word) for word in words]
+    program = next((word for word in words if word.startswith("tools/")), words[0])
+    options = words[words.index(program) + 1 :]
+    runners: dict[str, Callable[[], int]] = {
+        ".venv/bin/pytest": lambda: 0,  # this very run
+        "tools/train.py": lambda: train.main([*options, *reduced(options, placeholders)]),
+        "tools/predict.py": lambda: predict.main(options),
+        "tools/experiments/compare.py": lambda: run_tool([program, *options, "--set", *FEW_STEPS, *few_scenes()]),
+        "tools/benchmarks/benchmark.py": lambda: run_tool([program, *options]),
+    }
+    assert program in runners, f"no test knows how to run: {command}"
+    assert runners[program]() == 0, command
+
+
+def reduced(options: list[str], placeholders: dict[str, str]) -> list[str]:
+    """Settings with which a training run of a page takes seconds."""
+    config = options[options.index("--config") + 1]
+    if "configs/demo" in config:
+        return [*FEW_STEPS, *few_scenes()]
+    if "vl_bert_base" in config:
+        tiny = yaml.safe_dump({**SMALL, "geometry_dim": 32}, default_flow_style=True).strip()
+        detector = f"detector.config={placeholders['DETECTOR']}/config.yaml"
+        return [*FEW_STEPS, "train.accumulate=1", "data.workers=0", detector, f"encoder.config={tiny}"]
+    return ["train.max_steps=2"]
+
+
+def few_scenes() -> list[str]:
+    return ["data.synthetic.scenes={train: 6, val: 3}"]
+
+
+def run_tool(words: list[str]) -> int:
+    """A tool in a process of its own: it starts others, or measures itself."""
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.returncode
+
+
+def run_page(page: str, placeholders: dict[str, str]) -> tuple[dict, int]:
+    """Everything that a page shows, as a reader would; the names of its Python, and how many commands ran."""
     names: dict = {}
-    for block in blocks:
-        exec(compile(block, "snippet", "exec"), names)
-    return names
+    commands = 0
+    for kind, block in blocks_of(page):
+        if kind == "python":
+            exec(compile(block, page, "exec"), names)
+            continue
+        for command in commands_of(block):
+            run_command(command, placeholders)
+            commands += 1
+    return names, commands
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/python_api.md"])
-def test_snippets_of_a_page(page: str, folder: Path) -> None:
-    blocks = PYTHON.findall((ROOT / page).read_text("utf-8"))
-    assert blocks
-    names = run_python(blocks)
-    assert names["answer"].box is not None
+def test_readme(folder: Path, placeholders: dict[str, str]) -> None:
+    names, commands = run_page("README.md", placeholders)
+    assert names["answer"].box is not None and commands == 4
+    assert (folder / "answer.png").is_file() and (folder / "asked" / "answer.png").is_file()
+    assert (folder / "runs" / "demo_refcoco" / "report.html").is_file()
+    table = (folder / "runs" / "demo_compare" / "comparison.md").read_text("utf-8")
+    assert "detector frozen at its start" in table and "without the text" in table
 
 
-def test_the_notebook(folder: Path) -> None:
+def test_the_page_about_python(folder: Path, placeholders: dict[str, str], trained_run: SimpleNamespace) -> None:
+    (folder / "runs").mkdir()
+    (folder / "runs" / "demo_refcoco").symlink_to(trained_run.path)
+    names, commands = run_page("docs/python_api.md", placeholders)
+    assert names["answer"].box is not None and commands == 1
+
+
+def test_the_page_about_own_data(folder: Path, placeholders: dict[str, str]) -> None:
+    names, commands = run_page("docs/your_own_data.md", placeholders)
+    assert names["answer"].box is not None and commands == 3
+    metrics = json.loads((folder / "runs" / "own_data_vqa" / "metrics.json").read_text("utf-8"))
+    assert "train/accuracy_gt_boxes" in metrics and "val/accuracy_gt_boxes" in metrics
+
+
+def test_the_notebook(folder: Path, trained_run: SimpleNamespace) -> None:
+    (folder / "runs").mkdir()
+    (folder / "runs" / "demo_refcoco").symlink_to(trained_run.path)
     cells = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text("utf-8"))["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert len(code) >= 4 and not any(cell.get("outputs") for cell in cells), "the notebook is kept without outputs"
-    names = run_python(code)
+    names: dict = {}
+    for cell in code:
+        exec(compile(cell, "quickstart.ipynb", "exec"), names)
     assert len(names["found"]) >= 3 and (folder / "runs" / "quickstart_model" / "README.md").is_file()
-
-
-def test_the_page_about_own_data(folder: Path) -> None:
-    text = (ROOT / "docs" / "your_own_data.md").read_text("utf-8")
-    draw, ask = PYTHON.findall(text)
-    run_python([draw])
-    commands = COMMAND.findall(text)
-    assert len(commands) == 2
-    for command in commands:
-        assert train_tool.main([*shlex.split(command), "train.max_steps=2"]) == 0
-    assert run_python([ask])["answer"].box is not None
-    metrics = json.loads((folder / "runs" / "own_data_vqa" / "metrics.json").read_text("utf-8"))
-    assert "train/accuracy_gt_boxes" in metrics and "val/accuracy_gt_boxes" in metrics

@@ -10,6 +10,7 @@ Everything after the options is `key=value` and beats the file. `--resume` conti
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from e2e_vl.command_line import make_parser, says_errors
@@ -29,6 +30,8 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     arguments = build_parser(prog).parse_intermixed_args(argv)
     config = load_config(arguments.config, arguments.overrides)
+    # torch's C++ code warns every process of several that no parameter is unused, which a run need not know
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         from e2e_vl.engine.train import train  # late: it imports torch
 

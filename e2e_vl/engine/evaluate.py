@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from e2e_vl.engine.run import Run
 from e2e_vl.engine.saving import load_model, saved_settings
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import write_json, write_text
-from e2e_vl.tasks.base import Task
+from e2e_vl.tasks.base import Records, Task
 
 EVALUATIONS = "evaluations"  # folder of a run directory, for what evaluate_run writes
 
@@ -34,12 +35,14 @@ def evaluate_splits(
     *,
     max_images: int | None = None,
     output: Path | None = None,
+    show: Callable[[Records, str], None] | None = None,
 ) -> dict[str, Any]:
     """Evaluate all of `data.eval_splits` with all of `eval.boxes`, on `run.eval_data`.
 
     Args:
         max_images: look only at the first `max_images` images of each split; None = all.
         output: folder for `predictions_<split>_<boxes>.json`; None writes none.
+        show: given the predictions of each split and box source, and their name, on the main process.
 
     Returns:
         Metrics under names such as `val/accuracy_own_boxes` and `val/accuracy_own_boxes/relation`.
@@ -52,6 +55,8 @@ def evaluate_splits(
             metrics.update(named_metrics(run.model.task.metrics(records), split, boxes))
             if output is not None and accelerator.is_main_process:
                 write_predictions(output / f"predictions_{split}_{boxes}.json", records, run.model.task)
+            if show is not None and accelerator.is_main_process:
+                show(records, name)
     return metrics
 
 

@@ -1,4 +1,4 @@
-"""What the experiment trackers of `train.trackers` get: the settings, and every value that can change."""
+"""What the experiment trackers of `train.trackers` get: the settings, every value that can change, and pictures."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
+from e2e_vl.drawing import draw_boxes
+from e2e_vl.tasks.base import Records, Task
 
+PICTURES = 4  # of each evaluation
 PROJECT = "e2e-vl"  # name of the project, or of the folder, that trackers put the run into
 
 
@@ -41,6 +45,39 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bo
             yield from _flat(value, f"{prefix}{name}.")
         elif value is not None:
             yield prefix + name, value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def track_pictures(accelerator: Accelerator, task: Task, records: Records, name: str, step: int) -> None:
+    """Give the predictions for the first text of the first images, drawn, to all trackers that take pictures.
+
+    They are the same texts in every evaluation, so that a tracker shows how their answers change. A text whose image
+    lies in an archive has no picture.
+
+    Args:
+        name: of the evaluation, such as "val, gt".
+    """
+    takers = [one for one in accelerator.trackers if hasattr(one, "log_images")]
+    if not takers:
+        return
+    of_images = {record["file_name"]: record for record in reversed(records) if record.get("file_name")}
+    shown = [record for record in records if of_images.get(record.get("file_name")) is record][:PICTURES]
+    for number, record in enumerate(shown):
+        try:
+            picture = _picture(task, {**record, "correct": task.correct(record)})
+        except (FileNotFoundError, ValueError):  # it lies in an archive, or was moved meanwhile
+            continue
+        for tracker in takers:
+            key = f"{name} {number}"
+            if tracker.name == "tensorboard":
+                tracker.log_images({key: picture[None]}, step=step, dataformats="NHWC")
+            else:  # for aim and clearml a value is one picture, for the others a list
+                value = picture if tracker.name in ("aim", "clearml") else [picture]
+                tracker.log_images({key: value}, step=step)
+
+
+def _picture(task: Task, record: dict[str, Any]) -> np.ndarray:
+    words = task.describe(record)
+    return draw_boxes(task.draw(record), [], title=f"{words.asked} -> {words.answer}")
 
 
 def without_constants(config: RunConfig, values: Mapping[str, float | None]) -> dict[str, float]:

@@ -32,7 +32,7 @@ from e2e_vl.engine.optim import build_optimizer, build_schedule
 from e2e_vl.engine.preflight import Preflight, look_ahead
 from e2e_vl.engine.run import Run, build_eval_data, build_run
 from e2e_vl.engine.summary import end_text, start_text
-from e2e_vl.engine.trackers import installed_trackers, start_trackers, without_constants
+from e2e_vl.engine.trackers import installed_trackers, start_trackers, track_pictures, without_constants
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.report.page import write_report
 from e2e_vl.run_files import RunLog, write_json
@@ -304,6 +304,9 @@ class _Training:
             self.accelerator,
             max_images=max_images,
             output=self.output if final else None,
+            show=lambda records, name: track_pictures(
+                self.accelerator, self.built.model.task, records, name, self.step
+            ),
         )
         self.log.write(self.step, "eval", metrics)
         self._track(metrics)

@@ -8,8 +8,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from e2e_vl.engine import trackers
-from e2e_vl.engine.trackers import check_trackers, without_constants
+from e2e_vl.engine.trackers import PICTURES, check_trackers, without_constants
 from e2e_vl.engine.train import train
+
+BOXES = ("gt", "detections", "online")
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -31,15 +33,18 @@ def test_tensorboard_gets_settings_and_values_that_change(trained_run):
     folder = trained_run.path / "tensorboard"
     files = sorted(path for path in folder.rglob("events.*"))
     scalars: dict[str, list] = {}
-    texts = ""
+    texts, pictures = "", []
     for path in files:
         events = EventAccumulator(str(path))
         events.Reload()
         scalars |= {name: events.Scalars(name) for name in events.Tags()["scalars"]}
+        pictures += [(name, len(events.Images(name))) for name in events.Tags()["images"]]
         texts += path.read_bytes().decode("latin-1")
     assert [event.step for event in scalars["train/loss"]] == list(range(1, 9))
     assert {"train/lr_encoder", "val/accuracy_gt_boxes", "val/ceiling_own_boxes"} <= set(scalars)
     assert not [name for name in scalars if "count" in name or "ceiling_gt" in name or "ceiling_detected" in name]
+    evaluations = 1 + trained_run.config.train.max_steps // 3  # once per epoch of three steps, and at the end
+    assert dict(pictures) == {f"val, {boxes} {row}": evaluations for boxes in BOXES for row in range(PICTURES)}
     assert "encoder.config.hidden_size" in texts and "train.lr" in texts  # hyper-parameters
 
 

@@ -50,6 +50,7 @@ def benchmark_asking(run: Path, image: Path, text: str, *, repetitions: int) -> 
     Raises:
         RuntimeError: a process ended with an error.
     """
+    run, image = run.resolve(), image.resolve()  # the processes run in another folder
     words = [str(run), str(image), text]
     found = json.loads(_output([sys.executable, "-c", SCRIPT, *words, str(repetitions)]).splitlines()[-1])
     calls = max(repetitions // 3, 1)
