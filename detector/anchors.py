@@ -1,4 +1,4 @@
-"""Anchors of a single feature map: one set of cell anchors, repeated at every position.
+"""Anchors: on each feature map one set of cell anchors, repeated at every position.
 
 Shape legend: see `detector/structures.py`; cell_anchors = sizes * aspect ratios.
 """
@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
-from detector.detector_config import AnchorConfig
+from detector.config_groups import AnchorConfig
 
 
 def make_cell_anchors(sizes: Sequence[float], aspect_ratios: Sequence[float]) -> Float32[Tensor, "cell_anchors 4"]:
@@ -29,18 +29,18 @@ def make_cell_anchors(sizes: Sequence[float], aspect_ratios: Sequence[float]) ->
     return torch.tensor(anchors)
 
 
-def configured_cell_anchors(config: AnchorConfig) -> Float32[Tensor, "cell_anchors 4"]:
-    """CELL_ANCHORS where given, otherwise made from SIZES and ASPECT_RATIOS."""
+def configured_cell_anchors(config: AnchorConfig, num_maps: int) -> list[Float32[Tensor, "cell_anchors 4"]]:
+    """CELL_ANCHORS where given, otherwise made from SIZES and ASPECT_RATIOS; one entry per feature map."""
     if config.cell_anchors:
-        return torch.tensor(config.cell_anchors)
-    return make_cell_anchors(config.sizes[0], config.aspect_ratios[0])
+        return list(torch.tensor(config.cell_anchors).chunk(num_maps))
+    return [make_cell_anchors(*pair) for pair in config.pairs(num_maps)]
 
 
 class AnchorGenerator(nn.Module):
     """Anchors of a feature map of known stride.
 
     The cell anchors are a buffer that is not saved, as in Detectron2 since May 2021; older checkpoints hold them under
-    `cell_anchors.0`, and `detector.checkpoint` compares those with the configured ones.
+    `cell_anchors.0` (one per map), and `detector.checkpoint` compares those with the configured ones.
     """
 
     cell_anchors: Tensor

@@ -1,11 +1,12 @@
-"""Box predictor: class logits, box deltas and, optionally, attribute logits of a pooled RoI feature.
+"""Box predictor: class logits, box deltas and, optionally, attribute logits of the feature of a RoI.
 
 Shape legend
     J  RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
-    D  width of a region feature
     K  foreground classes; K is also the label of the background
     A  attributes
     T  attribute slots of an object
+
+`head_dim` is the width of the predictor's input, see `detector.roi_features`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jaxtyping import Float, Float32, Int64
 from torch import Tensor, nn
 
 from detector.box_losses import box_regression_loss
-from detector.detector_config import AttributeConfig, ROIHeadsConfig
+from detector.config_groups import AttributeConfig, ROIHeadsConfig
 from detector.structures import Loss
 
 
@@ -31,7 +32,7 @@ class AttributeHead(nn.Module):
     cls_score: nn.Linear
     attribute_config: AttributeConfig
 
-    def class_logits(self, features: Float[Tensor, "J D"]) -> Float32[Tensor, "J K_plus_1"]:
+    def class_logits(self, features: Float[Tensor, "J head_dim"]) -> Float32[Tensor, "J K_plus_1"]:
         return self.cls_score(features).float()
 
     def add_attribute_layers(self, feature_dim: int, config: AttributeConfig) -> None:
@@ -49,13 +50,15 @@ class AttributeHead(nn.Module):
     def has_attributes(self) -> bool:
         return self.attribute_config.num_classes > 0
 
-    def attributes(self, features: Float[Tensor, "J D"], classes: Int64[Tensor, " J"]) -> Float32[Tensor, "J A_plus_1"]:
+    def attributes(
+        self, features: Float[Tensor, "J head_dim"], classes: Int64[Tensor, " J"]
+    ) -> Float32[Tensor, "J A_plus_1"]:
         """Attribute logits of features for the classes 0 .. K (K = background)."""
         joined = torch.cat((features, self.cls_embedding(classes).to(features.dtype)), dim=1)
         return self.attr_score(F.relu(self.fc_attr(joined))).float()
 
     def attribute_loss(
-        self, features: Float[Tensor, "J D"], classes: Int64[Tensor, " J"], labels: Int64[Tensor, "J T"]
+        self, features: Float[Tensor, "J head_dim"], classes: Int64[Tensor, " J"], labels: Int64[Tensor, "J T"]
     ) -> Loss:
         """Cross entropy averaged over an object's labels, summed over the foreground RoIs that have any.
 
@@ -73,7 +76,7 @@ class AttributeHead(nn.Module):
 
 
 class BoxPredictor(AttributeHead):
-    """Linear layers on the pooled feature (Fast R-CNN, section 2), named as in Detectron2."""
+    """Linear layers on the feature of a RoI (Fast R-CNN, section 2), named as in Detectron2."""
 
     def __init__(self, feature_dim: int, config: ROIHeadsConfig, attributes: AttributeConfig) -> None:
         super().__init__()
@@ -88,7 +91,7 @@ class BoxPredictor(AttributeHead):
         self.add_attribute_layers(feature_dim, attributes)
 
     def forward(
-        self, features: Float[Tensor, "J D"]
+        self, features: Float[Tensor, "J head_dim"]
     ) -> tuple[Float32[Tensor, "J K_plus_1"], Float32[Tensor, "J deltas"]]:
         """Class logits, and box deltas in 4 * K columns (or 4 if class-agnostic)."""
         return self.class_logits(features), self.bbox_pred(features).float()

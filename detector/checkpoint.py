@@ -30,14 +30,14 @@ CLASS_NAMES = "class_names.json"
 SHOWN_KEYS = 3  # of each kind in an error message
 TOLERANCE = 1e-3  # pixels or grey levels, between buffers of old checkpoints and the config
 
-TRUNK = ("backbone.", "roi_heads.res5.")
+TRUNKS = (("backbone.bottom_up.",), ("backbone.", "roi_heads.res5."))  # the ResNet below an FPN, and in other detectors
 ATTRIBUTE_HEAD = tuple(f"{PREDICTOR}{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
 # The part of the detector that a file must hold -> arguments of `load_weights`. The rest of the detector keeps its
 # values, the rest of the file is not used.
 EXPECT: dict[str, dict[str, Sequence[str]]] = {
     "all": {"may_exceed": LEFTOVERS},
     "no_attributes": {"may_exceed": (*LEFTOVERS, *ATTRIBUTE_HEAD), "may_miss": ATTRIBUTE_HEAD},
-    "backbone": {"only": TRUNK},
+    "backbone": {},
 }
 
 
@@ -183,7 +183,14 @@ def load_converted(detector: Detector, converted: Renamed, source: str | Path, *
     """The second half of `load_checkpoint`."""
     if expect not in EXPECT:
         raise ValueError(f"Weights cannot be expected to hold '{expect}'; use one of {', '.join(EXPECT)}.")
-    return load_weights(detector, converted.tensors, source, layout=converted.layout, **EXPECT[expect])
+    options = {"only": trunk_prefixes(detector)} if expect == "backbone" else EXPECT[expect]
+    return load_weights(detector, converted.tensors, source, layout=converted.layout, **options)
+
+
+def trunk_prefixes(detector: nn.Module) -> Sequence[str]:
+    """Prefixes of the names of the ResNet, stem to res5."""
+    names = list(detector.state_dict())
+    return next(prefixes for prefixes in TRUNKS if any(name.startswith(prefixes) for name in names))
 
 
 def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
@@ -262,8 +269,10 @@ def _drop_config_buffers(config: DetectorConfig, tensors: dict[str, Tensor], sou
     expected = {
         "pixel_mean": (torch.tensor(config.input.pixel_mean), "MODEL.PIXEL_MEAN"),
         "pixel_std": (torch.tensor(config.input.pixel_std), "MODEL.PIXEL_STD"),
-        f"{CELL_ANCHORS}0": (configured_cell_anchors(config.anchors), "MODEL.ANCHOR_GENERATOR"),
     }
+    cells = configured_cell_anchors(config.anchors, len(config.rpn.in_features))
+    for number, value in enumerate(cells):
+        expected[f"{CELL_ANCHORS}{number}"] = (value, "MODEL.ANCHOR_GENERATOR")
     for name, (value, key) in expected.items():
         if name not in tensors:
             continue

@@ -16,19 +16,21 @@ FIXED: dict[str, Any] = {
     "MODEL.LOAD_PROPOSALS": False,
     "MODEL.MASK_ON": False,
     "MODEL.KEYPOINT_ON": False,
-    "MODEL.BACKBONE.NAME": "build_resnet_backbone",
-    "MODEL.RESNETS.OUT_FEATURES": ["res4"],
     "MODEL.RESNETS.DEFORM_ON_PER_STAGE": [False, False, False, False],
     "MODEL.PROPOSAL_GENERATOR.NAME": "RPN",
     "MODEL.ANCHOR_GENERATOR.NAME": "DefaultAnchorGenerator",
     "MODEL.RPN.HEAD_NAME": "StandardRPNHead",
-    "MODEL.RPN.IN_FEATURES": ["res4"],
-    "MODEL.ROI_HEADS.NAME": "Res5ROIHeads",
-    "MODEL.ROI_HEADS.IN_FEATURES": ["res4"],
     "MODEL.ROI_BOX_HEAD.USE_FED_LOSS": False,
     "MODEL.ROI_BOX_HEAD.USE_SIGMOID_CE": False,
     "INPUT.CROP.ENABLED": False,
     "TEST.AUG.ENABLED": False,
+}
+
+# What is built instead, for the keys that published files often set to another value.
+SUPPORTED: dict[str, str] = {
+    "MODEL.META_ARCHITECTURE": "two-stage detectors of boxes are supported: GeneralizedRCNN with C4 or FPN",
+    "MODEL.MASK_ON": "only the box branch is supported; MODEL.MASK_ON: False reads the box part of a Mask R-CNN",
+    "MODEL.KEYPOINT_ON": "only the box branch is supported; MODEL.KEYPOINT_ON: False reads the box part",
 }
 
 # Keys of the bottom-up attention ports, and how the same setting is written here.
@@ -57,19 +59,12 @@ IGNORED: tuple[str, ...] = (
     "INPUT.RANDOM_FLIP",  # augmentation belongs to the data config
     "MODEL.DEVICE",
     "MODEL.ANCHOR_GENERATOR.ANGLES",
-    "MODEL.FPN.",
     "MODEL.PANOPTIC_FPN.",
     "MODEL.RESNETS.DEFORM_MODULATED",
     "MODEL.RESNETS.DEFORM_NUM_GROUPS",
     "MODEL.RETINANET.",
     "MODEL.ROI_BOX_CASCADE_HEAD.",
-    "MODEL.ROI_BOX_HEAD.CONV_DIM",
-    "MODEL.ROI_BOX_HEAD.FC_DIM",
     "MODEL.ROI_BOX_HEAD.FED_LOSS_",
-    "MODEL.ROI_BOX_HEAD.NAME",
-    "MODEL.ROI_BOX_HEAD.NORM",
-    "MODEL.ROI_BOX_HEAD.NUM_CONV",
-    "MODEL.ROI_BOX_HEAD.NUM_FC",
     "MODEL.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES",
     "MODEL.ROI_KEYPOINT_HEAD.",
     "MODEL.ROI_MASK_HEAD.",

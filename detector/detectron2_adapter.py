@@ -1,7 +1,7 @@
 """The Detectron2 backend: the real Detectron2 model behind this project's detector interface.
 
-Shape legend: see `detector/structures.py`. B counts the anchors on one feature map; D is the number of channels
-of res5, or the width of the box head's output before the last layers.
+Shape legend: see `detector/structures.py`. B counts the anchors on one feature map; `head_dim` is the width
+of the box predictor's input.
 
 The network's parts are Detectron2's, called in the order of its `GeneralizedRCNN`; `FasterRCNN` takes the same steps.
 Parameter names are Detectron2's in both backends, so their checkpoints are interchangeable.
@@ -19,18 +19,20 @@ from torch import Tensor, nn
 from detector.anchors import configured_cell_anchors
 from detector.box_predictor import AttributeHead
 from detector.config_file import nest
-from detector.detector_config import OUR_KEYS, DetectorConfig, ResNetConfig
-from detector.detectron2_config import Detectron2Config
-from detector.faster_rcnn import TwoStageDetector
+from detector.config_groups import STAGES, ResNetConfig
+from detector.detector_config import OUR_KEYS, DetectorConfig
+from detector.faster_rcnn import TwoStageDetector, pad_to_multiple
 from detector.resnet import BLOCKS_PER_STAGE
+from detector.roi_features import RoIFeatures
 from detector.roi_heads import Detections, mask_maps
-from detector.structures import DetectionTargets, FeatureMap, ImageBatch, ImageBoxes, ImageSizes, Loss
+from detector.structures import DetectionTargets, FeatureMap, FeatureMaps, ImageBatch, ImageBoxes, ImageSizes, Loss
 
 try:
     from detectron2.config import CfgNode, get_cfg
     from detectron2.layers import FrozenBatchNorm2d, ShapeSpec
     from detectron2.modeling import build_model, build_proposal_generator, build_roi_heads
-    from detectron2.modeling.backbone import BasicStem, ResNet
+    from detectron2.modeling.backbone import FPN, BasicStem, ResNet
+    from detectron2.modeling.backbone.fpn import LastLevelMaxPool
     from detectron2.modeling.backbone.resnet import BasicBlock
     from detectron2.modeling.roi_heads import FastRCNNOutputLayers
     from detectron2.structures import Boxes, Instances
@@ -78,38 +80,37 @@ class Stem(nn.Module):
 class Detectron2Detector(TwoStageDetector):
     """A Faster R-CNN of Detectron2: C4 (`Res5ROIHeads`) or with a box head (`StandardROIHeads`, e.g. FPN).
 
-    Images come normalised, so Detectron2's own preprocessing (`GeneralizedRCNN.preprocess_image`) is not used. The
-    features of a model with a box head are the input of its last linear layers.
+    Images come normalised, so Detectron2's own preprocessing (`GeneralizedRCNN.preprocess_image`) is not used.
     """
 
-    config_class = Detectron2Config
+    config_class = DetectorConfig
 
     def __init__(self, config: DetectorConfig) -> None:
         """
         Raises:
-            ValueError: Detectron2 does not know a key, or refuses a value.
+            ValueError: Detectron2 refuses a value.
         """
         super().__init__()
-        self.config = config if isinstance(config, Detectron2Config) else Detectron2Config.from_flat(config.to_flat())
+        self.config = config
         try:
             cfg = make_cfg(self.config)
-            self.backbone, self.proposal_generator, self.roi_heads = build_parts(cfg, self.config.resnet)
+            self.backbone, self.proposal_generator, self.roi_heads = build_parts(cfg, config)
         except (AssertionError, KeyError, ValueError) as error:
             raise ValueError(f"Detectron2 refuses the detector's config: {error}") from error
         adapt(self.backbone, self.proposal_generator, self.roi_heads, self.config)
-        self.feature_dim = self.roi_heads.box_predictor.cls_score.in_features
+        head_dim = self.roi_heads.box_predictor.cls_score.in_features
+        self.feature_dim = config.feature_dim
         self.num_classes = self.roi_heads.num_classes
-        predictor = OutputLayers(cfg, ShapeSpec(channels=self.feature_dim, height=1, width=1))
-        predictor.add_attribute_layers(self.feature_dim, self.config.attributes)
+        self.map_size = config.map_size
+        predictor = OutputLayers(cfg, ShapeSpec(channels=head_dim, height=1, width=1))
+        predictor.add_attribute_layers(head_dim, config.attributes)
         self.roi_heads.box_predictor = predictor
 
-    def features(self, images: ImageBatch) -> dict[str, Tensor]:
+    def features(self, images: ImageBatch) -> FeatureMaps:
         """Feature maps by name: `res4` of a C4 model, `p2` .. `p6` of an FPN."""
-        height, width = images.pixels.shape[-2:]
-        multiple = max(self.backbone.size_divisibility, 1)
-        return self.backbone(F.pad(images.pixels, (0, -width % multiple, 0, -height % multiple)))
+        return self.backbone(pad_to_multiple(images.pixels, max(self.backbone.size_divisibility, 1)))
 
-    def run_rpn(self, features: dict[str, Tensor]) -> LevelOutputs:
+    def run_rpn(self, features: FeatureMaps) -> LevelOutputs:
         rpn = self.proposal_generator
         maps = [features[name] for name in rpn.in_features]
         objectness, deltas = rpn.rpn_head(maps)
@@ -146,43 +147,51 @@ class Detectron2Detector(TwoStageDetector):
         return SampledInstances([rows.proposal_boxes.tensor for rows in instances], instances)
 
     def head_losses(
-        self, pooled: Float[Tensor, "J D"], sampled: SampledInstances, targets: DetectionTargets
+        self, inputs: Float[Tensor, "J head_dim"], sampled: SampledInstances, targets: DetectionTargets
     ) -> dict[str, Loss]:
         predictor = self.roi_heads.box_predictor
         with EventStorage():
-            losses = predictor.losses(predictor(pooled), sampled.instances)
-        losses = to_sums(losses, len(pooled))
+            losses = predictor.losses(predictor(inputs), sampled.instances)
+        losses = to_sums(losses, len(inputs))
         if predictor.has_attributes and targets.attributes is not None:
             labels = [
                 rows.gt_attributes if rows.has("gt_attributes") else given.new_full((len(rows), given.shape[1]), -1)
                 for rows, given in zip(sampled.instances, targets.attributes, strict=True)
             ]
             classes = torch.cat([rows.gt_classes for rows in sampled.instances])
-            losses["loss_attribute"] = predictor.attribute_loss(pooled, classes, torch.cat(labels))
+            losses["loss_attribute"] = predictor.attribute_loss(inputs, classes, torch.cat(labels))
         return losses
 
-    def pool(self, features: dict[str, Tensor], rois: Float[Tensor, "J 5"]) -> Float[Tensor, "J channels S S"]:
+    def pool(self, features: FeatureMaps, rois: Float[Tensor, "J 5"]) -> Float[Tensor, "J channels S S"]:
         """RoI maps; the rows of `rois` are ordered by image."""
         heads = self.roi_heads
         maps = [features[name] for name in heads.in_features]
         maps = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in maps]  # as the built-in detector pools
         counts = torch.bincount(rois[:, 0].long(), minlength=len(maps[0])).tolist()
         boxes = [Boxes(rows) for rows in rois[:, 1:].split(counts)]
-        return (heads.pooler if self.config.is_c4 else heads.box_pooler)(maps, boxes)
+        return (heads.box_pooler if self.config.has_box_head else heads.pooler)(maps, boxes)
 
     def describe(
-        self, features: dict[str, Tensor], rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None = None
-    ) -> Float[Tensor, "J D"]:
-        if masks is not None and not self.config.is_c4:
-            raise ValueError("roi_masks need the res5 maps of a C4 model; this one has a box head.")
+        self, features: FeatureMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None = None
+    ) -> RoIFeatures:
         order = rois[:, 0].argsort(stable=True)
+        back = order.argsort()
         maps = self.pool(features, rois[order])
-        if not self.config.is_c4:
-            return self.roi_heads.box_head(maps).flatten(1)[order.argsort()]
-        maps = self.roi_heads.res5(maps)
+        if not self.config.has_box_head:
+            maps = self.roi_heads.res5(maps)
         if masks is not None:
             maps = mask_maps(maps, masks[order])
-        return maps.mean(dim=(2, 3))[order.argsort()]
+        if not self.config.has_box_head:
+            mean = maps.mean(dim=(2, 3))[back]
+            return RoIFeatures(mean, mean)
+        outputs = {"mean": maps.mean(dim=(2, 3))}
+        x = maps
+        for name, layer in self.roi_heads.box_head.named_children():
+            x = outputs[name] = layer(x)
+        x = outputs["head"] = x.flatten(1)
+        names = {"fc6": "fc_relu1", "fc7": "fc_relu2"}
+        region = outputs[names.get(self.config.box_head.region_feature, self.config.box_head.region_feature)]
+        return RoIFeatures(region, x).apply(lambda rows: rows[back])
 
     def choose(
         self, predictions: tuple[Float[Tensor, "J K_plus_1"], Tensor], proposals: ImageBoxes, sizes: ImageSizes
@@ -200,14 +209,14 @@ class Detectron2Detector(TwoStageDetector):
         )
 
 
-def make_cfg(config: Detectron2Config) -> CfgNode:
+def make_cfg(config: DetectorConfig) -> CfgNode:
     """Detectron2's own config of the same keys. Settings that it cannot build keep their default there; see `adapt`.
 
     Raises:
         KeyError, ValueError: Detectron2 does not know a key, or expects another type.
     """
     flat = {key: value for key, value in config.to_flat().items() if key not in OUR_KEYS}
-    if config.is_c4:
+    if not config.has_box_head:
         flat["MODEL.RESNETS.RES5_DILATION"] = 1
     cfg = get_cfg()
     cfg.merge_from_other_cfg(CfgNode(nest(flat)))
@@ -216,38 +225,47 @@ def make_cfg(config: Detectron2Config) -> CfgNode:
     return cfg
 
 
-def build_parts(cfg: CfgNode, resnet: ResNetConfig) -> tuple[nn.Module, nn.Module, nn.Module]:
+def build_parts(cfg: CfgNode, config: DetectorConfig) -> tuple[nn.Module, nn.Module, nn.Module]:
     """Backbone, proposal generator and RoI heads of `build_model`.
 
     `build_model` builds ResNet-18 and -34 with RES2_OUT_CHANNELS 64 only; networks of other widths are put together
     here from the same classes.
     """
+    resnet, fpn = config.resnet, config.fpn
     if resnet.depth >= 50 or resnet.res2_out_channels == 64:
         model = build_model(cfg)
         return model.backbone, model.proposal_generator, model.roi_heads
-    stages, channels = [], resnet.stem_out_channels
-    for number, num_blocks in enumerate(BLOCKS_PER_STAGE[resnet.depth]):
-        out_channels = resnet.res2_out_channels * 2**number
-        stage = ResNet.make_stage(
-            BasicBlock,
-            num_blocks,
-            stride_per_block=[1 if number == 0 else 2, *[1] * (num_blocks - 1)],
-            in_channels=channels,
-            out_channels=out_channels,
-            norm=resnet.norm,
-        )
-        stages.append(stage)
-        channels = out_channels
-    stem = BasicStem(out_channels=resnet.stem_out_channels, norm=resnet.norm)
-    backbone = ResNet(stem, stages, out_features=["res4"], freeze_at=resnet.freeze_at)
+    backbone = build_shallow_resnet(resnet)
+    if config.is_fpn:
+        options = {"norm": fpn.norm, "top_block": LastLevelMaxPool(), "fuse_type": fpn.fuse_type}
+        backbone = FPN(backbone, list(fpn.in_features), fpn.out_channels, **options)
     shape = backbone.output_shape()
     return backbone, build_proposal_generator(cfg, shape), build_roi_heads(cfg, shape)
 
 
-def adapt(backbone: nn.Module, rpn: nn.Module, heads: nn.Module, config: Detectron2Config) -> None:
+def build_shallow_resnet(config: ResNetConfig) -> nn.Module:
+    """A ResNet of basic blocks of any width."""
+    stages, channels = [], config.stem_out_channels
+    last = STAGES.index(config.out_features[-1])
+    for name, num_blocks in list(zip(STAGES, BLOCKS_PER_STAGE[config.depth], strict=True))[: last + 1]:
+        stage = ResNet.make_stage(
+            BasicBlock,
+            num_blocks,
+            stride_per_block=[1 if name == "res2" else 2, *[1] * (num_blocks - 1)],
+            in_channels=channels,
+            out_channels=config.shapes[name].channels,
+            norm=config.norm,
+        )
+        stages.append(stage)
+        channels = config.shapes[name].channels
+    stem = BasicStem(out_channels=config.stem_out_channels, norm=config.norm)
+    return ResNet(stem, stages, out_features=list(config.out_features), freeze_at=config.freeze_at)
+
+
+def adapt(backbone: nn.Module, rpn: nn.Module, heads: nn.Module, config: DetectorConfig) -> None:
     """Apply the settings that stock Detectron2 ignores or lacks: stem pool, dilated res5, frozen res5, cell anchors."""
     settings = config.resnet
-    if config.is_c4 and settings.freeze_at >= 5:
+    if not config.has_box_head and settings.freeze_at >= 5:
         for block in heads.res5:
             block.freeze()
     for module in (*backbone.modules(), *heads.modules()):
@@ -256,13 +274,16 @@ def adapt(backbone: nn.Module, rpn: nn.Module, heads: nn.Module, config: Detectr
     if settings.stem_pool != "max":
         resnet = getattr(backbone, "bottom_up", backbone)
         resnet.stem = Stem(resnet.stem.conv1, settings.stem_pool)
-    if not config.is_c4:
-        return
     if config.anchors.cell_anchors:
-        next(iter(rpn.anchor_generator.cell_anchors)).copy_(configured_cell_anchors(config.anchors))
+        wanted = configured_cell_anchors(config.anchors, len(config.rpn.in_features))
+        for cells, given in zip(rpn.anchor_generator.cell_anchors, wanted, strict=True):
+            cells.copy_(given)
+    if config.has_box_head:
+        return
     if settings.stem_pool == "none":
-        rpn.anchor_generator.strides = [settings.res4_stride]
-        heads.pooler.level_poolers[0].spatial_scale = 1.0 / settings.res4_stride
+        stride = settings.shapes["res4"].stride
+        rpn.anchor_generator.strides = [stride]
+        heads.pooler.level_poolers[0].spatial_scale = 1.0 / stride
     if settings.res5_dilation == 2:
         for block in heads.res5:
             for conv in (block.conv1, block.conv2, block.shortcut):

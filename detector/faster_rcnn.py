@@ -1,4 +1,4 @@
-"""The built-in detector: a C4 ResNet Faster R-CNN that gives Detectron2's numbers, on torchvision's operators.
+"""The built-in detector: a ResNet Faster R-CNN, C4 or FPN, that gives Detectron2's numbers, on torchvision's operators.
 
 Shape legend
     N  images in the batch
@@ -9,9 +9,10 @@ Shape legend
     D  width of a region feature
     K  foreground classes; K is also the label of the background
 
-D is the number of channels of res5.
+`head_dim` is the width of the box predictor's input. In a C4 detector it is D, the number of channels of res5.
 
-One forward pass runs the trunk once, and res5 once for all boxes together: whole images, regions, RoIs of the losses.
+One forward pass runs the backbone once, and res5 or the box head once for all boxes together: whole images, regions,
+RoIs of the losses.
 (Where the detector finds its own boxes, a pass over the proposals comes before.)
 """
 
@@ -19,38 +20,41 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from detector.boxes import check_boxes, is_larger, prepend, whole_image_boxes
 from detector.detector_config import DetectorConfig
+from detector.fpn import FPN
 from detector.interface import Detector
 from detector.pixel_masking import mask_pixels
 from detector.resnet import ResNet, recompute_activations
-from detector.roi_heads import Detections, Res5ROIHeads, SampledRoIs, to_rois
+from detector.roi_features import RoIFeatures
+from detector.roi_heads import Detections, Res5ROIHeads, SampledRoIs, StandardROIHeads
+from detector.roi_pooler import to_rois
 from detector.rpn import RPN, RPNOutput
-from detector.structures import DetectionTargets, FeatureMap, ImageBatch, ImageBoxes, ImageSizes, Loss, Regions
+from detector.structures import DetectionTargets, FeatureMaps, ImageBatch, ImageBoxes, ImageSizes, Loss, Regions
 
 
 class TwoStageDetector(Detector):
     """What both backends share: the order of the steps of a forward pass. The steps are methods of the subclasses.
 
-    The feature maps and the outputs of `run_rpn` and `sample` may have any type: they are only handed from step to
-    step. `sizes` holds N (height, width) of the images without padding.
+    The outputs of `run_rpn` and `sample` may have any type: they are only handed from step to step. `sizes` holds N
+    (height, width) of the images without padding.
     """
 
-    config: Any  # has `attributes`
+    config: DetectorConfig
 
     @abc.abstractmethod
-    def features(self, images: ImageBatch) -> Any:
-        """Feature maps of the padded batch."""
+    def features(self, images: ImageBatch) -> FeatureMaps:
+        """Feature maps of the batch, padded further where the backbone needs it (`size_divisibility`)."""
 
     @abc.abstractmethod
-    def run_rpn(self, features: Any) -> Any:
+    def run_rpn(self, features: FeatureMaps) -> Any:
         """Output of the region proposal network for every anchor."""
 
     @abc.abstractmethod
@@ -66,13 +70,15 @@ class TwoStageDetector(Detector):
         """RoIs to train the box head on; the result has at least `boxes`, N x [P, 4]."""
 
     @abc.abstractmethod
-    def head_losses(self, pooled: Float[Tensor, "J D"], sampled: Any, targets: DetectionTargets) -> dict[str, Loss]:
-        """`loss_cls`, `loss_box_reg` (and `loss_attribute`) from the features of the sampled RoIs."""
+    def head_losses(
+        self, inputs: Float[Tensor, "J head_dim"], sampled: Any, targets: DetectionTargets
+    ) -> dict[str, Loss]:
+        """`loss_cls`, `loss_box_reg` (and `loss_attribute`) from the predictor's inputs of the sampled RoIs."""
 
     @abc.abstractmethod
     def describe(
-        self, features: Any, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None = None
-    ) -> Float[Tensor, "J D"]:
+        self, features: FeatureMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None = None
+    ) -> RoIFeatures:
         """Features of RoIs; `masks` as in `Detector.forward`."""
 
     @abc.abstractmethod
@@ -82,8 +88,8 @@ class TwoStageDetector(Detector):
         """Final boxes from class logits and box deltas ([J, 4 * K], or [J, 4] if class-agnostic) of the proposals."""
 
     def detect(
-        self, features: Any, proposals: ImageBoxes, sizes: ImageSizes
-    ) -> tuple[Detections, list[Float[Tensor, "_R D"]] | None]:
+        self, features: FeatureMaps, proposals: ImageBoxes, sizes: ImageSizes
+    ) -> tuple[Detections, list[RoIFeatures] | None]:
         """Final boxes from proposals, and the features of the proposals that they came from.
 
         The features are None where FEATURES_OF is "final": then nothing here is differentiable.
@@ -91,12 +97,13 @@ class TwoStageDetector(Detector):
         keep_features = self.config.roi_heads.features_of == "proposal"
         with torch.set_grad_enabled(torch.is_grad_enabled() and keep_features):
             pooled = self.describe(features, to_rois(proposals))
-            predictions = self.roi_heads.box_predictor(pooled)
+            predictions = self.roi_heads.box_predictor(pooled.predictor)
         detections = self.choose(predictions, proposals, sizes)
         if not keep_features:
             return detections, None
         split = pooled.split([len(boxes) for boxes in proposals])
-        return detections, [rows[index] for rows, index in zip(split, detections.proposal_index, strict=True)]
+        pairs = zip(split, detections.proposal_index, strict=True)
+        return detections, [rows.apply(lambda rows, index=index: rows[index]) for rows, index in pairs]
 
     def forward(
         self,
@@ -140,23 +147,24 @@ class TwoStageDetector(Detector):
         pooled = self._describe(features, groups, roi_masks)
 
         if sampled is not None:
-            losses |= self.head_losses(torch.cat(pooled["sampled"]), sampled, targets)
+            losses |= self.head_losses(RoIFeatures.join(pooled["sampled"]).predictor, sampled, targets)
         if proposal_features is not None:
             groups["regions"], pooled["regions"] = detections.boxes, proposal_features
         group = "regions" if "regions" in groups else "sampled"
         region_boxes, region_features = groups[group], pooled[group]
         if whole_image:
             region_boxes = prepend(groups["whole"], region_boxes)
-            region_features = prepend(pooled["whole"], region_features)
+            pairs = zip(pooled["whole"], region_features, strict=True)
+            region_features = [RoIFeatures.join(pair) for pair in pairs]
         regions = self._make_regions(region_boxes, region_features)
         if boxes is None:
             regions = self._with_scores(regions, detections, whole_image)
         return dataclasses.replace(regions, losses=losses)
 
     def _describe(
-        self, features: Any, groups: dict[str, list[Float[Tensor, "_R 4"]]], roi_masks: list[Tensor] | None
-    ) -> dict[str, list[Float[Tensor, "_R D"]]]:
-        """Pooled features of several groups of N x [R, 4] boxes in one pass; masks belong to the group "regions"."""
+        self, features: FeatureMaps, groups: dict[str, list[Float[Tensor, "_R 4"]]], roi_masks: list[Tensor] | None
+    ) -> dict[str, list[RoIFeatures]]:
+        """Features of several groups of N x [R, 4] boxes in one pass; masks belong to the group "regions"."""
         if not groups:
             return {}
         masks = None
@@ -169,15 +177,16 @@ class TwoStageDetector(Detector):
         split = iter(pooled.split([len(rows) for boxes in groups.values() for rows in boxes]))
         return {name: [next(split) for _ in boxes] for name, boxes in groups.items()}
 
-    def _make_regions(self, boxes: list[Float[Tensor, "_R 4"]], features: list[Float[Tensor, "_R D"]]) -> Regions:
+    def _make_regions(self, boxes: list[Float[Tensor, "_R 4"]], features: list[RoIFeatures]) -> Regions:
         counts = [len(rows) for rows in boxes]
-        joined = torch.cat(features)
+        inputs = torch.cat([rows.predictor for rows in features])
         predictor = self.roi_heads.box_predictor
-        logits = predictor.class_logits(joined)
+        logits = predictor.class_logits(inputs)
         attributes = None
         if predictor.has_attributes:
-            attributes = list(predictor.attributes(joined, logits.argmax(dim=1))[:, :-1].split(counts))
-        return Regions(boxes, features, list(logits.split(counts)), attribute_logits=attributes)
+            attributes = list(predictor.attributes(inputs, logits.argmax(dim=1))[:, :-1].split(counts))
+        described = [rows.region for rows in features]
+        return Regions(boxes, described, list(logits.split(counts)), attribute_logits=attributes)
 
     @torch.no_grad()
     def _with_scores(self, regions: Regions, detections: Detections | None, whole_image: bool) -> Regions:
@@ -220,23 +229,23 @@ class FasterRCNN(TwoStageDetector):
     def __init__(self, config: DetectorConfig) -> None:
         super().__init__()
         self.config = config
-        self.feature_dim = config.resnet.res5_channels
+        self.feature_dim = config.feature_dim
         self.num_classes = config.roi_heads.num_classes
-        stride = 1 if config.resnet.res5_dilation == 2 else 2  # of res5
-        self.map_size = math.ceil(config.roi_heads.pooler_resolution / stride)
-        self.backbone = ResNet(config.resnet)
+        self.map_size = config.map_size
+        self.backbone = FPN(config) if config.is_fpn else ResNet(config.resnet)
         self.proposal_generator = RPN(config)
-        self.roi_heads = Res5ROIHeads(config)
+        self.roi_heads = StandardROIHeads(config) if config.has_box_head else Res5ROIHeads(config)
 
     def recompute_activations(self) -> None:
         """See `Detector.recompute_activations`."""
         recompute_activations(self)
 
-    def features(self, images: ImageBatch) -> FeatureMap:
-        """res4 of the padded batch; h, w = H, W / stride."""
-        return self.backbone(images.pixels.contiguous(memory_format=torch.channels_last))
+    def features(self, images: ImageBatch) -> FeatureMaps:
+        """res4 of the padded batch, or p2 .. p6; h, w = H, W / stride."""
+        pixels = pad_to_multiple(images.pixels, self.config.size_divisibility)
+        return self.backbone(pixels.contiguous(memory_format=torch.channels_last))
 
-    def run_rpn(self, features: FeatureMap) -> RPNOutput:
+    def run_rpn(self, features: FeatureMaps) -> RPNOutput:
         return self.proposal_generator(features)
 
     def propose(self, rpn_output: RPNOutput, sizes: ImageSizes) -> ImageBoxes:
@@ -249,19 +258,26 @@ class FasterRCNN(TwoStageDetector):
         return self.roi_heads.label_and_sample(proposals, targets)
 
     def head_losses(
-        self, pooled: Float[Tensor, "J D"], sampled: SampledRoIs, targets: DetectionTargets
+        self, inputs: Float[Tensor, "J head_dim"], sampled: SampledRoIs, targets: DetectionTargets
     ) -> dict[str, Loss]:
-        return self.roi_heads.losses(pooled, sampled, targets)
+        return self.roi_heads.losses(inputs, sampled, targets)
 
     def describe(
-        self, features: FeatureMap, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None = None
-    ) -> Float[Tensor, "J D"]:
+        self, features: FeatureMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None = None
+    ) -> RoIFeatures:
         return self.roi_heads.describe(features, rois, masks)
 
     def choose(
         self, predictions: tuple[Float[Tensor, "J K_plus_1"], Tensor], proposals: ImageBoxes, sizes: ImageSizes
     ) -> Detections:
         return self.roi_heads.detect(*predictions, proposals, sizes)
+
+
+def pad_to_multiple(pixels: Float[Tensor, "N 3 _H _W"], multiple: int) -> Float[Tensor, "N 3 _H _W"]:
+    """Add zeros (the mean colour) at the right and the bottom until both sides are multiples of `multiple`."""
+    height, width = pixels.shape[-2:]
+    extra = (-width % multiple, -height % multiple)
+    return F.pad(pixels, (0, extra[0], 0, extra[1])) if any(extra) else pixels
 
 
 def _check_all_boxes(boxes: list[Tensor], names: list[str], what: str) -> None:

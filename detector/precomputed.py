@@ -26,7 +26,7 @@ class PrecomputedDetector(Detector):
     def __init__(self, config: DetectorConfig) -> None:
         super().__init__()
         self.config = config
-        self.feature_dim = config.resnet.res5_channels
+        self.feature_dim = config.feature_dim
         self.num_classes = config.roi_heads.num_classes
 
     def recompute_activations(self) -> None:

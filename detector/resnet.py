@@ -1,4 +1,4 @@
-"""ResNet trunk up to res4, and the res5 stage of the RoI head, with Detectron2's module and parameter names.
+"""ResNet trunk, and the res5 stage of a C4 detector's RoI head, with Detectron2's module and parameter names.
 
 Shape legend
     N     images in the batch
@@ -24,30 +24,35 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from detector.detector_config import ResNetConfig
+from detector.config_groups import STAGES, ResNetConfig
 from detector.norms import freeze, make_norm
-from detector.structures import FeatureMap
+from detector.structures import FeatureMap, FeatureMaps
 
-BLOCKS_PER_STAGE = {18: (2, 2, 2), 34: (3, 4, 6), 50: (3, 4, 6), 101: (3, 4, 23), 152: (3, 8, 36)}
-RES5_BLOCKS = 3
+BLOCKS_PER_STAGE = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+ROI_BLOCKS = 3  # of res5 in a RoI head, for all depths
 FROZEN_BRANCH_SCALE = 0.2  # of residual branches under FrozenBN, see `ResidualBlock`
 
 Pooling = Callable[[Tensor, int], Tensor]  # FeatureMap, stride on the RoI maps -> RoI maps [J, channels, S, S]
 
 
 class ConvNorm(nn.Conv2d):
-    """Bias-free convolution followed by its `norm` child (names `weight`, `norm.weight`, ... as in Detectron2).
+    """Convolution with a `norm` child (names `weight`, `norm.weight`, ... as in Detectron2), or with a bias instead.
 
     A frozen batch norm is an affine map per channel and is folded into the convolution: one multiplication of the
     weights instead of two passes over the feature map. The gradient still reaches the weights.
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int, *, norm: str, **options: int) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, bias=False, **options)
-        self.norm = make_norm(norm, out_channels)
+        """`norm` is a name of `make_norm`, or empty for a bias."""
+        super().__init__(in_channels, out_channels, kernel_size, bias=not norm, **options)
+        self.norm = make_norm(norm, out_channels) if norm else None
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.norm is None:
+            return super().forward(x)
         if not isinstance(self.norm, FrozenBatchNorm2d):
             return self.norm(super().forward(x))
         scale = self.norm.weight * (self.norm.running_var + self.norm.eps).rsqrt()
@@ -165,21 +170,29 @@ class BottleneckBlock(ResidualBlock):
 
 
 class ResNet(nn.Module):
-    """Stem (stride 4), res2 (4), res3 (8) and res4 (16); all strides are half without a pool in the stem.
+    """Stem (stride 4), res2 (4), res3 (8), res4 (16) and res5 (32, or 16 where it is dilated).
 
-    Stages up to `freeze_at` get no gradient and their batch norms become FrozenBN.
+    All strides are half without a pool in the stem. Stages after the last of OUT_FEATURES are left out. Stages up to
+    `freeze_at` get no gradient and their batch norms become FrozenBN.
     """
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
+        self.out_features = config.out_features
+        self.stages = STAGES[: STAGES.index(config.out_features[-1]) + 1]
         self.stem = BasicStem(config)
-        self.res2, self.res3, self.res4 = (_make_stage(config, stage) for stage in (2, 3, 4))
-        for part in (self.stem, self.res2, self.res3, self.res4)[: config.freeze_at]:
-            freeze(part)
+        for name in self.stages:
+            self.add_module(name, _make_stage(config, name))
+        for name in ("stem", *self.stages)[: config.freeze_at]:
+            freeze(getattr(self, name))
 
-    def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMap:
-        """res4, a map of H/16, W/16 cells (H/8, W/8 without a pool in the stem)."""
-        return self.res4(self.res3(self.res2(self.stem(pixels))))
+    def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMaps:
+        """The maps of OUT_FEATURES; res4, for one, has H/16, W/16 cells (H/8, W/8 without a pool in the stem)."""
+        x = self.stem(pixels)
+        maps = {}
+        for name in self.stages:
+            x = maps[name] = getattr(self, name)(x)
+        return {name: maps[name] for name in self.out_features}
 
 
 class Res5(nn.Sequential):
@@ -214,28 +227,29 @@ def recompute_activations(module: nn.Module) -> None:
 
 
 def make_res5(config: ResNetConfig) -> Res5:
-    """The res5 stage of the RoI head: three bottleneck blocks, as in Detectron2, also for depths 18 and 34.
+    """The res5 stage of a C4 detector's RoI head: three bottleneck blocks, as in Detectron2, also for depths 18 and 34.
 
     With RES5_DILATION 2 all blocks have stride 1 and dilation 2, so the output keeps the side of the RoI map. (Stock
     Detectron2 ignores that key in `Res5ROIHeads`; VL-BERT and bottom-up attention need it.) FREEZE_AT 5 freezes res5.
     """
-    res5 = Res5(*_make_stage(config, 5))
+    res5 = Res5(*_make_stage(config, "res5", is_roi_head=True))
     if config.freeze_at >= 5:
         freeze(res5)
     return res5
 
 
-def _make_stage(config: ResNetConfig, stage: int) -> nn.Sequential:
-    """Stage 2, 3, 4 or 5; its first block has the stride."""
-    out_channels = config.res2_out_channels * 2 ** (stage - 2)
-    channels = config.stem_out_channels if stage == 2 else out_channels // 2
-    num_blocks = RES5_BLOCKS if stage == 5 else BLOCKS_PER_STAGE[config.depth][stage - 2]
-    dilation = config.res5_dilation if stage == 5 else 1
-    stride = 1 if stage == 2 or dilation == 2 else 2
-    width = config.num_groups * config.width_per_group * 2 ** (stage - 2)
+def _make_stage(config: ResNetConfig, name: str, is_roi_head: bool = False) -> nn.Sequential:
+    """res2, res3, res4 or res5; its first block has the stride."""
+    number = STAGES.index(name)
+    out_channels = config.shapes[name].channels
+    channels = config.stem_out_channels if number == 0 else out_channels // 2
+    num_blocks = ROI_BLOCKS if is_roi_head else BLOCKS_PER_STAGE[config.depth][number]
+    dilation = config.res5_dilation if name == "res5" else 1
+    stride = 1 if number == 0 or dilation == 2 else 2
+    width = config.num_groups * config.width_per_group * 2**number
     blocks = []
     for _ in range(num_blocks):
-        if config.depth < 50 and stage < 5:
+        if config.depth < 50 and not is_roi_head:
             block = BasicBlock(channels, out_channels, stride=stride, norm=config.norm)
         else:
             block = BottleneckBlock(channels, out_channels, config, width=width, stride=stride, dilation=dilation)

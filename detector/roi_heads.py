@@ -1,4 +1,4 @@
-"""RoI head of a C4 detector: pool RoIs from res4, run res5 on each, average, predict (`Res5ROIHeads` in Detectron2).
+"""RoI heads of both architectures, named as in Detectron2: pool RoIs, describe each, predict, sample, detect.
 
 Shape legend
     J  RoIs of all images, joined; rows are [image, x1, y1, x2, y2]
@@ -9,27 +9,31 @@ Shape legend
     D  width of a region feature
     K  foreground classes; K is also the label of the background
 
-D is the number of channels of res5; its maps have S = 7, or 14 where it is dilated.
+`Res5ROIHeads` (C4) run res5 on maps pooled from res4 and average: D is the number of channels of res5; its maps have
+S = 7, or 14 where it is dilated. `StandardROIHeads` run a box head on maps pooled from the levels of an FPN.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 
 import torch
 from jaxtyping import Float, Float32, Int64, Shaped
 from torch import Tensor, nn
-from torchvision.ops import batched_nms, clip_boxes_to_image, roi_pool
+from torchvision.ops import batched_nms, clip_boxes_to_image
 
+from detector.box_head import BoxHead
 from detector.box_predictor import BoxPredictor
 from detector.boxes import decode_deltas, pairwise_iou
 from detector.detector_config import DetectorConfig
 from detector.matching import match, subsample
 from detector.resnet import make_res5
-from detector.roi_align import align_rois
-from detector.structures import DetectionTargets, FeatureMap, ImageBoxes, ImageSizes, Loss, PerImage
+from detector.roi_features import RoIFeatures
+from detector.roi_pooler import RoIPooler
+from detector.structures import DetectionTargets, FeatureMap, FeatureMaps, ImageBoxes, ImageSizes, Loss, PerImage
 
-CHUNK = 256  # RoIs that go through res5 at a time where nothing is kept for a backward pass
+CHUNK = 256  # RoIs that go through the head at a time where nothing is kept for a backward pass
 
 
 @dataclasses.dataclass
@@ -49,14 +53,6 @@ class Detections(PerImage):
     proposal_index: list[Int64[Tensor, " _R"]]  # row of the proposal that each box came from
 
 
-def to_rois(boxes: ImageBoxes) -> Float32[Tensor, "J 5"]:
-    """Boxes of all images, joined, with the image index in front."""
-    counts = torch.tensor([len(rows) for rows in boxes], device=boxes[0].device)
-    image = torch.repeat_interleave(torch.arange(len(boxes), device=counts.device), counts)
-    joined = torch.cat(boxes).float()
-    return torch.cat((image[:, None].to(joined.dtype), joined), dim=1)
-
-
 def mask_maps(maps: Float[Tensor, "J D S S"], masks: Float[Tensor, "masks rows columns"]) -> Float[Tensor, "J D S S"]:
     """RoI maps times their masks.
 
@@ -65,79 +61,61 @@ def mask_maps(maps: Float[Tensor, "J D S S"], masks: Float[Tensor, "masks rows c
     """
     if masks.shape != maps.shape[:1] + maps.shape[2:]:
         raise ValueError(
-            f"RoI masks have shape {list(masks.shape)}, but the res5 maps of the boxes need "
+            f"RoI masks have shape {list(masks.shape)}, but the RoI maps of the boxes need "
             f"{[maps.shape[0], *maps.shape[2:]]}."
         )
     return maps * masks.to(maps.dtype)[:, None]
 
 
-class Res5ROIHeads(nn.Module):
-    """RoI pooling, res5 and box predictor."""
+class ROIHeads(nn.Module, abc.ABC):
+    """What both kinds of heads share: all but the way from feature maps to the features of a RoI."""
+
+    box_predictor: BoxPredictor
 
     def __init__(self, config: DetectorConfig) -> None:
         super().__init__()
         self.config = config.roi_heads
-        self.spatial_scale = 1.0 / config.resnet.res4_stride
         self.num_classes = config.roi_heads.num_classes
-        self.res5 = make_res5(config.resnet)
-        self.box_predictor = BoxPredictor(config.resnet.res5_channels, config.roi_heads, config.attributes)
+        self.in_features = config.roi_heads.in_features
+        self.pool = RoIPooler(config)
 
-    def pool(
-        self, features: FeatureMap, rois: Float[Tensor, "J 5"], stride: int = 1
-    ) -> Float[Tensor, "J channels S S"]:
-        """RoI maps of at least 32-bit floats. With `stride` s, only every s-th cell of the pooler's map is computed."""
-        config = self.config
-        # pooling coordinates need more than bfloat16's 8 bits; float64 stays
-        features = features.to(torch.promote_types(features.dtype, torch.float32))
-        rois = rois.to(features.dtype)
-        if config.pooler_type == "ROIPool":
-            side = (config.pooler_resolution, config.pooler_resolution)
-            maps = roi_pool(features, rois, side, self.spatial_scale)[:, :, ::stride, ::stride]
-            return maps.contiguous(memory_format=torch.channels_last)
-        return align_rois(
-            features,
-            rois,
-            config.pooler_resolution,
-            self.spatial_scale,
-            sampling_ratio=config.pooler_sampling_ratio,
-            aligned=config.pooler_type == "ROIAlignV2",
-            stride=stride,
-        )
-
-    def res5_map(self, features: FeatureMap, rois: Float[Tensor, "J 5"]) -> Float[Tensor, "J D S S"]:
-        """One res5 map per RoI of the res4 maps."""
-        cells = len(features) * features.shape[2] * features.shape[3]
-        if self.config.pooler_type != "ROIPool" and cells < len(rois) * self.config.pooler_resolution**2:
-            return self.res5(features, lambda maps, stride: self.pool(maps, rois, stride))
-        return self.res5(self.pool(features, rois))
+    @abc.abstractmethod
+    def _describe(
+        self,
+        maps: list[Float[Tensor, "N channels _h _w"]],
+        rois: Float[Tensor, "J 5"],
+        masks: Float[Tensor, "masks rows columns"] | None,
+    ) -> RoIFeatures:
+        """`describe` without chunks, from the maps of IN_FEATURES."""
 
     def describe(
-        self, features: FeatureMap, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "masks rows columns"] | None = None
-    ) -> Float[Tensor, "J D"]:
-        """Pooled features; `masks` [J, S, S] multiply the res5 maps before the mean over S * S cells.
+        self,
+        features: FeatureMaps,
+        rois: Float[Tensor, "J 5"],
+        masks: Float[Tensor, "masks rows columns"] | None = None,
+    ) -> RoIFeatures:
+        """Features of RoIs; `masks` [J, S, S] multiply the last RoI maps: the output of res5 before its mean over
+        S * S cells, or the pooled maps before the box head.
 
         In evaluation without gradients only `CHUNK` RoIs are in memory at a time, in the order of their images.
 
         Raises:
             ValueError: see `mask_maps`.
         """
+        maps = [features[name] for name in self.in_features]
         fits = masks is None or len(masks) == len(rois)
         if torch.is_grad_enabled() or self.training or len(rois) <= CHUNK or not fits:
-            return self._describe(features, rois, masks)
+            return self._describe(maps, rois, masks)
         order = rois[:, 0].argsort(stable=True)
         parts = []
         for rows in order.split(CHUNK):
             chunk = rois[rows]
             first, last = int(chunk[0, 0]), int(chunk[-1, 0])
             chunk[:, 0] -= first
-            parts.append(self._describe(features[first : last + 1], chunk, None if masks is None else masks[rows]))
-        return torch.cat(parts)[order.argsort()]
-
-    def _describe(self, features: FeatureMap, rois: Float[Tensor, "J 5"], masks: Tensor | None) -> Float[Tensor, "J D"]:
-        maps = self.res5_map(features, rois)
-        if masks is not None:
-            maps = mask_maps(maps, masks)
-        return maps.mean(dim=(2, 3))
+            images = [level[first : last + 1] for level in maps]
+            parts.append(self._describe(images, chunk, None if masks is None else masks[rows]))
+        back = order.argsort()
+        return RoIFeatures.join(parts).apply(lambda joined: joined[back])
 
     @torch.no_grad()
     def label_and_sample(self, proposals: ImageBoxes, targets: DetectionTargets) -> SampledRoIs:
@@ -170,9 +148,9 @@ class Res5ROIHeads(nn.Module):
         return boxes[rows], classes[rows], matched[rows]
 
     def losses(
-        self, features: Float[Tensor, "J D"], sampled: SampledRoIs, targets: DetectionTargets
+        self, features: Float[Tensor, "J head_dim"], sampled: SampledRoIs, targets: DetectionTargets
     ) -> dict[str, Loss]:
-        """Losses of the sampled RoIs of all images."""
+        """Losses of the sampled RoIs of all images, from the inputs of the box predictor."""
         logits, deltas = self.box_predictor(features)
         classes = torch.cat(sampled.classes)
         losses = self.box_predictor.box_losses(
@@ -215,6 +193,55 @@ class Res5ROIHeads(nn.Module):
         scores = scores[proposal, category]
         kept = batched_nms(boxes, scores, category, self.config.nms_thresh)[: self.config.detections_per_image]
         return boxes[kept], scores[kept], category[kept], proposal[kept]
+
+
+class Res5ROIHeads(ROIHeads):
+    """RoI pooling, res5 and box predictor (C4)."""
+
+    def __init__(self, config: DetectorConfig) -> None:
+        super().__init__(config)
+        self.res5 = make_res5(config.resnet)
+        self.box_predictor = BoxPredictor(config.feature_dim, config.roi_heads, config.attributes)
+
+    def res5_map(self, features: FeatureMap, rois: Float[Tensor, "J 5"]) -> Float[Tensor, "J D S S"]:
+        """One res5 map per RoI of the res4 maps."""
+        cells = len(features) * features.shape[2] * features.shape[3]
+        if self.config.pooler_type != "ROIPool" and cells < len(rois) * self.config.pooler_resolution**2:
+            return self.res5(features, lambda maps, step: self.pool([maps], rois, step))
+        return self.res5(self.pool([features], rois))
+
+    def _describe(
+        self,
+        maps: list[Float[Tensor, "N channels _h _w"]],
+        rois: Float[Tensor, "J 5"],
+        masks: Float[Tensor, "masks rows columns"] | None,
+    ) -> RoIFeatures:
+        last = self.res5_map(maps[0], rois)
+        if masks is not None:
+            last = mask_maps(last, masks)
+        mean = last.mean(dim=(2, 3))
+        return RoIFeatures(mean, mean)
+
+
+class StandardROIHeads(ROIHeads):
+    """RoI pooling from one or several levels, box head and box predictor (FPN)."""
+
+    def __init__(self, config: DetectorConfig) -> None:
+        super().__init__(config)
+        channels = config.map_shapes[self.in_features[0]].channels
+        self.box_head = BoxHead(config.box_head, channels, config.roi_heads.pooler_resolution)
+        self.box_predictor = BoxPredictor(self.box_head.predictor_dim, config.roi_heads, config.attributes)
+
+    def _describe(
+        self,
+        maps: list[Float[Tensor, "N channels _h _w"]],
+        rois: Float[Tensor, "J 5"],
+        masks: Float[Tensor, "masks rows columns"] | None,
+    ) -> RoIFeatures:
+        pooled = self.pool(maps, rois)
+        if masks is not None:
+            pooled = mask_maps(pooled, masks)
+        return self.box_head(pooled)
 
 
 def _take_matched(values: list[Shaped[Tensor, "_G ..."]], sampled: SampledRoIs) -> Shaped[Tensor, "J ..."]:

@@ -1,4 +1,4 @@
-"""Region proposal network on one feature map (Faster R-CNN, section 3.1), with Detectron2's arithmetic.
+"""Region proposal network on one or several feature maps (Faster R-CNN, section 3.1), with Detectron2's arithmetic.
 
 Shape legend
     N     images in the batch
@@ -7,7 +7,8 @@ Shape legend
     P     proposals or sampled RoIs of one image
     G     annotated objects of one image
 
-The B = h * w * cell_anchors anchors are ordered by (y, x, cell anchor).
+The anchors of all maps stand one map after the other; the h * w * cell_anchors anchors of a map are ordered by (y, x,
+cell anchor).
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float32, Int8, Int64
 from torch import Tensor, nn
-from torchvision.ops import clip_boxes_to_image, nms
+from torchvision.ops import batched_nms, clip_boxes_to_image, nms
 
 from detector.anchors import AnchorGenerator, configured_cell_anchors
 from detector.box_losses import box_regression_loss
 from detector.boxes import decode_deltas, is_larger, pairwise_iou
-from detector.detector_config import DetectorConfig, RPNConfig
+from detector.config_groups import RPNConfig
+from detector.detector_config import DetectorConfig
 from detector.matching import match, subsample
-from detector.structures import DetectionTargets, FeatureMap, ImageBoxes, ImageSizes, Loss, PerImage
+from detector.structures import DetectionTargets, FeatureMap, FeatureMaps, ImageBoxes, ImageSizes, Loss, PerImage
 
 
 @dataclasses.dataclass
@@ -35,6 +37,7 @@ class RPNOutput:
     anchors: Float[Tensor, "B 4"]  # shared by all images
     objectness: Float32[Tensor, "N B"]  # logits
     deltas: Float32[Tensor, "N B 4"]
+    counts: tuple[int, ...]  # anchors of each feature map; their sum is B
 
 
 @dataclasses.dataclass
@@ -85,26 +88,31 @@ class RPN(nn.Module):
     def __init__(self, config: DetectorConfig) -> None:
         super().__init__()
         self.config: RPNConfig = config.rpn
-        self.anchor_generator = AnchorGenerator(
-            configured_cell_anchors(config.anchors),
-            stride=config.resnet.res4_stride,
-            offset=config.anchors.offset,
+        self.in_features = config.rpn.in_features
+        shapes = [config.map_shapes[name] for name in self.in_features]
+        cells = configured_cell_anchors(config.anchors, len(shapes))
+        self.anchor_generators = nn.ModuleList(
+            AnchorGenerator(level_cells, stride=shape.stride, offset=config.anchors.offset)
+            for level_cells, shape in zip(cells, shapes, strict=True)
         )
-        self.rpn_head = RPNHead(config.resnet.res4_channels, len(self.anchor_generator), config.rpn.conv_dims)
+        self.rpn_head = RPNHead(shapes[0].channels, len(cells[0]), config.rpn.conv_dims)  # shared by all maps
 
-    def forward(self, features: FeatureMap) -> RPNOutput:
-        """Run the network on res4."""
-        objectness, deltas = self.rpn_head(features)
-        num_images, _, height, width = objectness.shape
-        return RPNOutput(
-            anchors=self.anchor_generator(height, width),
-            objectness=objectness.float().permute(0, 2, 3, 1).reshape(num_images, -1),
-            deltas=deltas.float().permute(0, 2, 3, 1).reshape(num_images, -1, 4),
-        )
+    def forward(self, features: FeatureMaps) -> RPNOutput:
+        """Run the network on the maps of IN_FEATURES."""
+        anchors, objectness, deltas = [], [], []
+        for name, generator in zip(self.in_features, self.anchor_generators, strict=True):
+            scores, shifts = self.rpn_head(features[name])
+            anchors.append(generator(*scores.shape[2:]))
+            objectness.append(scores.float().permute(0, 2, 3, 1).reshape(len(scores), -1))
+            deltas.append(shifts.float().permute(0, 2, 3, 1).reshape(len(scores), -1, 4))
+        counts = tuple(len(rows) for rows in anchors)
+        return RPNOutput(torch.cat(anchors), torch.cat(objectness, dim=1), torch.cat(deltas, dim=1), counts)
 
     @torch.no_grad()
     def propose(self, output: RPNOutput, sizes: ImageSizes) -> Proposals:
         """Choose proposals: top-k by logit, decode, clip, drop sides not above MIN_SIZE, NMS, cut.
+
+        Top-k and NMS work on each feature map for itself, the cut on all of them together.
 
         Args:
             sizes: N (height, width) of the images without padding.
@@ -119,7 +127,14 @@ class RPN(nn.Module):
             if self.training
             else (config.pre_nms_topk_test, config.post_nms_topk_test)
         )
-        scores, index = output.objectness.topk(min(before, output.objectness.shape[1]), dim=1)
+        best = [
+            scores.topk(min(before, scores.shape[1]), dim=1) for scores in output.objectness.split(output.counts, 1)
+        ]
+        starts = [sum(output.counts[:number]) for number in range(len(best))]
+        scores = torch.cat([level.values for level in best], dim=1)
+        index = torch.cat([level.indices + start for level, start in zip(best, starts, strict=True)], dim=1)
+        lengths = torch.tensor([level.values.shape[1] for level in best], device=index.device)
+        levels = torch.repeat_interleave(torch.arange(len(best), device=index.device), lengths)
         chosen = output.deltas.gather(1, index[..., None].expand(-1, -1, 4))
         decoded = decode_deltas(chosen, output.anchors[index], config.box_weights)
         is_finite = torch.isfinite(decoded).all(dim=2) & torch.isfinite(scores)
@@ -130,7 +145,10 @@ class RPN(nn.Module):
             boxes = clip_boxes_to_image(boxes, size)
             usable = finite & is_larger(boxes, config.min_size)
             boxes, logits, rows = boxes[usable], logits[usable], rows[usable]
-            kept = nms(boxes, logits, config.nms_thresh)[:after]
+            if len(best) == 1:
+                kept = nms(boxes, logits, config.nms_thresh)[:after]
+            else:
+                kept = batched_nms(boxes, logits, levels[usable], config.nms_thresh)[:after]
             images.append((boxes[kept], logits[kept], rows[kept]))
         return Proposals(*map(list, zip(*images, strict=True)))
 

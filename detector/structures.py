@@ -33,6 +33,7 @@ from jaxtyping import Float, Float32, Int64, Num
 from torch import Tensor
 
 FeatureMap = Float[Tensor, "N channels h w"]
+FeatureMaps = dict[str, Float[Tensor, "N _channels _h _w"]]  # by Detectron2's names: res4, or p2 .. p6
 ImageBoxes = list[Float[Tensor, "_R 4"]]  # one entry per image
 ImageSizes = list[tuple[int, int]]  # one (height, width) per image, without padding
 

@@ -4,7 +4,8 @@ Layouts:
 
 - Detectron2: used as it is. The `.pkl` files of "py-bottom-up-attention" (the Detectron2 port of bottom-up attention)
   have it too: plain dictionaries with these names and an attribute head.
-- Caffe2 (Detectron, and Detectron2's ImageNet models): `res2_0_branch2a_w`. Background is class 0 there.
+- Caffe2 (Detectron, and Detectron2's ImageNet models): `res2_0_branch2a_w`, and with FPN `fpn_inner_res2_2_sum_w`,
+  `conv_rpn_fpn2_w`, `fc6_w`. Background is class 0 there.
 - torchvision: `layer1.0.conv1.weight`; VL-BERT's `resnet101-pt-vgbua-0000.model` has such names too.
 - VL-BERT: `image_feature_extractor.backbone.layer1.0.conv1.weight`, the network up to res5 in a `.model` file of the
   official VL-BERT code, beside its encoder and heads, which are left out here.
@@ -37,9 +38,11 @@ RPN_HEAD = "proposal_generator.rpn_head."
 PREDICTOR = "roi_heads.box_predictor."
 # Detectron2 saved these as buffers until May 2021, one per feature map. They repeat the config.
 CELL_ANCHORS = "proposal_generator.anchor_generator.cell_anchors."
+# Of a Mask R-CNN only the boxes are used; the last three are Caffe2's names.
+MASK_BRANCH = ("roi_heads.mask_head.", "roi_heads.mask_pooler.", "_[mask]_fcn", "mask_fcn_logits_", "conv5_mask_")
 # ImageNet classifiers, and the bias that Caffe's first convolution has before its norm. No detector uses them, and
 # Detectron2 leaves them out too.
-LEFTOVERS = ("fc.", "stem.fc.", "fc1000.", "pred.", "stem.conv1.bias")
+LEFTOVERS = ("fc.", "stem.fc.", "fc1000.", "pred.", "stem.conv1.bias", *MASK_BRANCH)
 FOLDED_VARIANCE = 1 - 1e-5  # with the epsilon of the batch norms: exactly 1
 
 _PARAMETER = {"w": "weight", "b": "bias"}
@@ -61,12 +64,19 @@ _CAFFE2_LAYERS = {
     "rpn_bbox_pred": f"{RPN_HEAD}anchor_deltas",
     "cls_score": "cls_score",
     "bbox_pred": "bbox_pred",
+    "conv_rpn_fpn2": f"{RPN_HEAD}conv",  # made for the finest level and shared by all
+    "rpn_cls_logits_fpn2": f"{RPN_HEAD}objectness_logits",
+    "rpn_bbox_pred_fpn2": f"{RPN_HEAD}anchor_deltas",
+    "fc6": "box_head.fc1",
+    "fc7": "box_head.fc2",
     "conv1": "stem.conv1",
     "fc1000": "fc1000",
     "pred": "pred",
 }
 _CAFFE2_NORM = re.compile(rf"(?P<layer>.*)_(?:bn|gn)_(?P<parameter>{'|'.join(_NORM_PARAMETER)})")
 _CAFFE2_BLOCK = re.compile(r"res(?P<stage>\d)_(?P<block>\d+)_branch(?P<branch>1|2a|2b|2c)")
+_CAFFE2_FPN = re.compile(r"fpn_(?P<inner>inner_)?res(?P<stage>\d)_\d+_sum(?:_lateral)?")
+_CAFFE2_HEAD_CONV = re.compile(r"head_conv(?P<number>\d+)")
 VL_BERT = "image_feature_extractor."
 _VL_BERT_RES5 = f"{VL_BERT}roi_head_feature_extractor."
 _VL_BERT_RES5_AGAIN = f"{VL_BERT}head.0."  # the official module has res5 under two names
@@ -175,6 +185,12 @@ def _caffe2_name(blob: str) -> str:
     block = _CAFFE2_BLOCK.fullmatch(layer)
     if block:
         return f"res{block['stage']}.{block['block']}.{_CAFFE2_BRANCHES[block['branch']]}.{parameter}"
+    level = _CAFFE2_FPN.fullmatch(layer)
+    if level:
+        return f"fpn_{'lateral' if level['inner'] else 'output'}{level['stage']}.{parameter}"
+    conv = _CAFFE2_HEAD_CONV.fullmatch(layer)
+    if conv:
+        return f"box_head.conv{conv['number']}.{parameter}"
     return f"{_CAFFE2_LAYERS[layer]}.{parameter}" if layer in _CAFFE2_LAYERS else blob
 
 

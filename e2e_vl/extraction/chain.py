@@ -20,7 +20,7 @@ from torchvision.ops import batched_nms, clip_boxes_to_image, nms
 from detector.boxes import decode_deltas, is_larger
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
-from detector.roi_heads import to_rois
+from detector.roi_pooler import to_rois
 from detector.selection import best_class_boxes, select_max_conf, select_max_nms, select_regions
 from detector.structures import ImageBatch
 from e2e_vl.data.formats.image_lists import GivenBoxes, ListedImage
@@ -134,7 +134,7 @@ class RegionExtractor:
 
     def _pool(self, maps: Any, boxes: list[Tensor]) -> list[Tensor]:
         pooled = self.detector.describe(maps, to_rois(boxes))
-        return list(pooled.split([len(rows) for rows in boxes]))
+        return list(pooled.region.split([len(rows) for rows in boxes]))
 
     def _given(self, batch: ImageBatch, row: int, given: GivenBoxes) -> _Chosen:
         """Boxes moved and clamped as training on the same boxes does it."""
@@ -147,11 +147,11 @@ class RegionExtractor:
         sizes = [(height, width) for height, width in batch.sizes.tolist()]
         boxes = detector.propose(detector.run_rpn(maps), sizes)
         pooled = detector.describe(maps, to_rois(boxes))
-        logits, deltas = detector.roi_heads.box_predictor(pooled)
+        logits, deltas = detector.roi_heads.box_predictor(pooled.predictor)
         probs = logits.float().softmax(dim=1)[:, :-1]
         refined = decode_deltas(deltas, torch.cat(boxes), detector.config.roi_heads.box_weights)
         refined = refined.unflatten(1, (-1, 4)).expand(-1, probs.shape[1], -1)  # one box may serve all classes
-        split = (tensor.split([len(rows) for rows in boxes]) for tensor in (pooled, probs, refined))
+        split = (tensor.split([len(rows) for rows in boxes]) for tensor in (pooled.region, probs, refined))
         originals = [(height, width) for height, width in batch.original_sizes.tolist()]
         return [_Proposals(*one) for one in zip(boxes, *split, sizes, originals, strict=True)]
 

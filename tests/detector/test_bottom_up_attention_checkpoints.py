@@ -21,7 +21,7 @@ def test_caffe_bottom_up_attention(
     published: ModuleType, tmp_path: Path, original: FasterRCNN, box_weights: list[float]
 ):
     state = published.caffe_attention_state(original)
-    cells = original.proposal_generator.anchor_generator.cell_anchors
+    cells = original.proposal_generator.anchor_generators[0].cell_anchors
     order = [s * published.RATIOS + r for r in range(published.RATIOS) for s in range(published.SIZES)]
     state[f"{CELL_ANCHORS}0"] = cells[order] - torch.tensor([0, 0, 1, 1])
     torch.save({"model": state}, tmp_path / "a.pth")

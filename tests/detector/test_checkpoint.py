@@ -116,7 +116,7 @@ def test_batch_norm_weights_fit_frozen_batch_norms():
 def test_buffers_of_old_checkpoints_must_agree_with_the_config():
     model = make()
     tensors = model.state_dict()
-    tensors[f"{CELL_ANCHORS}0"] = model.proposal_generator.anchor_generator.cell_anchors.clone()
+    tensors[f"{CELL_ANCHORS}0"] = model.proposal_generator.anchor_generators[0].cell_anchors.clone()
     tensors["pixel_mean"] = torch.tensor(model.config.input.pixel_mean).reshape(3, 1, 1)
     load_weights(model, tensors, "x.pth")
     tensors[f"{CELL_ANCHORS}0"][3] += 1

@@ -19,7 +19,7 @@ from detector.weight_names import CELL_ANCHORS
 def test_detectron2_pickle_and_its_own_anchors(published: ModuleType, tmp_path: Path, original: FasterRCNN):
     """Also the layout of py-bottom-up-attention, which has our attribute head's names and an old anchor buffer."""
     content = published.arrays(original.state_dict())
-    content[f"{CELL_ANCHORS}0"] = original.proposal_generator.anchor_generator.cell_anchors.numpy()
+    content[f"{CELL_ANCHORS}0"] = original.proposal_generator.anchor_generators[0].cell_anchors.numpy()
     model = published.make(published.TREE, 3)
     report = load_checkpoint(
         model, published.write_pickle(tmp_path / "a.pkl", {"model": content, "__author__": "someone"})

@@ -31,29 +31,30 @@ def is_builtin(model: TwoStageDetector) -> bool:
 
 
 def stages(model: TwoStageDetector, pixels: Tensor) -> dict[str, Tensor]:
-    """Outputs of stem, res2, res3 and res4."""
+    """Outputs of the stem and of all stages of the ResNet."""
+    resnet = getattr(model.backbone, "bottom_up", model.backbone)
     outputs = {}
-    for name in ("stem", "res2", "res3", "res4"):
-        pixels = outputs[name] = getattr(model.backbone, name)(pixels)
+    for name in ("stem", "res2", "res3", "res4", "res5"):
+        if hasattr(resnet, name):
+            pixels = outputs[name] = getattr(resnet, name)(pixels)
     return outputs
 
 
-def res4(features: Any) -> Tensor:
-    """The feature map in what `features` returned."""
-    return features["res4"] if isinstance(features, dict) else features
-
-
-def head_maps(model: TwoStageDetector, features: Any) -> tuple[Tensor, Tensor]:
-    """Objectness [N, C, h, w] and deltas [N, 4 * C, h, w] of the RPN head."""
+def head_maps(model: TwoStageDetector, features: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Objectness [N, C, h, w] and deltas [N, 4 * C, h, w] of the RPN head, by the name of the feature map."""
+    rpn = model.proposal_generator
     if is_builtin(model):
-        return model.proposal_generator.rpn_head(features)
-    objectness, deltas = model.proposal_generator.rpn_head([features["res4"]])
-    return objectness[0], deltas[0]
+        return {name: rpn.rpn_head(features[name]) for name in rpn.in_features}
+    pairs = zip(*rpn.rpn_head([features[name] for name in rpn.in_features]), strict=True)
+    return dict(zip(rpn.in_features, pairs, strict=True))
 
 
 def cell_anchors(model: TwoStageDetector) -> Tensor:
-    found = model.proposal_generator.anchor_generator.cell_anchors
-    return found if is_builtin(model) else next(iter(found))
+    """[feature maps, C, 4]."""
+    rpn = model.proposal_generator
+    if is_builtin(model):
+        return torch.stack([generator.cell_anchors for generator in rpn.anchor_generators])
+    return torch.stack(list(rpn.anchor_generator.cell_anchors))
 
 
 class RPNArrays(NamedTuple):
@@ -65,7 +66,8 @@ class RPNArrays(NamedTuple):
 def rpn_arrays(rpn_output: Any) -> RPNArrays:
     if not isinstance(rpn_output.anchors, list):
         return RPNArrays(rpn_output.anchors, rpn_output.objectness, rpn_output.deltas)
-    return RPNArrays(rpn_output.anchors[0].tensor, rpn_output.objectness[0], rpn_output.deltas[0])
+    anchors = torch.cat([level.tensor for level in rpn_output.anchors])
+    return RPNArrays(anchors, torch.cat(rpn_output.objectness, dim=1), torch.cat(rpn_output.deltas, dim=1))
 
 
 def proposals(model: TwoStageDetector, rpn_output: Any, sizes: list) -> tuple[list[Tensor], list[Tensor]]:
@@ -77,11 +79,17 @@ def proposals(model: TwoStageDetector, rpn_output: Any, sizes: list) -> tuple[li
     return [rows.proposal_boxes.tensor for rows in found], [rows.objectness_logits for rows in found]
 
 
-def roi_maps(model: TwoStageDetector, features: Any, rois: Tensor) -> tuple[Tensor, Tensor]:
+def pooled_maps(model: TwoStageDetector, features: dict[str, Tensor], rois: Tensor) -> Tensor:
+    """Pooled maps of rois [R, 5]."""
+    if not is_builtin(model):
+        return model.pool(features, rois)
+    return model.roi_heads.pool([features[name] for name in model.roi_heads.in_features], rois)
+
+
+def roi_maps(model: TwoStageDetector, features: dict[str, Tensor], rois: Tensor) -> tuple[Tensor, Tensor]:
     """Pooled maps and res5 maps of rois [R, 5]."""
-    heads = model.roi_heads
-    pooled = heads.pool(features, rois) if is_builtin(model) else model.pool(features, rois)
-    return pooled, heads.res5(pooled)
+    pooled = pooled_maps(model, features, rois)
+    return pooled, model.roi_heads.res5(pooled)
 
 
 def label_anchors(
@@ -92,7 +100,7 @@ def label_anchors(
         return model.proposal_generator.label_anchors(rpn_output.anchors, targets.boxes, sizes)
     from detectron2.structures import Boxes, pairwise_iou
 
-    rpn, anchors = model.proposal_generator, rpn_output.anchors[0]
+    rpn, anchors = model.proposal_generator, Boxes.cat(rpn_output.anchors)
     labels, matches = [], []
     for boxes, size in zip(targets.boxes, sizes, strict=True):
         matched, label = rpn.anchor_matcher(pairwise_iou(Boxes(boxes), anchors))
