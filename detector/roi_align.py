@@ -41,7 +41,7 @@ def align_rois(
     Returns:
         RoI maps with S = side / stride rounded up, in channels-last memory on CPU.
     """
-    if features.device.type != "cpu":
+    if features.device.type != "cpu" or not len(rois):  # the backward pass of `embedding_bag` crashes without any bag
         maps = roi_align(features, rois, (side, side), spatial_scale, sampling_ratio, aligned)
         return maps[:, :, ::stride, ::stride]
     _, channels, height, width = features.shape

@@ -31,7 +31,16 @@ from detector.matching import match, subsample
 from detector.resnet import make_res5
 from detector.roi_features import RoIFeatures
 from detector.roi_pooler import RoIPooler
-from detector.structures import DetectionTargets, FeatureMap, FeatureMaps, ImageBoxes, ImageSizes, Loss, PerImage
+from detector.structures import (
+    DetectionTargets,
+    FeatureMap,
+    FeatureMaps,
+    ImageBoxes,
+    ImageSizes,
+    LevelMaps,
+    Loss,
+    PerImage,
+)
 
 CHUNK = 256  # RoIs that go through the head at a time where nothing is kept for a backward pass
 
@@ -82,7 +91,7 @@ class ROIHeads(nn.Module, abc.ABC):
     @abc.abstractmethod
     def _describe(
         self,
-        maps: list[Float[Tensor, "N channels _h _w"]],
+        maps: LevelMaps,
         rois: Float[Tensor, "J 5"],
         masks: Float[Tensor, "masks rows columns"] | None,
     ) -> RoIFeatures:
@@ -212,7 +221,7 @@ class Res5ROIHeads(ROIHeads):
 
     def _describe(
         self,
-        maps: list[Float[Tensor, "N channels _h _w"]],
+        maps: LevelMaps,
         rois: Float[Tensor, "J 5"],
         masks: Float[Tensor, "masks rows columns"] | None,
     ) -> RoIFeatures:
@@ -234,7 +243,7 @@ class StandardROIHeads(ROIHeads):
 
     def _describe(
         self,
-        maps: list[Float[Tensor, "N channels _h _w"]],
+        maps: LevelMaps,
         rois: Float[Tensor, "J 5"],
         masks: Float[Tensor, "masks rows columns"] | None,
     ) -> RoIFeatures:

@@ -10,7 +10,6 @@ Shape legend
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Float32, Int64
@@ -20,7 +19,7 @@ from torchvision.ops import roi_pool
 from detector.boxes import area
 from detector.detector_config import DetectorConfig
 from detector.roi_align import align_rois
-from detector.structures import FeatureMap, ImageBoxes
+from detector.structures import FeatureMap, ImageBoxes, LevelMaps
 
 CANONICAL_SIZE = 224  # a box of this side length, in pixels, is pooled from CANONICAL_LEVEL
 CANONICAL_LEVEL = 4  # of stride 2 ** 4
@@ -51,9 +50,7 @@ class RoIPooler:
         self.in_features = config.roi_heads.in_features
         self.strides = [config.map_shapes[name].stride for name in self.in_features]
 
-    def __call__(
-        self, maps: Sequence[FeatureMap], rois: Float[Tensor, "J 5"], step: int = 1
-    ) -> Float[Tensor, "J channels S S"]:
+    def __call__(self, maps: LevelMaps, rois: Float[Tensor, "J 5"], step: int = 1) -> Float[Tensor, "J channels S S"]:
         """RoI maps of at least 32-bit floats. With `step` s, only every s-th cell of each map is computed.
 
         Args:

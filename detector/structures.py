@@ -34,6 +34,7 @@ from torch import Tensor
 
 FeatureMap = Float[Tensor, "N channels h w"]
 FeatureMaps = dict[str, Float[Tensor, "N _channels _h _w"]]  # by Detectron2's names: res4, or p2 .. p6
+LevelMaps = list[Float[Tensor, "N channels _h _w"]]  # maps of one width, finest first
 ImageBoxes = list[Float[Tensor, "_R 4"]]  # one entry per image
 ImageSizes = list[tuple[int, int]]  # one (height, width) per image, without padding
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
+from detector.boxes import is_larger
 from detector.checkpoint import load_weights
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import TwoStageDetector
@@ -39,8 +39,9 @@ class GoldenSet:
     @property
     def noise(self) -> float:
         """Factor of the tolerances in training mode."""
-        config = DetectorConfig.from_yaml(self.config).resnet
-        return 10.0 if config.norm in BATCH_NORMS and config.freeze_at < 5 else 1.0
+        config = DetectorConfig.from_yaml(self.config)
+        norms = [config.fpn.norm, config.box_head.norm, config.resnet.norm if config.resnet.freeze_at < 5 else ""]
+        return 10.0 if set(norms) & set(BATCH_NORMS) else 1.0
 
     @property
     def num_images(self) -> int:
@@ -78,10 +79,7 @@ class GoldenSet:
         return model.eval()
 
 
-@pytest.fixture(scope="module", params=["builtin", "detectron2"])
-def golden(golden_root: Path, backends: ModuleType, request: pytest.FixtureRequest) -> GoldenSet:
-    detector_class = backends.detector_class(request.param)
-    folder = golden_root / "detectron2"
+def read_set(folder: Path, detector_class: type[TwoStageDetector]) -> GoldenSet:
     names = ("eval", "train", "mask", "resize", "extras")
     return GoldenSet(
         config=yaml.safe_load((folder / "config.yaml").read_text()),
@@ -90,6 +88,12 @@ def golden(golden_root: Path, backends: ModuleType, request: pytest.FixtureReque
         tensors={key: value for name in names for key, value in load_file(folder / f"{name}.safetensors").items()},
         detector_class=detector_class,
     )
+
+
+def with_area(given: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """The boxes that have an area, which `Detector.forward` demands, and their rows in the joined boxes."""
+    rows = is_larger(torch.cat(given)).nonzero()[:, 0]
+    return [boxes[is_larger(boxes)] for boxes in given], rows
 
 
 @pytest.fixture(scope="module")

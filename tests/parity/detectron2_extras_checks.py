@@ -1,4 +1,4 @@
-"""Extras of a recorded set: box coder, poolers, and the features and attributes of bottom-up attention."""
+"""Extras of a recorded C4 set: poolers, and the features and attributes of bottom-up attention."""
 
 from __future__ import annotations
 
@@ -9,25 +9,13 @@ import torch
 import yaml
 from torch import Tensor
 
-from detector.boxes import decode_deltas, encode_deltas
 from detector.roi_pooler import to_rois
 from detector.structures import ImageBatch
 from tests.parity import detectron2_common as common
 from tests.parity.detectron2_common import GoldenSet, assert_near
 
-golden = common.golden
 images = common.images
 given = common.given
-
-
-def test_box_coder(golden: GoldenSet):
-    for name in ("w1", "wroi"):
-        stated = re.search(r"weights \(([^)]*)\)", golden.description(f"coder.{name}.decoded"))
-        values = tuple(float(value) for value in stated[1].split(","))
-        decoded = decode_deltas(golden["coder.deltas"], golden["coder.boxes"], values)
-        encoded = encode_deltas(golden["coder.boxes"], golden["coder.targets"], values)
-        assert_near(decoded, golden[f"coder.{name}.decoded"], 1e-6)
-        assert_near(encoded, golden[f"coder.{name}.encoded"], 1e-6)
 
 
 def test_poolers(golden: GoldenSet, images: ImageBatch, given: list[Tensor], backends: ModuleType):

@@ -1,4 +1,4 @@
-"""Both backends against arrays recorded from stock Detectron2: every stage, in the order of the forward pass.
+"""Both backends against arrays of a C4 detector recorded from stock Detectron2: every stage of the forward pass.
 
 Configs, sizes and options are read from the set, so that another set (`--golden-root`) is tested by the same file.
 Floats agree to 1e-4 of the largest value of a tensor, discrete results exactly. Gradients are compared by their
@@ -9,26 +9,23 @@ The Detectron2 backend is skipped where Detectron2 is not installed.
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
-from detector.boxes import decode_deltas, rescale_detections
-from detector.detector_config import DetectorConfig
+from detector.boxes import decode_deltas
 from detector.faster_rcnn import TwoStageDetector
-from detector.images import make_image_batch, resize_image
 from detector.roi_pooler import to_rois
-from detector.structures import DetectionTargets, ImageBatch
+from detector.structures import ImageBatch
 from tests.parity import detectron2_common as common
-from tests.parity.detectron2_common import GRADIENT_TOLERANCE, TOLERANCE, GoldenSet, assert_near
+from tests.parity.detectron2_common import GoldenSet, assert_near
 from tests.parity.detectron2_extras_checks import *  # noqa: F403
+from tests.parity.detectron2_stage_checks import *  # noqa: F403
 
-golden = common.golden
 model = common.model
 images = common.images
 sizes = common.sizes
@@ -37,26 +34,9 @@ rpn_output = common.rpn_output
 given = common.given
 
 
-def test_state_dict_loads_strictly(golden: GoldenSet):
-    model = golden.detector_class(golden.detector_class.config_class.from_yaml(golden.config))
-    model.load_state_dict(golden.weights, strict=True)
-    assert set(model.state_dict()) == set(golden.weights)
-
-
-def test_config_is_the_effective_one(golden: GoldenSet):
-    config = DetectorConfig.from_yaml(golden.config)
-    flat = config.to_flat()
-    for section, values in golden.meta["config_effective"].items():
-        items = values.items() if isinstance(values, dict) else [(None, values)]
-        for name, value in items:
-            key = (section if "." in section else f"MODEL.{section}") + (f".{name}" if name else "")
-            if key in flat:
-                assert flat[key] == value, key
-
-
-def test_preprocessing(golden: GoldenSet, images: ImageBatch):
-    assert torch.equal(images.sizes, golden["pre.image_sizes"])
-    assert_near(images.pixels, golden["pre.batch"], 1e-6)
+@pytest.fixture(scope="module", params=["builtin", "detectron2"])
+def golden(golden_root: Path, backends: ModuleType, request: pytest.FixtureRequest) -> GoldenSet:
+    return common.read_set(golden_root / "detectron2", backends.detector_class(request.param))
 
 
 def test_backbone(golden: GoldenSet, model: TwoStageDetector, images: ImageBatch, backends: ModuleType):
@@ -64,11 +44,6 @@ def test_backbone(golden: GoldenSet, model: TwoStageDetector, images: ImageBatch
         stages = backends.stages(model, images.pixels)
     for name in ("stem", "res2", "res3", "res4"):
         assert_near(stages[name], golden[f"backbone.{name}"])
-
-
-def test_anchors(golden: GoldenSet, model: TwoStageDetector, rpn_output: Any, backends: ModuleType):
-    assert torch.equal(backends.cell_anchors(model)[0], golden["rpn.cell_anchors"])
-    assert torch.equal(backends.rpn_arrays(rpn_output).anchors, golden["rpn.anchors"])
 
 
 def test_rpn_head(golden: GoldenSet, model: TwoStageDetector, features: Any, rpn_output: Any, backends: ModuleType):
@@ -81,20 +56,6 @@ def test_rpn_head(golden: GoldenSet, model: TwoStageDetector, features: Any, rpn
     assert_near(rpn_output.deltas, golden["rpn.anchor_deltas"])
     decoded = decode_deltas(rpn_output.deltas, rpn_output.anchors, model.config.rpn.box_weights)
     assert_near(decoded, golden["rpn.decoded_boxes"])
-
-
-def test_proposals(
-    golden: GoldenSet, model: TwoStageDetector, rpn_output: Any, sizes: list[tuple[int, int]], backends: ModuleType
-):
-    boxes, objectness = backends.proposals(model, rpn_output, sizes)
-    for number in range(golden.num_images):
-        prefix = f"rpn.image{number}."
-        assert_near(boxes[number], golden[f"{prefix}proposal_boxes"])
-        assert_near(objectness[number], golden[f"{prefix}proposal_logits"])
-    if backends.is_builtin(model):  # Detectron2 does not say which anchor a proposal came from
-        found = model.proposal_generator.propose(rpn_output, sizes)
-        for number, index in enumerate(found.anchor_index):
-            assert torch.equal(index, golden[f"rpn.image{number}.proposal_anchor_index"])
 
 
 def test_given_boxes(
@@ -117,157 +78,3 @@ def test_given_boxes(
     assert_near(deltas, golden["given.box_deltas"])
     assert regions.scores is None
     assert regions.losses == {}
-
-
-def test_box_head_on_proposals(golden: GoldenSet, model: TwoStageDetector, features: Any):
-    proposals = golden.of_images("rpn.{}.proposal_boxes")
-    with torch.no_grad():
-        pooled = model.describe(features, to_rois(proposals)).predictor
-        logits, deltas = model.roi_heads.box_predictor(pooled)
-    decoded = decode_deltas(deltas, torch.cat(proposals), model.config.roi_heads.box_weights)
-    assert_near(pooled, torch.cat(golden.of_images("roi.{}.pooled_features")))
-    assert_near(logits, torch.cat(golden.of_images("roi.{}.class_logits")))
-    assert_near(deltas, torch.cat(golden.of_images("roi.{}.box_deltas")))
-    assert_near(logits.softmax(dim=1), torch.cat(golden.of_images("roi.{}.class_probs")))
-    assert_near(decoded, torch.cat(golden.of_images("roi.{}.decoded_boxes")))
-
-
-def test_detections(golden: GoldenSet, model: TwoStageDetector, images: ImageBatch):
-    with torch.no_grad():
-        regions = model(images)
-        again = model(images, regions.boxes)
-    for number in range(golden.num_images):
-        prefix = f"det.image{number}."
-        assert_near(regions.boxes[number], golden[f"{prefix}boxes"])
-        assert_near(regions.scores[number], golden[f"{prefix}scores"])
-        assert torch.equal(regions.classes[number], golden[f"{prefix}classes"])
-        assert_near(regions.features[number], again.features[number], 1e-5)  # of the final boxes, not of the proposals
-
-
-def test_detections_at_another_size(golden: GoldenSet, sizes: list[tuple[int, int]]):
-    for number, size in enumerate(sizes):
-        prefix = f"det.image{number}."
-        boxes, kept = rescale_detections(golden[f"{prefix}boxes"], size, golden[f"{prefix}post.output_size"].tolist())
-        assert_near(boxes, golden[f"{prefix}post.boxes"], 1e-6)
-        assert torch.equal(golden[f"{prefix}scores"][kept], golden[f"{prefix}post.scores"])
-        assert torch.equal(golden[f"{prefix}classes"][kept], golden[f"{prefix}post.classes"])
-
-
-def test_features_of_proposals(golden: GoldenSet, images: ImageBatch, sizes: list[tuple[int, int]]):
-    model = golden.detector(MODEL__ROI_HEADS__FEATURES_OF="proposal")
-    with torch.no_grad():
-        regions = model(images)
-        features = model.features(images)
-        detections, _ = model.detect(features, model.propose(model.run_rpn(features), sizes), sizes)
-    for number in range(golden.num_images):
-        prefix = f"det.image{number}."
-        assert torch.equal(detections.proposal_index[number], golden[f"{prefix}proposal_index"])
-        assert_near(regions.boxes[number], golden[f"{prefix}boxes"])
-        assert_near(regions.features[number], golden[f"{prefix}proposal_features"])
-
-
-def test_images_run_alone(golden: GoldenSet, given: list[Tensor], backends: ModuleType):
-    model = golden.detector(MODEL__ROI_HEADS__FEATURES_OF="proposal")
-    batch = golden.images()
-    for number, (height, width) in enumerate(batch.sizes.tolist()):
-        rows = slice(number, number + 1)
-        alone = ImageBatch(
-            batch.pixels[rows, :, :height, :width], batch.sizes[rows], batch.original_sizes[rows], batch.names[rows]
-        )
-        with torch.no_grad():
-            described, detected = model(alone, given[rows]), model(alone)
-            assert_near(model.features(alone)["res4"], golden[f"single.image{number}.res4"])
-        prefix = f"single.image{number}."
-        assert_near(described.features[0], golden[f"{prefix}given_pooled_features"])
-        assert_near(detected.boxes[0], golden[f"{prefix}det.boxes"])
-        assert_near(detected.scores[0], golden[f"{prefix}det.scores"])
-        assert torch.equal(detected.classes[0], golden[f"{prefix}det.classes"])
-        assert_near(detected.features[0], golden[f"{prefix}det.proposal_features"])
-
-
-def targets_of(golden: GoldenSet) -> DetectionTargets:
-    return DetectionTargets(golden.of_images("train.{}.gt_boxes"), golden.of_images("train.{}.gt_classes"))
-
-
-def test_training_targets(golden: GoldenSet, images: ImageBatch, sizes: list[tuple[int, int]], backends: ModuleType):
-    model = golden.detector().train()
-    targets = targets_of(golden)
-    with torch.no_grad():
-        output = model.run_rpn(model.features(images))
-    labels, matched = backends.label_anchors(model, output, targets, sizes)
-    assert torch.equal(labels, torch.stack(golden.of_images("train.{}.rpn_labels")))
-    positive = labels == 1
-    assert torch.equal(matched[positive], torch.stack(golden.of_images("train.{}.rpn_matched_gt"))[positive])
-
-    boxes, objectness = backends.proposals(model, output, sizes)
-    for number in range(golden.num_images):
-        assert_near(boxes[number], golden[f"train.image{number}.proposal_boxes"], TOLERANCE * golden.noise)
-        assert_near(objectness[number], golden[f"train.image{number}.proposal_logits"], TOLERANCE * golden.noise)
-
-    sampled = backends.sampled_arrays(model.sample(boxes, targets, sizes), targets)
-    for number in range(golden.num_images):
-        prefix = f"train.image{number}."
-        expected = golden[f"{prefix}roi_boxes"]
-        distances = torch.cdist(expected, sampled.boxes[number])  # sampling shuffles the RoIs
-        order = distances.argmin(dim=1)
-        assert len(sampled.boxes[number]) == len(expected)
-        assert_near(sampled.boxes[number][order], expected, TOLERANCE * golden.noise)
-        assert_near(sampled.boxes[number], expected[distances.argmin(dim=0)], TOLERANCE * golden.noise)
-        assert torch.equal(sampled.classes[number][order], golden[f"{prefix}roi_classes"])
-        foreground = golden[f"{prefix}roi_classes"] < model.num_classes
-        objects = targets.boxes[number][golden[f"{prefix}roi_matched_gt"]]
-        assert torch.equal(sampled.matched_boxes[number][order][foreground], objects[foreground])
-
-
-@pytest.mark.parametrize("with_boxes", [False, True])
-def test_training_losses_and_gradients(golden: GoldenSet, images: ImageBatch, given: list[Tensor], with_boxes: bool):
-    if with_boxes and golden.noise > 1:
-        pytest.skip("given boxes take part in the batch statistics of res5, so that the losses are others")
-    model = golden.detector().train()
-    regions = model(images, given if with_boxes else None, targets_of(golden))
-    losses = {name: loss.mean for name, loss in regions.losses.items()}
-    assert set(losses) == {"loss_rpn_cls", "loss_rpn_loc", "loss_cls", "loss_box_reg"}
-    for name, value in losses.items():
-        assert value.item() == pytest.approx(golden[f"train.loss.{name}"].item(), rel=TOLERANCE), name
-    total = sum(losses.values())
-    assert total.item() == pytest.approx(golden["train.loss.total"].item(), rel=TOLERANCE)
-
-    total.backward()
-    parameters = dict(model.named_parameters())
-    names = [key.removeprefix("grad.") for key in golden.tensors if key.startswith("grad.")]
-    assert names
-    for name in names:
-        expected = golden[f"grad.{name}"]
-        distance = (parameters[name].grad - expected).norm()
-        assert distance <= GRADIENT_TOLERANCE * golden.noise * expected.norm(), name
-    if with_boxes:
-        assert_near(torch.cat(regions.features).detach(), golden["given.pooled_features"])
-
-
-@pytest.mark.parametrize("variant", ["norm", "raw", "none"])
-def test_pixel_masks(golden: GoldenSet, model: TwoStageDetector, images: ImageBatch, given: list[Tensor], variant: str):
-    batch, masks = images, None
-    if variant == "norm":
-        rows = golden.of_images("mask.{}.box_rows")
-        masks = [boxes[index] for boxes, index in zip(given, rows, strict=True)]
-    elif variant == "raw":
-        batch = golden.images("mask.raw.{}.bgr_u8")
-    with torch.no_grad():
-        regions = model(batch, given, pixel_masks=masks)
-    assert_near(torch.cat(regions.features), golden[f"mask.{variant}.pooled_features"])
-    if variant != "none":
-        assert_near(torch.cat(regions.class_logits), golden[f"mask.{variant}.class_logits"])
-
-
-def test_feature_of_a_resized_image(golden: GoldenSet, model: TwoStageDetector):
-    cases = sorted({key.split(".")[1] for key in golden.tensors if key.startswith("resize.")})
-    assert cases
-    for case in cases:
-        source = golden[f"resize.{case}.input_bgr_u8"].numpy()
-        height, width = golden[f"resize.{case}.output_bgr_u8"].shape[:2]
-        settings = model.config.input
-        resized = np.array(resize_image(Image.fromarray(source), (height, width)))
-        batch = make_image_batch([resized], [source.shape[:2]], [case], settings.pixel_mean, settings.pixel_std)
-        with torch.no_grad():
-            regions = model(batch, [torch.tensor([[0.0, 0.0, width, height]])])
-        assert_near(regions.features[0], golden[f"resize.{case}.full_image_feature"])
