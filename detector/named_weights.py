@@ -199,8 +199,10 @@ def resolve_weights(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIG
     if "://" in key:
         raise ValueError(f"{key}: only the addresses of named weights are downloaded; save the file and give its path.")
     if key.startswith(PREFIXES):
-        close = difflib.get_close_matches(key, [weights.name for weights in table], n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(w.name for w in table)}."
+        publisher = key.partition("/")[0]
+        names = [w.name for w in table if w.name.startswith(f"{publisher}/") and not w.unsupported]
+        close = difflib.get_close_matches(key, names, n=3, cutoff=0.7)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"{publisher} has {', '.join(names)}."
         raise ValueError(f"{key}: neither a file nor the name of published weights; {hint}")
     return path
 
@@ -216,7 +218,7 @@ def settings_of(weights: NamedWeights) -> dict[str, Any]:
     return flatten(load_tree(weights.config_path))
 
 
-def class_names_of(weights: NamedWeights) -> tuple[str, ...] | None:
+def published_class_names(weights: NamedWeights) -> tuple[str, ...] | None:
     """Names of the classes 0 .. K-1, or None where they are not known here.
 
     In "coco_ids", class c has the COCO id c + 1; the ten ids that COCO does not use are called "N/A", as in
