@@ -20,8 +20,8 @@ from detector.named_weights import (
     PREFIXES,
     PUBLISHED,
     NamedWeights,
-    published_class_names,
     known_weights,
+    published_class_names,
     resolve_weights,
     settings_of,
 )
