@@ -36,7 +36,6 @@ CC_BY_SA = "CC BY-SA 3.0"
 TORCHVISION_LICENCE = "BSD-3-Clause (code); the terms of COCO or ImageNet may apply"
 PORT_LICENCE = "Apache-2.0 (code)"
 
-DILATED_C5 = "the RPN and the box head on a dilated res5 (DC5) are not built here; use a C4 or an FPN model"
 MOBILENET = "MobileNetV3 is not built here; use torchvision/fasterrcnn_resnet50_fpn_v2-coco"
 OTHER_PORT = "its network or its attribute head is not built here; use bottom-up-attention/bua-caffe-frcn-r101-k10-100"
 
@@ -146,9 +145,9 @@ NAMED_WEIGHTS: tuple[NamedWeights, ...] = (
     _zoo("faster_rcnn_R_50_FPN_3x", 137849458, "280758", "R_50_FPN"),
     _zoo("faster_rcnn_R_101_FPN_3x", 137851257, "f6e8b1", "R_101_FPN"),
     _zoo("faster_rcnn_X_101_32x8d_FPN_3x", 139173657, "68b088", "X_101_32x8d_FPN"),
-    _zoo("faster_rcnn_R_50_DC5_1x", 137847829, "51d356", "R_50_C4", unsupported=DILATED_C5),
-    _zoo("faster_rcnn_R_50_DC5_3x", 137849425, "68d202", "R_50_C4", unsupported=DILATED_C5),
-    _zoo("faster_rcnn_R_101_DC5_3x", 138204841, "3e0943", "R_101_C4", unsupported=DILATED_C5),
+    _zoo("faster_rcnn_R_50_DC5_1x", 137847829, "51d356", "R_50_DC5"),
+    _zoo("faster_rcnn_R_50_DC5_3x", 137849425, "68d202", "R_50_DC5"),
+    _zoo("faster_rcnn_R_101_DC5_3x", 138204841, "3e0943", "R_101_DC5"),
     _zoo_trunk("MSRA/R-50", "R_50_C4"),
     _zoo_trunk("MSRA/R-101", "R_101_C4"),
     _zoo_trunk("FAIR/X-101-32x8d", "X_101_32x8d_FPN"),

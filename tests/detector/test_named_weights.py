@@ -36,8 +36,10 @@ R50 = "detectron2/ImageNetPretrained/MSRA/R-50"
 
 def config_of(weights: NamedWeights) -> DetectorConfig:
     settings = settings_of(weights)
-    cls = Detectron2Config if settings["MODEL.ROI_HEADS.NAME"] == "StandardROIHeads" else DetectorConfig
-    return cls.from_flat(settings, weights.name)
+    if settings["MODEL.ROI_HEADS.NAME"] == "Res5ROIHeads":
+        return DetectorConfig.from_flat(settings, weights.name)
+    settings.pop("MODEL.ANCHOR_GENERATOR.CELL_ANCHORS", None)
+    return Detectron2Config.from_flat(settings, weights.name)
 
 
 def test_names_addresses_and_files_are_unique() -> None:
@@ -135,8 +137,7 @@ def test_coco_names_are_the_ids_in_use() -> None:
 
 def test_settings_of_torchvision() -> None:
     """The constants of torchvision's own models: anchors, losses, thresholds and pooling."""
-    with torch.device("meta"):
-        model = detection.fasterrcnn_resnet50_fpn(weights=None, weights_backbone=None)
+    model = detection.fasterrcnn_resnet50_fpn(weights=None, weights_backbone=None)
     flat, config = settings_of(BY_NAME[V2]), config_of(BY_NAME[V2])
     rpn, heads, transform = model.rpn, model.roi_heads, model.transform
     assert list(config.input.pixel_mean) == pytest.approx([255 * value for value in transform.image_mean])
@@ -144,6 +145,7 @@ def test_settings_of_torchvision() -> None:
     assert [config.input.min_size_test, config.input.max_size_test] == [transform.min_size[0], transform.max_size]
     assert config.input.format == "RGB"
     assert [tuple(sizes) for sizes in flat["MODEL.ANCHOR_GENERATOR.SIZES"]] == list(rpn.anchor_generator.sizes)
+    assert flat["MODEL.ANCHOR_GENERATOR.CELL_ANCHORS"] == torch.cat(rpn.anchor_generator.cell_anchors).tolist()
     assert {tuple(flat["MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS"][0])} == set(rpn.anchor_generator.aspect_ratios)
     assert [config.rpn.pre_nms_topk_train, config.rpn.pre_nms_topk_test] == list(rpn._pre_nms_top_n.values())
     assert [config.rpn.post_nms_topk_train, config.rpn.post_nms_topk_test] == list(rpn._post_nms_top_n.values())
@@ -218,7 +220,7 @@ def test_a_file_of_a_published_name_is_known(tmp_path: Path) -> None:
         ("torchvision/", "; torchvision has torchvision/fasterrcnn_resnet50_fpn-coco, "),
         ("detectron2://COCO-Detection/other.pkl", "only the addresses of named weights are downloaded"),
         ("https://example.com/weights.pth", "only the addresses of named weights are downloaded"),
-        ("detectron2/COCO-Detection/faster_rcnn_R_50_DC5_3x", "cannot be loaded: the RPN and the box head on"),
+        ("bottom-up-attention/bua-caffe-frcn-r152", "cannot be loaded: its network or its attribute head is not built"),
         ("torchvision/fasterrcnn_mobilenet_v3_large_fpn-coco", "MobileNetV3 is not built here; use torchvision/"),
     ],
 )
