@@ -13,6 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from detector.download import cached_weights
+from detector.named_weights import NamedWeights, known_weights, resolve_weights
 from detector.pickles import load_arrays
 
 # Where the detector is in a folder: a saved detector, a saved model, a run directory, a Detectron2 output directory.
@@ -27,6 +29,7 @@ class WeightsFile:
     path: Path
     tensors: dict[str, Tensor]
     matching_heuristics: bool = False  # Detectron2 may match its names with the ends of the model's
+    norm_eps: float = 1e-5  # epsilon of the frozen batch norms that the numbers are meant for
 
 
 def read_weights(path: str | Path) -> WeightsFile:
@@ -34,11 +37,13 @@ def read_weights(path: str | Path) -> WeightsFile:
 
     A pickle holds arrays by name: bare, under `model` (Detectron2) or under `blobs` (Caffe2; the optimiser's momentum
     is left out). A torch file holds a state dict: bare, or under `model` (Detectron2) or `state_dict`. If `path` is a
-    folder, the detector in it is read.
+    folder, the detector in it is read; if it is the name of published weights, they are downloaded (`find_weights`).
 
     Raises:
         FileNotFoundError, ValueError: the file is missing, damaged, of an unknown kind, or holds more than tensors.
     """
+    published = known_weights(path)
+    norm_eps = WeightsFile.norm_eps if published is None else published.norm_eps
     path = find_weights(path)
     if path.suffix == ".safetensors":
         try:
@@ -60,7 +65,7 @@ def read_weights(path: str | Path) -> WeightsFile:
             raise ValueError(
                 f"{path}: expected a state dict of tensors, bare or under the key `model`; {name!r} is not a tensor."
             )
-    return WeightsFile(path, tensors, heuristics)
+    return WeightsFile(path, tensors, heuristics, norm_eps)
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
@@ -71,10 +76,16 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
 def find_weights(path: str | Path) -> Path:
     """The path of a file as it is; for a folder, the path of the detector's weights in it.
 
+    For the name of published weights (`detector.named_weights`), it is the path of the file in the cache, which is
+    downloaded once.
+
     Raises:
-        FileNotFoundError: the file does not exist, or the folder holds no weights.
+        FileNotFoundError: the file does not exist, the folder holds no weights, or a download fails.
+        ValueError: an unknown name of published weights, or a file in the cache that is not the published one.
     """
-    path = Path(path)
+    path = resolve_weights(path)
+    if isinstance(path, NamedWeights):
+        return cached_weights(path)
     if path.is_dir():
         found = next((path / name for name in IN_FOLDERS if (path / name).is_file()), None)
         if found is None:

@@ -59,7 +59,9 @@ LAYER_OF_NAME |= {name: name for name in MAY_IMPORT if name not in ("detector", 
 
 EVALUATION_EXTRA = "detector.boxes"
 THIRD_PARTY = {
-    "detector": {"torch", "torchvision", "jaxtyping", "numpy", "cv2", "PIL", "yaml", "safetensors", "pycocotools"},
+    "detector": {
+        *("torch", "torchvision", "jaxtyping", "numpy", "cv2", "PIL", "yaml", "safetensors", "pycocotools", "tqdm")
+    },
     "evaluation": {"numpy"},
 }
 ONLY_IN = {"detectron2": "detector/detectron2_adapter.py"}  # optional packages, each behind one file

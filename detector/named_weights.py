@@ -1,0 +1,235 @@
+"""Published weights by name: where they are, what they need, and how a name is told from a path.
+
+Names begin with the software that published the weights: `torchvision/...`, `detectron2/...` (the names of its model
+zoo) and `bottom-up-attention/...`. Detectron2's own addresses (`detectron2://ImageNetPretrained/MSRA/R-50.pkl`) and
+the full addresses of the table are understood too.
+
+Where the facts are from: addresses, sizes and accuracies of torchvision are in its weights enums; their file names hold
+the first 8 hexadecimal digits of the file's sha256. Detectron2's are in `detectron2/model_zoo/model_zoo.py` and
+MODEL_ZOO.md, by which the file names of the detectors hold the first 6 digits of the file's md5; its ImageNet models
+have no published checksum, nor have the files of bottom-up attention. The two sha256 that are given in full, and the
+size beside one of them, are from public records of the same files and agree with the digits in the file names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from detector.config_file import flatten, load_tree
+
+PUBLISHED = Path(__file__).with_name("published")  # Detectron2 YAML files
+CLASS_LISTS = Path(__file__).with_name("class_names")  # text files, one name per line in the order of the classes
+
+TORCHVISION = "https://download.pytorch.org/models/"
+DETECTRON2 = "https://dl.fbaipublicfiles.com/detectron2/"
+UNC = "https://nlp.cs.unc.edu/models/"  # reported dead in 2020; public copies of the files have the same names
+MILVLG = "https://awma1-my.sharepoint.com/:u:/g/personal/yuz_l0_tn/"
+
+# The licences of the files. Torchvision, and the two ports of bottom-up attention, state one for their code only, and
+# torchvision adds that the terms of the training data may apply.
+CC_BY_SA = "CC BY-SA 3.0"
+TORCHVISION_LICENCE = "BSD-3-Clause (code); the terms of COCO or ImageNet may apply"
+PORT_LICENCE = "Apache-2.0 (code)"
+
+MOBILENET = "MobileNetV3 is not built here; use torchvision/fasterrcnn_resnet50_fpn_v2-coco"
+OTHER_PORT = "its network or its attribute head is not built here; use bottom-up-attention/bua-caffe-frcn-r101-k10-100"
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedWeights:
+    """One published file.
+
+    `config` names the YAML file in detector/published that the weights need. `expect` is the part of the detector that
+    the file holds, as in `detector.checkpoint.load_checkpoint`. `norm_eps` is the epsilon of the frozen batch norms
+    that the numbers are meant for.
+    """
+
+    name: str
+    address: str
+    file: str  # its name in the cache
+    config: str
+    licence: str
+    checksum: str = ""  # "sha256:" or "md5:" and the first hexadecimal digits, as many as are known; "" = unknown
+    size: int | None = None  # bytes; None = unknown
+    class_names: str = ""  # a file in detector/class_names; "" = the names are not known here, or there are none
+    expect: str = "all"
+    norm_eps: float = 1e-5
+    unsupported: str = ""  # why the built-in detector cannot load it, and what can be used instead
+
+    @property
+    def config_path(self) -> Path:
+        """The Detectron2 YAML file; it is there wherever this package is installed."""
+        return PUBLISHED / f"{self.config}.yaml"
+
+
+def _torchvision(name: str, file: str, config: str, **fields: Any) -> NamedWeights:
+    digits = file.removesuffix(".pth").rpartition("-")[2]
+    fields = {"checksum": f"sha256:{digits}", **fields}
+    return NamedWeights(f"torchvision/{name}", TORCHVISION + file, file, config, TORCHVISION_LICENCE, **fields)
+
+
+def _imagenet(name: str, file: str, **fields: Any) -> NamedWeights:
+    model = name.partition("-")[0]
+    config = {"resnet50": "torchvision_R_50_C4", "resnet101": "torchvision_R_101_C4"}[model]
+    return _torchvision(name, file, config, expect="backbone", **fields)
+
+
+def _zoo(name: str, number: int, digits: str, config: str, **fields: Any) -> NamedWeights:
+    """A detector of Detectron2's model zoo; `digits` are in its file name."""
+    name = f"COCO-Detection/{name}"
+    file = f"model_final_{digits}.pkl"
+    fields = {"checksum": f"md5:{digits}", "class_names": "coco", **fields}
+    return NamedWeights(f"detectron2/{name}", f"{DETECTRON2}{name}/{number}/{file}", file, config, CC_BY_SA, **fields)
+
+
+def _zoo_trunk(name: str, config: str) -> NamedWeights:
+    address = f"{DETECTRON2}ImageNetPretrained/{name}.pkl"
+    file = f"detectron2-{name.replace('/', '-')}.pkl"  # its own name, such as R-50.pkl, is not unique
+    return NamedWeights(f"detectron2/ImageNetPretrained/{name}", address, file, config, CC_BY_SA, expect="backbone")
+
+
+def _port(name: str, address: str, config: str, *, suffix: str, **fields: Any) -> NamedWeights:
+    name = f"bottom-up-attention/{name}"
+    file = f"{name.rpartition('/')[2]}{suffix}"
+    return NamedWeights(name, address, file, config, PORT_LICENCE, **fields)
+
+
+def _milvlg(name: str, key: str, config: str = "bottom_up_attention_caffe", **fields: Any) -> NamedWeights:
+    return _port(name, f"{MILVLG}{key}?download=1", config, suffix=".pth", **fields)
+
+
+NAMED_WEIGHTS: tuple[NamedWeights, ...] = (
+    _torchvision(
+        "fasterrcnn_resnet50_fpn-coco",
+        "fasterrcnn_resnet50_fpn_coco-258fb6c6.pth",
+        "torchvision_R_50_FPN",
+        class_names="coco_ids",
+        norm_eps=0.0,
+    ),
+    _torchvision(
+        "fasterrcnn_resnet50_fpn_v2-coco",
+        "fasterrcnn_resnet50_fpn_v2_coco-dd69338a.pth",
+        "torchvision_R_50_FPN_v2",
+        checksum="sha256:dd69338a24b8d7381807e247652bdc356325bcbaf1cd3e092e00e0a1a58706bf",
+        size=175221657,
+        class_names="coco_ids",
+    ),
+    *(
+        _torchvision(
+            f"fasterrcnn_mobilenet_v3_large_{version}-coco",
+            f"fasterrcnn_mobilenet_v3_large_{version}-{digits}.pth",
+            "torchvision_R_50_FPN",
+            class_names="coco_ids",
+            norm_eps=0.0,
+            unsupported=MOBILENET,
+        )
+        for version, digits in (("fpn", "fb6a3cc7"), ("320_fpn", "907ea3f9"))
+    ),
+    _imagenet(
+        "resnet50-imagenet1k_v1",
+        "resnet50-0676ba61.pth",
+        checksum="sha256:0676ba61b6795bbe1773cffd859882e5e297624d384b6993f7c9e683e722fb8a",
+    ),
+    _imagenet("resnet50-imagenet1k_v2", "resnet50-11ad3fa6.pth"),
+    _imagenet("resnet101-imagenet1k_v1", "resnet101-63fe2227.pth"),
+    _imagenet("resnet101-imagenet1k_v2", "resnet101-cd907fc2.pth"),
+    _zoo("faster_rcnn_R_50_C4_1x", 137257644, "721ade", "R_50_C4"),
+    _zoo("faster_rcnn_R_50_C4_3x", 137849393, "f97cb7", "R_50_C4"),
+    _zoo("faster_rcnn_R_101_C4_3x", 138204752, "298dad", "R_101_C4"),
+    _zoo("faster_rcnn_R_50_FPN_1x", 137257794, "b275ba", "R_50_FPN"),
+    _zoo("faster_rcnn_R_50_FPN_3x", 137849458, "280758", "R_50_FPN"),
+    _zoo("faster_rcnn_R_101_FPN_3x", 137851257, "f6e8b1", "R_101_FPN"),
+    _zoo("faster_rcnn_X_101_32x8d_FPN_3x", 139173657, "68b088", "X_101_32x8d_FPN"),
+    _zoo("faster_rcnn_R_50_DC5_1x", 137847829, "51d356", "R_50_DC5"),
+    _zoo("faster_rcnn_R_50_DC5_3x", 137849425, "68d202", "R_50_DC5"),
+    _zoo("faster_rcnn_R_101_DC5_3x", 138204841, "3e0943", "R_101_DC5"),
+    _zoo_trunk("MSRA/R-50", "R_50_C4"),
+    _zoo_trunk("MSRA/R-101", "R_101_C4"),
+    _zoo_trunk("FAIR/X-101-32x8d", "X_101_32x8d_FPN"),
+    # "py-bottom-up-attention"; `frcnn-vg-finetuned` is its `faster_rcnn_from_caffe_attr` on the Hugging Face hub.
+    _port(
+        "frcnn-vg-finetuned",
+        "https://huggingface.co/unc-nlp/frcnn-vg-finetuned/resolve/main/pytorch_model.bin",
+        "bottom_up_attention",
+        suffix=".bin",
+    ),
+    *(
+        _port(f"faster_rcnn_from_caffe{version}", f"{UNC}faster_rcnn_from_caffe{version}.pkl", config, suffix=".pkl")
+        for version, config in (
+            ("", "bottom_up_attention_no_attributes"),
+            ("_attr", "bottom_up_attention"),
+            ("_attr_original", "bottom_up_attention"),
+        )
+    ),
+    # "bottom-up-attention.pytorch"
+    _milvlg("bua-caffe-frcn-r101-k36", "EUKhQ3hSRv9JrrW64qpNLSIBGoOjEGCkF8zvgBP9gKax-w"),
+    _milvlg("bua-caffe-frcn-r101-k10-100", "EaXvCC3WjtlLvvEfLr3oa8UBLA21tcLh4L8YLbYXl6jgjg"),
+    _milvlg("bua-caffe-frcn-r152", "ETDgy4bY0xpGgsu5tEMzgLcBQjAwpnkKkltNTtPVuMj4GQ", unsupported=OTHER_PORT),
+    _milvlg("bua-d2-frcn-r50", "EfYoinBHrFlKmKonocse8yEBXN-hyCHNygYqjxGpIBsPvQ", unsupported=OTHER_PORT),
+    _milvlg("bua-d2-frcn-r101", "EXXItFlOpHlNq81O1H_cPyoBXUPyXoHmIwPEudnTWKX4rQ", unsupported=OTHER_PORT),
+    _milvlg("bua-d2-frcn-x152", "EdLhYc39P8tBkEDVCDOrNV4BgPhz9M4iBq8oPw1iyVSlmg", unsupported=OTHER_PORT),
+)
+PREFIXES = ("torchvision/", "detectron2/", "bottom-up-attention/")
+
+
+def resolve_weights(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIGHTS) -> Path | NamedWeights:
+    """Tell a name of the table from a path. Nothing is downloaded.
+
+    A file or folder that exists comes first. What has the prefix of no name and is no address is a path, whether it
+    exists or not.
+
+    Raises:
+        ValueError: a name or an address that the table does not have, or weights that no detector here can load.
+    """
+    path = Path(name)
+    if path.exists():
+        return path
+    key = _key(name)
+    known = next((weights for weights in table if key in (weights.name, weights.address)), None)
+    if known is not None:
+        if known.unsupported:
+            raise ValueError(f"{known.name} cannot be loaded: {known.unsupported}.")
+        return known
+    if "://" in key:
+        raise ValueError(f"{key}: only the addresses of named weights are downloaded; save the file and give its path.")
+    if key.startswith(PREFIXES):
+        publisher = key.partition("/")[0]
+        names = [w.name for w in table if w.name.startswith(f"{publisher}/") and not w.unsupported]
+        close = difflib.get_close_matches(key, names, n=3, cutoff=0.7)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"{publisher} has {', '.join(names)}."
+        raise ValueError(f"{key}: neither a file nor the name of published weights; {hint}")
+    return path
+
+
+def known_weights(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIGHTS) -> NamedWeights | None:
+    """The entry of a name, of an address, or of a file that has the name of an entry's file; None for anything else."""
+    key = _key(name)
+    return next((w for w in table if key in (w.name, w.address) or Path(name).name == w.file), None)
+
+
+def settings_of(weights: NamedWeights) -> dict[str, Any]:
+    """The dotted Detectron2 keys that the weights need, for `DetectorConfig.from_flat`."""
+    return flatten(load_tree(weights.config_path))
+
+
+def published_class_names(weights: NamedWeights) -> tuple[str, ...] | None:
+    """Names of the classes 0 .. K-1, or None where they are not known here.
+
+    In "coco_ids", class c has the COCO id c + 1; the ten ids that COCO does not use are called "N/A", as in
+    torchvision.
+    """
+    if not weights.class_names:
+        return None
+    text = (CLASS_LISTS / f"{weights.class_names}.txt").read_text(encoding="utf-8")
+    return tuple(text.splitlines())
+
+
+def _key(name: str | Path) -> str:
+    """The name with forward slashes, as an address where it is one; `Path` takes one slash of "://" away."""
+    key = re.sub(r"^([\w-]{2,}):/+", r"\1://", Path(name).as_posix() if isinstance(name, Path) else name)
+    return key.replace("detectron2://", DETECTRON2, 1) if key.startswith("detectron2://") else key

@@ -1,0 +1,229 @@
+"""The table of published weights, and how names are told from paths."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+from torchvision import models
+from torchvision.models import detection
+
+from detector.checkpoint import EXPECT
+from detector.detector_config import DetectorConfig
+from detector.detectron2_config import Detectron2Config
+from detector.named_weights import (
+    CLASS_LISTS,
+    NAMED_WEIGHTS,
+    PREFIXES,
+    PUBLISHED,
+    NamedWeights,
+    known_weights,
+    published_class_names,
+    resolve_weights,
+    settings_of,
+)
+
+ROOT = Path(__file__).parents[2]
+BY_NAME = {weights.name: weights for weights in NAMED_WEIGHTS}
+DIGITS = {"sha256": 64, "md5": 32}
+each = pytest.mark.parametrize("weights", NAMED_WEIGHTS, ids=lambda weights: weights.name)
+V2 = "torchvision/fasterrcnn_resnet50_fpn_v2-coco"
+R50 = "detectron2/ImageNetPretrained/MSRA/R-50"
+
+
+def config_of(weights: NamedWeights) -> DetectorConfig:
+    settings = settings_of(weights)
+    if settings["MODEL.ROI_HEADS.NAME"] == "Res5ROIHeads":
+        return DetectorConfig.from_flat(settings, weights.name)
+    settings.pop("MODEL.ANCHOR_GENERATOR.CELL_ANCHORS", None)
+    return Detectron2Config.from_flat(settings, weights.name)
+
+
+def test_names_addresses_and_files_are_unique() -> None:
+    for field in ("name", "address", "file"):
+        values = [getattr(weights, field).lower() for weights in NAMED_WEIGHTS]
+        assert len(set(values)) == len(values), field
+
+
+@each
+def test_entry_is_well_formed(weights: NamedWeights) -> None:
+    assert weights.name.startswith(PREFIXES)
+    parts = urlsplit(weights.address)
+    assert parts.scheme == "https"
+    assert parts.netloc
+    assert re.fullmatch(r"[\w.-]+\.(pth|pkl|bin)", weights.file)
+    assert weights.licence
+    assert weights.expect in EXPECT
+    if weights.checksum:
+        algorithm, digits = weights.checksum.split(":")
+        assert re.fullmatch(r"[0-9a-f]{6,}", digits)
+        assert len(digits) in (6, 8, DIGITS[algorithm])
+        assert digits[:6] in weights.file
+    assert weights.size is None or weights.size > 1e6
+    assert "; use " in weights.unsupported or not weights.unsupported
+
+
+@each
+def test_settings_load_and_fit_the_class_names(weights: NamedWeights) -> None:
+    config = config_of(weights)
+    names = published_class_names(weights)
+    if names is not None:
+        assert len(names) == config.roi_heads.num_classes
+        assert all(name and name == name.strip() for name in names)
+    elif weights.expect == "all":
+        assert weights.name.startswith("bottom-up-attention/")
+        assert config.roi_heads.num_classes == 1600
+
+
+@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.yaml")), ids=lambda path: path.name)
+def test_settings_are_used_and_stand_alone(path: Path) -> None:
+    """An installed package has nothing outside its own folder."""
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("#")
+    assert any(weights.config == path.stem for weights in NAMED_WEIGHTS)
+    assert all((PUBLISHED / base).is_file() for base in re.findall(r"^_BASE_: (.*)$", text, re.MULTILINE))
+    start = re.search(r"^  WEIGHTS: (.*)$", text, re.MULTILINE)
+    assert start is None or known_weights(start[1]).expect == "backbone"
+
+
+def test_package_data_are_installed() -> None:
+    declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for folder, suffix in ((PUBLISHED, "yaml"), (CLASS_LISTS, "txt")):
+        assert f'"{folder.name}/*.{suffix}"' in declared
+        assert all(path.suffix == f".{suffix}" for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ["R_50_C4", "R_101_C4", "bottom_up_attention", "bottom_up_attention_caffe"])
+def test_configs_of_the_repository_are_the_same(name: str) -> None:
+    paths = (ROOT / "configs" / "detector" / f"{name}.yaml", PUBLISHED / f"{name}.yaml")
+    assert DetectorConfig.from_yaml(paths[0]) == DetectorConfig.from_yaml(paths[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "enum"),
+    [
+        ("fasterrcnn_resnet50_fpn-coco", detection.FasterRCNN_ResNet50_FPN_Weights.COCO_V1),
+        ("fasterrcnn_resnet50_fpn_v2-coco", detection.FasterRCNN_ResNet50_FPN_V2_Weights.COCO_V1),
+        ("fasterrcnn_mobilenet_v3_large_fpn-coco", detection.FasterRCNN_MobileNet_V3_Large_FPN_Weights.COCO_V1),
+        ("fasterrcnn_mobilenet_v3_large_320_fpn-coco", detection.FasterRCNN_MobileNet_V3_Large_320_FPN_Weights.COCO_V1),
+        ("resnet50-imagenet1k_v1", models.ResNet50_Weights.IMAGENET1K_V1),
+        ("resnet50-imagenet1k_v2", models.ResNet50_Weights.IMAGENET1K_V2),
+        ("resnet101-imagenet1k_v1", models.ResNet101_Weights.IMAGENET1K_V1),
+        ("resnet101-imagenet1k_v2", models.ResNet101_Weights.IMAGENET1K_V2),
+    ],
+)
+def test_torchvision_agrees(name: str, enum: models.WeightsEnum) -> None:
+    weights = BY_NAME[f"torchvision/{name}"]
+    assert weights.address == enum.url
+    assert weights.checksum.startswith(f"sha256:{enum.url.removesuffix('.pth')[-8:]}")
+    if weights.size is not None:
+        assert weights.size / 2**20 == pytest.approx(enum.meta["_file_size"], abs=6e-4)
+    if weights.expect == "all":
+        assert list(published_class_names(weights)) == enum.meta["categories"][1:]
+    else:
+        assert published_class_names(weights) is None
+
+
+def test_coco_names_are_the_ids_in_use() -> None:
+    with_gaps, names = (
+        published_class_names(BY_NAME[name]) for name in (V2, "detectron2/COCO-Detection/faster_rcnn_R_50_C4_1x")
+    )
+    assert names == tuple(name for name in with_gaps if name != "N/A")
+    assert (names[0], names[79], with_gaps[0], with_gaps[89]) == ("person", "toothbrush", "person", "toothbrush")
+
+
+def test_settings_of_torchvision() -> None:
+    """The constants of torchvision's own models: anchors, losses, thresholds and pooling."""
+    model = detection.fasterrcnn_resnet50_fpn(weights=None, weights_backbone=None)
+    flat, config = settings_of(BY_NAME[V2]), config_of(BY_NAME[V2])
+    rpn, heads, transform = model.rpn, model.roi_heads, model.transform
+    assert list(config.input.pixel_mean) == pytest.approx([255 * value for value in transform.image_mean])
+    assert list(config.input.pixel_std) == pytest.approx([255 * value for value in transform.image_std])
+    assert [config.input.min_size_test, config.input.max_size_test] == [transform.min_size[0], transform.max_size]
+    assert config.input.format == "RGB"
+    assert [tuple(sizes) for sizes in flat["MODEL.ANCHOR_GENERATOR.SIZES"]] == list(rpn.anchor_generator.sizes)
+    assert flat["MODEL.ANCHOR_GENERATOR.CELL_ANCHORS"] == torch.cat(rpn.anchor_generator.cell_anchors).tolist()
+    assert {tuple(flat["MODEL.ANCHOR_GENERATOR.ASPECT_RATIOS"][0])} == set(rpn.anchor_generator.aspect_ratios)
+    assert [config.rpn.pre_nms_topk_train, config.rpn.pre_nms_topk_test] == list(rpn._pre_nms_top_n.values())
+    assert [config.rpn.post_nms_topk_train, config.rpn.post_nms_topk_test] == list(rpn._post_nms_top_n.values())
+    assert config.rpn.nms_thresh == rpn.nms_thresh
+    assert list(config.rpn.iou_thresholds) == [rpn.proposal_matcher.low_threshold, rpn.proposal_matcher.high_threshold]
+    assert config.rpn.batch_size_per_image == rpn.fg_bg_sampler.batch_size_per_image
+    assert config.rpn.positive_fraction == rpn.fg_bg_sampler.positive_fraction
+    assert config.roi_heads.batch_size_per_image == heads.fg_bg_sampler.batch_size_per_image
+    assert config.roi_heads.positive_fraction == heads.fg_bg_sampler.positive_fraction
+    assert list(config.roi_heads.iou_thresholds) == [heads.proposal_matcher.high_threshold]
+    assert config.roi_heads.box_weights == heads.box_coder.weights
+    assert config.rpn.box_weights == rpn.box_coder.weights
+    assert config.roi_heads.score_thresh == heads.score_thresh
+    assert config.roi_heads.nms_thresh == heads.nms_thresh
+    assert config.roi_heads.detections_per_image == heads.detections_per_img
+    assert (config.roi_heads.pooler_resolution,) * 2 == heads.box_roi_pool.output_size
+    assert config.roi_heads.pooler_sampling_ratio == heads.box_roi_pool.sampling_ratio
+    assert config.roi_heads.pooler_type == "ROIAlign"
+    assert config.rpn.smooth_l1_beta == config.roi_heads.smooth_l1_beta == 1 / 9
+    assert not config.resnet.stride_in_1x1
+    assert flat["MODEL.FPN.NORM"] == flat["MODEL.ROI_BOX_HEAD.NORM"] == config.resnet.norm == "BN"
+    assert "MODEL.FPN.NORM" not in settings_of(BY_NAME["torchvision/fasterrcnn_resnet50_fpn-coco"])
+
+
+@pytest.mark.parametrize("as_type", [str, Path])
+@pytest.mark.parametrize(
+    "name",
+    [
+        R50,
+        "detectron2://ImageNetPretrained/MSRA/R-50.pkl",
+        "https://dl.fbaipublicfiles.com/detectron2/ImageNetPretrained/MSRA/R-50.pkl",
+    ],
+)
+def test_names_and_addresses_lead_to_the_table(name: str, as_type: type) -> None:
+    assert resolve_weights(as_type(name)) is BY_NAME[R50]
+    assert known_weights(as_type(name)) is BY_NAME[R50]
+
+
+def test_address_of_a_detector_in_detectron2s_own_spelling() -> None:
+    found = resolve_weights("detectron2://COCO-Detection/faster_rcnn_R_50_FPN_3x/137849458/model_final_280758.pkl")
+    assert found is BY_NAME["detectron2/COCO-Detection/faster_rcnn_R_50_FPN_3x"]
+
+
+@pytest.mark.parametrize("name", ["weights.pth", "some/folder", "./torchvision/x.pth", "C:/weights/x.pth"])
+def test_everything_else_is_a_path(name: str) -> None:
+    assert resolve_weights(name) == Path(name)
+    assert known_weights(name) is None
+
+
+def test_a_file_that_exists_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path(V2)
+    path.parent.mkdir()
+    path.write_bytes(b"x")
+    assert resolve_weights(V2) == path
+
+
+def test_a_file_of_a_published_name_is_known(tmp_path: Path) -> None:
+    assert known_weights(tmp_path / "fasterrcnn_resnet50_fpn_v2_coco-dd69338a.pth") is BY_NAME[V2]
+    assert known_weights(tmp_path / "other.pth") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("torchvision/fasterrcnn_resnet50_fpn_v2", f"did you mean {V2} or"),
+        (
+            "detectron2/COCO-Detection/faster_rcnn_R101_FPN_3x",
+            "did you mean detectron2/COCO-Detection/faster_rcnn_R_101",
+        ),
+        ("bottom-up-attention/from_caffe", "did you mean bottom-up-attention/faster_rcnn_from_caffe"),
+        ("torchvision/", "; torchvision has torchvision/fasterrcnn_resnet50_fpn-coco, "),
+        ("detectron2://COCO-Detection/other.pkl", "only the addresses of named weights are downloaded"),
+        ("https://example.com/weights.pth", "only the addresses of named weights are downloaded"),
+        ("bottom-up-attention/bua-caffe-frcn-r152", "cannot be loaded: its network or its attribute head is not built"),
+        ("torchvision/fasterrcnn_mobilenet_v3_large_fpn-coco", "MobileNetV3 is not built here; use torchvision/"),
+    ],
+)
+def test_what_cannot_be_used_is_an_error(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        resolve_weights(name)
