@@ -45,27 +45,45 @@ class AnchorGenerator(nn.Module):
 
     cell_anchors: Tensor
 
-    def __init__(self, cell_anchors: Float32[Tensor, "cell_anchors 4"], *, stride: int, offset: float = 0.0) -> None:
+    def __init__(
+        self,
+        cell_anchors: Float32[Tensor, "cell_anchors 4"],
+        *,
+        stride: int,
+        offset: float = 0.0,
+        follows_image: bool = False,
+    ) -> None:
         """
         Args:
             cell_anchors: corners relative to the centre of a cell's first anchor.
             stride: pixels of the network input per cell of the feature map.
             offset: place of the first anchor's centre, as a fraction of the stride.
+            follows_image: see `AnchorConfig.strides`.
         """
         super().__init__()
         self.stride = stride
         self.offset = offset
+        self.follows_image = follows_image
         self.register_buffer("cell_anchors", cell_anchors, persistent=False)
 
     def __len__(self) -> int:
         return len(self.cell_anchors)
 
-    def forward(self, height: int, width: int) -> Float[Tensor, "B 4"]:
-        """Anchors of a map of height x width cells, ordered by (y, x, cell anchor), the cell anchor running fastest."""
-        options = {"dtype": torch.float32, "device": self.cell_anchors.device}
-        start = self.offset * self.stride
-        x = torch.arange(start, start + width * self.stride, self.stride, **options)[:width]
-        y = torch.arange(start, start + height * self.stride, self.stride, **options)[:height]
+    def forward(self, height: int, width: int, padded: Sequence[int] | None = None) -> Float[Tensor, "B 4"]:
+        """Anchors of a map of height x width cells, ordered by (y, x, cell anchor), the cell anchor running fastest.
+
+        Args:
+            padded: (height, width) of the padded batch, for strides that follow it.
+        """
+        strides = [self.stride] * 2
+        if self.follows_image and padded is not None:
+            strides = [padded[0] // height, padded[1] // width]
+        y, x = (self._starts(cells, stride) for cells, stride in zip((height, width), strides, strict=True))
         grid_y, grid_x = torch.meshgrid(y, x, indexing="ij")
         shifts = torch.stack((grid_x, grid_y, grid_x, grid_y), dim=-1)
         return (shifts[:, :, None] + self.cell_anchors).reshape(-1, 4)
+
+    def _starts(self, cells: int, stride: int) -> Float32[Tensor, " cells"]:
+        start = self.offset * stride
+        device = self.cell_anchors.device
+        return torch.arange(start, start + cells * stride, stride, dtype=torch.float32, device=device)[:cells]

@@ -54,6 +54,11 @@ def is_larger(boxes: Num[Array, "*R 4"], side: float = 0.0) -> Bool[Array, "*R"]
     return (boxes[..., 2] - boxes[..., 0] > side) & (boxes[..., 3] - boxes[..., 1] > side)
 
 
+def is_at_least(boxes: Num[Array, "*R 4"], side: float) -> Bool[Array, "*R"]:
+    """Whether both sides of a box are at least `side` long."""
+    return (boxes[..., 2] - boxes[..., 0] >= side) & (boxes[..., 3] - boxes[..., 1] >= side)
+
+
 def rescale_detections(
     boxes: Float[Tensor, "R 4"], size: Sequence[int], output_size: Sequence[int]
 ) -> tuple[Float[Tensor, "kept 4"], Int64[Tensor, " kept"]]:

@@ -22,6 +22,7 @@ from detector.backends import detector_class
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import TwoStageDetector
 from detector.interface import Detector
+from detector.named_weights import known_weights, published_class_names
 from detector.weight_files import WEIGHTS_NAME, find_weights, read_tensors, read_weights
 from detector.weight_names import CELL_ANCHORS, LEFTOVERS, PREDICTOR, Renamed, to_detector_names
 
@@ -169,7 +170,12 @@ def load_checkpoint(detector: Detector, path: str | Path, *, expect: str = "all"
     """
     converted = convert_checkpoint(detector, path)
     report = load_converted(detector, converted, path, expect=expect)
-    if expect != "backbone":
+    published = known_weights(path)
+    if expect == "backbone":
+        return report
+    if published is not None:
+        detector.class_names = published_class_names(published)
+    else:
         load_class_names(detector, find_weights(path).parent)
     return report
 

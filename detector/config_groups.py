@@ -177,6 +177,10 @@ class FPNConfig(SettingsGroup):
 class AnchorConfig(SettingsGroup):
     """Anchors: the square roots of their areas in pixels of the resized image, and their height / width.
 
+    `strides` says how far the anchors of a map are apart: "fixed", the map's own stride (Detectron2); "image", the
+    padded side of the image divided by the side of the map, rounded down (torchvision; 61, not 64, on p6 for a side of
+    800).
+
     Sizes and ratios are lists, one for all feature maps or one per map of `RPNConfig.in_features`. `cell_anchors` gives
     the corners (x1, y1, x2, y2) relative to the cell's origin instead, map by map, in the same order (sizes outer,
     ratios inner): for detectors whose anchors were rounded (Caffe). Empty = from sizes and ratios.
@@ -190,6 +194,7 @@ class AnchorConfig(SettingsGroup):
     )
     offset: float = setting("MODEL.ANCHOR_GENERATOR.OFFSET", 0.0)
     cell_anchors: tuple[tuple[float, ...], ...] = setting("MODEL.ANCHOR_GENERATOR.CELL_ANCHORS", (), ours=True)
+    strides: str = setting("MODEL.ANCHOR_GENERATOR.STRIDES", "fixed", ours=True, choices=("fixed", "image"))
 
     def _rules(self) -> Rules:
         are_boxes = all(len(cell) == 4 and cell[0] < cell[2] and cell[1] < cell[3] for cell in self.cell_anchors)
@@ -206,7 +211,12 @@ class AnchorConfig(SettingsGroup):
 
 @dataclasses.dataclass(frozen=True)
 class RPNConfig(SettingsGroup):
-    """Region proposal network: matching, sampling, losses, and the choice of proposals."""
+    """Region proposal network: matching, sampling, losses, and the choice of proposals.
+
+    `loss_normaliser` says what divides the losses: "batch_size", BATCH_SIZE_PER_IMAGE of each image (Detectron2), or
+    the number of "sampled" anchors (torchvision). Proposals stay whose sides are longer than `min_size` (Detectron2)
+    and at least `min_side` (torchvision's min_size), both in pixels.
+    """
 
     in_features: tuple[str, ...] = setting("MODEL.RPN.IN_FEATURES", ("res4",))
     conv_dims: tuple[int, ...] = setting("MODEL.RPN.CONV_DIMS", (-1,))
@@ -228,6 +238,10 @@ class RPNConfig(SettingsGroup):
     post_nms_topk_test: int = setting("MODEL.RPN.POST_NMS_TOPK_TEST", 1000, least=POSITIVE)
     nms_thresh: float = setting("MODEL.RPN.NMS_THRESH", 0.7, least=NOT_NEGATIVE)
     min_size: int = setting("MODEL.PROPOSAL_GENERATOR.MIN_SIZE", 0, least=NOT_NEGATIVE)
+    min_side: float = setting("MODEL.RPN.MIN_SIDE", 0.0, ours=True, least=NOT_NEGATIVE)
+    loss_normaliser: str = setting(
+        "MODEL.RPN.LOSS_NORMALISER", "batch_size", ours=True, choices=("batch_size", "sampled")
+    )
 
     def _rules(self) -> Rules:
         return [
@@ -245,7 +259,9 @@ class ROIHeadsConfig(SettingsGroup):
     """RoIs: sampling for training, thresholds for testing, pooling, and the box predictor.
 
     `features_of` names the boxes that the features of detections are taken from: "final", the refined boxes, pooled
-    again; or "proposal", the proposals that they came from (as in bottom-up attention).
+    again; or "proposal", the proposals that they came from (as in bottom-up attention). `level_rule` says how exactly a
+    RoI is given a feature map, see `assign_levels`. Final boxes stay whose sides are at least `min_side` pixels long
+    (torchvision: 0.01; Detectron2 keeps all).
     """
 
     name: str = setting("MODEL.ROI_HEADS.NAME", RES5_HEADS, choices=(RES5_HEADS, STANDARD_HEADS))
@@ -271,6 +287,10 @@ class ROIHeadsConfig(SettingsGroup):
     )
     smooth_l1_beta: float = setting("MODEL.ROI_BOX_HEAD.SMOOTH_L1_BETA", 0.0, least=NOT_NEGATIVE)
     class_agnostic_boxes: bool = setting("MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG", False)
+    min_side: float = setting("MODEL.ROI_HEADS.MIN_SIDE", 0.0, ours=True, least=NOT_NEGATIVE)
+    level_rule: str = setting(
+        "MODEL.ROI_BOX_HEAD.LEVEL_RULE", "detectron2", ours=True, choices=("detectron2", "torchvision")
+    )
     features_of: str = setting("MODEL.ROI_HEADS.FEATURES_OF", "final", ours=True, choices=("final", "proposal"))
 
     def _rules(self) -> Rules:

@@ -25,7 +25,7 @@ from torchvision.ops import batched_nms, clip_boxes_to_image
 
 from detector.box_head import BoxHead
 from detector.box_predictor import BoxPredictor
-from detector.boxes import decode_deltas, pairwise_iou
+from detector.boxes import decode_deltas, is_at_least, pairwise_iou
 from detector.detector_config import DetectorConfig
 from detector.matching import match, subsample
 from detector.resnet import make_res5
@@ -200,6 +200,9 @@ class ROIHeads(nn.Module, abc.ABC):
         column = torch.zeros_like(category) if self.config.class_agnostic_boxes else category
         boxes = clip_boxes_to_image(boxes.unflatten(1, (-1, 4))[proposal, column], size)
         scores = scores[proposal, category]
+        if self.config.min_side > 0:
+            large = is_at_least(boxes, self.config.min_side).nonzero()[:, 0]
+            boxes, scores, proposal, category = boxes[large], scores[large], proposal[large], category[large]
         kept = batched_nms(boxes, scores, category, self.config.nms_thresh)[: self.config.detections_per_image]
         return boxes[kept], scores[kept], category[kept], proposal[kept]
 

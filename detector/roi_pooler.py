@@ -33,13 +33,18 @@ def to_rois(boxes: ImageBoxes) -> Float32[Tensor, "J 5"]:
     return torch.cat((image[:, None].to(joined.dtype), joined), dim=1)
 
 
-def assign_levels(boxes: Float[Tensor, "J 4"], lowest: int, highest: int) -> Int64[Tensor, " J"]:
+def assign_levels(
+    boxes: Float[Tensor, "J 4"], lowest: int, highest: int, rule: str = "detectron2"
+) -> Int64[Tensor, " J"]:
     """Pyramid level of each box: floor(4 + log2(sqrt(area) / 224)), from `lowest` to `highest` (FPN, equation 1).
 
-    As in Detectron2 the logarithm's argument is larger by 1e-8, so that boxes without area get the lowest level.
+    Args:
+        rule: "detectron2" adds 1e-8 to the logarithm's argument; "torchvision" adds 1e-6 to the logarithm, so that a
+            box just below a limit gets the higher level. A box without area gets the lowest level under both.
     """
     ratio = area(boxes).clamp(min=0).sqrt() / CANONICAL_SIZE
-    return torch.floor(CANONICAL_LEVEL + torch.log2(ratio + 1e-8)).clamp(lowest, highest).long()
+    shifts = (1e-8, 0.0) if rule == "detectron2" else (0.0, 1e-6)
+    return torch.floor(CANONICAL_LEVEL + torch.log2(ratio + shifts[0]) + shifts[1]).clamp(lowest, highest).long()
 
 
 class RoIPooler:
@@ -59,7 +64,8 @@ class RoIPooler:
         if len(self.strides) == 1:
             return self._pool(maps[0], rois, self.strides[0], step)
         first = int(math.log2(self.strides[0]))
-        levels = assign_levels(rois[:, 1:], first, first + len(self.strides) - 1) - first
+        levels = assign_levels(rois[:, 1:], first, first + len(self.strides) - 1, self.config.level_rule)
+        levels -= first
         rows = [(levels == number).nonzero()[:, 0] for number in range(len(self.strides))]
         pooled = [
             self._pool(level_map, rois[index], stride, step)

@@ -23,7 +23,7 @@ from torchvision.ops import batched_nms, clip_boxes_to_image, nms
 
 from detector.anchors import AnchorGenerator, configured_cell_anchors
 from detector.box_losses import box_regression_loss
-from detector.boxes import decode_deltas, is_larger, pairwise_iou
+from detector.boxes import decode_deltas, is_at_least, is_larger, pairwise_iou
 from detector.config_groups import RPNConfig
 from detector.detector_config import DetectorConfig
 from detector.matching import match, subsample
@@ -92,7 +92,12 @@ class RPN(nn.Module):
         shapes = [config.map_shapes[name] for name in self.in_features]
         cells = configured_cell_anchors(config.anchors, len(shapes))
         self.anchor_generators = nn.ModuleList(
-            AnchorGenerator(level_cells, stride=shape.stride, offset=config.anchors.offset)
+            AnchorGenerator(
+                level_cells,
+                stride=shape.stride,
+                offset=config.anchors.offset,
+                follows_image=config.anchors.strides == "image",
+            )
             for level_cells, shape in zip(cells, shapes, strict=True)
         )
         self.rpn_head = RPNHead(shapes[0].channels, len(cells[0]), config.rpn.conv_dims)  # shared by all maps
@@ -100,9 +105,11 @@ class RPN(nn.Module):
     def forward(self, features: FeatureMaps) -> RPNOutput:
         """Run the network on the maps of IN_FEATURES."""
         anchors, objectness, deltas = [], [], []
+        finest = features[self.in_features[0]]
+        padded = [side * self.anchor_generators[0].stride for side in finest.shape[2:]]  # (height, width), pixels
         for name, generator in zip(self.in_features, self.anchor_generators, strict=True):
             scores, shifts = self.rpn_head(features[name])
-            anchors.append(generator(*scores.shape[2:]))
+            anchors.append(generator(*scores.shape[2:], padded))
             objectness.append(scores.float().permute(0, 2, 3, 1).reshape(len(scores), -1))
             deltas.append(shifts.float().permute(0, 2, 3, 1).reshape(len(scores), -1, 4))
         counts = tuple(len(rows) for rows in anchors)
@@ -110,7 +117,7 @@ class RPN(nn.Module):
 
     @torch.no_grad()
     def propose(self, output: RPNOutput, sizes: ImageSizes) -> Proposals:
-        """Choose proposals: top-k by logit, decode, clip, drop sides not above MIN_SIZE, NMS, cut.
+        """Choose proposals: top-k by logit, decode, clip, drop short sides, NMS, cut.
 
         Top-k and NMS work on each feature map for itself, the cut on all of them together.
 
@@ -143,7 +150,7 @@ class RPN(nn.Module):
         images = []
         for boxes, logits, rows, finite, size in zip(decoded, scores, index, is_finite, sizes, strict=True):
             boxes = clip_boxes_to_image(boxes, size)
-            usable = finite & is_larger(boxes, config.min_size)
+            usable = finite & is_larger(boxes, config.min_size) & is_at_least(boxes, config.min_side)
             boxes, logits, rows = boxes[usable], logits[usable], rows[usable]
             if len(best) == 1:
                 kept = nms(boxes, logits, config.nms_thresh)[:after]
@@ -189,7 +196,7 @@ class RPN(nn.Module):
         return sampled
 
     def losses(self, output: RPNOutput, targets: DetectionTargets, sizes: ImageSizes) -> dict[str, Loss]:
-        """`loss_rpn_cls` and `loss_rpn_loc`, both divided by BATCH_SIZE_PER_IMAGE * N (not by the sampled number)."""
+        """`loss_rpn_cls` and `loss_rpn_loc`, both divided as `RPNConfig.loss_normaliser` says."""
         labels, matched = self.label_anchors(output.anchors, targets.boxes, sizes)
         labels = self.sample(labels)
         image, anchor = (labels == 1).nonzero(as_tuple=True)
@@ -205,7 +212,10 @@ class RPN(nn.Module):
         )
         used = labels >= 0
         cls = F.binary_cross_entropy_with_logits(output.objectness[used], labels[used].float(), reduction="sum")
-        count = cls.new_tensor(float(self.config.batch_size_per_image * len(sizes)))
+        if self.config.loss_normaliser == "sampled":
+            count = used.sum().to(cls.dtype)
+        else:
+            count = cls.new_tensor(float(self.config.batch_size_per_image * len(sizes)))
         weight = self.config.loss_weight
         return {
             "loss_rpn_cls": Loss(cls * weight, count),

@@ -31,6 +31,12 @@ import torch
 from torch import Tensor
 
 from detector.detector_config import DetectorConfig
+from detector.torchvision_names import (
+    FOLDED_VARIANCE,
+    from_torchvision_detector,
+    is_torchvision_detector,
+    trunk_name,
+)
 from detector.weight_files import WeightsFile
 
 FULL_PREFIXES = ("backbone.", "proposal_generator.", "roi_heads.")
@@ -43,7 +49,6 @@ MASK_BRANCH = ("roi_heads.mask_head.", "roi_heads.mask_pooler.", "_[mask]_fcn", 
 # ImageNet classifiers, and the bias that Caffe's first convolution has before its norm. No detector uses them, and
 # Detectron2 leaves them out too.
 LEFTOVERS = ("fc.", "stem.fc.", "fc1000.", "pred.", "stem.conv1.bias", *MASK_BRANCH)
-FOLDED_VARIANCE = 1 - 1e-5  # with the epsilon of the batch norms: exactly 1
 
 _PARAMETER = {"w": "weight", "b": "bias"}
 _NORM_PARAMETER = {
@@ -110,6 +115,8 @@ def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: 
         tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
     if any(name.startswith(VL_BERT) for name in tensors):
         return Renamed(from_vl_bert(tensors, source), "VL-BERT")
+    if is_torchvision_detector(tensors):
+        return Renamed(from_torchvision_detector(tensors, source, norm_eps=weights.norm_eps), "torchvision")
     if any(name.startswith(FULL_PREFIXES) for name in tensors):
         if is_caffe_attention(tensors):
             return Renamed(from_caffe_attention(tensors, config, source), "bottom-up attention, Caffe conventions")
@@ -119,7 +126,7 @@ def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: 
     if any(_CAFFE2_BLOCK.match(name) for name in tensors):
         converted, layout = from_caffe2(tensors), "Caffe2"
     elif any(_TORCHVISION_BLOCK.match(name) for name in tensors):
-        converted, layout = {_torchvision_name(name): value for name, value in tensors.items()}, "torchvision"
+        converted, layout = {trunk_name(name): value for name, value in tensors.items()}, "torchvision"
     elif any(name.startswith(("stem.", "res2.")) for name in tensors):
         converted, layout = tensors, "Detectron2 without prefixes"
     else:
@@ -194,17 +201,6 @@ def _caffe2_name(blob: str) -> str:
     return f"{_CAFFE2_LAYERS[layer]}.{parameter}" if layer in _CAFFE2_LAYERS else blob
 
 
-def _torchvision_name(name: str) -> str:
-    """`layer1.0.bn1.weight` -> `res2.0.conv1.norm.weight`; names in `fc.` are kept."""
-    block = _TORCHVISION_BLOCK.fullmatch(name)
-    rest = block["rest"] if block else name
-    rest = re.sub(r"^bn(\d)\.", r"conv\1.norm.", rest)
-    if block:
-        rest = re.sub(r"^downsample\.1\.", "shortcut.norm.", re.sub(r"^downsample\.0\.", "shortcut.", rest))
-        return f"res{int(block['stage']) + 1}.{block['block']}.{rest}"
-    return f"stem.{rest}" if rest.startswith("conv1.") else rest
-
-
 def from_vl_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[str, Tensor]:
     """The network up to res5 of an official VL-BERT model (without the prefix `module.`), in float32.
 
@@ -224,10 +220,10 @@ def from_vl_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[str,
             if first is not None and not torch.equal(first, value):
                 raise ValueError(f"{source}: {name} differs from its copy under {_VL_BERT_RES5}; the file is damaged.")
         elif name.startswith(_VL_BERT_RES5):
-            rest = _torchvision_name(f"layer4.{name.removeprefix(_VL_BERT_RES5)}")
+            rest = trunk_name(f"layer4.{name.removeprefix(_VL_BERT_RES5)}")
             renamed[f"roi_heads.{rest}"] = value
         elif name.startswith(VL_BERT) and rest.startswith("backbone."):
-            renamed[f"backbone.{_torchvision_name(rest.removeprefix('backbone.'))}"] = value
+            renamed[f"backbone.{trunk_name(rest.removeprefix('backbone.'))}"] = value
         elif name.startswith(VL_BERT) and not rest.startswith("obj_downsample."):
             raise ValueError(f"{source}: {name} is not a name of the official VL-BERT code; use a file that it wrote.")
     if not renamed:
