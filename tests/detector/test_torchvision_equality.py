@@ -1,11 +1,13 @@
 """The built-in FPN detector gives the numbers of torchvision's own models: boxes, scores, features and losses.
 
-Weights are random; each batch norm takes the statistics of the images, so that all activations keep their range, and the
-class scores are spread, so that there are detections.
+Weights are random; each batch norm takes the statistics of the images, so that all activations keep their range, and
+the class scores are spread, so that there are detections. Both networks compute in float64: in float32 two orders of
+summation are enough to swap detections of nearly equal scores.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -16,7 +18,6 @@ from torch import nn
 from torchvision.models import detection
 from torchvision.ops import FrozenBatchNorm2d
 
-from detector.boxes import whole_image_boxes
 from detector.checkpoint import load_weights
 from detector.config_file import flatten, load_tree
 from detector.detector_config import DetectorConfig
@@ -27,7 +28,7 @@ from detector.structures import DetectionTargets, ImageBatch
 from detector.torchvision_names import from_torchvision_detector
 
 CLASSES = 6
-SIDE = 240  # the short edge of the images, pixels: p6 gets a stride other than 64
+SIDE = 200  # the short edge of the images, pixels: p6 gets a stride other than 64
 MODELS = {"fasterrcnn_resnet50_fpn": "torchvision_R_50_FPN", "fasterrcnn_resnet50_fpn_v2": "torchvision_R_50_FPN_v2"}
 PHOTOS = Path(os.environ.get("E2E_VL_REAL_MINI", Path(__file__).parents[3] / "shared" / "real_mini"))
 
@@ -36,10 +37,10 @@ def drawn_images() -> list[np.ndarray]:
     """uint8 RGB images of two sizes with rectangles on noise."""
     generator = np.random.default_rng(0)
     images = []
-    for height, width in ((SIDE, 331), (301, SIDE)):
+    for height, width in ((SIDE, 283), (260, SIDE)):
         image = generator.integers(0, 255, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
         image = image.repeat(8, axis=0).repeat(8, axis=1)[:height, :width].copy()
-        for x, y, side in ((20, 30, 60), (120, 90, 100), (60, 150, 30)):
+        for x, y, side in ((20, 30, 60), (100, 90, 80), (60, 150, 30)):
             image[y : y + side, x : x + side] = generator.integers(0, 255, 3)
         images.append(image)
     return images
@@ -49,7 +50,9 @@ def calibrated(name: str, images: list[np.ndarray]) -> nn.Module:
     """Torchvision's model in evaluation mode."""
     torch.manual_seed(0)
     sizes = {"min_size": SIDE, "max_size": 10 * SIDE}  # the images have these sizes: nothing is resized
-    model = getattr(detection, name)(weights=None, weights_backbone=None, num_classes=CLASSES + 1, **sizes).eval()
+    model = (
+        getattr(detection, name)(weights=None, weights_backbone=None, num_classes=CLASSES + 1, **sizes).double().eval()
+    )
 
     def take_statistics(norm: nn.Module, inputs: tuple[torch.Tensor]) -> None:
         norm.running_mean.copy_(inputs[0].mean(dim=(0, 2, 3)))
@@ -67,13 +70,13 @@ def calibrated(name: str, images: list[np.ndarray]) -> nn.Module:
 
 
 def as_floats(images: list[np.ndarray]) -> list[torch.Tensor]:
-    return [torch.from_numpy(image).permute(2, 0, 1).float() / 255 for image in images]
+    return [torch.from_numpy(image).permute(2, 0, 1).double() / 255 for image in images]
 
 
 def builtin(name: str, model: nn.Module) -> FasterRCNN:
     """The same network here."""
     flat = flatten(load_tree(PUBLISHED / f"{MODELS[name]}.yaml")) | {"MODEL.ROI_HEADS.NUM_CLASSES": CLASSES}
-    detector = FasterRCNN(DetectorConfig.from_flat(flat))
+    detector = FasterRCNN(DetectorConfig.from_flat(flat)).double()
     load_weights(detector, from_torchvision_detector(model.state_dict(), name), name)
     return detector.eval()
 
@@ -81,7 +84,8 @@ def builtin(name: str, model: nn.Module) -> FasterRCNN:
 def batch_of(images: list[np.ndarray], detector: FasterRCNN) -> ImageBatch:
     config = detector.config.input
     sizes = [image.shape[:2] for image in images]
-    return make_image_batch(images, sizes, ["image"] * len(images), config.pixel_mean, config.pixel_std)
+    batch = make_image_batch(images, sizes, ["image"] * len(images), config.pixel_mean, config.pixel_std)
+    return dataclasses.replace(batch, pixels=batch.pixels.double())
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -97,9 +101,9 @@ def assert_same_detections(model: nn.Module, detector: FasterRCNN, images: list[
         found = detector(batch_of(images, detector))
     for row, wanted in enumerate(expected):
         assert len(found.boxes[row]) == len(wanted["boxes"])
-        torch.testing.assert_close(found.scores[row], wanted["scores"], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(found.boxes[row], wanted["boxes"], rtol=1e-4, atol=2e-2)
-        assert (found.classes[row] + 1 == wanted["labels"]).float().mean() > 0.98  # equal scores may change places
+        torch.testing.assert_close(found.scores[row], wanted["scores"].float(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.boxes[row], wanted["boxes"].float(), rtol=1e-4, atol=1e-2)
+        assert torch.equal(found.classes[row] + 1, wanted["labels"])
     return sum(len(wanted["boxes"]) for wanted in expected)
 
 
@@ -110,10 +114,8 @@ def test_detections(pair):
 def test_features_of_given_boxes(pair):
     model, detector = pair
     images = drawn_images()
-    boxes = [
-        torch.tensor([[5.0, 6.0, 100.0, 90.0], [0.0, 0.0, 239.0, 200.0]]),
-        torch.tensor([[30.0, 40.0, 55.0, 60.0]]),
-    ]
+    boxes = [[[5.0, 6.0, 100.0, 90.0], [0.0, 0.0, 199.0, 170.0]], [[30.0, 40.0, 55.0, 60.0]]]
+    boxes = [torch.tensor(rows, dtype=torch.float64) for rows in boxes]
     with torch.no_grad():
         resized, _ = model.transform(as_floats(images))
         maps = model.backbone(resized.tensors)
@@ -127,13 +129,11 @@ def test_losses(pair):
     """All anchors and all RoIs count, so that nothing is drawn at random."""
     model, detector = pair
     images = drawn_images()
-    boxes = [
-        torch.tensor([[20.0, 30.0, 80.0, 90.0], [120.0, 90.0, 220.0, 190.0]]),
-        torch.tensor([[60.0, 150.0, 90.0, 180.0]]),
-    ]
+    boxes = [[[20.0, 30.0, 80.0, 90.0], [100.0, 90.0, 180.0, 170.0]], [[60.0, 150.0, 90.0, 180.0]]]
+    boxes = [torch.tensor(rows, dtype=torch.float64) for rows in boxes]
     classes = [torch.tensor([1, 4]), torch.tensor([2])]
     everything = {"MODEL.RPN.BATCH_SIZE_PER_IMAGE": 10**6, "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE": 10**6}
-    unsampled = FasterRCNN(DetectorConfig.from_flat(detector.config.to_flat() | everything))
+    unsampled = FasterRCNN(DetectorConfig.from_flat(detector.config.to_flat() | everything)).double()
     unsampled.load_state_dict(detector.state_dict())
     samplers = model.rpn.fg_bg_sampler, model.roi_heads.fg_bg_sampler
     before = [sampler.batch_size_per_image for sampler in samplers]
@@ -156,7 +156,7 @@ def test_losses(pair):
     names = {"loss_cls": "loss_classifier", "loss_box_reg": "loss_box_reg"}
     names |= {"loss_rpn_cls": "loss_objectness", "loss_rpn_loc": "loss_rpn_box_reg"}
     for ours, theirs in names.items():
-        assert float(found[ours].mean) == pytest.approx(float(expected[theirs]), rel=1e-3), ours
+        assert found[ours].mean.item() == pytest.approx(expected[theirs].item(), rel=1e-4), ours
 
 
 def test_ten_photos(pair):
@@ -169,11 +169,3 @@ def test_ten_photos(pair):
         pixels, _ = load_resized(file, ResizeRule(SIDE, 10 * SIDE), "RGB")
         images.append(pixels)
     assert sum(assert_same_detections(model, detector, [image]) for image in images) > 50
-
-
-def test_the_whole_image_is_a_box_like_others(pair):
-    _, detector = pair
-    batch = batch_of(drawn_images(), detector)
-    with torch.no_grad():
-        first = detector(batch, whole_image_boxes(batch.sizes)).features
-    assert [rows.shape for rows in first] == [(1, 1024), (1, 1024)]
