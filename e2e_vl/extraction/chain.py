@@ -177,7 +177,8 @@ class RegionExtractor:
             rows = usable[kept]
             classes = best_classes[rows]
             boxes = best_boxes[rows] if is_final or rule == "maxnms" else found.boxes[rows]
-        return _Chosen(boxes, None if is_final else found.features.apply(lambda f: f[rows]), found.probs[rows, classes], classes)
+        features = None if is_final else found.features.apply(lambda values: values[rows])
+        return _Chosen(boxes, features, found.probs[rows, classes], classes)
 
     def _detections(self, found: _Proposals) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of proposals, classes and boxes [R, 4] of the detections that the rule "score" keeps."""
