@@ -38,7 +38,7 @@ ATTRIBUTE_HEAD = tuple(f"{PREDICTOR}{layer}." for layer in ("cls_embedding", "fc
 EXPECT: dict[str, dict[str, Sequence[str]]] = {
     "all": {"may_exceed": LEFTOVERS},
     "no_attributes": {"may_exceed": (*LEFTOVERS, *ATTRIBUTE_HEAD), "may_miss": ATTRIBUTE_HEAD},
-    "backbone": {},
+    "backbone": {},  # `only` the names of `trunk_prefixes`
 }
 
 

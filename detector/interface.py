@@ -57,8 +57,9 @@ class Detector(nn.Module, abc.ABC):
                 `loss_attribute` with an attribute head) to the result.
             pixel_masks: N entries, boxes whose pixels become 0 in the network input (that is the mean colour) before
                 the backbone sees them.
-            roi_masks: N entries, instance masks in 0..1 that multiply the last RoI map before it is averaged; the
-                divisor stays S * S (VL-BERT on VCR). Only together with `boxes`.
+            roi_masks: N entries, instance masks in 0..1 that multiply the last RoI map: the output of res5 before it is
+                averaged (the divisor stays S * S, as in VL-BERT on VCR), or the pooled map before a box head. Only
+                together with `boxes`.
             whole_image: put the box [0, 0, width - 1, height - 1] in front of each image's regions as row 0.
 
         Raises:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,10 @@ from torchvision.ops import batched_nms, clip_boxes_to_image, nms
 from detector.boxes import decode_deltas, is_larger
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
+from detector.roi_features import RoIFeatures
 from detector.roi_pooler import to_rois
 from detector.selection import best_class_boxes, select_max_conf, select_max_nms, select_regions
-from detector.structures import ImageBatch
+from detector.structures import FeatureMaps, ImageBatch
 from e2e_vl.data.formats.image_lists import GivenBoxes, ListedImage
 from e2e_vl.data.storage.features.record import RegionFeatures
 from e2e_vl.examples import Placement
@@ -55,7 +56,7 @@ class _Chosen:
     """Boxes of one image in pixels of the resized image."""
 
     boxes: Tensor  # float32 [R, 4]
-    features: Tensor | None = None  # float [R, D]; None: still to be pooled from the boxes
+    features: RoIFeatures | None = None  # None: still to be pooled from the boxes
     scores: Tensor | None = None  # float [R]; None: the best class probability of the features
     classes: Tensor | None = None  # int64 [R]
 
@@ -64,7 +65,7 @@ class _Proposals(NamedTuple):
     """What the detector says about the proposals of one image."""
 
     boxes: Tensor  # float32 [P, 4], pixels of the resized image
-    features: Tensor  # float [P, D]
+    features: RoIFeatures
     probs: Tensor  # float32 [P, K], without the background's column
     refined: Tensor  # float32 [P, K, 4], the box of every class, not clipped
     size: tuple[int, int]  # (height, width) of the resized image
@@ -117,7 +118,7 @@ class RegionExtractor:
             corners = batch.sizes.flip(1).float() - 1  # VL-BERT's box of the whole image ends at the last pixel
             whole = self._pool(maps, list(torch.cat((torch.zeros_like(corners), corners), dim=1)[:, None]))
         return [
-            self._record(image, one, None if whole is None else whole[row][0], given[row] if given else None)
+            self._record(image, one, None if whole is None else whole[row].region[0], given[row] if given else None)
             for row, (image, one) in enumerate(zip(images, chosen, strict=True))
         ]
 
@@ -132,9 +133,9 @@ class RegionExtractor:
         )
         return batch.to(next(self.detector.parameters()).device)
 
-    def _pool(self, maps: Any, boxes: list[Tensor]) -> list[Tensor]:
+    def _pool(self, maps: FeatureMaps, boxes: list[Tensor]) -> list[RoIFeatures]:
         pooled = self.detector.describe(maps, to_rois(boxes))
-        return list(pooled.region.split([len(rows) for rows in boxes]))
+        return list(pooled.split([len(rows) for rows in boxes]))
 
     def _given(self, batch: ImageBatch, row: int, given: GivenBoxes) -> _Chosen:
         """Boxes moved and clamped as training on the same boxes does it."""
@@ -142,7 +143,7 @@ class RegionExtractor:
         boxes = placement.move_and_clamp_boxes(given.boxes, batch.names[row])
         return _Chosen(torch.from_numpy(boxes).to(batch.pixels.device))
 
-    def _propose(self, maps: Any, batch: ImageBatch) -> list[_Proposals]:
+    def _propose(self, maps: FeatureMaps, batch: ImageBatch) -> list[_Proposals]:
         detector = self.detector
         sizes = [(height, width) for height, width in batch.sizes.tolist()]
         boxes = detector.propose(detector.run_rpn(maps), sizes)
@@ -151,7 +152,7 @@ class RegionExtractor:
         probs = logits.float().softmax(dim=1)[:, :-1]
         refined = decode_deltas(deltas, torch.cat(boxes), detector.config.roi_heads.box_weights)
         refined = refined.unflatten(1, (-1, 4)).expand(-1, probs.shape[1], -1)  # one box may serve all classes
-        split = (tensor.split([len(rows) for rows in boxes]) for tensor in (pooled.region, probs, refined))
+        split = (tensor.split([len(rows) for rows in boxes]) for tensor in (pooled, probs, refined))
         originals = [(height, width) for height, width in batch.original_sizes.tolist()]
         return [_Proposals(*one) for one in zip(boxes, *split, sizes, originals, strict=True)]
 
@@ -176,7 +177,8 @@ class RegionExtractor:
             rows = usable[kept]
             classes = best_classes[rows]
             boxes = best_boxes[rows] if is_final or rule == "maxnms" else found.boxes[rows]
-        return _Chosen(boxes, None if is_final else found.features[rows], found.probs[rows, classes], classes)
+        features = None if is_final else found.features.apply(lambda values: values[rows])
+        return _Chosen(boxes, features, found.probs[rows, classes], classes)
 
     def _detections(self, found: _Proposals) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of proposals, classes and boxes [R, 4] of the detections that the rule "score" keeps."""
@@ -195,13 +197,13 @@ class RegionExtractor:
         self, image: InputImage, chosen: _Chosen, image_feature: Tensor | None, given: GivenBoxes | None
     ) -> RegionFeatures:
         predictor = self.detector.roi_heads.box_predictor
-        logits = predictor.class_logits(chosen.features)
+        logits = predictor.class_logits(chosen.features.predictor)
         scores, classes = chosen.scores, chosen.classes
         if scores is None:
             scores, classes = logits.softmax(dim=1)[:, :-1].max(dim=1)
         attributes = attribute_scores = None
         if self.settings.attributes:  # "no attribute" is dropped before the softmax
-            by_region = predictor.attributes(chosen.features, logits.argmax(dim=1))[:, :-1]
+            by_region = predictor.attributes(chosen.features.predictor, logits.argmax(dim=1))[:, :-1]
             attribute_scores, attributes = by_region.softmax(dim=1).max(dim=1)
         if given is None:
             boxes = resize_boxes(chosen.boxes, image.pixels.shape[:2], image.original_size)
@@ -211,7 +213,7 @@ class RegionExtractor:
             image_id=image.id,
             image_size=image.original_size,
             boxes=_array(clip_boxes_to_image(boxes, image.original_size)),
-            features=_array(chosen.features),
+            features=_array(chosen.features.region),
             scores=_array(scores),
             classes=_array(classes),
             attributes=_array(attributes),

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from detector.detector_config import DetectorConfig
-from detector.detectron2_config import Detectron2Config
 from e2e_vl.commands import convert_weights
 from e2e_vl.config import RunConfig, save_config
 from e2e_vl.engine.build import build_model
@@ -113,7 +112,11 @@ def test_a_detector_that_the_official_code_does_not_have(settings, tmp_path):
         model.detector.config = DetectorConfig.from_flat(official | {key: value})
         with pytest.raises(ValueError, match=rf"x\.model: the official code has {re.escape(key)} .*R_101\.yaml"):
             save_official(model, "refcoco", tmp_path / "x.model")
-    model.detector.config = Detectron2Config.from_flat({"MODEL.ROI_HEADS.NAME": "StandardROIHeads"})  # with few keys
+    model.detector.config = DetectorConfig.from_flat(
+        official
+        | {"MODEL.ROI_HEADS.NAME": "StandardROIHeads", "MODEL.ROI_BOX_HEAD.NAME": "FastRCNNConvFCHead"}
+        | {"MODEL.ROI_BOX_HEAD.NUM_FC": 1}
+    )
     with pytest.raises(ValueError, match=r"has MODEL\.ROI_HEADS\.NAME Res5ROIHeads, this model StandardROIHeads"):
         save_official(model, "refcoco", tmp_path / "x.model")
     assert not (tmp_path / "x.model").exists()

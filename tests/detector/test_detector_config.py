@@ -116,4 +116,4 @@ def test_keys_of_ours_are_written_only_where_they_are_used():
     )
     written = set(OUR_KEYS) & set(config.to_flat())
     assert written == {"MODEL.RESNETS.STEM_POOL", "MODEL.ROI_BOX_HEAD.ATTRIBUTES.NUM_CLASSES"}
-    assert config.resnet.res4_stride == 8
+    assert config.map_shapes == {"res4": (1024, 8)}

@@ -224,7 +224,7 @@ def test_roi_masks_multiply_the_last_map_before_its_mean(images: ImageBatch, box
     plain = model(images, boxes, whole_image=True)
     torch.testing.assert_close(regions.features[1], plain.features[1])
     torch.testing.assert_close(regions.features[0][0], plain.features[0][0])  # the whole image is not masked
-    maps = model.roi_heads.res5_map(model.features(images), torch.cat((torch.zeros(3, 1), boxes[0]), dim=1))
+    maps = model.roi_heads.res5_map(model.features(images)["res4"], torch.cat((torch.zeros(3, 1), boxes[0]), dim=1))
     torch.testing.assert_close(regions.features[0][1:], (maps * masks[0][:, None]).sum(dim=(2, 3)) / 16)
     with pytest.raises(ValueError, match="RoI masks have shape"):
         model(images, boxes, roi_masks=[torch.ones(3, 5, 5), torch.ones(1, 5, 5)])

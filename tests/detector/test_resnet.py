@@ -30,7 +30,7 @@ def test_depths(depth: int, blocks: list[int]):
 @pytest.mark.parametrize(("pool", "cells"), [("max", (5, 7)), ("caffe_max", (5, 7)), ("none", (9, 13))])
 def test_strides_for_sides_that_are_no_multiple(norm: str, pool: str, cells: tuple[int, int]):
     model = ResNet(tiny(norm=norm, stem_pool=pool, depth=50))
-    res4 = model(torch.rand(2, 3, 67, 99))
+    res4 = model(torch.rand(2, 3, 67, 99))["res4"]
     assert tuple(res4.shape) == (2, 64, *cells)
     assert res4.isfinite().all()
 
@@ -92,7 +92,7 @@ def test_folded_frozen_norm_is_conv_then_norm_with_its_gradient():
 @pytest.mark.parametrize("freeze_at", [0, 1, 2, 3])
 def test_freeze_at_stops_gradients_there(norm: str, freeze_at: int):
     model = ResNet(tiny(norm=norm, freeze_at=freeze_at)).train()
-    model(torch.rand(2, 3, 64, 64)).sum().backward()
+    model(torch.rand(2, 3, 64, 64))["res4"].sum().backward()
     for level, name in enumerate(("stem", "res2", "res3", "res4"), start=1):
         parameters = list(getattr(model, name).parameters())
         assert parameters
@@ -121,7 +121,7 @@ def test_group_norm_of_narrow_layers():
 def test_group_norm_of_one_image_does_not_depend_on_the_batch():
     model = ResNet(tiny(norm="GN")).train()
     images = torch.rand(3, 3, 64, 64)
-    torch.testing.assert_close(model(images)[:1], model(images[:1]), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(model(images)["res4"][:1], model(images[:1])["res4"], atol=1e-5, rtol=1e-4)
 
 
 def test_recomputed_activations_change_nothing():
@@ -131,7 +131,7 @@ def test_recomputed_activations_change_nothing():
     rois = torch.tensor([[0, 3.0, 5, 60, 50], [0, 10, 10, 30, 30]])
 
     def gradients() -> list[Tensor]:
-        features = trunk(torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(1)))
+        features = trunk(torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(1)))["res4"]
         maps = res5(
             features, lambda x, stride: align_rois(x, rois, 6, 1 / 16, sampling_ratio=1, aligned=True, stride=stride)
         )

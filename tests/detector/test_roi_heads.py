@@ -43,7 +43,7 @@ def test_the_side_of_the_last_map_is_known_before_it_is_there(published, style, 
 @pytest.mark.parametrize("with_masks", [False, True])
 def test_chunks_give_the_same_features(heads, with_masks: bool, monkeypatch: pytest.MonkeyPatch):
     generator = torch.Generator().manual_seed(1)
-    features = torch.randn(3, 32, 9, 12, generator=generator)
+    features = {"res4": torch.randn(3, 32, 9, 12, generator=generator)}
     corners = 100 * torch.rand(23, 2, 2, generator=generator).sort(dim=1).values
     image = torch.randint(0, 3, (23, 1), generator=generator)  # in no order
     rois = torch.cat((image.float(), corners[:, 0], corners[:, 1] + 5), dim=1)
@@ -54,11 +54,11 @@ def test_chunks_give_the_same_features(heads, with_masks: bool, monkeypatch: pyt
         heads, "_describe", lambda maps, rows, masks: seen.append(len(rows)) or single(maps, rows, masks)
     )
     with torch.no_grad():
-        side = heads.res5_map(features, rois).shape[-1]
+        side = heads.res5_map(features["res4"], rois).shape[-1]
         masks = torch.rand(23, side, side, generator=generator) if with_masks else None
-        expected = heads.describe(features, rois, masks)
+        expected = heads.describe(features, rois, masks).region
         monkeypatch.setattr(roi_heads, "CHUNK", 5)
-        found = heads.describe(features, rois, masks)
+        found = heads.describe(features, rois, masks).region
         assert seen == [23, 5, 5, 5, 5, 3]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * expected.abs().max().item())
         assert torch.equal(rois, before)

@@ -23,6 +23,7 @@ from detector.structures import DetectionTargets, ImageBatch, Regions
 
 TOLERANCE = 1e-4  # of the largest value of a tensor
 CONTINUED = 1e-6  # of the change of the weights in two steps
+STEPS = 1e-4  # of the change of the weights in 100 steps
 EXACT = 1e-6  # relative, of losses and gradients in float64 (gradients: L2 distance)
 
 SMALL = {
@@ -68,6 +69,64 @@ VARIANTS = {  # what is unlike the golden set
     "shallow": {"RESNETS": {"DEPTH": 18, "NORM": "BN"}, "BACKBONE": {"FREEZE_AT": 0}},
     "stem_without_pool": {"RESNETS": {"STEM_POOL": "none"}, "BACKBONE": {"FREEZE_AT": 5}},
 }
+LEVELS = ["p2", "p3", "p4", "p5", "p6"]
+STAGES = ["res2", "res3", "res4", "res5"]
+FPN = {
+    "BACKBONE": {"NAME": "build_resnet_fpn_backbone"},
+    "RESNETS": {"OUT_FEATURES": STAGES},
+    "FPN": {"IN_FEATURES": STAGES, "OUT_CHANNELS": 16},
+    "ANCHOR_GENERATOR": {"SIZES": [[12], [24], [48], [96], [150]]},
+    "RPN": {"IN_FEATURES": LEVELS, "BATCH_SIZE_PER_IMAGE": 12000, "PRE_NMS_TOPK_TRAIN": 50, "PRE_NMS_TOPK_TEST": 50},
+    "ROI_HEADS": {"NAME": "StandardROIHeads", "IN_FEATURES": LEVELS[:4]},
+    "ROI_BOX_HEAD": {"NAME": "FastRCNNConvFCHead", "NUM_FC": 2, "FC_DIM": 24, "POOLER_RESOLUTION": 7},
+}
+FPN_VARIANTS = {  # on top of FPN
+    "fpn": {},
+    "fpn_convolutions": {
+        "FPN": {"OUT_CHANNELS": 32, "NORM": "GN", "FUSE_TYPE": "avg"},
+        "RPN": {"CONV_DIMS": [-1, 24]},
+        "ROI_BOX_HEAD": {
+            "NUM_CONV": 2,
+            "CONV_DIM": 32,
+            "NUM_FC": 1,
+            "NORM": "GN",
+            "POOLER_TYPE": "ROIAlign",
+            "POOLER_SAMPLING_RATIO": 2,
+            "CLS_AGNOSTIC_BBOX_REG": True,
+            "REGION_FEATURE": "mean",
+        },
+    },
+    "fpn_shallow": {
+        "BACKBONE": {"FREEZE_AT": 0},
+        "RESNETS": {"DEPTH": 18, "NORM": "BN"},
+        "FPN": {"NORM": "BN"},
+        "ROI_BOX_HEAD": {
+            "REGION_FEATURE": "fc6",
+            "ATTRIBUTES": {"NUM_CLASSES": 6, "EMBEDDING_DIM": 8, "HIDDEN_DIM": 12},
+        },
+    },
+    "fpn_resnext": {
+        "BACKBONE": {"FREEZE_AT": 2},
+        "RESNETS": {"NUM_GROUPS": 4, "WIDTH_PER_GROUP": 2, "STRIDE_IN_1X1": False, "STEM_POOL": "caffe_max"},
+        "FPN": {"IN_FEATURES": STAGES[1:], "NORM": "FrozenBN"},
+        "ANCHOR_GENERATOR": {
+            "SIZES": [[48]],
+            "ASPECT_RATIOS": [[1.0]],
+            "CELL_ANCHORS": [[-s, -s, s + 3, s] for s in (12, 24, 48, 64)],
+        },
+        "RPN": {"IN_FEATURES": LEVELS[1:], "BATCH_SIZE_PER_IMAGE": 32},
+        "ROI_HEADS": {"IN_FEATURES": LEVELS[1:3], "BATCH_SIZE_PER_IMAGE": 12, "FEATURES_OF": "proposal"},
+        "ROI_BOX_HEAD": {"POOLER_TYPE": "ROIPool", "REGION_FEATURE": "fc7"},
+    },
+    "fpn_without_fully_connected_layers": {"ROI_BOX_HEAD": {"NUM_FC": 0, "NUM_CONV": 1, "CONV_DIM": 8}},
+    "dilated_res5_with_box_head": {
+        "BACKBONE": {"NAME": "build_resnet_backbone"},
+        "RESNETS": {"OUT_FEATURES": ["res5"], "RES5_DILATION": 2},
+        "ANCHOR_GENERATOR": {"SIZES": [[24, 48, 96]]},
+        "RPN": {"IN_FEATURES": ["res5"]},
+        "ROI_HEADS": {"IN_FEATURES": ["res5"]},
+    },
+}
 
 
 @dataclasses.dataclass
@@ -91,16 +150,20 @@ class Pair:
 def in_float64(model: TwoStageDetector) -> TwoStageDetector:
     """A copy in float64, for training."""
     model = copy.deepcopy(model).double().train()
-    pooler = getattr(model.roi_heads, "pooler", None)
+    pooler = getattr(model.roi_heads, "pooler", getattr(model.roi_heads, "box_pooler", None))
     if pooler is not None:  # Detectron2's RoIPool does not convert its float32 boxes itself
-        pooler.level_poolers[0].register_forward_pre_hook(lambda module, inputs: (inputs[0], inputs[1].to(inputs[0])))
+        for level in pooler.level_poolers:
+            level.register_forward_pre_hook(lambda module, inputs: (inputs[0], inputs[1].to(inputs[0])))
+        pooler.register_forward_hook(lambda module, inputs, output: output.to(inputs[0][0]))
     return model
 
 
 def make_tree(variant: str) -> dict:
     tree = copy.deepcopy(SMALL)
-    for group, values in VARIANTS[variant].items():
-        tree["MODEL"].setdefault(group, {}).update(values)
+    layers = [VARIANTS[variant]] if variant in VARIANTS else [FPN, FPN_VARIANTS[variant]]
+    for layer in layers:
+        for group, values in layer.items():
+            tree["MODEL"].setdefault(group, {}).update(values)
     return tree
 
 
@@ -120,7 +183,7 @@ def make_lively(model: TwoStageDetector) -> None:
             value.normal_(std=0.03)
 
 
-@pytest.fixture(scope="module", params=list(VARIANTS))
+@pytest.fixture(scope="module", params=[*VARIANTS, *FPN_VARIANTS])
 def pair(request: pytest.FixtureRequest, backends: ModuleType, tmp_path_factory) -> Pair:
     """Both backends from one YAML file and one checkpoint file."""
     adapter = backends.detector_class("detectron2")
@@ -207,9 +270,11 @@ def test_the_same_features_and_proposals(pair: Pair, images: ImageBatch, backend
     for model in (pair.ours, pair.theirs):
         features = model.features(images)
         output = model.run_rpn(features)
-        found.append((backends.res4(features), backends.rpn_arrays(output), model.propose(output, sizes)))
-    (map_1, rpn_1, proposals_1), (map_2, rpn_2, proposals_2) = found
-    assert_near(map_1, map_2)
+        found.append((features, backends.rpn_arrays(output), model.propose(output, sizes)))
+    (maps_1, rpn_1, proposals_1), (maps_2, rpn_2, proposals_2) = found
+    assert list(maps_1) == list(maps_2)
+    for name, level in maps_1.items():
+        assert_near(level, maps_2[name])
     assert torch.equal(rpn_1.anchors, rpn_2.anchors)
     assert_near(rpn_1.objectness, rpn_2.objectness)
     assert_near(rpn_1.deltas, rpn_2.deltas)
@@ -232,7 +297,8 @@ def test_the_same_given_boxes_with_pixel_masks(pair: Pair, images, boxes, whole_
 @torch.no_grad()
 def test_the_same_roi_masks(pair: Pair, images, boxes):
     pair.train(False)
-    side = pair.ours.roi_heads.res5_map(pair.ours.features(images), torch.tensor([[0.0, 0, 0, 9, 9]])).shape[-1]
+    side = pair.ours.map_size
+    assert side == pair.theirs.map_size
     generator = torch.Generator().manual_seed(3)
     masks = [torch.rand(len(rows), side, side, generator=generator) for rows in boxes]
     assert_same_regions(*pair.run(images, boxes, roi_masks=masks, whole_image=True))
@@ -321,3 +387,25 @@ def test_training_continues_in_the_other_backend(pair: Pair, images_64, targets,
     assert changes[0].norm() > 1e-4
     for other in changes[1:]:
         assert (other - changes[0]).norm() <= CONTINUED * changes[0].norm()
+
+
+def test_a_hundred_training_steps(pair: Pair, images_64, targets, request: pytest.FixtureRequest):
+    """From the same weights, each backend for itself."""
+    if request.node.callspec.params["pair"] != "fpn":
+        pytest.skip("one detector is enough for the long run")
+    models = [in_float64(pair.ours), in_float64(pair.theirs)]
+    start = {name: parameter.detach().clone() for name, parameter in models[0].named_parameters()}
+    for model in models:
+        torch.manual_seed(0)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3, momentum=0.9)
+        for _ in range(100):
+            losses = model(images_64, None, targets).losses
+            optimizer.zero_grad()
+            sum(loss.mean for loss in losses.values()).backward()
+            optimizer.step()
+    ours, theirs = (
+        torch.cat([(model.get_parameter(name).detach() - value).flatten() for name, value in start.items()])
+        for model in models
+    )
+    assert ours.norm() > 1e-2
+    assert (ours - theirs).norm() <= STEPS * theirs.norm()

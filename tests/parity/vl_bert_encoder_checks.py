@@ -52,7 +52,7 @@ def test_roi_align(golden):
     ops = golden["ops"]
     heads = FasterRCNN(detector_config(golden)).roi_heads
     features = ops["roi_align.features"].clone().requires_grad_()
-    pooled = heads.pool(features, ops["roi_align.rois"])
+    pooled = heads.pool([features], ops["roi_align.rois"])
     assert_near(pooled, ops["roi_align.out"], "roi_align.out")
     pooled.backward(ops["roi_align.grad_out"])
     assert_near(features.grad, ops["roi_align.grad_features"], "roi_align.grad_features")
@@ -83,7 +83,8 @@ def test_visual_branch(golden, vl_bert_keys):
     model, data = make_model(golden, vl_bert_keys), golden.part("visual", "e2e.")
     with torch.no_grad():
         features, vectors = described_regions(model, golden, data["images"])
-        assert_near(model.detector.features(image_batch(data["images"], data["im_info"])), data["body4"], "body4")
+        maps = model.detector.features(image_batch(data["images"], data["im_info"]))
+        assert_near(maps["res4"], data["body4"], "body4")
     assert_near(features, data["obj_reps_raw"], "obj_reps_raw")
     assert_near(vectors, data["obj_reps"], "obj_reps")
 
@@ -93,7 +94,7 @@ def test_visual_branch_of_chosen_regions_up_to_res5(golden, vl_bert_keys):
     image, row = data["box_mask"].nonzero()[data["roi_index"]].unbind(dim=1)
     rois = torch.cat([image[:, None].float(), data["boxes"][image, row]], dim=1)
     with torch.no_grad():
-        assert_near(model.detector.roi_heads.pool(data["body4"], rois), data["roi_align"], "roi_align")
+        assert_near(model.detector.roi_heads.pool([data["body4"]], rois), data["roi_align"], "roi_align")
         assert_near(model.detector.roi_heads.res5_map(data["body4"], rois), data["c5"], "c5")
 
 
