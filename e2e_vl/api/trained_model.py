@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import warnings
 from collections.abc import Sequence
@@ -11,21 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
 from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, snapshot_download
 from transformers import PreTrainedTokenizerBase
 
-from detector.images import ResizeRule, decode_resized, load_resized
-from detector.selection_rule import SelectionRule
+from detector.images import ResizeRule
+from e2e_vl.api.devices import best_device
 from e2e_vl.api.inputs import ImageFile, ImageInput, as_lists, given_boxes, image_file
 from e2e_vl.api.results import Answer, FoundRegions
+from e2e_vl.api.trained_detector import TrainedDetector
 from e2e_vl.config import RunConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.engine.asking import Reply, reply_to
 from e2e_vl.engine.build import named_parts
 from e2e_vl.engine.build_data import warn_of_random_boxes
 from e2e_vl.engine.saving import load_model, model_folder, save_model, saved_settings
-from e2e_vl.extraction.chain import ExtractionSettings, InputImage, RegionExtractor
+from e2e_vl.extraction.detectors import RANDOM_BOXES, LoadedDetector
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.samples import Question, Sample
 from e2e_vl.text import looks_like_hub_name, unknown_words
@@ -74,7 +75,8 @@ class TrainedModel(
         device: str | torch.device | None = None,
     ):
         self.settings, self.tokenizer, self.source = settings, tokenizer, source
-        self.network = network.to(device or _best_device()).eval()
+        self.device = torch.device(device or best_device())
+        self.network = network.to(self.device).eval()
         dataset = named_parts(settings).dataset
         self._options = open_options(dataset, settings.data)[1]
         self._dataset = dataset
@@ -142,30 +144,31 @@ class TrainedModel(
         return self.answer_all([Question(image_file(image), text, hidden=hidden)])[0]
 
     def regions(
-        self, image: ImageInput, *, min_score: float = 0.2, min_regions: int = 10, max_regions: int = 36
+        self,
+        image: ImageInput,
+        *,
+        boxes: Any = None,
+        min_score: float = 0.2,
+        min_regions: int = 10,
+        max_regions: int = 36,
     ) -> FoundRegions:
-        """What the detector finds: regions that score at least `min_score`, but within the two numbers.
+        """What the model's detector finds, or says about given boxes; see `TrainedDetector.regions`.
 
         Raises:
-            FileNotFoundError, ValueError: no readable image, numbers that contradict each other, or a model without a
-                detector.
+            ValueError: a model without a detector.
         """
         self._require_detector()
-        if self.settings.detector.proposes_at_random:
-            warn_of_random_boxes(self.settings.detector)
-        file, detector, size = image_file(image), self.network.detector, self.settings.data.resize
+        return self.detector.regions(
+            image, boxes=boxes, min_score=min_score, min_regions=min_regions, max_regions=max_regions
+        )
+
+    @functools.cached_property
+    def detector(self) -> TrainedDetector:
+        """The model's detector, at the image size of its evaluation."""
+        size = self.settings.data.resize
         resize = ResizeRule(size.short_edge[-1], size.long_edge, size.rounding)
-        order, features_of = detector.config.input.format, detector.config.roi_heads.features_of
-        if isinstance(file, Path):
-            name, loaded = str(file), load_resized(file, resize, order)
-        else:
-            name, loaded = file.name, decode_resized(file.content, file.name, resize, order)
-        rule = SelectionRule(min_score, min_regions, max_regions)
-        extractor = RegionExtractor(detector, ExtractionSettings("score", rule, features_of))
-        [found] = extractor([InputImage(name, Path(name), *loaded)])
-        known = self.class_names
-        names = [f"class {number}" if known is None else known[number] for number in found.classes.tolist()]
-        return FoundRegions(found.boxes, found.scores, found.classes, names, found.features, file)
+        warning = RANDOM_BOXES if saved_settings(self.source).detector.proposes_at_random else ""
+        return TrainedDetector(LoadedDetector(self.network.detector, resize, warning=warning), self.device)
 
     def answer_all(self, questions: Sequence[Question]) -> list[Answer]:
         """Answer prepared questions; those about the same images with the same boxes share one detector pass.
@@ -291,7 +294,7 @@ class TrainedModel(
         return cls.from_folder(folder, device)
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        save_model(save_directory, self.settings, self.network, self.tokenizer)
+        save_model(save_directory, saved_settings(self.source), self.network, self.tokenizer)
         about = {"library_name": "e2e-vl", "e2e_vl_version": version("e2e-vl")}
         (save_directory / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
@@ -329,13 +332,6 @@ def load(source: str | Path, device: str | torch.device | None = None) -> Traine
             f"{source}: neither a local folder nor a model that could be loaded from the hub "
             f"({str(error).splitlines()[0]}); check the name and the connection, or give a run directory."
         ) from error
-
-
-def _best_device() -> torch.device:
-    """The GPU, or the CPU where there is no GPU or ACCELERATE_USE_CPU is true."""
-    if torch.accelerator.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
-        return torch.accelerator.current_accelerator()
-    return torch.device("cpu")
 
 
 def _image_files(images: list[Any]) -> list[tuple[ImageFile, ...]]:

@@ -23,11 +23,11 @@ def load_source(arguments: argparse.Namespace) -> LoadedDetector:
             f"The default detector's settings, {DEFAULT_CONFIG}, come with a clone of the project and not with the "
             "installed package; name a detector with --config or --run."
         )
-    from e2e_vl.extraction.detectors import detector_of_run, load_detector  # late: it imports torch
+    from e2e_vl.extraction.detectors import detector_of_run, open_detector  # late: it imports torch
 
     if arguments.run is not None and arguments.config is None and arguments.weights is None:
         return detector_of_run(arguments.run, backend=arguments.backend, max_proposals=arguments.max_proposals)
-    return load_detector(
+    return open_detector(
         arguments.config or DEFAULT_CONFIG,
         arguments.weights,
         backend=arguments.backend or "builtin",

@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 
 from detector.backends import BACKENDS, detector_class
-from detector.checkpoint import load_checkpoint
+from detector.checkpoint import CONFIG_NAME, load_checkpoint
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule
 from detector.weight_files import find_weights
 from e2e_vl.config import load_config
 
+ALL_PROPOSALS = 10**9  # more than any config wants
 RANDOM_WEIGHTS = "The detector's weights are random, so its boxes, classes and features mean nothing."
 RANDOM_BOXES = "The run's detector learned to describe given boxes only: the boxes that it finds itself are random."
 
@@ -30,7 +31,7 @@ class LoadedDetector:
     warning: str = ""  # one sentence for users if the boxes that the detector finds mean nothing
 
 
-def load_detector(
+def open_detector(
     config: str | Path,
     weights: str | Path | None,
     *,
@@ -71,6 +72,28 @@ def load_detector(
     return LoadedDetector(detector, resize, backend, weights, seed, RANDOM_WEIGHTS if weights is None else "")
 
 
+def find_detector(source: str | Path, config: str | Path | None = None) -> LoadedDetector:
+    """A detector by what a user has of it, with all proposals that its config wants.
+
+    Args:
+        source: a run directory or saved model folder; a folder with `config.yaml` and `model.safetensors`; or any
+            weights file that `load_checkpoint` reads.
+        config: Detectron2 YAML file; needed for a file that comes without one.
+
+    Raises:
+        FileNotFoundError, ValueError: nothing there, no config, or files that do not fit together.
+    """
+    path = Path(source).expanduser()
+    if config is not None:
+        return open_detector(config, path, max_proposals=ALL_PROPOSALS)
+    if (path / "model").is_dir() or (path / "detector").is_dir():
+        return detector_of_run(path, max_proposals=ALL_PROPOSALS)
+    if (path / CONFIG_NAME).is_file():
+        return open_detector(path / CONFIG_NAME, path, max_proposals=ALL_PROPOSALS)
+    find_weights(path)  # says in one sentence what is missing
+    raise ValueError(f"{path}: weights alone do not say how the detector is built; give its Detectron2 YAML as config.")
+
+
 def detector_of_run(run_dir: str | Path, *, backend: str | None = None, max_proposals: int = 100) -> LoadedDetector:
     """The trained detector of a run directory or saved model folder, with the image size of the run's evaluation.
 
@@ -92,7 +115,7 @@ def detector_of_run(run_dir: str | Path, *, backend: str | None = None, max_prop
             "images; give --config and --weights."
         )
     resize = config.data.resize
-    loaded = load_detector(
+    loaded = open_detector(
         folder / "detector" / "config.yaml",
         folder / "detector",
         backend=backend or config.detector.backend,

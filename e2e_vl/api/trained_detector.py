@@ -1,0 +1,92 @@
+"""A detector to look at photos with: the regions of any image, or the features of given boxes.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from detector.images import decode_resized, load_resized
+from detector.selection_rule import SelectionRule
+from e2e_vl.api.devices import best_device
+from e2e_vl.api.inputs import ImageFile, ImageInput, given_boxes, image_file
+from e2e_vl.api.results import FoundRegions
+from e2e_vl.data.formats.image_lists import GivenBoxes
+from e2e_vl.extraction.chain import InputImage, RegionExtractor
+from e2e_vl.extraction.detectors import LoadedDetector, find_detector
+from e2e_vl.extraction.settings import ExtractionSettings
+
+
+class TrainedDetector:
+    """A loaded detector with its class names; `e2e_vl.load_detector` makes one.
+
+    It may be asked from several threads at a time. Boxes are xyxy in pixels of the original image.
+    """
+
+    def __init__(self, source: LoadedDetector, device: str | torch.device | None = None):
+        self.source = source
+        self.network = source.detector.to(device or best_device()).eval()
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Of the detector's classes; None: unknown."""
+        return self.network.class_names
+
+    def regions(
+        self,
+        image: ImageInput,
+        *,
+        boxes: Any = None,
+        min_score: float = 0.2,
+        min_regions: int = 10,
+        max_regions: int = 36,
+    ) -> FoundRegions:
+        """What the detector finds, best score first, or what it says about given boxes, in their order.
+
+        Args:
+            image: a path, bytes, a PIL image or uint8 [height, width, 3] in RGB.
+            boxes: [R, 4], or words or a file as in `TrainedModel.ask`; None: the detector's own.
+            min_score: its own regions score at least this, but their number stays between the other two.
+
+        Raises:
+            FileNotFoundError, ValueError: no readable image, numbers that contradict each other, or a box that lies
+                outside the image.
+        """
+        if self.source.warning and boxes is None:
+            warnings.warn(self.source.warning, stacklevel=2)
+        file, given = image_file(image), given_boxes(boxes, "boxes")
+        config = self.network.config
+        name, pixels, size = _read(file, self.source, config.input.format)
+        rule = SelectionRule(min_score, min_regions, max_regions)
+        settings = ExtractionSettings("score", rule, config.roi_heads.features_of)
+        wanted = None
+        if given is not None:
+            settings = ExtractionSettings("given")
+            wanted = [GivenBoxes(np.asarray(given.boxes, dtype=np.float64), np.arange(len(given)))]
+        [found] = RegionExtractor(self.network, settings)([InputImage(name, Path(name), pixels, size)], wanted)
+        names = [self.name_of(number) for number in found.classes.tolist()]
+        return FoundRegions(found.boxes, found.scores, found.classes, names, found.features, file)
+
+    def name_of(self, number: int) -> str:
+        """The name of a class, or its number where the names are unknown."""
+        return f"class {number}" if self.class_names is None else self.class_names[number]
+
+
+def load_detector(
+    source: str | Path, config: str | Path | None = None, device: str | torch.device | None = None
+) -> TrainedDetector:
+    """Load the detector of a run, a saved detector, or a weights file with its config; see `e2e_vl.load_detector`."""
+    return TrainedDetector(find_detector(source, config), device)
+
+
+def _read(file: ImageFile, source: LoadedDetector, order: str) -> tuple[str, np.ndarray, tuple[int, int]]:
+    """The image's name, its pixels at the detector's size, and its original (height, width)."""
+    if isinstance(file, Path):
+        return str(file), *load_resized(file, source.resize, order)
+    return file.name, *decode_resized(file.content, file.name, source.resize, order)
