@@ -13,11 +13,22 @@ DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "detector" / 
 
 
 def load_source(arguments: argparse.Namespace) -> LoadedDetector:
-    """The detector of `--run`, or the one of `--config` and `--weights`, which beat the run's.
+    """The detector of `--detector`; or of `--run`; or the one of `--config` and `--weights`, which beat the run's.
 
     Raises:
         FileNotFoundError, ValueError: a file is missing or does not fit; see e2e_vl/extraction/detectors.py.
     """
+    if arguments.detector is not None:
+        if arguments.weights is not None:
+            raise ValueError("--detector and --weights both name weights; leave one of them out.")
+        from e2e_vl.extraction.detectors import find_detector  # late: it imports torch
+
+        return find_detector(
+            arguments.detector,
+            arguments.config,
+            backend=arguments.backend,
+            max_proposals=arguments.max_proposals,
+        )
     if arguments.run is None and arguments.config is None and not DEFAULT_CONFIG.is_file():
         raise FileNotFoundError(
             f"The default detector's settings, {DEFAULT_CONFIG}, come with a clone of the project and not with the "

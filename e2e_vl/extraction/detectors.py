@@ -72,24 +72,31 @@ def open_detector(
     return LoadedDetector(detector, resize, backend, weights, seed, RANDOM_WEIGHTS if weights is None else "")
 
 
-def find_detector(source: str | Path, config: str | Path | None = None) -> LoadedDetector:
-    """A detector by what a user has of it, with all proposals that its config wants.
+def find_detector(
+    source: str | Path,
+    config: str | Path | None = None,
+    *,
+    backend: str | None = None,
+    max_proposals: int = ALL_PROPOSALS,
+) -> LoadedDetector:
+    """A detector by what a user has of it.
 
     Args:
         source: a run directory or saved model folder; a folder with `config.yaml` and `model.safetensors`; or any
             weights file that `load_checkpoint` reads.
         config: Detectron2 YAML file; needed for a file that comes without one.
+        backend, max_proposals: as in `open_detector` and `detector_of_run`.
 
     Raises:
         FileNotFoundError, ValueError: nothing there, no config, or files that do not fit together.
     """
     path = Path(source).expanduser()
     if config is not None:
-        return open_detector(config, path, max_proposals=ALL_PROPOSALS)
+        return open_detector(config, path, backend=backend or "builtin", max_proposals=max_proposals)
     if (path / "model").is_dir() or (path / "detector").is_dir():
-        return detector_of_run(path, max_proposals=ALL_PROPOSALS)
+        return detector_of_run(path, backend=backend, max_proposals=max_proposals)
     if (path / CONFIG_NAME).is_file():
-        return open_detector(path / CONFIG_NAME, path, max_proposals=ALL_PROPOSALS)
+        return open_detector(path / CONFIG_NAME, path, backend=backend or "builtin", max_proposals=max_proposals)
     find_weights(path)  # says in one sentence what is missing
     raise ValueError(f"{path}: weights alone do not say how the detector is built; give its Detectron2 YAML as config.")
 

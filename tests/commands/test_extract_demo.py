@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import e2e_vl
+from detector.checkpoint import save_pretrained
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.commands import extract_demo
@@ -156,6 +157,22 @@ def test_weights_from_a_file(
         found.append(np.load(tmp_path / "out" / "regions.npz")["features"])
     assert "random" not in capsys.readouterr().out
     assert np.array_equal(*found)  # the seed no longer matters
+
+
+def test_a_detector_by_its_folder(tool: types.ModuleType, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    image, _ = write_image(tmp_path, "rotated")
+    detector = FasterRCNN(DetectorConfig.from_yaml(config)).eval()
+    detector.class_names = tuple(f"thing {number}" for number in range(detector.num_classes))
+    save_pretrained(detector, tmp_path / "saved")
+    arguments = [str(image), "--output", str(tmp_path / "out")]
+    assert tool.main([*arguments, "--detector", str(tmp_path / "saved")]) == 0
+    by_folder = np.load(tmp_path / "out" / "regions.npz")["features"]
+    weights = str(tmp_path / "saved" / "model.safetensors")
+    assert tool.main([*arguments, "--config", str(config), "--weights", weights]) == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "out" / "regions.npz")["features"], by_folder)
+    assert "random" not in capsys.readouterr().out
+    assert tool.main([*arguments, "--detector", str(tmp_path / "saved"), "--weights", weights]) == 2
+    assert "both name weights" in capsys.readouterr().err
 
 
 def test_phrase(
