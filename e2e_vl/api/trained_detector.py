@@ -14,13 +14,15 @@ import torch
 
 from detector.images import decode_resized, load_resized
 from detector.selection_rule import SelectionRule
-from e2e_vl.api.devices import best_device
-from e2e_vl.api.inputs import ImageFile, ImageInput, given_boxes, image_file
+from e2e_vl.api.devices import chosen_device
+from e2e_vl.api.inputs import ImageFile, ImageInput, given_boxes, image_file, stamp_of
 from e2e_vl.api.results import FoundRegions
 from e2e_vl.data.formats.image_lists import GivenBoxes
+from e2e_vl.data.formats.user_boxes import require_inside
 from e2e_vl.extraction.chain import InputImage, RegionExtractor
 from e2e_vl.extraction.detectors import LoadedDetector, find_detector
 from e2e_vl.extraction.settings import ExtractionSettings
+from e2e_vl.samples import AnnotatedObjects
 
 
 class TrainedDetector:
@@ -31,7 +33,7 @@ class TrainedDetector:
 
     def __init__(self, source: LoadedDetector, device: str | torch.device | None = None):
         self.source = source
-        self.network = source.detector.to(device or best_device()).eval()
+        self.network = source.detector.to(chosen_device(device)).eval()
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
@@ -50,7 +52,7 @@ class TrainedDetector:
         """What the detector finds, best score first, or what it says about given boxes, in their order.
 
         Args:
-            image: a path, bytes, a PIL image or uint8 [height, width, 3] in RGB.
+            image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.inputs.image_file`).
             boxes: [R, 4], or words or a file as in `TrainedModel.ask`; None: the detector's own.
             min_score: its own regions score at least this, but their number stays between the other two.
 
@@ -58,20 +60,29 @@ class TrainedDetector:
             FileNotFoundError, ValueError: no readable image, numbers that contradict each other, or a box that lies
                 outside the image.
         """
-        if self.source.warning and boxes is None:
-            warnings.warn(self.source.warning, stacklevel=2)
-        file, given = image_file(image), given_boxes(boxes, "boxes")
-        config = self.network.config
-        name, pixels, size = _read(file, self.source, config.input.format)
+        if boxes is None:
+            self.warn_of_random_boxes(stacklevel=3)
         rule = SelectionRule(min_score, min_regions, max_regions)
+        return self.find(image_file(image), given_boxes(boxes, "boxes"), rule)
+
+    def warn_of_random_boxes(self, stacklevel: int) -> None:
+        """A Python warning about a detector whose own boxes mean nothing; `stacklevel` counts from here."""
+        if self.source.warning:
+            warnings.warn(self.source.warning, stacklevel=stacklevel)
+
+    def find(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> FoundRegions:
+        """`regions` without its warning."""
+        config, stamp = self.network.config, stamp_of(file)
+        name, pixels, size = _read(file, self.source, config.input.format)
         settings = ExtractionSettings("score", rule, config.roi_heads.features_of)
         wanted = None
         if given is not None:
+            require_inside(given.boxes, size, given.origin, name)
             settings = ExtractionSettings("given")
             wanted = [GivenBoxes(np.asarray(given.boxes, dtype=np.float64), np.arange(len(given)))]
         [found] = RegionExtractor(self.network, settings)([InputImage(name, Path(name), pixels, size)], wanted)
         names = [self.name_of(number) for number in found.classes.tolist()]
-        return FoundRegions(found.boxes, found.scores, found.classes, names, found.features, file)
+        return FoundRegions(found.boxes, found.scores, found.classes, names, found.features, file, stamp)
 
     def name_of(self, number: int) -> str:
         """The name of a class, or its number where the names are unknown."""

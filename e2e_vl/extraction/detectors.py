@@ -14,7 +14,6 @@ from detector.images import ResizeRule
 from detector.weight_files import find_weights
 from e2e_vl.config import load_config
 
-ALL_PROPOSALS = 10**9  # more than any config wants
 RANDOM_WEIGHTS = "The detector's weights are random, so its boxes, classes and features mean nothing."
 RANDOM_BOXES = "The run's detector learned to describe given boxes only: the boxes that it finds itself are random."
 
@@ -37,7 +36,7 @@ def open_detector(
     *,
     backend: str = "builtin",
     resize: ResizeRule | None = None,
-    max_proposals: int = 100,
+    max_proposals: int | None = None,
     seed: int = 0,
 ) -> LoadedDetector:
     """Build a detector from its config and load its weights.
@@ -48,20 +47,21 @@ def open_detector(
             only.
         backend: builtin or detectron2.
         resize: size of the network input; None = the config's INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST.
-        max_proposals: upper limit for RPN.POST_NMS_TOPK_TEST, the number of proposals that the RoI head sees. Time on a
-            CPU grows with it; bottom-up attention uses 300, Detectron2 1000.
+        max_proposals: upper limit for RPN.POST_NMS_TOPK_TEST, the number of proposals that the RoI head sees; None =
+            the config's number. Time on a CPU grows with it; bottom-up attention uses 300, Detectron2 1000.
         seed: of the random values.
 
     Raises:
         FileNotFoundError, ValueError: a file is missing or does not fit, the backend does not exist, or
             `max_proposals` is less than 1.
     """
-    if max_proposals < 1:
+    if max_proposals is not None and max_proposals < 1:
         raise ValueError(f"The detector needs at least 1 proposal, not {max_proposals} proposals.")
     cls = detector_class(backend)
     settings = cls.config_class.from_yaml(config)
-    changes = {"MODEL.RPN.POST_NMS_TOPK_TEST": min(settings.rpn.post_nms_topk_test, max_proposals)}
-    settings = cls.config_class.from_flat(settings.to_flat() | changes, str(config))
+    if max_proposals is not None:
+        changes = {"MODEL.RPN.POST_NMS_TOPK_TEST": min(settings.rpn.post_nms_topk_test, max_proposals)}
+        settings = cls.config_class.from_flat(settings.to_flat() | changes, str(config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         detector = cls(settings).eval()
@@ -77,7 +77,7 @@ def find_detector(
     config: str | Path | None = None,
     *,
     backend: str | None = None,
-    max_proposals: int = ALL_PROPOSALS,
+    max_proposals: int | None = None,
 ) -> LoadedDetector:
     """A detector by what a user has of it.
 
@@ -101,7 +101,9 @@ def find_detector(
     raise ValueError(f"{path}: weights alone do not say how the detector is built; give its Detectron2 YAML as config.")
 
 
-def detector_of_run(run_dir: str | Path, *, backend: str | None = None, max_proposals: int = 100) -> LoadedDetector:
+def detector_of_run(
+    run_dir: str | Path, *, backend: str | None = None, max_proposals: int | None = None
+) -> LoadedDetector:
     """The trained detector of a run directory or saved model folder, with the image size of the run's evaluation.
 
     Args:
