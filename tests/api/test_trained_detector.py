@@ -43,6 +43,8 @@ def test_given_boxes_keep_their_order_and_get_features(detector, photo):
     np.testing.assert_allclose(swapped.features[::-1], found.features, rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match="lies outside the"):
         detector.regions(photo, boxes=[[5000, 5000, 5010, 5010]])
+    with pytest.raises(ValueError, match=r"boxes: box 0 \[-9, 2, 20, 30\] lies outside the image"):
+        detector.regions(photo, boxes=[-9, 2, 20, 30])
 
 
 def test_a_saved_detector_and_a_file_with_its_config(detector, photo, tmp_path, trained_run):
@@ -64,5 +66,6 @@ def test_a_saved_detector_and_a_file_with_its_config(detector, photo, tmp_path, 
 def test_a_detector_that_learned_no_boxes_says_so(pretraining_run, photo):
     with pytest.warns(UserWarning, match="the boxes that it finds itself are random"):
         e2e_vl.load_detector(pretraining_run).regions(photo)
-    with pytest.warns(UserWarning, match="the boxes that it finds itself are random"):
+    with pytest.warns(UserWarning, match="the boxes that it finds itself are random") as said:
         e2e_vl.load(pretraining_run).regions(photo)
+    assert said[0].filename == __file__
