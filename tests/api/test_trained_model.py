@@ -246,7 +246,9 @@ def test_cards_name_a_license_only_if_it_is_given_and_a_call_that_fits(pretraini
     assert "license: mit" in card and 'e2e_vl.load("me/mine")' in card and "a [MASK] on a table" in card
     for run, wants_answer in zip(vcr_runs, (False, True), strict=True):
         card = str(e2e_vl.load(run).generate_model_card())
-        assert "boxes=[" in card and "choices=[" in card and ("answer=" in card.partition("model.ask")[2]) == wants_answer
+        assert (
+            "boxes=[" in card and "choices=[" in card and ("answer=" in card.partition("model.ask")[2]) == wants_answer
+        )
 
 
 def test_nothing_is_read_again_after_loading(pretraining_run, tmp_path):
