@@ -9,19 +9,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from detector.images import decode_resized, load_resized
 from detector.selection_rule import SelectionRule
 from e2e_vl.api.devices import chosen_device
 from e2e_vl.api.inputs import ImageFile, ImageInput, given_boxes, image_file, stamp_of
 from e2e_vl.api.results import FoundRegions
-from e2e_vl.data.formats.image_lists import GivenBoxes
-from e2e_vl.data.formats.user_boxes import require_inside
-from e2e_vl.extraction.chain import InputImage, RegionExtractor
 from e2e_vl.extraction.detectors import LoadedDetector, find_detector
-from e2e_vl.extraction.settings import ExtractionSettings
+from e2e_vl.extraction.single import extract_image
 from e2e_vl.samples import AnnotatedObjects
 
 
@@ -72,15 +67,8 @@ class TrainedDetector:
 
     def find(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> FoundRegions:
         """`regions` without its warning."""
-        config, stamp = self.network.config, stamp_of(file)
-        name, pixels, size = _read(file, self.source, config.input.format)
-        settings = ExtractionSettings("score", rule, config.roi_heads.features_of)
-        wanted = None
-        if given is not None:
-            require_inside(given.boxes, size, given.origin, name)
-            settings = ExtractionSettings("given")
-            wanted = [GivenBoxes(np.asarray(given.boxes, dtype=np.float64), np.arange(len(given)))]
-        [found] = RegionExtractor(self.network, settings)([InputImage(name, Path(name), pixels, size)], wanted)
+        stamp = stamp_of(file)
+        found = extract_image(file, self.source, rule, given).regions
         names = [self.name_of(number) for number in found.classes.tolist()]
         return FoundRegions(found.boxes, found.scores, found.classes, names, found.features, file, stamp)
 
@@ -94,10 +82,3 @@ def load_detector(
 ) -> TrainedDetector:
     """Load the detector of a run, a saved detector, or a weights file with its config; see `e2e_vl.load_detector`."""
     return TrainedDetector(find_detector(source, config), device)
-
-
-def _read(file: ImageFile, source: LoadedDetector, order: str) -> tuple[str, np.ndarray, tuple[int, int]]:
-    """The image's name, its pixels at the detector's size, and its original (height, width)."""
-    if isinstance(file, Path):
-        return str(file), *load_resized(file, source.resize, order)
-    return file.name, *decode_resized(file.content, file.name, source.resize, order)

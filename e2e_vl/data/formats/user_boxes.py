@@ -48,7 +48,7 @@ def require_inside(boxes: np.ndarray, size: tuple[int, int], origin: str, image:
     """Refuse boxes that leave their image; users who mix up pixels of two sizes would get an answer about other places.
 
     Args:
-        boxes: float [R, 4], xyxy in pixels of the original image.
+        boxes: rows of x1, y1, x2, y2 in pixels of the original image.
         size: its (height, width).
         origin, image: name the boxes and the image in the error.
 
