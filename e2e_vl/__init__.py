@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from e2e_vl.auto_classes import register_encoders
 
 if TYPE_CHECKING:
+    from e2e_vl.api.trained_detector import TrainedDetector
     from e2e_vl.api.trained_model import TrainedModel
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load"]
+__all__ = ["__version__", "load", "load_detector"]
 
 register_encoders()
 
@@ -37,3 +38,19 @@ def load(source: str | Path, device: Any = None) -> TrainedModel:
     from e2e_vl.api.trained_model import load as load_trained  # torch and transformers take seconds to import
 
     return load_trained(source, device)
+
+
+def load_detector(source: str | Path, config: str | Path | None = None, device: Any = None) -> TrainedDetector:
+    """Load a detector to look at photos with.
+
+    Args:
+        source: a run directory of tools/train.py, a saved detector's folder, or a weights file (with `config`).
+        config: Detectron2 YAML file of a weights file.
+        device: where it runs; None = the GPU if there is one.
+
+    Raises:
+        FileNotFoundError, ValueError: nothing there, or files that do not fit together.
+    """
+    from e2e_vl.api.trained_detector import load_detector as load_trained  # torch takes seconds to import
+
+    return load_trained(source, config, device)

@@ -130,10 +130,36 @@ def _share(width: int, height: int, share: float, least: int, most: int) -> int:
 
 @functools.cache
 def _font(size: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(_font_file(), size)
+
+
+def _font_file() -> Path:
     import matplotlib  # takes half a second, and many commands that can draw do not
 
     # PIL's own font has neither accents nor Greek nor Cyrillic
-    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf", size)
+    return Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+
+
+@functools.cache
+def _drawable() -> frozenset[int]:
+    """The code points that the font has."""
+    from matplotlib.ft2font import FT2Font
+
+    return frozenset(FT2Font(str(_font_file())).get_charmap())
+
+
+def _in_font(text: str) -> str:
+    """The text with `\\u4e2d` in place of what the font lacks, such as Chinese.
+
+    Every such character would be the same empty box, so that different labels would look alike; a font that has all
+    scripts weighs more than this package, and the code points can at least be told apart and looked up.
+    """
+    if text.isascii():
+        return text
+    return "".join(
+        one if one.isspace() or ord(one) in _drawable() else one.encode("ascii", "backslashreplace").decode()
+        for one in text
+    )
 
 
 def _text_height(lines: str, font: ImageFont.FreeTypeFont) -> int:
@@ -151,7 +177,7 @@ def _write(
 def _wrap(text: str, width: int, font: ImageFont.FreeTypeFont) -> str:
     """The text in lines of at most `width` pixels; a longer word is broken."""
     lines: list[str] = []
-    for word in text.split():
+    for word in _in_font(text).split():
         joined = f"{lines[-1]} {word}" if lines else word
         if lines and font.getlength(joined) <= width:
             lines[-1] = joined

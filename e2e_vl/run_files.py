@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
+
+FILE_ENDS = (".txt", ".json", ".bin", ".model", ".safetensors", ".pth", ".pkl")  # no hub names
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 class RunLog:
@@ -49,6 +53,27 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_suffix(path.suffix + ".part")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def looks_like_hub_name(name: str) -> bool:
+    """Only a text that cannot be a path is a hub name, so that a mistyped path never reaches for the network."""
+    if not _HUB_ID.fullmatch(name) or name.endswith(FILE_ENDS):
+        return False
+    owner, slash, _ = name.partition("/")
+    return not (slash and Path(owner).exists())  # "runs/old" beside an existing folder "runs" is a path
+
+
+def is_shared_model(source: str | Path) -> bool:
+    """Whether it can only be a model of the hub, `owner/name`; a name without an owner is taken for a folder.
+
+    Raises:
+        FileNotFoundError: it is a path without a trained model.
+    """
+    path = Path(source).expanduser()
+    if not path.exists() and "/" in str(source) and looks_like_hub_name(str(source)):
+        return True
+    model_folder(path)
+    return False
 
 
 def model_folder(folder: Path) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
-import re
 import string
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,9 +13,9 @@ from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 
+from e2e_vl.run_files import looks_like_hub_name
+
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-FILE_ENDS = (".txt", ".json", ".bin", ".model", ".safetensors", ".pth", ".pkl")  # no hub names
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
@@ -55,14 +54,6 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
             f"{name_or_path}: neither a local file or folder nor a tokenizer that could be loaded from the hub "
             f"({str(error).splitlines()[0]}); check the name and the connection, or give a local vocab.txt"
         ) from error
-
-
-def looks_like_hub_name(name: str) -> bool:
-    """Only a text that cannot be a path is a hub name, so that a mistyped path never reaches for the network."""
-    if not _HUB_ID.fullmatch(name) or name.endswith(FILE_ENDS):
-        return False
-    owner, slash, _ = name.partition("/")
-    return not (slash and Path(owner).exists())  # "runs/old" beside an existing folder "runs" is a path
 
 
 def _read_vocabulary(path: Path) -> BertTokenizer:

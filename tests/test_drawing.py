@@ -51,6 +51,15 @@ def test_labels_stay_inside_and_the_first_box_is_on_top():
     assert is_colour(labelled, RED)[:, :560].any()  # it was moved left to fit
 
 
+def test_characters_that_the_font_lacks_are_drawn_as_code_points():
+    image = np.zeros((480, 640, 3), dtype=np.uint8)
+    box = [[100, 100, 300, 300]]
+    drawn = [draw_boxes(image, box, [label], [RED], title=label) for label in ("中", "日", r"\u4e2d", "naïve Ω")]
+    assert not np.array_equal(drawn[0], drawn[1])
+    assert np.array_equal(drawn[0], drawn[2])
+    assert not np.array_equal(drawn[3], draw_boxes(image, box, [r"na\xefve \u03a9"], [RED], title=r"na\xefve \u03a9"))
+
+
 def test_title_is_above_the_picture():
     image = np.zeros((480, 640, 3), dtype=np.uint8)
     without = draw_boxes(image, [])

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from detector.images import ResizeRule, decode_resized, load_resized, resize_boxes
+from e2e_vl.api.inputs import ImageFile, stamp_of
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.samples import EncodedImage
 
@@ -36,7 +36,7 @@ class Picture:
         return stream.getvalue()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # arrays have no single truth value, so == would fail
 class Answer(Picture):
     """The answer to one text. All boxes are xyxy in pixels of the original image."""
 
@@ -50,33 +50,39 @@ class Answer(Picture):
     box_images: np.ndarray  # int64 [R], which of the `images` each of them lies in
     box_names: list[str]  # R names: what was detected, or what the user called the box; "" where it is unknown
     attention: np.ndarray | None  # float32 [R], how much the answer looks at each; None: the task points at a box
-    unknown_words: tuple[str, ...]  # words of the text that the model's vocabulary lacks
+    unknown_words: tuple[str, ...]  # of the text, the choices and the given answer: the vocabulary lacks them
     record: dict[str, Any]  # the whole prediction, JSON-able
-    images: tuple[Path | EncodedImage, ...] = dataclasses.field(repr=False)
+    images: tuple[ImageFile, ...] = dataclasses.field(repr=False)
+    # size and time of change of each file when it was read, so that no picture shows another photo; None: in memory
+    stamps: tuple[tuple[int, int] | None, ...] = dataclasses.field(repr=False)
 
     def draw(self, image: int = 0) -> Image.Image:
         """The box that the text refers to, or the regions that the answer looks at much more than at the others.
 
         Args:
             image: number of the image, for a text about several images.
+
+        Raises:
+            FileNotFoundError, ValueError: the photo is gone, or was changed since it was asked about.
         """
+        file, stamp = self.images[image], self.stamps[image]
         rows = np.flatnonzero(self.box_images == image)
-        title = self.text if self.box is not None else f"{self.text} -> {self.answer}"
+        title = self.text if self.box is not None else f"{self.text} -> {self.answer}" if self.answer else self.text
         if self.box is not None:
             label = f"{self.record['class'] or ''} {self.score:.2f}".strip()
-            return _picture(self.images[image], [self.box], [label], title)
+            return _picture(file, stamp, [self.box], [label], title)
         hidden = self.record.get("hidden", [])
         covered = [one["box"] for one in hidden]  # the first of the candidates
         labels = [f"hidden: {one['classes'][0][0]} {one['classes'][0][1]:.2f}" for one in hidden]
         seen = [row for row in self._attended() if row >= len(hidden) and row in rows]
-        labels += [f"{self.box_names[row]} {self.attention[row]:.2f}".strip() for row in seen]
-        return _picture(self.images[image], [*covered, *self.boxes[seen]], labels, title, covered)
+        labels += [f"{self.box_names[row]} attention {self.attention[row]:.2f}".strip() for row in seen]
+        return _picture(file, stamp, [*covered, *self.boxes[seen]], labels, title, covered)
 
     def draw_candidates(self, image: int = 0) -> Image.Image:
         """All candidate boxes of one image with their numbers, and their names where they have some."""
         rows = np.flatnonzero(self.box_images == image)
         labels = [f"{row} {self.box_names[row]}".strip() for row in rows]
-        return _picture(self.images[image], self.boxes[rows], labels, None)
+        return _picture(self.images[image], self.stamps[image], self.boxes[rows], labels, None)
 
     def _attended(self) -> np.ndarray:
         """Rows of the regions that the answer looks at most, if it looks at them more than at others."""
@@ -86,7 +92,7 @@ class Answer(Picture):
         return best[self.attention[best] >= SAYS_SOMETHING * self.attention.mean()]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # arrays have no single truth value, so == would fail
 class FoundRegions(Picture):
     """The regions of one image, best score first. Boxes are xyxy in pixels of the original image."""
 
@@ -95,7 +101,8 @@ class FoundRegions(Picture):
     classes: np.ndarray  # int64 [R], 0 .. K-1
     names: list[str]  # R class names; numbers where the names are unknown
     features: np.ndarray  # float32 [R, D]
-    image: Path | EncodedImage = dataclasses.field(repr=False)
+    image: ImageFile = dataclasses.field(repr=False)
+    stamp: tuple[int, int] | None = dataclasses.field(repr=False)  # as `Answer.stamps`
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -104,13 +111,21 @@ class FoundRegions(Picture):
         """The regions with their classes and scores, without those that only fill up the number."""
         rows = np.flatnonzero(self.scores >= WORTH_DRAWING)
         labels = [f"{self.names[row]} {self.scores[row]:.2f}" for row in rows]
-        return _picture(self.image, self.boxes[rows], labels, None)
+        return _picture(self.image, self.stamp, self.boxes[rows], labels, None)
 
 
 def _picture(
-    image: Path | EncodedImage, boxes: Any, labels: list[str], title: str | None, covered: Any = ()
+    image: ImageFile,
+    stamp: tuple[int, int] | None,
+    boxes: Any,
+    labels: list[str],
+    title: str | None,
+    covered: Any = (),
 ) -> Image.Image:
     """Boxes in pixels of the original image, drawn on it; `covered` boxes hide what is in them."""
+    found = stamp_of(image)
+    if found is not None and found != stamp:
+        raise ValueError(f"{image} was changed after the model looked at it, so the boxes do not fit; ask again.")
     if isinstance(image, EncodedImage):
         pixels, size = decode_resized(image.content, image.name, SHOWN_SIZE, "RGB")
     else:

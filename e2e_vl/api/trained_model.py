@@ -3,59 +3,50 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
-from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, snapshot_download
+from huggingface_hub import ModelCard, ModelHubMixin, snapshot_download
 from transformers import PreTrainedTokenizerBase
 
-from detector.images import ResizeRule, decode_resized, load_resized
+from detector.images import ResizeRule
 from detector.selection_rule import SelectionRule
-from e2e_vl.api.inputs import ImageFile, ImageInput, as_lists, given_boxes, image_file
+from e2e_vl.api.devices import chosen_device
+from e2e_vl.api.inputs import (
+    ImageFile,
+    ImageInput,
+    as_answers,
+    as_choices,
+    as_lists,
+    content_key,
+    given_boxes,
+    image_file,
+    stamp_of,
+)
 from e2e_vl.api.results import Answer, FoundRegions
+from e2e_vl.api.sharing import CARD, make_card, without_paths
+from e2e_vl.api.trained_detector import TrainedDetector
 from e2e_vl.config import RunConfig
 from e2e_vl.data.base import open_options
 from e2e_vl.engine.asking import Reply, reply_to
 from e2e_vl.engine.build import named_parts
-from e2e_vl.engine.build_data import warn_of_random_boxes
-from e2e_vl.engine.saving import load_model, model_folder, save_model, saved_settings
-from e2e_vl.extraction.chain import ExtractionSettings, InputImage, RegionExtractor
+from e2e_vl.engine.saving import load_model, save_model, saved_settings
+from e2e_vl.extraction.detectors import RANDOM_BOXES, LoadedDetector
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run_files import is_shared_model
 from e2e_vl.samples import Question, Sample
-from e2e_vl.text import looks_like_hub_name, unknown_words
-
-CARD = """---
-{{ card_data }}
----
-
-# {{ name }}
-
-A vision-and-language model of e2e-vl, trained end to end from raw pixels: the detector `{{ detector }}`, the
-encoder `{{ encoder }}` and the task `{{ task }}`, trained on the data `{{ data }}`.
-
-```python
-import e2e_vl
-
-model = e2e_vl.load("{{ name }}")
-answer = model.ask("photo.jpg", "{{ example }}")
-```
-{% if metrics %}
-| metric | value |
-|---|---:|
-{% for key, value in metrics.items() %}| {{ key }} | {{ "%.3f" | format(value) }} |
-{% endfor %}{% endif %}"""
+from e2e_vl.text import unknown_words
 
 
 class TrainedModel(
     ModelHubMixin,
     library_name="e2e-vl",
-    license="apache-2.0",
     tags=["vision-and-language", "object-detection"],
     model_card_template=CARD,
 ):
@@ -71,10 +62,24 @@ class TrainedModel(
         tokenizer: PreTrainedTokenizerBase,
         *,
         source: Path,
+        saved: RunConfig,
+        metrics: Mapping[str, Any] | None = None,
         device: str | torch.device | None = None,
     ):
+        """A model in memory; nothing of its files is read again.
+
+        Args:
+            settings: with which the network was built.
+            source: where it was loaded from, for messages.
+            saved: the settings as they were saved, which say how the detector was trained.
+            metrics: of the run, for the model card.
+            device: see `chosen_device`.
+        """
         self.settings, self.tokenizer, self.source = settings, tokenizer, source
-        self.network = network.to(device or _best_device()).eval()
+        self._saved, self._metrics = saved, dict(metrics or {})
+        self._has_warned_of_boxes = False
+        self.device = chosen_device(device)
+        self.network = network.to(self.device).eval()
         dataset = named_parts(settings).dataset
         self._options = open_options(dataset, settings.data)[1]
         self._dataset = dataset
@@ -97,11 +102,12 @@ class TrainedModel(
         """Answer texts about images: a box, the best answers, the best choice, or the words at each [MASK].
 
         Args:
-            image: a path, bytes, a PIL image or uint8 [height, width, 3] in RGB; a tuple of them for a model whose
-                texts are about several images; or a list of any of these. The detector runs once per distinct image.
+            image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.inputs.image_file`); a tuple of them for a
+                model whose texts are about several images; or a list of any of these. The detector runs once per
+                distinct image.
             text: a text, or a list of texts. One image or text beside a list of the other stands for each of them.
             boxes: candidates [R, 4] instead of the detector's, or words such as "person:10,20,80,200", or a file of
-                boxes. They hold for all questions.
+                boxes. They hold for all questions and must lie in the images.
             choices: the texts to choose from, for a task that chooses; the same for all questions, or a list of them
                 per question.
             answer: the answer that a rationale is asked for; one for all questions, or a list.
@@ -110,25 +116,26 @@ class TrainedModel(
             One answer, or a list of answers in the order of the questions.
 
         Raises:
-            FileNotFoundError, ValueError: no image there, an empty text, or something that the task needs or does not
-                take.
+            FileNotFoundError, ValueError: no image there, an empty text, a box outside the image, or something that the
+                task needs or does not take.
         """
         given = given_boxes(boxes, "boxes")
         images, texts, is_single = as_lists(image, text)
         files = _image_files(images)
-        several = bool(choices) and not isinstance(choices[0], str)
+        all_choices, all_answers = as_choices(choices, len(texts)), as_answers(answer, len(texts))
         questions = [
             Question(
                 files[row][0],
                 texts[row],
                 boxes=given,
-                choices=tuple(choices[row] if several else choices),
-                answer=answer[row] if isinstance(answer, list) else answer,
+                choices=all_choices[row],
+                answer=all_answers[row],
                 others=files[row][1:],
             )
             for row in range(len(texts))
         ]
-        answers = self.answer_all(questions)
+        answers, _ = self.replies(questions)
+        self._warn(questions, answers)
         return answers[0] if is_single else answers
 
     def hide(self, image: ImageInput, boxes: Any, text: str = "") -> Answer:
@@ -138,34 +145,38 @@ class TrainedModel(
             boxes: [Q, 4], or words or a file as in `ask`.
             text: a caption, maybe with [MASK].
         """
-        hidden = given_boxes(boxes, "boxes")
-        return self.answer_all([Question(image_file(image), text, hidden=hidden)])[0]
+        questions = [Question(image_file(image), text, hidden=given_boxes(boxes, "boxes"))]
+        answers, _ = self.replies(questions)
+        self._warn(questions, answers)
+        return answers[0]
 
     def regions(
-        self, image: ImageInput, *, min_score: float = 0.2, min_regions: int = 10, max_regions: int = 36
+        self,
+        image: ImageInput,
+        *,
+        boxes: Any = None,
+        min_score: float = 0.2,
+        min_regions: int = 10,
+        max_regions: int = 36,
     ) -> FoundRegions:
-        """What the detector finds: regions that score at least `min_score`, but within the two numbers.
+        """What the model's detector finds, or says about given boxes; see `TrainedDetector.regions`.
 
         Raises:
-            FileNotFoundError, ValueError: no readable image, numbers that contradict each other, or a model without a
-                detector.
+            ValueError: a model without a detector.
         """
         self._require_detector()
-        if self.settings.detector.proposes_at_random:
-            warn_of_random_boxes(self.settings.detector)
-        file, detector, size = image_file(image), self.network.detector, self.settings.data.resize
-        resize = ResizeRule(size.short_edge[-1], size.long_edge, size.rounding)
-        order, features_of = detector.config.input.format, detector.config.roi_heads.features_of
-        if isinstance(file, Path):
-            name, loaded = str(file), load_resized(file, resize, order)
-        else:
-            name, loaded = file.name, decode_resized(file.content, file.name, resize, order)
+        if boxes is None:
+            self.detector.warn_of_random_boxes(stacklevel=3)
         rule = SelectionRule(min_score, min_regions, max_regions)
-        extractor = RegionExtractor(detector, ExtractionSettings("score", rule, features_of))
-        [found] = extractor([InputImage(name, Path(name), *loaded)])
-        known = self.class_names
-        names = [f"class {number}" if known is None else known[number] for number in found.classes.tolist()]
-        return FoundRegions(found.boxes, found.scores, found.classes, names, found.features, file)
+        return self.detector.find(image_file(image), given_boxes(boxes, "boxes"), rule)
+
+    @functools.cached_property
+    def detector(self) -> TrainedDetector:
+        """The model's detector, at the image size of its evaluation."""
+        size = self.settings.data.resize
+        resize = ResizeRule(size.short_edge[-1], size.long_edge, size.rounding)
+        warning = RANDOM_BOXES if self._saved.detector.proposes_at_random else ""
+        return TrainedDetector(LoadedDetector(self.network.detector, resize, warning=warning), self.device)
 
     def answer_all(self, questions: Sequence[Question]) -> list[Answer]:
         """Answer prepared questions; those about the same images with the same boxes share one detector pass.
@@ -173,26 +184,64 @@ class TrainedModel(
         Raises:
             FileNotFoundError, ValueError: as `ask`.
         """
+        answers, _ = self.replies(questions)
+        self._warn(questions, answers)
+        return answers
+
+    def replies(
+        self, questions: Sequence[Question], *, keep_going: bool = False
+    ) -> tuple[list[Answer | None], dict[int, Exception]]:
+        """`answer_all` without its warnings, for programs that print them in their own way.
+
+        Args:
+            keep_going: an image that cannot be read, or that a given box leaves, is an error of its questions only.
+
+        Returns:
+            the answers, None where there is an error, and the errors by the number of the question.
+
+        Raises:
+            FileNotFoundError, ValueError: as `ask`.
+        """
         self._require_detector()
         self._require_answers(questions)
-        if any(question.boxes is None for question in questions):
-            warn_of_random_boxes(saved_settings(self.source).detector)
         groups: dict[Any, list[int]] = {}
         for number, question in enumerate(questions):
             key = (number,) if not self.network.task.answers_together else _sharing_key(question)
             groups.setdefault(key, []).append(number)
+        stamps = [tuple(stamp_of(file) for file in question.images) for question in questions]
         samples = [self._sample([questions[number] for number in group]) for group in groups.values()]
-        replies = reply_to(self.settings, self.network, self.tokenizer, samples)
-        answers: dict[int, Answer] = {}
-        for number, reply in zip([number for group in groups.values() for number in group], replies, strict=True):
-            answers[number] = self._answer(questions[number], reply)
-        unknown = sorted({word for one in answers.values() for word in one.unknown_words})
+        found = reply_to(self.settings, self.network, self.tokenizer, samples, keep_going=keep_going)
+        answers: list[Answer | None] = [None] * len(questions)
+        errors: dict[int, Exception] = {}
+        for group, replies in zip(groups.values(), found, strict=True):
+            if isinstance(replies, Exception):
+                errors |= dict.fromkeys(group, replies)
+                continue
+            for number, reply in zip(group, replies, strict=True):
+                answers[number] = self._answer(questions[number], reply, stamps[number])
+        return answers, errors
+
+    def warning_of_boxes(self, questions: Sequence[Question]) -> str:
+        """One sentence if boxes that mean nothing stand behind an answer; else empty."""
+        if not self._saved.detector.proposes_at_random or all(question.boxes is not None for question in questions):
+            return ""
+        return (
+            f"The detector of {self.source} never learned to find objects, so it looks at random places and the answer "
+            "means little; give boxes of your own, or a run whose detector was trained."
+        )
+
+    def _warn(self, questions: Sequence[Question], answers: Sequence[Answer]) -> None:
+        """Python warnings that point at the line which called the method that calls this one."""
+        about_boxes = self.warning_of_boxes(questions)
+        if about_boxes and not self._has_warned_of_boxes:
+            self._has_warned_of_boxes = True
+            warnings.warn(about_boxes, stacklevel=3)
+        unknown = sorted({word for one in answers for word in one.unknown_words})
         if unknown:
             warnings.warn(
                 f"The vocabulary of {self.source} lacks {', '.join(unknown)}; the model reads such words as unknown.",
                 stacklevel=3,
             )
-        return [answers[number] for number in range(len(questions))]
 
     def require_boxes(self) -> None:
         """Raises ValueError unless the model answers a phrase with a box."""
@@ -215,7 +264,8 @@ class TrainedModel(
         texts = [dataclasses.replace(sample.texts[0], index=row) for row, sample in enumerate(samples)]
         return dataclasses.replace(samples[0], texts=tuple(texts))
 
-    def _answer(self, question: Question, reply: Reply) -> Answer:
+    def _answer(self, question: Question, reply: Reply, stamps: tuple[tuple[int, int] | None, ...]) -> Answer:
+        texts = [question.text, *question.choices, *([] if question.answer is None else [question.answer])]
         ranked = reply.task.ranked(reply.record)
         box, score = reply.box, reply.record.get("score", ranked[0][1] if ranked else None)
         return Answer(
@@ -229,9 +279,10 @@ class TrainedModel(
             box_images=reply.images,
             box_names=reply.record.get("objects") or reply.names,
             attention=reply.attention,
-            unknown_words=tuple(unknown_words(question.text, self.tokenizer)),
+            unknown_words=tuple(dict.fromkeys(word for text in texts for word in unknown_words(text, self.tokenizer))),
             record=reply.record,
             images=question.images,
+            stamps=stamps,
         )
 
     def _require_detector(self) -> None:
@@ -263,7 +314,15 @@ class TrainedModel(
         Raises:
             FileNotFoundError, ValueError: no model there, or files that do not fit together.
         """
-        return cls(*load_model(Path(folder)), source=Path(folder), device=device)
+        path, device = Path(folder), chosen_device(device)
+        metrics = path / "metrics.json"
+        return cls(
+            *load_model(path),
+            source=path,
+            saved=saved_settings(path),
+            metrics=json.loads(metrics.read_text(encoding="utf-8")) if metrics.is_file() else None,
+            device=device,
+        )
 
     @classmethod
     def _from_pretrained(
@@ -291,51 +350,30 @@ class TrainedModel(
         return cls.from_folder(folder, device)
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        save_model(save_directory, self.settings, self.network, self.tokenizer)
+        save_model(save_directory, without_paths(self._saved), self.network, self.tokenizer)
         about = {"library_name": "e2e-vl", "e2e_vl_version": version("e2e-vl")}
         (save_directory / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
     def generate_model_card(self, **more: Any) -> ModelCard:
-        """What the model is made of, how to load it, and its metrics where the run has them."""
-        path = self.source / "metrics.json"
-        metrics = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        """What the model is made of, how to load it, and its metrics where the run has them; see `make_card`."""
         name = more.pop("repo_id", None) or self.source.name
-        return ModelCard.from_template(
-            card_data=ModelCardData(
-                library_name="e2e-vl", license="apache-2.0", tags=["vision-and-language", self.settings.task.name]
-            ),
-            template_str=CARD,
-            name=name,
-            detector=self.settings.detector.backend,
-            encoder=self.settings.encoder.name,
-            task=self.settings.task.name,
-            data=self.settings.data.name,
-            example="what is in the picture",
-            metrics={key: value for key, value in metrics.items() if "/" in key and isinstance(value, float)},
-            **more,
-        )
+        wants_answer = self._dataset.wants_given_answer(self._options)
+        return make_card(name, self.settings, self.network.task, self._metrics, wants_answer=wants_answer, **more)
 
 
 def load(source: str | Path, device: str | torch.device | None = None) -> TrainedModel:
     """Load a run directory, a saved model folder, or a model of the Hugging Face hub; see `e2e_vl.load`."""
-    folder = Path(source).expanduser()
-    if folder.exists() or not looks_like_hub_name(str(source)):
-        model_folder(folder)  # says in one sentence what is missing
-        return TrainedModel.from_folder(folder, device)
+    if not is_shared_model(source):
+        return TrainedModel.from_folder(Path(source).expanduser(), device)
+    chosen_device(device)  # before the download
     try:
-        return TrainedModel.from_pretrained(str(source), device=device)
-    except (OSError, ValueError) as error:
+        folder = snapshot_download(str(source))
+    except (OSError, ValueError) as error:  # no such model, no connection, or offline
         raise FileNotFoundError(
             f"{source}: neither a local folder nor a model that could be loaded from the hub "
             f"({str(error).splitlines()[0]}); check the name and the connection, or give a run directory."
         ) from error
-
-
-def _best_device() -> torch.device:
-    """The GPU, or the CPU where there is no GPU or ACCELERATE_USE_CPU is true."""
-    if torch.accelerator.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU"):
-        return torch.accelerator.current_accelerator()
-    return torch.device("cpu")
+    return TrainedModel.from_folder(folder, device)
 
 
 def _image_files(images: list[Any]) -> list[tuple[ImageFile, ...]]:
@@ -350,5 +388,4 @@ def _image_files(images: list[Any]) -> list[tuple[ImageFile, ...]]:
 
 def _sharing_key(question: Question) -> Any:
     """Equal for questions whose images and boxes are the same."""
-    names = tuple(str(file) if isinstance(file, Path) else id(file) for file in question.images)
-    return names, id(question.boxes), id(question.hidden)
+    return tuple(content_key(file) for file in question.images), id(question.boxes), id(question.hidden)

@@ -9,7 +9,8 @@
 
 Prints the answer, the best first. Several images, or a folder of images, are asked the same text one by one; --pair
 says that the two images belong to one text. --json is a list of {"image": FILE, "text": TEXT}, with files
-relative to it. The model is loaded once, and looks at each image once.
+relative to it. The model is loaded once, and looks at each image once. Images that are missing or cannot be read are
+named at the end, and the exit status is 2; the others are answered.
 
 Without --boxes the run's own detector finds the regions; VCR needs its boxes, and its texts name them as [0] or [1,2],
 counted from 0; a VCR metadata file as --boxes brings their classes and outlines too. A pre-training run names the best
@@ -31,12 +32,13 @@ from typing import TYPE_CHECKING, Any
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.data.formats.user_boxes import read_boxes
 from e2e_vl.data.storage.files import read_json, require_keys
-from e2e_vl.run_files import model_folder
+from e2e_vl.run_files import is_shared_model
 from e2e_vl.samples import Question
 
 if TYPE_CHECKING:  # at run time it would import torch
     from e2e_vl.api.results import Answer
 
+KEYS = ("image", "text")  # of a question in a JSON file
 IMAGE_ENDS = (".jpg", ".jpeg", ".png")
 
 
@@ -49,7 +51,9 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options about one question."""
-    parser.add_argument("--run", type=Path, required=True, help="run directory of tools/train.py, or a saved model")
+    parser.add_argument(
+        "--run", required=True, help="run directory of tools/train.py, a saved model, or a model of the hub"
+    )
     parser.add_argument("--image", type=Path, nargs="+", default=[], help="JPEG or PNG files, or a folder of them")
     parser.add_argument("--text", help="phrase, question, or a caption with [MASK]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="images and texts, instead of --image and --text")
@@ -80,20 +84,57 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 
 def ask(arguments: argparse.Namespace) -> None:
+    """Answer, print and write.
+
+    Raises:
+        FileNotFoundError, ValueError: see `questions_of`; or, after all others were answered, images that were not.
+    """
     questions = questions_of(arguments)
-    model_folder(arguments.run)
+    is_shared_model(arguments.run)  # says in one sentence what is missing
+    missing = {number: _missing(question) for number, question in enumerate(questions)}
+    failures = {number: reason for number, reason in missing.items() if reason}
+    asked = [number for number in missing if number not in failures]
+    if asked:
+        failures |= _answer(arguments, questions, asked)
+    if failures:
+        reasons = list(dict.fromkeys(failures[number] for number in sorted(failures)))
+        if len(questions) == 1:
+            raise ValueError(reasons[0])
+        raise ValueError(f"{len(failures)} of {len(questions)} questions have no answer: {' | '.join(reasons)}")
+
+
+def _answer(arguments: argparse.Namespace, questions: list[Question], asked: list[int]) -> dict[int, str]:
+    """Print and write the answers to the questions with these numbers; returns why others have none."""
     from e2e_vl.api.trained_model import load  # late: it imports torch
 
-    answers = load(arguments.run).answer_all(questions)
-    for number, (question, answer) in enumerate(zip(questions, answers, strict=True), start=1):
+    model = load(arguments.run)
+    own = [questions[number] for number in asked]
+    answers, errors = model.replies(own, keep_going=True)
+    for number, question, answer in zip(asked, own, answers, strict=True):
+        if answer is None:
+            continue
         if len(questions) > 1:
             print(f"{question.image}: {question.text}")
         for line in answer.lines:
             print(line)
+        if answer.unknown_words:
+            print(f"words that the vocabulary lacks: {', '.join(answer.unknown_words)}")
         if arguments.output is not None:
-            folder = arguments.output if len(questions) == 1 else arguments.output / f"{number:04d}"
+            folder = arguments.output if len(questions) == 1 else arguments.output / f"{number + 1:04d}"
             save(folder, answer)
             print(f"written: {folder / 'answer.json'}")
+    about_boxes = model.warning_of_boxes(own)
+    if about_boxes and len(errors) < len(own):
+        print(about_boxes)
+    return {asked[row]: str(error) for row, error in errors.items()}
+
+
+def _missing(question: Question) -> str:
+    """Which image of a question is missing; empty where none is."""
+    for image in question.images:
+        if not image.exists():
+            return f"Image {image} is missing; check the path."
+    return ""
 
 
 def questions_of(arguments: argparse.Namespace) -> list[Question]:
@@ -103,20 +144,19 @@ def questions_of(arguments: argparse.Namespace) -> list[Question]:
         FileNotFoundError, ValueError: options that contradict each other, a folder without images, or a JSON file of
             another form.
     """
-    if (arguments.json is None) != (bool(arguments.image) and arguments.text is not None):
+    if arguments.json is not None and (arguments.image or arguments.text is not None or arguments.pair):
+        raise ValueError("--json holds images and texts; leave --image, --text and --pair out beside it.")
+    if arguments.json is None and (not arguments.image or arguments.text is None):
         raise ValueError("Give either --image and --text, or --json with both.")
     if arguments.json is not None:
-        rows = read_json(arguments.json, "questions")
-        if not isinstance(rows, list) or not rows:
-            raise ValueError(f'{arguments.json}: expected a list of {{"image": FILE, "text": TEXT}}.')
-        for number, row in enumerate(rows):
-            require_keys(row, ("image", "text"), f"{arguments.json}: question {number}")
-        asked = [((arguments.json.parent / row["image"],), row["text"]) for row in rows]
+        asked = [((image,), text) for image, text in _read_questions(arguments.json)]
     elif arguments.pair:
         asked = [(tuple(arguments.image), arguments.text)]
     else:
         asked = [((image,), arguments.text) for path in arguments.image for image in _images(path)]
     boxes = None if arguments.boxes is None else read_boxes(arguments.boxes)
+    if boxes is not None and not len(boxes):
+        raise ValueError(f"{boxes.origin}: there is no box; give at least one, or leave --boxes out.")
     hidden = None if arguments.hide is None else read_boxes(arguments.hide, "--hide")
     return [
         Question(
@@ -130,6 +170,26 @@ def questions_of(arguments: argparse.Namespace) -> list[Question]:
         )
         for images, text in asked
     ]
+
+
+def _read_questions(path: Path) -> list[tuple[Path, str]]:
+    """Images and texts of a JSON file.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, or a content of another form; names the question.
+    """
+    rows = read_json(path, "questions")
+    if not isinstance(rows, list) or not rows:
+        raise ValueError(f'{path}: expected a list of {{"image": FILE, "text": TEXT}}.')
+    for number, row in enumerate(rows):
+        where = f"{path}: question {number}"
+        require_keys(row, KEYS, where)
+        for key, value in row.items():
+            if key not in KEYS:
+                raise ValueError(f"{where} has the key '{key}'; only {' and '.join(KEYS)} are known.")
+            if not isinstance(value, str):
+                raise ValueError(f"{where}: {key} is {json.dumps(value)}; it must be a string.")
+    return [(path.parent / row["image"], row["text"]) for row in rows]
 
 
 def _images(path: Path) -> list[Path]:

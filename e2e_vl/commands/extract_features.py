@@ -48,6 +48,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--root", type=Path, help="folder that listed paths start from (default: the list's)")
     parser.add_argument("--output", type=Path, required=True, help="folder (npz) or file to write")
     parser.add_argument("--format", default="npz", choices=FORMATS)
+    parser.add_argument("--detector", help="a run, a saved detector's folder, or a weights file with its --config")
     parser.add_argument("--config", type=Path, help="Detectron2 YAML file (default: ResNet-101 C4)")
     parser.add_argument("--weights", type=Path, help="detector weights: .pth, .pkl, .safetensors, or a folder")
     parser.add_argument("--run", type=Path, help="trained run directory: its detector and its image size")
@@ -133,8 +134,8 @@ def extraction_settings(arguments: argparse.Namespace) -> ExtractionSettings:
         raise ValueError("LXMERT's TSV holds attributes: add --attributes, or choose another format.")
     if arguments.format in ("tsv", "lxmert") and arguments.image_feature:
         raise ValueError("The TSV formats have no place for the whole image's feature; choose npz, hdf5 or lmdb.")
-    if arguments.run is not None and (arguments.config is not None or arguments.weights is not None):
-        raise ValueError("Give either --run, or --config and --weights.")
+    if arguments.run is not None and (arguments.config, arguments.weights, arguments.detector) != (None, None, None):
+        raise ValueError("Give either --run, or --detector, or --config and --weights.")
     kept = {"attributes": arguments.attributes, "image_feature": arguments.image_feature}
     if arguments.boxes is not None:
         return ExtractionSettings(rule="given", **kept)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,11 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
+from e2e_vl.data.formats.user_boxes import require_inside
+from e2e_vl.data.images.loader import Augmentation, ImageLoader
 from e2e_vl.data.loading.requests import random_generator
 from e2e_vl.engine.build_data import build_collate, build_loader, build_writer
-from e2e_vl.examples import Example
+from e2e_vl.examples import Example, ImageExample
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.samples import BrokenImageError, Sample
+from e2e_vl.samples import BrokenImageError, Sample, SampleImage
 from e2e_vl.structures import Batch, ModelOutput, class_names_of
 from e2e_vl.tasks.base import Task
 
@@ -48,8 +51,13 @@ class Reply:
 
 
 def reply_to(
-    config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]
-) -> list[Reply]:
+    config: RunConfig,
+    model: VisionLanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: Sequence[Sample],
+    *,
+    keep_going: bool = False,
+) -> list[list[Reply] | Exception]:
     """Answer all questions of all samples, with one detector pass per sample (two in a pre-training run).
 
     The samples take the road of the data: they are loaded, worded and joined into batches of `eval.images_per_batch`
@@ -57,9 +65,10 @@ def reply_to(
 
     Args:
         samples: each a user's (`Sample.is_asked`); those with and without annotated objects are not mixed.
+        keep_going: a sample with such an image has its error in place of replies, and the others are answered.
 
     Returns:
-        The replies in the order of the samples and of their texts.
+        For each sample the replies in the order of its texts.
 
     Raises:
         FileNotFoundError, ValueError: an image that is missing or cannot be read, or boxes that lie outside it.
@@ -70,19 +79,44 @@ def reply_to(
     collate = build_collate(config, model)
     draw = functools.partial(random_generator, config.seed, 0)
     together = config.eval.images_per_batch if model.task.answers_together else 1
-    replies: list[Reply] = []
+    answers: list[list[Reply] | Exception] = []
     for start in range(0, len(samples), together):
-        examples = []
+        examples: list[Example] = []
+        open_answers: list[tuple[Sample, list[Reply]]] = []
         for sample in samples[start : start + together]:
             try:
-                images = [loader.load(image, loader.draw_augmentation(draw(0))) for image in sample.images]
-            except BrokenImageError as error:
-                raise error.__cause__ from None
+                images = [_load(loader, image, loader.draw_augmentation(draw(0))) for image in sample.images]
+            except (ValueError, OSError) as error:
+                if not keep_going:
+                    raise
+                answers.append(error)
+                continue
             examples.append(Example(images, list(wording(sample, images, draw))))
+            open_answers.append((sample, []))
+            answers.append(open_answers[-1][1])
+        if not examples:
+            continue
         batch = collate(examples).to(next(model.parameters()).device)
         with torch.no_grad():
-            replies += _replies(model, tokenizer, model(batch, output_attentions=True))
-    return replies
+            replies = iter([*_replies(model, tokenizer, model(batch, output_attentions=True))])
+        for sample, replies_of_sample in open_answers:
+            replies_of_sample += itertools.islice(replies, len(sample.texts))
+    return answers
+
+
+def _load(loader: ImageLoader, image: SampleImage, augmentation: Augmentation) -> ImageExample:
+    """One image with the user's boxes, which must lie in it."""
+    try:
+        example = loader.load(image, augmentation)
+    except BrokenImageError as error:
+        raise error.__cause__ from None
+    size = example.placement.original_size
+    for own in (image.boxes, image.objects):
+        if own is not None:
+            require_inside(own.boxes, size, own.origin, example.name)
+    if image.hide is not None:
+        require_inside(image.hide, size, "boxes to hide", example.name)
+    return example
 
 
 def _replies(model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, output: ModelOutput) -> Iterator[Reply]:

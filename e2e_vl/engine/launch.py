@@ -26,7 +26,7 @@ def make_accelerator(mixed_precision: str, **options: Any) -> Accelerator:
         ValueError: GPUs were asked for that do not exist, or `accelerate launch` was asked for several processes and
             started one.
     """
-    _refuse_missing_gpus()
+    refuse_missing_gpus()
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
         _refuse_missing_processes()
@@ -50,7 +50,7 @@ def _refuse_missing_processes() -> None:
         )
 
 
-def _refuse_missing_gpus() -> None:
+def refuse_missing_gpus() -> None:
     """Raise a ValueError if the run was to have GPUs that torch does not find; it would use fewer, or the CPU.
 
     GPUs are asked for by CUDA_VISIBLE_DEVICES (also through `accelerate launch --gpu_ids`), by

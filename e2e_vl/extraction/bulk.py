@@ -177,7 +177,9 @@ def _describe_all(job: ExtractionJob, images: list[ListedImage], accelerator: Ac
     chain = RegionExtractor(job.source.detector.eval().to(accelerator.device), job.settings)
     summary = ExtractionSummary()
     name = f"images (process 1 of {accelerator.num_processes})" if accelerator.num_processes > 1 else "images"
-    with tqdm(total=len(images), desc=name, unit="image", disable=not accelerator.is_local_main_process) as bar:
+    with tqdm(
+        total=len(images), desc=name, unit="image", delay=1, disable=not accelerator.is_local_main_process
+    ) as bar:
         for batch in _batches(job, images, summary, bar):
             with accelerator.autocast():
                 records = _describe(chain, job, batch, summary.failures)
@@ -219,7 +221,7 @@ def _join(job: ExtractionJob, failures: dict[str, str]) -> None:
     """Write the output file from the `.npz` files, and remove these if no image failed."""
     images = [image for image in job.images if image.id not in failures]
     paths = [job.folder / f"{image.id}.npz" for image in images]
-    records = (load_npz(path) for path in tqdm(paths, desc=f"writing {job.output.name}", unit="image"))
+    records = (load_npz(path) for path in tqdm(paths, desc=f"writing {job.output.name}", unit="image", delay=1))
     job.output.parent.mkdir(parents=True, exist_ok=True)
     num_bytes = sum(path.stat().st_size for path in paths)
     write_features(job.layout, job.output, records, job.stamp, num_bytes=num_bytes)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from detector.backends import BACKENDS, detector_class
-from detector.checkpoint import load_checkpoint
+from detector.checkpoint import CONFIG_NAME, load_checkpoint
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule
 from detector.weight_files import find_weights
@@ -30,13 +30,13 @@ class LoadedDetector:
     warning: str = ""  # one sentence for users if the boxes that the detector finds mean nothing
 
 
-def load_detector(
+def open_detector(
     config: str | Path,
     weights: str | Path | None,
     *,
     backend: str = "builtin",
     resize: ResizeRule | None = None,
-    max_proposals: int = 100,
+    max_proposals: int | None = None,
     seed: int = 0,
 ) -> LoadedDetector:
     """Build a detector from its config and load its weights.
@@ -47,20 +47,21 @@ def load_detector(
             only.
         backend: builtin or detectron2.
         resize: size of the network input; None = the config's INPUT.MIN_SIZE_TEST and MAX_SIZE_TEST.
-        max_proposals: upper limit for RPN.POST_NMS_TOPK_TEST, the number of proposals that the RoI head sees. Time on a
-            CPU grows with it; bottom-up attention uses 300, Detectron2 1000.
+        max_proposals: upper limit for RPN.POST_NMS_TOPK_TEST, the number of proposals that the RoI head sees; None =
+            the config's number. Time on a CPU grows with it; bottom-up attention uses 300, Detectron2 1000.
         seed: of the random values.
 
     Raises:
         FileNotFoundError, ValueError: a file is missing or does not fit, the backend does not exist, or
             `max_proposals` is less than 1.
     """
-    if max_proposals < 1:
+    if max_proposals is not None and max_proposals < 1:
         raise ValueError(f"The detector needs at least 1 proposal, not {max_proposals} proposals.")
     cls = detector_class(backend)
     settings = cls.config_class.from_yaml(config)
-    changes = {"MODEL.RPN.POST_NMS_TOPK_TEST": min(settings.rpn.post_nms_topk_test, max_proposals)}
-    settings = cls.config_class.from_flat(settings.to_flat() | changes, str(config))
+    if max_proposals is not None:
+        changes = {"MODEL.RPN.POST_NMS_TOPK_TEST": min(settings.rpn.post_nms_topk_test, max_proposals)}
+        settings = cls.config_class.from_flat(settings.to_flat() | changes, str(config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         detector = cls(settings).eval()
@@ -71,7 +72,38 @@ def load_detector(
     return LoadedDetector(detector, resize, backend, weights, seed, RANDOM_WEIGHTS if weights is None else "")
 
 
-def detector_of_run(run_dir: str | Path, *, backend: str | None = None, max_proposals: int = 100) -> LoadedDetector:
+def find_detector(
+    source: str | Path,
+    config: str | Path | None = None,
+    *,
+    backend: str | None = None,
+    max_proposals: int | None = None,
+) -> LoadedDetector:
+    """A detector by what a user has of it.
+
+    Args:
+        source: a run directory or saved model folder; a folder with `config.yaml` and `model.safetensors`; or any
+            weights file that `load_checkpoint` reads.
+        config: Detectron2 YAML file; needed for a file that comes without one.
+        backend, max_proposals: as in `open_detector` and `detector_of_run`.
+
+    Raises:
+        FileNotFoundError, ValueError: nothing there, no config, or files that do not fit together.
+    """
+    path = Path(source).expanduser()
+    if config is not None:
+        return open_detector(config, path, backend=backend or "builtin", max_proposals=max_proposals)
+    if (path / "model").is_dir() or (path / "detector").is_dir():
+        return detector_of_run(path, backend=backend, max_proposals=max_proposals)
+    if (path / CONFIG_NAME).is_file():
+        return open_detector(path / CONFIG_NAME, path, backend=backend or "builtin", max_proposals=max_proposals)
+    find_weights(path)  # says in one sentence what is missing
+    raise ValueError(f"{path}: weights alone do not say how the detector is built; give its Detectron2 YAML as config.")
+
+
+def detector_of_run(
+    run_dir: str | Path, *, backend: str | None = None, max_proposals: int | None = None
+) -> LoadedDetector:
     """The trained detector of a run directory or saved model folder, with the image size of the run's evaluation.
 
     Args:
@@ -92,7 +124,7 @@ def detector_of_run(run_dir: str | Path, *, backend: str | None = None, max_prop
             "images; give --config and --weights."
         )
     resize = config.data.resize
-    loaded = load_detector(
+    loaded = open_detector(
         folder / "detector" / "config.yaml",
         folder / "detector",
         backend=backend or config.detector.backend,

@@ -86,6 +86,8 @@ class Task(nn.Module, abc.ABC):
     second_run: ClassVar[tuple[str, ...] | None] = None
     second_run_option: ClassVar[str] = ""  # how users give that run
     answers_questions: ClassVar[bool] = True  # a user may ask about an image
+    # arguments of `e2e_vl.load(run).ask` that fit the task, for model cards
+    example_call: ClassVar[str] = '"photo.jpg", "what is in the picture"'
     answers_together: ClassVar[bool] = True  # ... and one batch may hold several questions
     # its config has `answers`, a list that may be built from the data with its `min_answer_count`
     chooses_answers: ClassVar[bool] = False

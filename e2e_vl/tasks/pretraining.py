@@ -123,6 +123,7 @@ class PretrainingWording(Wording):
 class PretrainingTask(Task):
     """The objectives of a run. Each loss is a mean over all labelled items of the batch, 0 if there is none."""
 
+    example_call = '"photo.jpg", "a [MASK] on a table"'
     answers_together = False  # [MASK] and hidden regions are read for one text at a time
     sums_objectives = True
     lends = ("",)
@@ -220,11 +221,9 @@ class PretrainingTask(Task):
         """
         question.refuse_choices("A pre-training run")
         if question.hidden is not None and not self.hiding.hides:
-            raise ValueError("The run was pre-trained without masked regions; leave --hide out.")
+            raise ValueError("The run was pre-trained without masked regions; hide no boxes.")
         if MASK not in question.text and not question.hidden:  # a file may hold no box
-            raise ValueError(
-                "A pre-training run fills in what is missing: write [MASK] in the text, or hide a region with --hide."
-            )
+            raise ValueError("A pre-training run fills in what is missing: write [MASK] in the text, or hide boxes.")
         return question.sample(SampleText(0, question.text, {"sent": question.text}), hides=True)
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:

@@ -103,6 +103,7 @@ class ReferringTask(Task):
     """
 
     points_at_box = True
+    example_call = '"photo.jpg", "the small red circle"'
     writes_submission = True
     starts_from = HeadStart(copies={"masked_regions.transform.": "head.transform."}, random=("head.output.",))
 

@@ -160,6 +160,11 @@ class VCRWording(Wording):
 class VCRTask(Task):
     """A score per choice from its summary; beside it, every region is classified from its output state."""
 
+    example_call = """
+    "photo.jpg",
+    "Why is [0] smiling at [1] ?",
+    boxes=["person:10,20,80,200", "person:90,30,160,210"],
+    choices=["[1] told a joke", "[0] is tired", "it is raining", "[1] has left"]"""
     writes_submission = True
     second_run = ("data.config.condition_on=each",)  # rationales, given each of the four answers
     second_run_option = "--rationale-run"
@@ -226,16 +231,14 @@ class VCRTask(Task):
         question.refuse_hidden()
         given = question.boxes
         if given is None:
-            raise ValueError("VCR's boxes are given, not found: give them with --boxes, such as person:10,20,80,200.")
+            raise ValueError("VCR's boxes are given, not found: give boxes, such as person:10,20,80,200.")
         if len(question.choices) != CHOICES:
-            raise ValueError(
-                f"VCR chooses one of four texts, here are {len(question.choices)}; give four with --choices."
-            )
+            raise ValueError(f"VCR chooses one of four texts, here are {len(question.choices)}; give four choices.")
         if not question.wants_answer and question.answer is not None:
-            raise ValueError("This run chooses answers, so it takes none; leave --answer out.")
+            raise ValueError("This run chooses answers, so it takes none; leave the answer out.")
         if question.wants_answer and question.answer is None:
             raise ValueError(
-                "This run chooses rationales, so it needs the answer that they are for; give it as --answer."
+                "This run chooses rationales, so it needs the answer that they are for; give the answer too."
             )
         names = given.names or (PERSON,) * len(given)
         known = question.class_names or names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 import warnings
@@ -18,6 +19,7 @@ from PIL import Image
 from transformers import AutoModel
 
 import e2e_vl
+from e2e_vl.api import trained_model
 from e2e_vl.api.trained_model import TrainedModel
 from e2e_vl.commands import predict
 from e2e_vl.config import load_config
@@ -112,14 +114,24 @@ def test_given_boxes_are_the_candidates(model, records):
     answer = model.ask(records[0]["file_name"], "the star", boxes=given)
     assert answer.boxes == pytest.approx(np.array(given), abs=1e-3)
     assert answer.box.tolist() in answer.boxes.tolist()
-    with pytest.raises(ValueError, match="boxes: box 0"):
-        model.ask(records[0]["file_name"], "the star", boxes=[[5, 5, 5, 9]])
+    width, height = Image.open(records[0]["file_name"]).size
+    assert len(model.ask(records[0]["file_name"], "the star", boxes=[-1, 0, width + 1, height]).boxes) == 1
+    for boxes, message in (
+        ([[5, 5, 5, 9]], "boxes: box 0"),
+        ([], "at least one row"),
+        ([[5, 5, 9, 9], [5, 5, width + 2, 9]], f"boxes: box 1 .* outside the image .* of {width} x {height} pixels"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.ask(records[0]["file_name"], "the star", boxes=boxes)
 
 
 def test_words_that_the_vocabulary_lacks_are_named(model, records):
     with pytest.warns(UserWarning, match="lacks elephant; the model reads"):
         answer = model.ask(records[0]["file_name"], "the red elephant 7 ?")
     assert answer.unknown_words == ("elephant",)
+    with pytest.warns(UserWarning, match="lacks elephant") as said:
+        model.ask(records[0]["file_name"], ["the elephant", "the star"])
+    assert [one.filename for one in said] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert model.ask(records[0]["file_name"], records[0]["sent"]).unknown_words == ()
@@ -176,11 +188,16 @@ def test_choices_of_vcr_runs(vcr_runs):
     assert sum(score for _, score in answer.top) == pytest.approx(1)
     assert answer.boxes == pytest.approx(np.array([[5, 6, 40, 50], [30, 20, 70, 61]]), abs=1e-3)
     assert answer.box_names == answer.record["objects"] and len(answer.box_names) == 2 and min(answer.draw().size) > 100
+    assert {"tall", "Why", "yes"} <= set(answer.unknown_words)
+    with pytest.raises(ValueError, match="3 lists for 1 questions"):
+        model.ask(image, "Why is [0] there ?", boxes=boxes, choices=[choices] * 3)
+    with pytest.raises(ValueError, match="must be a list of strings"):
+        model.ask(image, "Why is [0] there ?", boxes=boxes, choices="abcd")
     several = model.ask([image, image], "Why is [0] there ?", boxes=boxes, choices=[choices, choices[::-1]])
     assert [dict(one.top) for one in several] == [pytest.approx(dict(answer.top), abs=1e-5)] * 2
     reason = e2e_vl.load(vcr_runs[1]).ask(image, "Why is [0] there ?", boxes=boxes, choices=choices, answer="yes")
-    assert reason.record["choice"] in range(4)
-    with pytest.raises(ValueError, match="here are 0; give four"):
+    assert reason.record["choice"] in range(4) and "yes" in reason.unknown_words
+    with pytest.raises(ValueError, match="here are 0; give four choices"):
         model.ask(image, "Why is [0] there ?", boxes=boxes)
     with pytest.raises(ValueError, match="it needs the answer"):
         e2e_vl.load(vcr_runs[1]).ask(image, "Why is [0] there ?", boxes=boxes, choices=choices)
@@ -213,14 +230,96 @@ def test_threads_get_the_same_answers(model, records):
 
 def test_saved_and_loaded_again(model, records, tmp_path):
     model.save_pretrained(tmp_path / "shared")
+    texts = [path for path in (tmp_path / "shared").rglob("*") if path.suffix in (".yaml", ".json", ".md", ".txt")]
+    assert len(texts) > 5 and not [path for path in texts if str(model.source.parents[1]) in path.read_text("utf-8")]
     card = (tmp_path / "shared" / "README.md").read_text("utf-8")
     assert 'e2e_vl.load("' in card and "`vl_bert`" in card and "| val/accuracy_own_boxes | " in card
+    assert "count" not in card and "ceiling" not in card and "license" not in card
+    assert 'model.ask("photo.jpg", "the small red circle")' in card
     text, image = records[0]["sent"], records[0]["file_name"]
     for again in (TrainedModel.from_pretrained(tmp_path / "shared"), e2e_vl.load(tmp_path / "shared")):
         assert np.array_equal(again.ask(image, text).box, model.ask(image, text).box)
 
 
-@pytest.mark.parametrize("name", ["no_such_run/here", "runs/nothing.model"])
+def test_cards_name_a_license_only_if_it_is_given_and_a_call_that_fits(pretraining_run, vcr_runs):
+    card = str(e2e_vl.load(pretraining_run).generate_model_card(license="mit", repo_id="me/mine"))
+    assert "license: mit" in card and 'e2e_vl.load("me/mine")' in card and "a [MASK] on a table" in card
+    for run, wants_answer in zip(vcr_runs, (False, True), strict=True):
+        card = str(e2e_vl.load(run).generate_model_card())
+        assert (
+            "boxes=[" in card and "choices=[" in card and ("answer=" in card.partition("model.ask")[2]) == wants_answer
+        )
+
+
+def test_nothing_is_read_again_after_loading(pretraining_run, tmp_path):
+    shutil.copytree(pretraining_run / "model", tmp_path / "model")
+    model = e2e_vl.load(tmp_path / "model")
+    shutil.rmtree(tmp_path / "model")
+    image = saved_records(pretraining_run)[0]["file_name"]
+    with pytest.warns(UserWarning, match="it looks at random places") as said:
+        model.ask(image, "a [MASK] circle")
+    assert said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model.ask(image, "a [MASK] circle")  # said once
+    model.save_pretrained(tmp_path / "again")
+    with pytest.warns(UserWarning, match="it looks at random places"):
+        e2e_vl.load(tmp_path / "again").ask(image, "a [MASK] circle")
+
+
+def test_no_picture_of_a_changed_photo(model, records, tmp_path):
+    photo = tmp_path / "photo.png"
+    Image.open(records[0]["file_name"]).save(photo)
+    answer, found = model.ask(photo, records[0]["sent"]), model.regions(photo)
+    assert answer != model.ask(photo, records[0]["sent"]) and found == found
+    assert answer.draw().size and found.draw().size
+    Image.new("RGB", (50, 50)).save(photo)
+    for draw in (answer.draw, answer.draw_candidates, found.draw):
+        with pytest.raises(ValueError, match="was changed after the model looked at it"):
+            draw()
+    photo.unlink()
+    with pytest.raises(FileNotFoundError, match=r"photo\.png"):
+        answer.draw()
+
+
+def test_names_and_copies_of_one_image_share_a_pass(model, records, monkeypatch):
+    image = Path(records[0]["file_name"])
+    monkeypatch.chdir(image.parent)
+    passes = Passes(model, monkeypatch)
+    pixels = np.asarray(Image.open(image))
+    model.ask([image, image.name, f"./{image.name}", pixels, pixels.copy(), Image.open(image)], "the star")
+    assert len(passes.images) == 2
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:7", "nonsense"])
+def test_a_device_that_is_not_there(trained_run, device, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    for load in (e2e_vl.load, e2e_vl.load_detector):
+        with pytest.raises(ValueError, match="device is") as error:
+            load(trained_run.path, device=device)
+        assert "\n" not in str(error.value)
+
+
+def test_gpus_that_are_asked_for_and_missing(trained_run, monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match="asks for the GPUs 0, but torch finds no GPUs"):
+        e2e_vl.load(trained_run.path)
+    assert e2e_vl.load(trained_run.path, device="cpu").device.type == "cpu"
+
+
+def test_only_the_download_of_a_hub_model_is_caught(trained_run, tmp_path, monkeypatch):
+    folder = tmp_path / "downloaded"
+    shutil.copytree(trained_run.path / "model", folder)
+    monkeypatch.setattr(trained_model, "snapshot_download", lambda name: str(folder))
+    assert e2e_vl.load("someone/model").source == folder
+    (folder / "config.yaml").write_text("version: 2\nnonsense: 1\n")
+    with pytest.raises(ValueError, match="there is no setting 'nonsense'"):
+        e2e_vl.load("someone/model")
+
+
+@pytest.mark.parametrize("name", ["no_such_run/here", "runs/nothing.model", "nothing"])
 def test_what_is_not_there_is_one_sentence(name, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(FileNotFoundError) as error:
@@ -228,7 +327,7 @@ def test_what_is_not_there_is_one_sentence(name, monkeypatch):
     assert "\n" not in str(error.value) and name in str(error.value)
 
 
-@pytest.mark.parametrize("image", [b"no image", np.zeros((3, 4), dtype=np.uint8), 7, "missing.jpg"])
+@pytest.mark.parametrize("image", [b"no image", np.zeros((3, 4)), 7, "missing.jpg", ()])
 def test_bad_images_are_one_sentence(model, image):
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         model.ask(image, "the star")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import types
 from pathlib import Path
 
@@ -12,8 +11,10 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import e2e_vl
+from detector.checkpoint import save_pretrained
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
+from e2e_vl.api.trained_detector import TrainedDetector
 from e2e_vl.commands import extract_demo
 from e2e_vl.config import (
     DataSettings,
@@ -37,6 +38,8 @@ MODEL:
 INPUT: {MIN_SIZE_TEST: 96, MAX_SIZE_TEST: 160}
 """
 FEATURES = 64  # 8 times RES2_OUT_CHANNELS
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
 @pytest.fixture(scope="module")
@@ -158,36 +161,57 @@ def test_weights_from_a_file(
     assert np.array_equal(*found)  # the seed no longer matters
 
 
-def test_phrase(
-    tool: types.ModuleType,
-    config: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-):
+def test_a_detector_by_its_folder(tool: types.ModuleType, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     image, _ = write_image(tmp_path, "rotated")
-    asked = []
+    detector = FasterRCNN(DetectorConfig.from_yaml(config)).eval()
+    detector.class_names = tuple(f"thing {number}" for number in range(detector.num_classes))
+    save_pretrained(detector, tmp_path / "saved")
+    arguments = [str(image), "--output", str(tmp_path / "out")]
+    assert tool.main([*arguments, "--detector", str(tmp_path / "saved")]) == 0
+    by_folder = np.load(tmp_path / "out" / "regions.npz")["features"]
+    weights = str(tmp_path / "saved" / "model.safetensors")
+    assert tool.main([*arguments, "--config", str(config), "--weights", weights]) == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "out" / "regions.npz")["features"], by_folder)
+    assert "random" not in capsys.readouterr().out
+    assert tool.main([*arguments, "--detector", str(tmp_path / "saved"), "--weights", weights]) == 2
+    assert "both name weights" in capsys.readouterr().err
 
-    class Model:
-        def require_boxes(self) -> None:
-            asked.append("a box")
 
-        def ask(self, image: Path, text: str) -> types.SimpleNamespace:
-            asked.append((image, text))
-            box = [10.0, 20.0, 50.0, 90.0]
-            candidates = {"candidate_boxes": np.array([box, [0, 0, 5, 5]]), "candidate_scores": np.array([0.75, 0.1])}
-            return types.SimpleNamespace(record={"box": box, "score": 0.75, "class": "cat", **candidates})
+def test_phrase(trained_run, tool: types.ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """The files hold what the Python API answers and draws."""
+    record = json.loads((trained_run.path / "predictions_val_gt.json").read_text("utf-8"))[0]
+    words = [record["file_name"], "--output", str(tmp_path), "--run", str(trained_run.path)]
+    assert tool.main([*words, "--text", "the red elephant"]) == 0
+    model = e2e_vl.load(trained_run.path)
+    with pytest.warns(UserWarning, match="lacks elephant"):
+        expected = model.ask(record["file_name"], "the red elephant")
+    found = json.loads((tmp_path / "phrase.json").read_text("utf-8"))
+    assert found["box"] == pytest.approx(expected.box, abs=1e-3) and found["text"] == "the red elephant"
+    assert len(found["boxes"]) == len(found["scores"]) == len(expected.record["candidate_boxes"])
+    printed = capsys.readouterr()
+    assert f'"the red elephant" is at {expected.answer} (score' in printed.out and printed.err == ""
+    assert "words that the vocabulary lacks: elephant\n" in printed.out
+    pictures = {"phrase.png": expected.draw(), "regions.png": model.regions(record["file_name"]).draw()}
+    for name, picture in pictures.items():
+        np.testing.assert_array_equal(np.asarray(Image.open(tmp_path / name)), np.asarray(picture))
 
-    stand_in = types.ModuleType("e2e_vl.api.trained_model")
-    stand_in.load = lambda run: asked.append(run) or Model()
-    monkeypatch.setitem(sys.modules, "e2e_vl.api.trained_model", stand_in)
-    arguments = [str(image), "--output", str(tmp_path / "out"), "--config", str(config)]
-    assert tool.main([*arguments, "--run", str(tmp_path / "run"), "--text", "the red one"]) == 0
-    assert asked == [tmp_path / "run", "a box", (image, "the red one")]
-    answer = json.loads((tmp_path / "out" / "phrase.json").read_text())
-    assert answer["box"] == [10, 20, 50, 90] and answer["text"] == "the red one" and len(answer["boxes"]) == 2
-    assert "the red one" in capsys.readouterr().out
-    assert Image.open(tmp_path / "out" / "phrase.png").height > Image.open(tmp_path / "out" / "regions.png").height
+
+def test_all_proposals_of_the_config_are_used(
+    trained_run, tool: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    record = json.loads((trained_run.path / "predictions_val_gt.json").read_text("utf-8"))[0]
+    used = []
+    find = TrainedDetector.find
+
+    def spied(self, *arguments):
+        used.append(self.network.config.rpn.post_nms_topk_test)
+        return find(self, *arguments)
+
+    monkeypatch.setattr(TrainedDetector, "find", spied)
+    words = [record["file_name"], "--output", str(tmp_path), "--run", str(trained_run.path)]
+    assert tool.main(words) == 0 and tool.main([*words, "--max-proposals", "7"]) == 0
+    e2e_vl.load_detector(trained_run.path).regions(record["file_name"])
+    assert used == [used[2], 7, used[2]] and used[2] > 7
 
 
 @pytest.mark.parametrize("broken", ["missing", "text", "empty", "cut off", "folder"])

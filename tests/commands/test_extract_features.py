@@ -194,7 +194,7 @@ def test_the_tiny_run_on_precomputed_features(tool, trained_run, tmp_path):
         (["--min-boxes", "3"], "either --num-boxes or"),
         (["--image-feature"], "no place for the whole image's feature"),
         (["--boxes", "x.json"], "leave out the options that choose boxes"),
-        (["--run", "runs/x"], "either --run, or --config"),
+        (["--run", "runs/x"], "Give either --run, or --detector"),
         (["--batch-size", "0"], "batch size 0"),
         (["--format", "npz", "--output", str(TOOL)], "is a file"),
         (["--output", "features.txt"], "must end in .tsv"),

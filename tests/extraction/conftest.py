@@ -11,7 +11,7 @@ from PIL import Image
 
 from e2e_vl.data.formats.image_lists import ListedImage
 from e2e_vl.extraction.chain import InputImage, load_input
-from e2e_vl.extraction.detectors import LoadedDetector, load_detector
+from e2e_vl.extraction.detectors import LoadedDetector, open_detector
 
 SIZES = [(70, 90), (70, 90), (90, 70), (40, 120), (70, 90)]
 YAML = """
@@ -41,7 +41,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> LoadedDetector:
     """A random detector whose class scores differ enough to choose by."""
     path = tmp_path_factory.mktemp("config") / "tiny.yaml"
     path.write_text(YAML)
-    made = load_detector(path, None)
+    made = open_detector(path, None)
     torch.manual_seed(0)
     for layer in (made.detector.roi_heads.box_predictor.cls_score, made.detector.roi_heads.box_predictor.bbox_pred):
         torch.nn.init.normal_(layer.weight, std=1.0)

@@ -13,7 +13,7 @@ from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule
 from detector.selection_rule import SelectionRule
 from e2e_vl.config import DataSettings, EncoderSettings, ResizeSettings, RunConfig, TaskSettings, save_config
-from e2e_vl.extraction.detectors import detector_of_run, load_detector
+from e2e_vl.extraction.detectors import detector_of_run, open_detector
 from e2e_vl.extraction.single import extract_image
 
 YAML = """
@@ -44,25 +44,25 @@ def test_random_values_leave_the_global_generator_alone(config: Path):
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    first = load_detector(config, None, seed=1)
+    first = open_detector(config, None, seed=1)
     assert torch.equal(torch.rand(2), expected)
-    second = load_detector(config, None, seed=2)
+    second = open_detector(config, None, seed=2)
     assert not torch.equal(*(one.detector.backbone.stem.conv1.weight for one in (first, second)))
 
 
 def test_limit_of_proposals(config: Path, image: Path):
-    source = load_detector(config, None, max_proposals=4)
+    source = open_detector(config, None, max_proposals=4)
     assert 0 < len(extract_image(image, source, SelectionRule(0.0, 0, 36)).regions) <= 4
     assert source.detector.config.rpn.post_nms_topk_test == 4
     with pytest.raises(ValueError, match="not 0 proposals"):
-        load_detector(config, None, max_proposals=0)
+        open_detector(config, None, max_proposals=0)
 
 
 def test_weights_of_another_architecture(config: Path, tmp_path: Path):
     other = FasterRCNN(DetectorConfig.from_yaml({"_BASE_": str(config), "MODEL": {"ROI_HEADS": {"NUM_CLASSES": 7}}}))
     save_file({key: value.contiguous() for key, value in other.state_dict().items()}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=r"other\.safetensors does not fit"):
-        load_detector(config, tmp_path / "other.safetensors")
+        open_detector(config, tmp_path / "other.safetensors")
 
 
 def test_detector_of_a_run(config: Path, image: Path, tmp_path: Path):

@@ -198,7 +198,7 @@ def test_a_question_is_a_sample_with_the_given_boxes():
 @pytest.mark.parametrize(
     ("question", "message"),
     [
-        (ask("a dog"), r"write \[MASK\] in the text, or hide a region with --hide"),
+        (ask("a dog"), r"write \[MASK\] in the text, or hide boxes"),
         (ask("a dog", hidden=boxes()), r"write \[MASK\] in the text"),
         (ask(choices=["yes"]), "takes neither choices nor an answer"),
         (ask(answer="yes"), "takes neither choices nor an answer"),

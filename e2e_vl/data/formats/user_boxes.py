@@ -12,6 +12,8 @@ from e2e_vl.data.formats.vcr_files import read_polygons
 from e2e_vl.data.storage.files import is_box, read_json
 from e2e_vl.samples import AnnotatedObjects
 
+TOLERANCE = 1.0  # pixels by which a user's box may leave its image: corners are often counted from 1, or rounded
+
 
 def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObjects:
     """Boxes from a command line: a file, or `x1,y1,x2,y2` words, each maybe with a class in front (`person:1,2,30,40`).
@@ -40,6 +42,28 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObject
     if any(names) and not all(names):
         raise ValueError("Some boxes have a class and others have none; write all of them as class:x1,y1,x2,y2.")
     return AnnotatedObjects(_stack(boxes), source, names=tuple(names) if any(names) else None)
+
+
+def require_inside(boxes: np.ndarray, size: tuple[int, int], origin: str, image: str) -> None:
+    """Refuse boxes that leave their image; users who mix up pixels of two sizes would get an answer about other places.
+
+    Args:
+        boxes: rows of x1, y1, x2, y2 in pixels of the original image.
+        size: its (height, width).
+        origin, image: name the boxes and the image in the error.
+
+    Raises:
+        ValueError: a side of a box lies more than `TOLERANCE` outside.
+    """
+    height, width = size
+    low, high = (boxes[:, :2] < -TOLERANCE).any(axis=1), (boxes[:, 2:] > np.array([width, height]) + TOLERANCE).any(1)
+    if (low | high).any():
+        row = int((low | high).argmax())
+        values = ", ".join(f"{value:g}" for value in boxes[row])
+        raise ValueError(
+            f"{origin}: box {row} [{values}] lies outside the image {image} of {width} x {height} pixels (width x "
+            "height), at least in part; give x1, y1, x2, y2 in pixels of the original image."
+        )
 
 
 def _read_file(path: Path) -> AnnotatedObjects:

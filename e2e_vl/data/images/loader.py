@@ -143,7 +143,7 @@ class ImageLoader:
         example = ImageExample(pixels, placement, str(file) if isinstance(file, Path) else file.name)
         self._add_candidates(example, image, found)
         if image.hide is not None:
-            example.hide = placement.move_and_clamp_boxes(image.hide, "--hide")
+            example.hide = placement.move_and_clamp_boxes(image.hide, "boxes to hide")
         if self.rules.with_objects:
             example.objects = self._objects(image.objects, placement)
         return example.without_boxes() if self.rules.is_blank and self.rules.blank_boxes else example

@@ -1,0 +1,84 @@
+"""A detector to look at photos with: the regions of any image, or the features of given boxes.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from detector.selection_rule import SelectionRule
+from e2e_vl.api.devices import chosen_device
+from e2e_vl.api.inputs import ImageFile, ImageInput, given_boxes, image_file, stamp_of
+from e2e_vl.api.results import FoundRegions
+from e2e_vl.extraction.detectors import LoadedDetector, find_detector
+from e2e_vl.extraction.single import extract_image
+from e2e_vl.samples import AnnotatedObjects
+
+
+class TrainedDetector:
+    """A loaded detector with its class names; `e2e_vl.load_detector` makes one.
+
+    It may be asked from several threads at a time. Boxes are xyxy in pixels of the original image.
+    """
+
+    def __init__(self, source: LoadedDetector, device: str | torch.device | None = None):
+        self.source = source
+        self.network = source.detector.to(chosen_device(device)).eval()
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Of the detector's classes; None: unknown."""
+        return self.network.class_names
+
+    def regions(
+        self,
+        image: ImageInput,
+        *,
+        boxes: Any = None,
+        min_score: float = 0.2,
+        min_regions: int = 10,
+        max_regions: int = 36,
+    ) -> FoundRegions:
+        """What the detector finds, best score first, or what it says about given boxes, in their order.
+
+        Args:
+            image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.inputs.image_file`).
+            boxes: [R, 4], or words or a file as in `TrainedModel.ask`; None: the detector's own.
+            min_score: its own regions score at least this, but their number stays between the other two.
+
+        Raises:
+            FileNotFoundError, ValueError: no readable image, numbers that contradict each other, or a box that lies
+                outside the image.
+        """
+        if boxes is None:
+            self.warn_of_random_boxes(stacklevel=3)
+        rule = SelectionRule(min_score, min_regions, max_regions)
+        return self.find(image_file(image), given_boxes(boxes, "boxes"), rule)
+
+    def warn_of_random_boxes(self, stacklevel: int) -> None:
+        """A Python warning about a detector whose own boxes mean nothing; `stacklevel` counts from here."""
+        if self.source.warning:
+            warnings.warn(self.source.warning, stacklevel=stacklevel)
+
+    def find(self, file: ImageFile, given: AnnotatedObjects | None, rule: SelectionRule) -> FoundRegions:
+        """`regions` without its warning."""
+        stamp = stamp_of(file)
+        found = extract_image(file, self.source, rule, given).regions
+        names = [self.name_of(number) for number in found.classes.tolist()]
+        return FoundRegions(found.boxes, found.scores, found.classes, names, found.features, file, stamp)
+
+    def name_of(self, number: int) -> str:
+        """The name of a class, or its number where the names are unknown."""
+        return f"class {number}" if self.class_names is None else self.class_names[number]
+
+
+def load_detector(
+    source: str | Path, config: str | Path | None = None, device: str | torch.device | None = None
+) -> TrainedDetector:
+    """Load the detector of a run, a saved detector, or a weights file with its config; see `e2e_vl.load_detector`."""
+    return TrainedDetector(find_detector(source, config), device)
