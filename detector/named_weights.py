@@ -59,6 +59,7 @@ class NamedWeights:
     class_names: str = ""  # a file in detector/class_names; "" = the names are not known here, or there are none
     expect: str = "all"
     norm_eps: float = 1e-5
+    rounding: str = "detectron2"  # of the sides of a resized image, see `detector.images.ResizeRule`
     unsupported: str = ""  # why the built-in detector cannot load it, and what can be used instead
 
     @property
@@ -69,7 +70,7 @@ class NamedWeights:
 
 def _torchvision(name: str, file: str, config: str, **fields: Any) -> NamedWeights:
     digits = file.removesuffix(".pth").rpartition("-")[2]
-    fields = {"checksum": f"sha256:{digits}", **fields}
+    fields = {"checksum": f"sha256:{digits}", "rounding": "truncate", **fields}
     return NamedWeights(f"torchvision/{name}", TORCHVISION + file, file, config, TORCHVISION_LICENCE, **fields)
 
 

@@ -59,6 +59,18 @@ class ConvNorm(nn.Conv2d):
         shift = self.norm.bias - self.norm.running_mean * scale
         return self._conv_forward(x, self.weight * scale[:, None, None, None], shift)
 
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The convolution, called by `forward`.
+
+        In the backward pass of a 1x1 convolution with a stride, on channels-last maps of a CPU, torch's oneDNN writes
+        outside its memory if the channels are not a multiple of 16 (seen with torch 2.15). There the cells between the
+        strides are left out first, which gives the same values.
+        """
+        stride = self.stride[0]
+        if self.kernel_size == (1, 1) and stride > 1 and (self.in_channels % 16 or self.out_channels % 16):
+            return F.conv2d(x[:, :, ::stride, ::stride], weight, bias, groups=self.groups)
+        return super()._conv_forward(x, weight, bias)
+
     def forward_pooled(self, x: Tensor, pool: Pooling) -> Tensor:
         """`self(pool(x))` of a 1x1 convolution, with the convolution before the pooling.
 

@@ -11,6 +11,7 @@ from detector.backends import BACKENDS, detector_class
 from detector.checkpoint import CONFIG_NAME, load_checkpoint
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule
+from detector.named_weights import NamedWeights, resolve_weights
 from detector.weight_files import find_weights
 from e2e_vl.config import load_config
 
@@ -82,15 +83,18 @@ def find_detector(
     """A detector by what a user has of it.
 
     Args:
-        source: a run directory or saved model folder; a folder with `config.yaml` and `model.safetensors`; or any
-            weights file that `load_checkpoint` reads.
+        source: the name of published weights, see `detector.named_weights`; a run directory or saved model folder; a
+            folder with `config.yaml` and `model.safetensors`; or any weights file that `load_checkpoint` reads.
         config: Detectron2 YAML file; needed for a file that comes without one.
         backend, max_proposals: as in `open_detector` and `detector_of_run`.
 
     Raises:
         FileNotFoundError, ValueError: nothing there, no config, or files that do not fit together.
     """
-    path = Path(source).expanduser()
+    published = resolve_weights(source)
+    if isinstance(published, NamedWeights):
+        return _published_detector(published, config, backend=backend or "builtin", max_proposals=max_proposals)
+    path = published.expanduser()
     if config is not None:
         return open_detector(config, path, backend=backend or "builtin", max_proposals=max_proposals)
     if (path / "model").is_dir() or (path / "detector").is_dir():
@@ -99,6 +103,30 @@ def find_detector(
         return open_detector(path / CONFIG_NAME, path, backend=backend or "builtin", max_proposals=max_proposals)
     find_weights(path)  # says in one sentence what is missing
     raise ValueError(f"{path}: weights alone do not say how the detector is built; give its Detectron2 YAML as config.")
+
+
+def _published_detector(
+    published: NamedWeights, config: str | Path | None, *, backend: str, max_proposals: int | None
+) -> LoadedDetector:
+    """A detector of the table, downloaded once.
+
+    Raises:
+        ValueError: a trunk, which detects nothing.
+    """
+    if published.expect == "backbone":
+        raise ValueError(
+            f"{published.name} is a trunk trained on ImageNet, which finds no objects; name a detector, or start a training "
+            "from it with detector.weights and detector.expect=backbone."
+        )
+    config = config or published.config_path
+    settings = detector_class(backend).config_class.from_yaml(config).input
+    return open_detector(
+        config,
+        published.name,
+        backend=backend,
+        resize=ResizeRule(settings.min_size_test, settings.max_size_test, published.rounding),
+        max_proposals=max_proposals,
+    )
 
 
 def detector_of_run(

@@ -13,7 +13,6 @@ from torchvision.models import detection
 
 from detector.checkpoint import EXPECT
 from detector.detector_config import DetectorConfig
-from detector.detectron2_config import Detectron2Config
 from detector.named_weights import (
     CLASS_LISTS,
     NAMED_WEIGHTS,
@@ -35,11 +34,7 @@ R50 = "detectron2/ImageNetPretrained/MSRA/R-50"
 
 
 def config_of(weights: NamedWeights) -> DetectorConfig:
-    settings = settings_of(weights)
-    if settings["MODEL.ROI_HEADS.NAME"] == "Res5ROIHeads":
-        return DetectorConfig.from_flat(settings, weights.name)
-    settings.pop("MODEL.ANCHOR_GENERATOR.CELL_ANCHORS", None)
-    return Detectron2Config.from_flat(settings, weights.name)
+    return DetectorConfig.from_flat(settings_of(weights), weights.name)
 
 
 def test_names_addresses_and_files_are_unique() -> None:

@@ -94,16 +94,24 @@ def pair(request: pytest.FixtureRequest) -> tuple[nn.Module, FasterRCNN]:
     return model, builtin(request.param, model)
 
 
+def as_rows(boxes: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """[R, 6] in units in which 0.01 is the difference that is allowed."""
+    return torch.cat((boxes.double(), 100 * scores.double()[:, None], labels.double()[:, None]), dim=1)
+
+
 def assert_same_detections(model: nn.Module, detector: FasterRCNN, images: list[np.ndarray]) -> int:
     """Returns the number of detections of all images."""
     with torch.no_grad():
         expected = model(as_floats(images))
         found = detector(batch_of(images, detector))
     for row, wanted in enumerate(expected):
-        assert len(found.boxes[row]) == len(wanted["boxes"])
+        ours = as_rows(found.boxes[row], found.scores[row], found.classes[row] + 1)
+        theirs = as_rows(wanted["boxes"], wanted["scores"], wanted["labels"])
+        assert len(ours) == len(theirs)
         torch.testing.assert_close(found.scores[row], wanted["scores"].float(), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(found.boxes[row], wanted["boxes"].float(), rtol=1e-4, atol=1e-2)
-        assert torch.equal(found.classes[row] + 1, wanted["labels"])
+        # scores that are equal in float32 may change places
+        distances = (ours[:, None] - theirs[None]).abs().amax(dim=2)
+        assert distances.amin(dim=0).max() < 0.01 and distances.amin(dim=1).max() < 0.01
     return sum(len(wanted["boxes"]) for wanted in expected)
 
 
