@@ -13,6 +13,7 @@ from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule
 from detector.weight_files import find_weights
 from e2e_vl.config import load_config
+from e2e_vl.plain_yaml import check_plain
 
 ALL_PROPOSALS = 10**9  # more than any config wants
 RANDOM_WEIGHTS = "The detector's weights are random, so its boxes, classes and features mean nothing."
@@ -96,6 +97,7 @@ def find_detector(
     if (path / "model").is_dir() or (path / "detector").is_dir():
         return detector_of_run(path, backend=backend, max_proposals=max_proposals)
     if (path / CONFIG_NAME).is_file():
+        check_plain(path / CONFIG_NAME)
         return open_detector(path / CONFIG_NAME, path, backend=backend or "builtin", max_proposals=max_proposals)
     find_weights(path)  # says in one sentence what is missing
     raise ValueError(f"{path}: weights alone do not say how the detector is built; give its Detectron2 YAML as config.")
@@ -109,12 +111,15 @@ def detector_of_run(run_dir: str | Path, *, backend: str | None = None, max_prop
 
     Raises:
         FileNotFoundError: the folder holds no trained model.
-        ValueError: the run was trained on precomputed features, so that it has no detector.
+        ValueError: the run was trained on precomputed features, so that it has no detector; or settings that refer to
+            something outside of their file.
     """
     folder = Path(run_dir)
     folder = folder / "model" if (folder / "model").is_dir() else folder
     if not (folder / "detector" / "config.yaml").is_file():
         raise FileNotFoundError(f"{run_dir} holds no trained model; give a run directory of tools/train.py.")
+    for settings in (folder / "config.yaml", folder / "detector" / "config.yaml"):
+        check_plain(settings)
     config = load_config(folder / "config.yaml")
     if config.detector.backend not in BACKENDS:
         raise ValueError(
