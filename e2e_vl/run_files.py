@@ -25,7 +25,12 @@ class RunLog:
         path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        """Append one line; `kind` is "train" or "eval"."""
+        """Append one line.
+
+        Args:
+            kind: "train"; "eval" for an evaluation of the images that all evaluations of the run look at, and "final"
+                for the last one if it looks at more.
+        """
         if self.enabled:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")

@@ -21,6 +21,7 @@ from e2e_vl.engine.build_data import build_collate, build_examples, warn_of_rand
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.run import Run
 from e2e_vl.engine.saving import load_model, saved_settings
+from e2e_vl.metric_names import named_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import check_output, write_json, write_text
 from e2e_vl.tasks.base import Records, Task
@@ -105,15 +106,6 @@ def evaluate(
     if [record["text_index"] for record in records] != expected:
         raise RuntimeError(f"{name}: {len(records)} predictions for {len(expected)} texts; some are missing or double.")
     return records
-
-
-def named_metrics(scores: dict[str, Any], split: str, boxes: BoxSource) -> dict[str, Any]:
-    """`accuracy` -> `val/accuracy_own_boxes`; `accuracy/relation` -> `val/accuracy_own_boxes/relation`."""
-    named = {}
-    for key, value in scores.items():
-        metric, separator, detail = key.partition("/")
-        named[f"{split}/{metric}_{boxes.metric_suffix}{separator}{detail}"] = value
-    return named
 
 
 def write_predictions(path: Path, records: list[dict[str, Any]], task: Task) -> None:

@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.engine.build_data import build_examples, warn_of_random_boxes
-from e2e_vl.engine.evaluate import evaluate, named_metrics
+from e2e_vl.engine.evaluate import evaluate
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.saving import load_model, saved_settings
+from e2e_vl.metric_names import named_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import check_output
 

@@ -20,6 +20,7 @@ from e2e_vl.config import DataSettings, RunConfig
 from e2e_vl.data.base import VLDataset, open_options
 from e2e_vl.engine import saving
 from e2e_vl.engine.answer_lists import answers_path
+from e2e_vl.engine.best import check_metric_name
 from e2e_vl.engine.build import build_detector, build_detector_config, build_encoder, named_parts, resolve
 from e2e_vl.engine.build_data import is_drawn, open_split, wants_of
 from e2e_vl.engine.run import DataSets, splits_of
@@ -88,6 +89,9 @@ def look_ahead(config: RunConfig, processes: int, *, resume: bool = False) -> Pr
         _check_batch(config, processes)
     with found.noting():
         check_trackers(config.train.trackers)
+    with found.noting():
+        if config.train.keep_best is not None:
+            check_metric_name(config.train.keep_best, config.data.eval_splits, [*map(BoxSource, config.eval.boxes)])
     _find_weights(config, found)
     vocab_size = WORDPIECES
     name = config.data.vocabulary

@@ -15,9 +15,10 @@ from PIL import Image
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
+from e2e_vl.metric_names import MetricName
 from e2e_vl.report.changed_settings import changed_settings
 from e2e_vl.report.curves import draw_curves
-from e2e_vl.report.metric_tables import MetricName, metric_tables
+from e2e_vl.report.metric_tables import metric_tables
 from e2e_vl.report.prediction_lists import Prediction, PredictionLists, list_predictions
 from e2e_vl.run_files import read_log, write_text
 from e2e_vl.tasks.base import PredictionWords, Task
@@ -67,6 +68,8 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
         task=config.task.name,
         data=config.data.name,
         tables=metric_tables(metrics),
+        best=metrics.get("best"),
+        best_tables=metric_tables((metrics.get("best") or {}).get("metrics", {})),
         numbers=_numbers(metrics),
         sections=[_section(path, config, task) for path in _prediction_files(run_dir, config)],
         card=lambda prediction: _card(prediction, task),
@@ -80,10 +83,10 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """What `metrics.json` says of the run itself, nested values under joined names."""
+    """What `metrics.json` says of the run itself, nested values under joined names; the best model is shown apart."""
     numbers = {}
     for name, value in metrics.items():
-        if MetricName.read(name) is not None:
+        if MetricName.read(name) is not None or name == "best":
             continue
         if isinstance(value, dict):
             numbers |= {f"{name} of the {part}": one for part, one in value.items()}

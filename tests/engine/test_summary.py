@@ -81,14 +81,26 @@ def test_the_table_has_a_row_per_family_and_a_column_per_source_of_boxes():
         "val/count                   6          -                  -",
         "test/AP                     -          -              0.125",
     ]
+    first = {"val/count_gt_boxes": 6.0, "val/accuracy_gt_boxes": 0.5, "test/accuracy_gt_boxes": 0.5}
+    assert [line.split()[0] for line in result_table(first)[1:]] == ["val/accuracy", "val/count", "test/accuracy"]
     assert result_table({"steps": 8}) == []
 
 
 def test_the_end_says_where_everything_is():
-    summary = {"steps": 1200, "seconds_training": 90.0, "best": {"metric": "val/x_gt_boxes", "value": 0.5, "step": 900}}
-    assert end_text(summary, Path("runs/a"), Path("runs/a/report.html")).splitlines() == [
-        "1,200 steps in 90 seconds of training",
-        "best model: runs/a/best (val/x_gt_boxes 0.500 at step 900)",
+    best = {"metric": "val/x_gt_boxes", "value": 0.5, "step": 900, "images": 2}
+    summary = {"steps": 1200, "seconds_training": 90.0, "best": best}
+    places = [
+        "best model: runs/a/best (val/x_gt_boxes 0.500 at step 900, over 2 images)",
         "last model: runs/a/model",
         "report: runs/a/report.html",
+    ]
+    ends = Path("runs/a"), Path("runs/a/report.html")
+    assert end_text(summary, *ends).splitlines() == ["1,200 steps in 90 seconds of training", *places]
+    best["metrics"] = {"val/x_gt_boxes": 0.25}
+    assert end_text(summary | {"val/x_gt_boxes": 0.125, "stopped_early": 3}, *ends).splitlines() == [
+        *("", "last model, step 1,200:", "       gt boxes", "val/x     0.125", ""),
+        *("", "best model, step 900:", "       gt boxes", "val/x     0.250", ""),
+        "1,200 steps in 90 seconds of training",
+        "stopped early: 3 evaluations without a better value",
+        *places,
     ]
