@@ -27,6 +27,7 @@ from e2e_vl.data.loading.batches import BatchLoader
 from e2e_vl.data.loading.grouping import GroupedBatchSampler
 from e2e_vl.engine import saving
 from e2e_vl.engine.best import BestModel
+from e2e_vl.engine.default_settings import part_defaults
 from e2e_vl.engine.evaluate import evaluate_splits
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.optim import build_optimizer, build_schedule
@@ -377,7 +378,7 @@ class _Training:
         if self.accelerator.is_main_process:
             saving.save_model(self.output / "model", self.config, model, self.built.tokenizer)
             write_json(self.output / "metrics.json", summary)
-            report = write_report(self.output, self.config, model.task)
+            report = write_report(self.output, self.config, model.task, part_defaults(self.config))
             print(end_text(summary, self.output, report), flush=True)
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()

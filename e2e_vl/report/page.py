@@ -45,7 +45,7 @@ class Section:
     lists: PredictionLists
 
 
-def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
+def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Mapping[str, Any] | None = None) -> Path:
     """Write `report.html` from what the run directory holds.
 
     Args:
@@ -53,6 +53,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
         config: the run's settings. Of each file of predictions, up to `eval.report_pictures` wrong ones, partly right
             ones, right ones and ones without a label are shown, drawn at random from `seed`.
         task: describes and draws the predictions; see `Task.describe` and `Task.draw`.
+        part_defaults: see `changed_settings`.
 
     Returns:
         The path of the report.
@@ -74,7 +75,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
         sections=[_section(path, config, task) for path in _prediction_files(run_dir, config)],
         card=lambda prediction: _card(prediction, task),
         curves=None if curves is None else _data_uri(curves, "png"),
-        changed=changed_settings(config, getattr(task, "config", None)),
+        changed=changed_settings(config, part_defaults),
         settings=(run_dir / "config.yaml").read_text(encoding="utf-8"),
     )
     path = run_dir / "report.html"
