@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from detector.detector_config import DetectorConfig
 from e2e_vl.config import RunConfig
 from e2e_vl.engine.build import OBJECTIVES, named_parts
 from e2e_vl.synthetic import LanguageConfig, SceneConfig
@@ -14,7 +15,8 @@ from e2e_vl.synthetic import LanguageConfig, SceneConfig
 
 def part_defaults(config: RunConfig) -> dict[str, Any]:
     """Nested as in `RunConfig`: `encoder.config`, `task.config`, `data.config`, `data.synthetic.config` and
-    `detector.overrides`, each with the defaults of the classes that a run's settings name.
+    `detector.overrides`, each with the defaults of the classes that a run's settings name. Both detector backends have
+    the same keys.
     """
     parts = named_parts(config)
     task = _defaults(parts.task[0])
@@ -26,7 +28,7 @@ def part_defaults(config: RunConfig) -> dict[str, Any]:
             name: own[name]["weight"] if isinstance(given.get(name), int | float) else own[name] for name in own
         }
     return {
-        "detector": {"overrides": yaml.safe_load(parts.detector.config_class.from_yaml({}).to_yaml())},
+        "detector": {"overrides": yaml.safe_load(DetectorConfig.from_yaml({}).to_yaml())},
         "encoder": {"config": _defaults(parts.encoder[0])},
         "task": {"config": task},
         "data": {
