@@ -15,8 +15,8 @@ def changed(config: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 def test_values_that_equal_the_defaults_are_not_shown():
-    words = ["output=x", "detector.overrides={MODEL: {MASK_ON: false, RESNETS: {DEPTH: 101}}}"]
-    words += ["encoder.config={hidden_size: 768, norm_first: true}", "data.config={use_corpus: false}"]
+    words = ["output=x", "detector.overrides={MODEL: {RPN: {BATCH_SIZE_PER_IMAGE: 256}, RESNETS: {DEPTH: 101}}}"]
+    words += ["encoder.config={hidden_size: 768, norm_first: true}", "data.config={use_corpus: true}"]
     words += ["data.synthetic.config={scene: {min_objects: 5, max_objects: 6}}"]
     words += ["task.config={objectives: {masked_words: {weight: 1.0, probability: 0.2}, masked_text: 1.0}}"]
     config = load_config(ROOT / "configs" / "tiny" / "pretraining.yaml", words)
@@ -25,7 +25,11 @@ def test_values_that_equal_the_defaults_are_not_shown():
     assert found["encoder.config.norm_first"] == ("true", "false")
     assert found["task.config.objectives.masked_words.probability"] == ("0.2", "0.15")
     assert found["data.synthetic.config.scene.max_objects"] == ("6", "10")
-    equal = ("detector.overrides.MODEL.MASK_ON", "encoder.config.hidden_size", "data.config.use_corpus")
+    equal = (
+        "detector.overrides.MODEL.RPN.BATCH_SIZE_PER_IMAGE",
+        "encoder.config.hidden_size",
+        "data.config.use_corpus",
+    )
     equal += ("task.config.objectives.masked_words.weight", "data.synthetic.config.scene.min_objects")
     assert not set(equal) & set(found)
 
