@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 
 from detector.checkpoint import LoadReport
+from e2e_vl.config import load_config
+from e2e_vl.engine.build import resolve
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.run import Start, build_eval_data, build_run
 from e2e_vl.engine.summary import end_text, result_table, start_text
 from tests.engine.test_train import GT_ONLY
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -36,6 +40,18 @@ def test_the_block_before_training(tiny_config):
     assert lines["vocabulary"].endswith("wordpieces, built from the training texts")
     for name in ("detector", "encoder", "head"):
         assert re.fullmatch(r"[\d,]+ parameters, all random", lines[name])
+
+
+def test_the_documented_block_is_what_a_run_prints(tmp_path):
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    block = text.partition("```\nruns/tiny_refcoco\n")[2].partition("```")[0]
+    documented = {line.split()[0]: line.split(maxsplit=1)[1] for line in block.splitlines()}
+    words = [f"output={tmp_path / 'run'}", f"data.root={tmp_path / 'data'}"]
+    words.append(f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}")
+    printed = said(resolve(load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", words)))
+    assert list(documented) == list(printed)
+    del documented["device"], printed["device"]  # another machine has other threads
+    assert documented == printed
 
 
 def test_the_block_of_a_run_that_goes_on_and_starts_from_files(tiny_config, trained_run):
