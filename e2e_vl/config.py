@@ -39,9 +39,9 @@ class DetectorSettings:
     """Which detector, and how it is trained beside the task."""
 
     backend: str = "builtin"
-    config: str = "configs/detector/R_101_C4.yaml"  # a Detectron2 YAML file
+    config: str = "configs/detector/R_101_C4.yaml"  # a Detectron2 YAML file, or published weights by name
     overrides: dict[str, Any] = field(default_factory=dict)  # nested Detectron2 keys that beat the file
-    weights: str | None = None  # file or folder to start from, of any layout; None = random
+    weights: str | None = None  # published weights by name, a file or a folder to start from; None = random
     expect: str = "all"  # what the weights must hold: all, no_attributes or backbone; the rest starts random
     freeze: bool = False  # True: the whole detector keeps its starting values (and batch statistics)
     loss_weight: float = 0.0  # weight of the detection losses beside the task's; 0 = they are not computed

@@ -29,7 +29,12 @@ class RunLog:
         path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        """Append one line; `kind` is "train" or "eval"."""
+        """Append one line.
+
+        Args:
+            kind: "train"; "eval" for an evaluation of the images that all evaluations of the run look at, and "final"
+                for the last one if it looks at more.
+        """
         if self.enabled:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
@@ -74,6 +79,33 @@ def is_shared_model(source: str | Path) -> bool:
         return True
     model_folder(path)
     return False
+
+
+def check_output(path: Path, *, may_replace: bool = False) -> None:
+    """Check a file that a command is about to write; to be called before anything is computed.
+
+    Args:
+        may_replace: an existing file inside of a run may be replaced.
+
+    Raises:
+        ValueError: the path is a folder, lies below a file, or is an existing file inside of a run or a saved model.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name the file that is to be written as --output.")
+    place = next(folder for folder in path.absolute().parents if folder.exists())
+    if not place.is_dir():
+        raise ValueError(f"{path}: {place} is a file, not a folder; choose another --output.")
+    runs = [*filter(_holds_run, path.resolve().parents)]  # a saved model lies in the folder of its run
+    if path.exists() and runs and not may_replace:
+        raise ValueError(f"{path} belongs to the run {runs[-1]} and is not replaced; choose another --output.")
+
+
+def _holds_run(folder: Path) -> bool:
+    """Whether a folder is a run directory, finished or not, or a saved model."""
+    if (folder / "model" / "config.yaml").is_file():
+        return True
+    parts = ("metrics.json", "log.jsonl", "checkpoints", "encoder")
+    return (folder / "config.yaml").is_file() and any((folder / part).exists() for part in parts)
 
 
 def model_folder(folder: Path) -> Path:

@@ -22,7 +22,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a vocabulary file, from a folder, or from the Hugging Face hub.
 
     Args:
-        name_or_path: a BERT-style `vocab.txt` (one wordpiece a line, lower-cased vocabulary), a folder written by
+        name_or_path: a BERT-style `vocab.txt` (one wordpiece per line, lower-cased vocabulary), a folder written by
             `save_pretrained`, or a hub name such as `bert-base-uncased`. Only a text that cannot be a path is taken
             for a hub name, so a mistyped path never reaches for the network.
 
@@ -62,7 +62,7 @@ def _read_vocabulary(path: Path) -> BertTokenizer:
         words = [line.rstrip("\r") for line in path.read_text(encoding="utf-8").split("\n")]
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path}: not a UTF-8 text file, so not a vocabulary; one wordpiece a line is expected"
+            f"{path}: not a UTF-8 text file, so not a vocabulary; one wordpiece per line is expected"
         ) from error
     if words and not words[-1]:
         words.pop()

@@ -48,6 +48,8 @@ BASE = (
         "examples",
         "hiding",
         "layout",
+        "metric_names",
+        "plain_yaml",
         "run_files",
         "auto_classes",
     ),

@@ -32,11 +32,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser = make_parser(__doc__, prog)
     parser.add_argument("image", type=Path, help="any JPEG or PNG file")
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
-    parser.add_argument(
-        "--detector",
-        metavar="NAME",
-        help="a published detector by name (docs/detectors.md), a run, a saved detector, or a file",
-    )
+    parser.add_argument("--detector", metavar="NAME", help="published weights by name, a run, a folder, or a file")
     parser.add_argument("--config", type=Path, help="Detectron2 YAML file (default: ResNet-101 C4, or the run's)")
     parser.add_argument("--weights", type=Path, help="detector weights: a file of any kind, or a folder")
     parser.add_argument("--backend", choices=BACKENDS, help="detector (default: builtin, or the run's)")

@@ -48,11 +48,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--root", type=Path, help="folder that listed paths start from (default: the list's)")
     parser.add_argument("--output", type=Path, required=True, help="folder (npz) or file to write")
     parser.add_argument("--format", default="npz", choices=FORMATS)
-    parser.add_argument(
-        "--detector",
-        metavar="NAME",
-        help="a published detector by name (docs/detectors.md), a run, a saved detector, or a file",
-    )
+    parser.add_argument("--detector", metavar="NAME", help="published weights by name, a run, a folder, or a file")
     parser.add_argument("--config", type=Path, help="Detectron2 YAML file (default: ResNet-101 C4)")
     parser.add_argument("--weights", type=Path, help="detector weights: .pth, .pkl, .safetensors, or a folder")
     parser.add_argument("--run", type=Path, help="trained run directory: its detector and its image size")

@@ -9,7 +9,7 @@ from typing import Any
 
 from e2e_vl.config import RunConfig
 from e2e_vl.data.base import VLDataset, open_options
-from e2e_vl.data.formats.answer_files import ANSWERS_FILE, read_answers, write_answers
+from e2e_vl.data.formats.answer_files import read_answers
 from e2e_vl.tasks.base import Task
 
 OFFICIAL_SUFFIX = ".answers.txt"
@@ -33,7 +33,7 @@ def possible_answers(config: RunConfig, dataset: type[VLDataset], task: type[Tas
 
     `task.config.answers` (a list or a file) or the file `data.files.answers`, under data.root, gives them. Without
     either they are built from the annotations of the training split, where each must answer at least `min_count`
-    questions, and written beside the run's settings. The task spells the answers of annotations and of text files.
+    questions. The task spells the answers of annotations and of text files.
 
     Raises:
         FileNotFoundError, ValueError: see `read_answers`, the data set's reader and `frequent_answers`.
@@ -46,9 +46,7 @@ def possible_answers(config: RunConfig, dataset: type[VLDataset], task: type[Tas
         answers = read_answers(path)
         return [task.official_answer(answer) for answer in answers] if path.suffix == ".txt" else answers
     given = dataset.answers_of(*open_options(dataset, config.data), config.data.train_split)
-    answers = frequent_answers(given, min_count, task.spell_answer)
-    write_answers(Path(config.output) / ANSWERS_FILE, answers)
-    return answers
+    return frequent_answers(given, min_count, task.spell_answer)
 
 
 def frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spell: Callable[[str], str]) -> list[str]:
@@ -80,7 +78,7 @@ def official_lines(task: Task) -> str:
         line = answer.strip().lower()
         if len(line.splitlines()) != 1 or task.official_answer(line) != answer:
             raise ValueError(
-                f"Answer {number} is {answer!r}, which an official answer vocabulary (one answer a line) cannot hold; "
-                "train with a list without it, task.config.answers."
+                f"Answer {number} is {answer!r}, which an official answer vocabulary (one answer per line) cannot "
+                "hold; train with a list without it, task.config.answers."
             )
     return "".join(f"{answer}\n" for answer in task.answers)

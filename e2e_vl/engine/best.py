@@ -14,16 +14,33 @@ import dataclasses
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.metric_names import MetricName
 from e2e_vl.run_files import write_json
 
 logger = logging.getLogger(__name__)
 
 FILE = "best.json"
 POSITION = ("metric", "step", "value", "judged_step", "waited")  # attributes that a checkpoint keeps
+
+
+def check_metric_name(metric: str, splits: Sequence[str], sources: Sequence[BoxSource]) -> None:
+    """Check all of `train.keep_best` that is known without an evaluation.
+
+    Raises:
+        ValueError: it is no name of a metric, of a split and boxes that are evaluated, that training can change.
+    """
+    found = MetricName.read(metric)
+    if found is None or found.split not in splits or found.source not in sources or found.is_constant:
+        forms = [str(MetricName(split, "METRIC", source)) for split in splits for source in sources]
+        raise ValueError(
+            f"train.keep_best is '{metric}'; it must be the name of a metric that training can change, of what is "
+            f"evaluated: {', '.join(forms) or 'nothing, see data.eval_splits and eval.boxes'}."
+        )
 
 
 @dataclasses.dataclass
@@ -60,12 +77,18 @@ class BestModel:
         return None if self.step is None else {"metric": self.metric, "value": self.value, "step": self.step}
 
     def check_name(self, metrics: Mapping[str, Any]) -> None:
-        """Raises ValueError unless evaluations give the metric, or the metric that it is a detail of."""
+        """Raises ValueError unless evaluations give the metric, or the metric that it is a detail of.
+
+        A metric that training cannot change is refused, too.
+        """
         if self.metric is None:
             return
-        whole = "/".join(self.metric.split("/")[:2])  # val/accuracy_own_boxes of val/accuracy_own_boxes/relation
-        if not {self.metric, whole} & set(metrics):
-            raise ValueError(f"train.keep_best is '{self.metric}'; it must be one of {', '.join(metrics)}.")
+        # a family of texts may be missing in a part of the images
+        found = MetricName.read(self.metric)
+        is_measured = self.metric in metrics or (found is not None and str(found.whole) in metrics)
+        if not is_measured or (found is not None and found.is_constant):
+            names = [name for name in metrics if (other := MetricName.read(name)) is None or not other.is_constant]
+            raise ValueError(f"train.keep_best is '{self.metric}'; it must be one of {', '.join(names)}.")
 
     def judge(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Whether the model of this step is the best so far; a step is judged once."""

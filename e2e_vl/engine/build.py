@@ -11,7 +11,6 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub.errors import StrictDataclassError
@@ -20,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from detector.backends import BACKENDS, detector_class
 from detector.checkpoint import LoadReport, load_checkpoint
 from detector.interface import Detector
+from detector.named_weights import NamedWeights, resolve_weights
 from detector.precomputed import PrecomputedDetector
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import ResizeSettings, RunConfig
@@ -202,10 +202,12 @@ def build_model(
 def build_detector_config(config: RunConfig) -> Any:
     """The Detectron2 YAML file, with `detector.overrides` on top, as the config class of the chosen backend."""
     config_class = named_parts(config).detector.config_class
-    path = Path(config.detector.config)
+    published = resolve_weights(config.detector.config)
+    path = published.config_path if isinstance(published, NamedWeights) else published
     if not path.is_file():
         raise FileNotFoundError(
-            f"Detector config {path} does not exist; set detector.config to a Detectron2 YAML file."
+            f"Detector config {path} does not exist; set detector.config to a Detectron2 YAML file, or to the name of "
+            "published weights."
         )
     if not config.detector.overrides:
         return config_class.from_yaml(path)

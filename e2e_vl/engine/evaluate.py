@@ -21,8 +21,9 @@ from e2e_vl.engine.build_data import build_collate, build_examples, warn_of_rand
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.run import Run
 from e2e_vl.engine.saving import load_model, saved_settings
+from e2e_vl.metric_names import named_metrics
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run_files import write_json, write_text
+from e2e_vl.run_files import check_output, write_json, write_text
 from e2e_vl.tasks.base import Records, Task
 
 EVALUATIONS = "evaluations"  # folder of a run directory, for what evaluate_run writes
@@ -107,15 +108,6 @@ def evaluate(
     return records
 
 
-def named_metrics(scores: dict[str, Any], split: str, boxes: BoxSource) -> dict[str, Any]:
-    """`accuracy` -> `val/accuracy_own_boxes`; `accuracy/relation` -> `val/accuracy_own_boxes/relation`."""
-    named = {}
-    for key, value in scores.items():
-        metric, separator, detail = key.partition("/")
-        named[f"{split}/{metric}_{boxes.metric_suffix}{separator}{detail}"] = value
-    return named
-
-
 def write_predictions(path: Path, records: list[dict[str, Any]], task: Task) -> None:
     """One JSON list, one object per text, each with `correct`; all boxes xyxy in pixels of the original image."""
     lines = [json.dumps({**record, "correct": task.correct(record)}, ensure_ascii=False) for record in records]
@@ -142,13 +134,15 @@ def evaluate_run(
 
     Raises:
         FileNotFoundError, ValueError: no model there, an unknown split, data that do not fit, or an output that is a
-            file of the run itself.
+            folder or a file of a run itself.
     """
     boxes = BoxSource(boxes)
     name = "_".join([split, boxes, *([iou] if iou is not None else [])])
     path = output or run_dir / EVALUATIONS / f"{name}.json"
     metrics_path = path.with_name(f"{path.stem}_metrics.json")
-    _refuse_file_of_run(run_dir, path, metrics_path)
+    # an earlier evaluation has its metrics beside it, which no file of a run itself has
+    check_output(path, may_replace=metrics_path.is_file())
+    check_output(metrics_path, may_replace=True)
     convention = [f"task.config.iou_convention={iou}"] if iou is not None else []
     config, model, tokenizer = load_model(run_dir, overrides=[*(overrides or []), *convention])
     if boxes is BoxSource.ONLINE:
@@ -164,12 +158,3 @@ def evaluate_run(
         write_predictions(path, records, model.task)
     accelerator.wait_for_everyone()
     return metrics, path if accelerator.is_main_process else None
-
-
-def _refuse_file_of_run(run_dir: Path, path: Path, metrics_path: Path) -> None:
-    """Raises ValueError for a file of the run itself; an evaluation, with its metrics beside it, may be replaced."""
-    if path.exists() and not metrics_path.exists() and path.resolve().is_relative_to(run_dir.resolve()):
-        raise ValueError(
-            f"{path} belongs to the run {run_dir} and is not replaced; choose another --output, or leave it out for a "
-            f"file in {run_dir / EVALUATIONS}."
-        )

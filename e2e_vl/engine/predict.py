@@ -13,10 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.engine.build_data import build_examples, warn_of_random_boxes
-from e2e_vl.engine.evaluate import evaluate, named_metrics
+from e2e_vl.engine.evaluate import evaluate
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.saving import load_model, saved_settings
+from e2e_vl.metric_names import named_metrics
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.run_files import check_output
 
 
 def predict_split(
@@ -41,11 +43,10 @@ def predict_split(
         Metrics by name (without labels no accuracy), and whether this is the main process.
 
     Raises:
-        FileNotFoundError, ValueError: an output that is a folder, no model there, a task without such a file, a second
-            run that is missing, not needed or of another task, or data that do not fit.
+        FileNotFoundError, ValueError: an output that is a folder or a file of a run, no model there, a task without
+            such a file, a second run that is missing, not needed or of another task, or data that do not fit.
     """
-    if output.is_dir():  # known before everything is predicted
-        raise ValueError(f"{output} is a folder; name the file that is to be written as --output.")
+    check_output(output)
     boxes = BoxSource(boxes)
     loaded = _load_runs(run_dir, second_run_dir, overrides or [])
     examples = [build_examples(*one, split, boxes=boxes) for _, *one in loaded]  # errors early

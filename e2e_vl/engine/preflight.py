@@ -1,7 +1,8 @@
 """What is looked at before a run begins, so that it does not stop half-way for something that could be known.
 
-Nothing is drawn, fetched or written here. The annotations are read, because they name the images; the run goes on with
-what was read. Every finding is one sentence, and all findings come at once.
+Nothing is drawn, fetched or written here; the hub is only asked whether it has what the settings name. The annotations
+are read, because they name the images; the run goes on with what was read. Every finding is one sentence, and all
+findings come at once.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from e2e_vl.config import DataSettings, RunConfig
 from e2e_vl.data.base import VLDataset, open_options
 from e2e_vl.engine import saving
 from e2e_vl.engine.answer_lists import answers_path
+from e2e_vl.engine.best import check_metric_name
 from e2e_vl.engine.build import build_detector, build_detector_config, build_encoder, named_parts, resolve
 from e2e_vl.engine.build_data import is_drawn, open_split, wants_of
+from e2e_vl.engine.hub_names import check_hub_name, is_on_hub
 from e2e_vl.engine.run import DataSets, splits_of
 from e2e_vl.engine.trackers import check_trackers
 from e2e_vl.synthetic import FORMATS
-from e2e_vl.text import load_tokenizer, looks_like_hub_name
+from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.start import find_part
 
 WORDPIECES = 1000  # of a vocabulary that is not known yet: too few, so that no run is refused for too little disk
+VOCABULARY = "data.vocabulary"
 MOMENTS = {"adamw": 2, "adamw_official": 2, "sgd": 1}  # numbers that the optimiser keeps for each parameter
 
 
@@ -88,22 +92,21 @@ def look_ahead(config: RunConfig, processes: int, *, resume: bool = False) -> Pr
         _check_batch(config, processes)
     with found.noting():
         check_trackers(config.train.trackers)
+    with found.noting():
+        if config.train.keep_best is not None:
+            check_metric_name(config.train.keep_best, config.data.eval_splits, [*map(BoxSource, config.eval.boxes)])
     _find_weights(config, found)
     vocab_size = WORDPIECES
     name = config.data.vocabulary
     with found.noting():
-        if name is not None and not _is_on_hub(name):
+        if name is not None and not is_on_hub(name):
             vocab_size = len(load_tokenizer(name))
     with found.noting():
         _check_disk(config, vocab_size, resumes=known.resume_from is not None)
     known.datasets = _read_data(config, found)
+    _ask_hub(config, found)
     found.refuse()
     return known
-
-
-def _is_on_hub(name: str) -> bool:
-    """Only the hub knows whether it has something of this name."""
-    return not Path(name).expanduser().exists() and looks_like_hub_name(name)
 
 
 def _check_batch(config: RunConfig, processes: int) -> None:
@@ -120,14 +123,29 @@ def _find_weights(config: RunConfig, found: Findings) -> None:
     if config.detector.weights is not None:
         with found.noting("detector.weights: "):
             find_weights(config.detector.weights)
-    for setting, name, part in (
-        ("encoder.weights", config.encoder.weights, "encoder"),
-        ("encoder.fallback_weights", config.encoder.fallback_weights, "encoder"),
-        ("task.weights", config.task.weights, "task"),
-    ):
-        if name is not None and not _is_on_hub(name):
+    for setting, name in _named_models(config).items():
+        if setting != VOCABULARY and not is_on_hub(name):
             with found.noting(f"{setting}: "):
-                find_part(name, part)
+                find_part(name, setting.partition(".")[0])
+
+
+def _ask_hub(config: RunConfig, found: Findings) -> None:
+    """Look for weights and the vocabulary that can only be on the hub."""
+    for setting, name in _named_models(config).items():
+        if is_on_hub(name):
+            with found.noting(f"{setting}: "):
+                check_hub_name(name)
+
+
+def _named_models(config: RunConfig) -> dict[str, str]:
+    """Settings that may name a model of the hub, where they are set."""
+    named = {
+        "encoder.weights": config.encoder.weights,
+        "encoder.fallback_weights": config.encoder.fallback_weights,
+        "task.weights": config.task.weights,
+        VOCABULARY: config.data.vocabulary,
+    }
+    return {setting: name for setting, name in named.items() if name is not None}
 
 
 # Disk

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -12,7 +13,9 @@ from detector.checkpoint import LoadReport
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.data.base import VLDataset
+from e2e_vl.data.formats.answer_files import ANSWERS_FILE, write_answers
 from e2e_vl.data.loading.example_dataset import ExampleDataset
+from e2e_vl.engine.answer_lists import are_given
 from e2e_vl.engine.build import build_model
 from e2e_vl.engine.build_data import (
     build_collate,
@@ -52,6 +55,8 @@ class Run:
 def build_run(config: RunConfig, datasets: DataSets | None = None) -> Run:
     """Data (drawn first if the settings ask for it), tokenizer and model of settings as `resolve` returns them.
 
+    A vocabulary and a list of answers that are built from the data are written into the run directory.
+
     Args:
         datasets: splits that have been read already, see `splits_of`.
     """
@@ -64,6 +69,8 @@ def build_run(config: RunConfig, datasets: DataSets | None = None) -> Run:
         tokenizer=tokenizer,
         tell_start=lambda *start: starts.append(Start(*start)),
     )
+    if model.task.chooses_answers and not are_given(config):
+        write_answers(Path(config.output) / ANSWERS_FILE, model.task.answers)
     [(split, source, _)] = [one for one in splits_of(config) if one[2]]
     read = (datasets or {}).get((split, source, True))
     examples = build_examples(config, model, tokenizer, split, boxes=source, training=True, dataset=read)

@@ -35,6 +35,7 @@ from e2e_vl.config import VERSION, RunConfig, differences, load_config, load_ove
 from e2e_vl.data.formats.answer_files import ANSWERS_FILE, write_answers
 from e2e_vl.engine.build import build_detector_config, build_model, task_class
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.plain_yaml import check_plain
 from e2e_vl.run_files import model_folder, write_json
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.start import TEACHER, check_answers, check_vocabulary, todays_names
@@ -79,13 +80,16 @@ def load_model(
 ) -> tuple[RunConfig, VisionLanguageModel, PreTrainedTokenizerBase]:
     """Read what `save_model` wrote: the folder itself, or a run directory that holds it as `model/`.
 
+    Everything comes from that folder, whatever paths its settings hold, and nothing is written.
+
     Args:
         overrides: `key=value` settings that change the saved ones, such as `data.root=DIR`, or
             `detector.overrides.TEST.DETECTIONS_PER_IMAGE=50` on top of the saved detector settings.
 
     Raises:
-        FileNotFoundError: no model there.
-        ValueError: weights that do not fit the settings beside them.
+        FileNotFoundError: no model there, or a file of it is missing.
+        ValueError: weights that do not fit the settings beside them, or settings that refer to something outside of
+            their file (see `check_plain`).
     """
     folder = model_folder(folder)
     for word in overrides or []:
@@ -106,8 +110,10 @@ def saved_settings(run_dir: Path, overrides: list[str] | None = None) -> RunConf
 
     Raises:
         FileNotFoundError: no model there.
+        ValueError: settings that refer to something outside of their file.
     """
     path = model_folder(run_dir) / "config.yaml"
+    check_plain(path)
     if saved_version(path) == VERSION:
         return load_config(path, overrides)
     return load_config(path, overrides, upgrade=_upgrade)
@@ -123,7 +129,13 @@ def _upgrade(content: dict[str, Any]) -> None:
 
 
 def _without_start(config: RunConfig, folder: Path, overrides: list[str]) -> RunConfig:
-    """The settings of a saved model: detector and answers are its own, and nothing else is loaded."""
+    """The settings of a saved model: detector and answers are its own, and nothing else is loaded.
+
+    Raises:
+        FileNotFoundError: the detector's settings or the answers are missing.
+        ValueError: detector settings that refer to something outside of their file.
+    """
+    check_plain(folder / "detector" / "config.yaml")
     changes = [word for word in overrides if word.startswith("detector.overrides.")]
     detector = dataclasses.replace(
         config.detector,
@@ -131,8 +143,13 @@ def _without_start(config: RunConfig, folder: Path, overrides: list[str]) -> Run
         overrides=load_overrides(changes).get("overrides", {}),
         weights=None,
     )
-    answers = folder / "task" / ANSWERS_FILE
-    own = {"answers": str(answers)} if answers.is_file() else {}
+    answers, own = folder / "task" / ANSWERS_FILE, {}
+    if task_class(config.task.name).chooses_answers:
+        if not answers.is_file():
+            raise FileNotFoundError(
+                f"{answers}: the model lacks its list of answers; save the model again, or get the whole folder."
+            )
+        own = {"answers": str(answers)}
     return dataclasses.replace(
         config,
         detector=detector,
@@ -247,6 +264,7 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
             f"Cannot resume from {folder}: it was saved by an earlier version of this project; evaluate it, start a "
             f"new run from it with encoder.weights={output}, or choose another `output`."
         )
+    check_plain(folder / "model" / "config.yaml")
     written = load_config(folder / "model" / "config.yaml")
     as_saved = dataclasses.replace(written.detector, config=str(folder / "model/detector/config.yaml"), overrides={})
     saved = dataclasses.replace(written, detector=as_saved)

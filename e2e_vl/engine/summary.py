@@ -15,6 +15,7 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.data.loading.example_dataset import ExampleDataset
 from e2e_vl.engine.run import Run, Start
+from e2e_vl.metric_names import MetricName
 
 PRECISIONS = {"no": "float32", "bf16": "bfloat16 mixed with float32", "fp16": "float16 mixed with float32"}
 SHOWN_NAMES = 3  # of parameters that stay random
@@ -118,14 +119,23 @@ def end_text(summary: Mapping[str, Any], output: Path, report: Path) -> str:
     Args:
         summary: what `metrics.json` holds.
     """
-    seconds = summary["seconds_training"]
+    seconds, best = summary["seconds_training"], summary.get("best")
     time = f"{seconds / 60:.0f} minutes" if seconds > 100 else f"{seconds:.0f} seconds"
-    table = result_table(summary)
-    lines = [*(["", *table, ""] if table else []), f"{_count(summary['steps'], 'step')} in {time} of training"]
-    if "best" in summary:
-        best = summary["best"]
-        lines.append(f"best model: {output / 'best'} ({best['metric']} {best['value']:.3f} at step {best['step']})")
+    lines = _titled_table(f"last model, step {summary['steps']:,}:" if best else "", summary)
+    if best and "metrics" in best:
+        lines += _titled_table(f"best model, step {best['step']:,}:", best["metrics"])
+    lines.append(f"{_count(summary['steps'], 'step')} in {time} of training")
+    if "stopped_early" in summary:
+        lines.append(f"stopped early: {_count(summary['stopped_early'], 'evaluation')} without a better value")
+    if best:
+        value = f"{best['metric']} {best['value']:.3f} at step {best['step']:,}, over {_count(best['images'], 'image')}"
+        lines.append(f"best model: {output / 'best'} ({value})")
     return "\n".join([*lines, f"last model: {output / 'model'}", f"report: {report}"])
+
+
+def _titled_table(title: str, metrics: Mapping[str, Any]) -> list[str]:
+    table = result_table(metrics)
+    return ["", *([title] if title else []), *table, ""] if table else []
 
 
 def result_table(metrics: Mapping[str, Any]) -> list[str]:
@@ -134,22 +144,21 @@ def result_table(metrics: Mapping[str, Any]) -> list[str]:
     Args:
         metrics: names such as `val/accuracy_own_boxes/relation`; others are left out.
     """
-    cells: dict[str, dict[str, Any]] = {}
-    for name, value in metrics.items():
-        split, _, rest = name.partition("/")
-        metric, slash, family = rest.partition("/")
-        for source in BoxSource.for_evaluation():
-            if metric.endswith(f"_{source.metric_suffix}"):
-                row = f"{split}/{metric.removesuffix(f'_{source.metric_suffix}')}{slash}{family}"
-                cells.setdefault(row, {})[source.metric_suffix.replace("_", " ")] = value
-    kinds = list(dict.fromkeys("/".join(row.split("/")[:2]) for row in cells))  # families stand below the whole
-    cells = dict(sorted(cells.items(), key=lambda item: kinds.index("/".join(item[0].split("/")[:2]))))
-    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
-    width = max((len(row) for row in cells), default=0)
+    cells: dict[tuple[str, str, str], dict[str, Any]] = {}  # of a split, metric and family, by boxes
+    names = {name: found for name in metrics if (found := MetricName.read(name)) is not None}
+    for name, found in names.items():
+        cells.setdefault((found.split, found.metric, found.detail), {})[found.boxes] = metrics[name]
+    splits = list(dict.fromkeys(split for split, *_ in cells))
+    kinds = list(dict.fromkeys(metric for _, metric, _ in cells))
+    # families stand below the whole, and numbers of texts last
+    rows = sorted(cells, key=lambda row: (splits.index(row[0]), row[1] == "count", kinds.index(row[1])))
+    columns = list(dict.fromkeys(found.boxes for found in names.values()))
+    labels = {row: "/".join(filter(None, row)) for row in rows}
+    width = max(map(len, labels.values()), default=0)
     lines = ["  ".join([" " * width, *columns])] if cells else []
-    for row, values in cells.items():
-        form = ".0f" if row.split("/")[1] == "count" else ".3f"
-        texts = ["-" if values.get(column) is None else format(values[column], form) for column in columns]
+    for row in rows:
+        form = ".0f" if row[1] == "count" else ".3f"
+        texts = ["-" if cells[row].get(column) is None else format(cells[row][column], form) for column in columns]
         shown = [f"{text:>{len(column)}s}" for text, column in zip(texts, columns, strict=True)]
-        lines.append("  ".join([f"{row:<{width}s}", *shown]))
+        lines.append("  ".join([f"{labels[row]:<{width}s}", *shown]))
     return lines

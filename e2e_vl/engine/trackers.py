@@ -10,9 +10,9 @@ import numpy as np
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.drawing import draw_boxes
+from e2e_vl.metric_names import MetricName
 from e2e_vl.tasks.base import Records, Task
 
 PICTURES = 4  # of each evaluation
@@ -86,12 +86,11 @@ def without_constants(config: RunConfig, values: Mapping[str, float | None]) -> 
     The number of evaluated texts cannot, nor can the best accuracy that boxes of a file allow (`ceiling`), nor a
     learning rate of a schedule that neither rises nor falls.
     """
-    given = tuple(source.metric_suffix for source in BoxSource.for_evaluation() if source is not BoxSource.ONLINE)
     is_flat = config.train.schedule == "constant" and config.train.warmup_steps == 0
     left = {}
     for name, value in values.items():
-        metric = name.split("/")[1]
-        is_constant = metric.startswith("count_") or (metric.startswith("ceiling_") and metric.endswith(given))
-        if value is not None and not is_constant and not (is_flat and metric.startswith("lr_")):
+        found = MetricName.read(name)
+        is_constant = found is not None and found.is_constant
+        if value is not None and not is_constant and not (is_flat and name.startswith("train/lr_")):
             left[name] = value
     return left

@@ -8,6 +8,7 @@ A run directory holds `config.yaml`, `log.jsonl`, `metrics.json`, TensorBoard ev
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from e2e_vl.data.loading.batches import BatchLoader
 from e2e_vl.data.loading.grouping import GroupedBatchSampler
 from e2e_vl.engine import saving
 from e2e_vl.engine.best import BestModel
+from e2e_vl.engine.default_settings import part_defaults
 from e2e_vl.engine.evaluate import evaluate_splits
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.optim import build_optimizer, build_schedule
@@ -33,6 +35,7 @@ from e2e_vl.engine.preflight import Preflight, look_ahead
 from e2e_vl.engine.run import Run, build_eval_data, build_run
 from e2e_vl.engine.summary import end_text, start_text
 from e2e_vl.engine.trackers import installed_trackers, start_trackers, track_pictures, without_constants
+from e2e_vl.metric_names import MetricName
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.report.page import write_report
 from e2e_vl.run_files import RunLog, write_json
@@ -132,6 +135,10 @@ class _Training:
         if settings.channels_last:
             run.model.detector.to(memory_format=torch.channels_last)
         self.model, self.optimizer = accelerator.prepare(_Losses(run.model), optimizer)
+        # what evaluations during training look at; None: all images, as the last one
+        limit = config.eval.max_images
+        looks_at_all = limit is None or all(len(one.groups) <= limit for one in run.eval_data.values())
+        self.eval_images = None if looks_at_all else limit
         self.best = BestModel(self.output / "best", settings.keep_best, settings.patience)
         if settings.keep_best is not None:  # a wrong name is found before training, and before the generators are set
             self.best.check_name(evaluate_splits(config, run, accelerator, max_images=config.eval.images_per_batch))
@@ -181,14 +188,14 @@ class _Training:
                 self.seconds_training += time.perf_counter() - since
                 # before saving: a resumed run does not evaluate this step again
                 if self._is_due(self.config.eval.every_epochs):
-                    self._evaluate(self.config.eval.max_images)
+                    self._evaluate(self.eval_images)
                 if self._is_due(self.config.train.save_every_epochs):
                     self._save()
                 since = time.perf_counter()
         self.seconds_training += time.perf_counter() - since
         self._save()
-        if self.best.metric is not None and self.best.judged_step != self.step and self.config.eval.max_images:
-            self._evaluate(self.config.eval.max_images)  # on the images that the earlier models were judged by
+        if self.best.metric is not None and self.best.judged_step != self.step and self.eval_images:
+            self._evaluate(self.eval_images)  # on the images that the earlier models were judged by
         metrics = self._evaluate(None, final=True)
         return self._finish(metrics, started)
 
@@ -308,10 +315,11 @@ class _Training:
                 self.accelerator, self.built.model.task, records, name, self.step
             ),
         )
-        self.log.write(self.step, "eval", metrics)
-        self._track(metrics)
-        # only evaluations of the same images compare
-        if max_images == self.config.eval.max_images and self.best.judge(self.step, metrics):
+        compares = max_images == self.eval_images  # only evaluations of the same images do
+        self.log.write(self.step, "eval" if compares else "final", metrics)
+        if compares:
+            self._track(metrics)
+        if compares and self.best.judge(self.step, metrics):
             if self.accelerator.is_main_process:
                 own = (self.config, self.built.model, self.built.tokenizer)
                 self.best.write(lambda folder: saving.save_model(folder, *own))
@@ -334,6 +342,21 @@ class _Training:
         )
         self.best.checkpoint = folder
 
+    def _judged_images(self) -> int:
+        """Number of images behind the value that the best model was chosen by."""
+        name = MetricName.read(self.best.metric)
+        number = len(self.built.eval_data[name.split, name.source].groups)
+        return number if self.eval_images is None else min(number, self.eval_images)
+
+    def _evaluate_best(self) -> dict[str, Any]:
+        """The metrics of the best model over all images, unless it is the last model, or is lost."""
+        self.accelerator.wait_for_everyone()  # the main process may still be writing it
+        if self.best.step == self.step or not self.best.folder.is_dir():
+            return {}
+        _, model, _ = saving.load_model(self.best.folder)
+        built = dataclasses.replace(self.built, model=model.to(self.accelerator.device))
+        return {"metrics": evaluate_splits(self.config, built, self.accelerator)}
+
     def _finish(self, metrics: dict[str, Any], started: float) -> dict[str, Any]:
         model = self.built.model
         summary = {
@@ -349,11 +372,13 @@ class _Training:
             },
         }
         if self.best.found is not None:
-            summary["best"] = self.best.found
+            summary["best"] = {**self.best.found, "images": self._judged_images(), **self._evaluate_best()}
+        if self.best.is_over and self.step < self.total_steps:
+            summary["stopped_early"] = self.best.waited
         if self.accelerator.is_main_process:
             saving.save_model(self.output / "model", self.config, model, self.built.tokenizer)
             write_json(self.output / "metrics.json", summary)
-            report = write_report(self.output, self.config, model.task)
+            report = write_report(self.output, self.config, model.task, part_defaults(self.config))
             print(end_text(summary, self.output, report), flush=True)
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()

@@ -14,6 +14,7 @@ from detector.images import ResizeRule
 from detector.named_weights import NamedWeights, resolve_weights
 from detector.weight_files import find_weights
 from e2e_vl.config import load_config
+from e2e_vl.plain_yaml import check_plain
 
 RANDOM_WEIGHTS = "The detector's weights are random, so its boxes, classes and features mean nothing."
 RANDOM_BOXES = "The run's detector learned to describe given boxes only: the boxes that it finds itself are random."
@@ -100,6 +101,7 @@ def find_detector(
     if (path / "model").is_dir() or (path / "detector").is_dir():
         return detector_of_run(path, backend=backend, max_proposals=max_proposals)
     if (path / CONFIG_NAME).is_file():
+        check_plain(path / CONFIG_NAME)
         return open_detector(path / CONFIG_NAME, path, backend=backend or "builtin", max_proposals=max_proposals)
     find_weights(path)  # says in one sentence what is missing
     raise ValueError(f"{path}: weights alone do not say how the detector is built; give its Detectron2 YAML as config.")
@@ -115,8 +117,8 @@ def _published_detector(
     """
     if published.expect == "backbone":
         raise ValueError(
-            f"{published.name} is a trunk trained on ImageNet, which finds no objects; name a detector, or start a training "
-            "from it with detector.weights and detector.expect=backbone."
+            f"{published.name} is a trunk trained on ImageNet, which finds no objects; name a detector, or start a "
+            "training from it with detector.weights and detector.expect=backbone."
         )
     config = config or published.config_path
     settings = detector_class(backend).config_class.from_yaml(config).input
@@ -139,12 +141,15 @@ def detector_of_run(
 
     Raises:
         FileNotFoundError: the folder holds no trained model.
-        ValueError: the run was trained on precomputed features, so that it has no detector.
+        ValueError: the run was trained on precomputed features, so that it has no detector; or settings that refer to
+            something outside of their file.
     """
     folder = Path(run_dir)
     folder = folder / "model" if (folder / "model").is_dir() else folder
     if not (folder / "detector" / "config.yaml").is_file():
         raise FileNotFoundError(f"{run_dir} holds no trained model; give a run directory of tools/train.py.")
+    for settings in (folder / "config.yaml", folder / "detector" / "config.yaml"):
+        check_plain(settings)
     config = load_config(folder / "config.yaml")
     if config.detector.backend not in BACKENDS:
         raise ValueError(

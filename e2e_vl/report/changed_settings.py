@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import MISSING
@@ -23,31 +23,27 @@ class ChangedSetting:
     default: str  # "" where it has no default
 
 
-def changed_settings(config: RunConfig, task_config: Any = None) -> list[ChangedSetting]:
+def changed_settings(config: RunConfig, part_defaults: Mapping[str, Any] | None = None) -> list[ChangedSetting]:
     """The settings of a run that differ from the defaults of `e2e_vl/config.py`, in their order there.
 
     Args:
         config: the run's settings.
-        task_config: the dataclass of `task.config`, for the defaults of its fields; None: they are not shown.
+        part_defaults: defaults of keys that belong to the run's detector, encoder, task and reader, nested as in
+            `RunConfig`; None: the defaults of these keys are unknown.
     """
-    defaults = dataclasses.asdict(RunConfig())
-    if dataclasses.is_dataclass(task_config):
-        defaults["task"]["config"] = _defaults(task_config)
+    defaults = _merged(dataclasses.asdict(RunConfig()), part_defaults or {})
     return [
         ChangedSetting(name, _text(value), _text(default))
         for name, value, default in _differences(dataclasses.asdict(config), defaults)
     ]
 
 
-def _defaults(settings: Any) -> Settings:
-    """The defaults of a dataclass, without fields that have none."""
-    defaults = {}
-    for field in dataclasses.fields(settings):
-        if field.default is not dataclasses.MISSING:
-            defaults[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            defaults[field.name] = field.default_factory()
-    return defaults
+def _merged(values: Settings, more: Mapping[str, Any]) -> Settings:
+    """`values` with `more` on top."""
+    return values | {
+        key: _merged(values[key], value) if isinstance(value, dict) and isinstance(values.get(key), dict) else value
+        for key, value in more.items()
+    }
 
 
 def _differences(values: Settings, defaults: Settings, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

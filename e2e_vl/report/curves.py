@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from e2e_vl.report.metric_tables import MetricName
+from e2e_vl.metric_names import MetricName
 
 Line = dict[str, Any]  # of log.jsonl, see `e2e_vl.run_files.RunLog`
 Series = dict[str, list[tuple[int, float]]]  # name -> (step, value)
@@ -19,14 +19,14 @@ Series = dict[str, list[tuple[int, float]]]  # name -> (step, value)
 TOTAL = "loss"  # the weighted sum that is minimised
 DETECTOR_PREFIX = "loss_"  # Detectron2's names of detection losses, which both detector backends use
 OTHER_VALUES = ("step", "kind", "epoch", "grad_norm")  # of a line about training; learning rates begin with "lr_"
-NOT_PLOTTED = ("count", "ceiling")  # metrics that do not measure the model
 FEW_POINTS = 30  # curves of at most this many points show each of them
 
 
 def draw_curves(lines: Sequence[Line]) -> bytes | None:
     """A PNG with one plot each for task losses, detector losses, their weighted sum, and the evaluations.
 
-    A plot without values is left out.
+    A plot without values is left out. Evaluations of other images than the rest (the kind "final") are no points of a
+    curve.
 
     Returns:
         The content of a PNG file; None if there is nothing to plot.
@@ -68,7 +68,7 @@ def _evaluations(lines: Sequence[Line]) -> Series:
     for line in lines:
         for name, value in line.items():
             found = MetricName.read(name)
-            if found is None or found.detail or found.metric in NOT_PLOTTED or value is None:
+            if found is None or found.detail or not found.measures_model or value is None:
                 continue
             label = f"{found.split}: {found.metric.replace('_', ' ')}, {found.boxes}"
             series.setdefault(label, []).append((line["step"], value))

@@ -6,28 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from e2e_vl.box_sources import BoxSource
-
-
-@dataclasses.dataclass(frozen=True)
-class MetricName:
-    """The parts of a metric's name, see `e2e_vl.engine.evaluate.named_metrics`."""
-
-    split: str
-    metric: str
-    boxes: str  # in words, such as "own boxes"
-    detail: str = ""  # family, type of question or class; "" = all texts
-
-    @classmethod
-    def read(cls, name: str) -> MetricName | None:
-        """The parts of a name; None if it is not the name of a metric of some boxes."""
-        split, _, rest = name.partition("/")
-        metric, _, detail = rest.partition("/")
-        for source in BoxSource.for_evaluation():
-            if metric.endswith(f"_{source.metric_suffix}"):
-                boxes = source.metric_suffix.replace("_", " ")
-                return cls(split, metric.removesuffix(f"_{source.metric_suffix}"), boxes, detail)
-        return None
+from e2e_vl.metric_names import MetricName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +21,8 @@ class MetricTable:
 def metric_tables(metrics: Mapping[str, Any]) -> list[MetricTable]:
     """All metrics that were measured with some boxes.
 
-    For each split a table of its metrics over all texts, then a table of every metric that has families: its rows are
-    all texts and the families.
+    For each split a table of its metrics over all texts, the numbers of texts last, then a table of every metric that
+    has families: its rows are all texts and the families.
     """
     names = {name: found for name in metrics if (found := MetricName.read(name)) is not None}
     tables = []
@@ -51,6 +30,7 @@ def metric_tables(metrics: Mapping[str, Any]) -> list[MetricTable]:
         values = {found: metrics[name] for name, found in names.items() if found.split == split}
         by_family = dict.fromkeys(found.metric for found in values if found.detail)
         overall = {found: value for found, value in values.items() if not found.detail}
+        overall = dict(sorted(overall.items(), key=lambda item: item[0].is_count))
         if overall:
             tables.append(_table(split, {(found.metric, found.boxes): value for found, value in overall.items()}))
         for metric in by_family:

@@ -15,9 +15,10 @@ from PIL import Image
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
+from e2e_vl.metric_names import MetricName
 from e2e_vl.report.changed_settings import changed_settings
 from e2e_vl.report.curves import draw_curves
-from e2e_vl.report.metric_tables import MetricName, metric_tables
+from e2e_vl.report.metric_tables import metric_tables
 from e2e_vl.report.prediction_lists import Prediction, PredictionLists, list_predictions
 from e2e_vl.run_files import read_log, write_text
 from e2e_vl.tasks.base import PredictionWords, Task
@@ -44,7 +45,7 @@ class Section:
     lists: PredictionLists
 
 
-def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
+def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Mapping[str, Any] | None = None) -> Path:
     """Write `report.html` from what the run directory holds.
 
     Args:
@@ -52,6 +53,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
         config: the run's settings. Of each file of predictions, up to `eval.report_pictures` wrong ones, partly right
             ones, right ones and ones without a label are shown, drawn at random from `seed`.
         task: describes and draws the predictions; see `Task.describe` and `Task.draw`.
+        part_defaults: see `changed_settings`.
 
     Returns:
         The path of the report.
@@ -67,11 +69,13 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
         task=config.task.name,
         data=config.data.name,
         tables=metric_tables(metrics),
+        best=metrics.get("best"),
+        best_tables=metric_tables((metrics.get("best") or {}).get("metrics", {})),
         numbers=_numbers(metrics),
         sections=[_section(path, config, task) for path in _prediction_files(run_dir, config)],
         card=lambda prediction: _card(prediction, task),
         curves=None if curves is None else _data_uri(curves, "png"),
-        changed=changed_settings(config, getattr(task, "config", None)),
+        changed=changed_settings(config, part_defaults),
         settings=(run_dir / "config.yaml").read_text(encoding="utf-8"),
     )
     path = run_dir / "report.html"
@@ -80,10 +84,10 @@ def write_report(run_dir: Path, config: RunConfig, task: Task) -> Path:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """What `metrics.json` says of the run itself, nested values under joined names."""
+    """What `metrics.json` says of the run itself, nested values under joined names; the best model is shown apart."""
     numbers = {}
     for name, value in metrics.items():
-        if MetricName.read(name) is not None:
+        if MetricName.read(name) is not None or name == "best":
             continue
         if isinstance(value, dict):
             numbers |= {f"{name} of the {part}": one for part, one in value.items()}

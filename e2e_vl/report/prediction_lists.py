@@ -57,8 +57,8 @@ def list_predictions(records: Records, task: Task, number: int, seed: int) -> Pr
     Args:
         records: as in `predictions_*.json`, with `correct`; None there is an unknown truth and never an error.
         task: describes them.
-        number: at most so many wrong predictions are drawn, over all groups together, and so many of each other
-            outcome. Within a group, and within an outcome, every prediction has the same chance.
+        number: at most `number` wrong predictions are drawn, over all groups together, and at most `number` of each
+            other outcome. Within a group, and within an outcome, every prediction has the same chance.
         seed: of the drawing.
     """
     generator = np.random.default_rng(seed)
@@ -74,7 +74,7 @@ def list_predictions(records: Records, task: Task, number: int, seed: int) -> Pr
             others.append(Sampled(outcome, len(found), _draw(found, number, generator)))
     return PredictionLists(
         groups,
-        _mistakes(wrong),
+        _mistakes([one for one in predictions if one.outcome in ("wrong", "partly right")]),
         [outcome for outcome in OUTCOMES if groups["all"][outcome] or outcome in ("wrong", "right")],
         _by_group(wrong, number, generator),
         others,
@@ -103,8 +103,12 @@ def _draw(members: Sequence[Prediction], number: int, generator: np.random.Gener
     return [members[row] for row in sorted(rows)]
 
 
-def _mistakes(wrong: Sequence[Prediction]) -> list[tuple[str, str, int]]:
+def _mistakes(predictions: Sequence[Prediction]) -> list[tuple[str, str, int]]:
     """Pairs of a truth and another answer that occur in more than one image."""
-    found = dict.fromkeys((one.words.truth, one.words.answer, one.record.get("file_name")) for one in wrong)
+    found: dict[tuple[str, str, str | None], None] = {}  # each pair once per image, in order
+    for one in predictions:
+        whole = ((one.words.truth, one.words.answer),) if one.outcome == "wrong" else ()
+        for pair in whole if one.words.mistakes is None else one.words.mistakes:
+            found[(*pair, one.record.get("file_name"))] = None
     pairs = Counter((truth, answer) for truth, answer, _ in found if truth)
     return [(*pair, count) for pair, count in pairs.most_common(MOST_MISTAKES) if count > 1]

@@ -50,6 +50,8 @@ class PredictionWords:
     truth: str = ""  # what would have been right; "" where it is unknown
     note: str = ""  # what else helps to see why the answer is right or wrong
     group: str = ""  # family of the text or type of the question; "" where the data have none
+    # pairs of a truth and a wrong answer, for the list of frequent mistakes; None: `truth` and `answer`
+    mistakes: tuple[tuple[str, str], ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

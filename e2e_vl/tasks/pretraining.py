@@ -145,6 +145,7 @@ class PretrainingTask(Task):
         if not objectives:
             raise ValueError("There is nothing to learn: every objective of task.config.objectives has the weight 0.")
         self.objectives = dict(objectives)  # registered below under their own names
+        self.wordpieces = [f"wordpiece {number}" for number in range(config.vocab_size)]  # until there is a tokenizer
         self.word_head = None
         if any(objective.reads_words for objective in objectives.values()):
             self.word_head = WordHead(hidden_size, config.vocab_size)
@@ -227,7 +228,9 @@ class PretrainingTask(Task):
         return question.sample(SampleText(0, question.text, {"sent": question.text}), hides=True)
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
-        """Raises ValueError if an objective does not fit the detector."""
+        """Keep the names of the wordpieces. Raises ValueError if an objective does not fit the detector."""
+        if tokenizer is not None:
+            self.wordpieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         for objective in self.objectives.values():
             objective.check(None, detector, self.hiding)
 
@@ -252,10 +255,20 @@ class PretrainingTask(Task):
         return TaskOutput(losses=losses, logits=encoded.text.new_zeros(len(batch), 0), details=details, parts=parts)
 
     def predict(self, batch: Batch, output: ModelOutput) -> Records:
-        """How many items of each caption and objective there were, and how many of them were found (`..._right`)."""
+        """How many items of each caption and objective there were, and how many of them were found (`..._right`).
+
+        `<objective>_choices` is a list of {"place", "chosen", "truth"}, one for each masked wordpiece or region.
+        """
         details = {name: values.tolist() for name, values in output.task.details.items()}
+        choices: list[dict[str, list[dict[str, Any]]]] = [{} for _ in batch.records]
+        for name, objective in self.objectives.items():
+            items = objective.choices(
+                batch.targets.parts[name], output, output.task.parts[name], self.wordpieces, self.hiding
+            )
+            for row, choice in items:
+                choices[row].setdefault(f"{name}_choices", []).append(dataclasses.asdict(choice))
         return [
-            {**record, **{name: values[row] for name, values in details.items()}}
+            {**record, **{name: values[row] for name, values in details.items()}, **choices[row]}
             for row, record in enumerate(batch.records)
             if record and int(batch.looks_at[row].max()) >= 0
         ]
@@ -285,13 +298,26 @@ class PretrainingTask(Task):
         return sum(record[f"{name}_right"] for name in self.objectives) / total if total else None
 
     def describe(self, record: dict[str, Any]) -> PredictionWords:
-        """The caption, and how many of its hidden items each objective found."""
+        """The caption, how many of its hidden items each objective found, and what was chosen for each."""
         found = [
             f"{record[f'{name}_right']:.0f} of {record[name]:.0f} {name.replace('_', ' ')}"
             for name in self.objectives
             if record[name]
         ]
-        return PredictionWords(record["sent"], f"{', '.join(found)} found" if found else "nothing was hidden")
+        notes, mistakes = [], []
+        for name in self.objectives:
+            choices = record.get(f"{name}_choices", [])
+            kind = name.rpartition("_")[2]
+            wrong = [one for one in choices if one["chosen"] != one["truth"]]
+            mistakes += [(f"{one['truth']} ({kind})", f"{one['chosen']} ({kind})") for one in wrong]
+            if choices:
+                notes.append(f"{name.replace('_', ' ')}: {', '.join(map(_in_words, choices))}")
+        return PredictionWords(
+            record["sent"],
+            f"{', '.join(found)} found" if found else "nothing was hidden",
+            note="; ".join(notes),
+            mistakes=tuple(mistakes),
+        )
 
     def metrics(self, records: Records) -> dict[str, float]:
         """Of each objective the share of its items that were found."""
@@ -301,3 +327,9 @@ class PretrainingTask(Task):
             if total:
                 scores[name] = sum(record[f"{name}_right"] for record in records) / total
         return scores
+
+
+def _in_words(choice: Mapping[str, Any]) -> str:
+    """Such as "2: red" for a right choice, and "5: star instead of circle" for a wrong one."""
+    instead = "" if choice["chosen"] == choice["truth"] else f" instead of {choice['truth']}"
+    return f"{choice['place']}: {choice['chosen']}{instead}"

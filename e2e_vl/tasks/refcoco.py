@@ -255,7 +255,15 @@ class ReferringTask(Task):
             _in_words(record["gt_box"]),
             f"{'a' if reachable else 'no'} right box was among {count} candidates",
             record.get("family") or "",
+            self._mistakes(record),
         )
+
+    def _mistakes(self, record: dict[str, Any]) -> tuple[tuple[str, str], ...] | None:
+        """The class of the meant object and of the chosen box; None where one of them is unknown."""
+        meant, chosen = record.get("category"), record.get("class")
+        if not meant or not chosen:
+            return None
+        return ((meant, f"another {chosen}" if chosen == meant else chosen),)
 
 
 def _in_words(box: Sequence[float]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from e2e_vl.config import RunConfig
 from e2e_vl.engine import train as training
@@ -79,7 +80,12 @@ def test_the_best_model_is_kept_with_its_step_and_value(scores, tiny_config):
     config = tiny_config(*SETTINGS)
     metrics = train(config)
     run = Path(config.output)
-    assert best_of(run) == metrics["best"] == {"metric": METRIC, "value": 0.5, "step": 5}
+    assert best_of(run) == {"metric": METRIC, "value": 0.5, "step": 5}
+    own = {"metrics": {METRIC: 0.45, "val/count_gt_boxes": 6.0}}  # what every evaluation gives after step 8
+    assert metrics["best"] == {**best_of(run), "images": 6, **own} and "stopped_early" not in metrics
+    report = (run / "report.html").read_text()
+    assert "The last model, of step 8:" in report and "It is the model of step 5, chosen by val/score_gt" in report
+    assert "0.500 over 6 images.\nOver all images:" in report
     assert json.loads((run / "metrics.json").read_text())["best"]["step"] == 5
     assert not is_equal(weights_of(run / "best"), weights_of(run / "model"))
     assert sorted(path.name for path in run.glob("best*")) == ["best"]
@@ -91,7 +97,8 @@ def test_the_best_model_is_kept_with_its_step_and_value(scores, tiny_config):
 def test_the_last_model_can_be_the_best(scores, tiny_config):
     scores[8] = 0.9
     config = tiny_config(*SETTINGS)
-    assert train(config)["best"]["step"] == 8
+    assert train(config)["best"] == {"metric": METRIC, "value": 0.9, "step": 8, "images": 6}
+    assert "It is the last model." in (Path(config.output) / "report.html").read_text()
     assert is_equal(weights_of(Path(config.output) / "best"), weights_of(Path(config.output) / "model"))
 
 
@@ -99,9 +106,25 @@ def test_only_evaluations_of_the_same_images_compare(scores, tiny_config):
     """The last model is evaluated on the first images, too, and then on all."""
     scores[8] = 0.9
     config = tiny_config(*SETTINGS, "eval.max_images=2", "eval.every_epochs=1")
+    metrics = train(config)
+    lines = [(line["kind"], line["step"]) for line in read_log(Path(config.output) / "log.jsonl")]
+    evaluations = [line for line in lines if line[0] != "train"]
+    assert evaluations == [("eval", 3), ("eval", 6), ("eval", 8), ("final", 8)]
+    assert best_of(config.output)["step"] == 8 and metrics["best"]["images"] == 2
+    folder = Path(config.output) / "tensorboard"
+    steps = []
+    for path in folder.rglob("events.*"):
+        events = EventAccumulator(str(path)).Reload()
+        if METRIC in events.Tags()["scalars"]:
+            steps += [event.step for event in events.Scalars(METRIC)]
+    assert steps == [3, 6, 8]  # the evaluation of all images is no part of the series
+
+
+def test_a_limit_that_leaves_no_image_out_is_none(scores, tiny_config):
+    config = tiny_config(*SETTINGS, "eval.max_images=6", "eval.every_epochs=1")
     train(config)
     lines = [line["step"] for line in read_log(Path(config.output) / "log.jsonl") if line["kind"] == "eval"]
-    assert lines == [3, 6, 8, 8] and best_of(config.output)["step"] == 8
+    assert lines == [3, 6, 8]
 
 
 @pytest.mark.parametrize("stop", [5, 7])
@@ -111,7 +134,8 @@ def test_a_resumed_run_keeps_the_same_model(scores, tiny_config, tmp_path, monke
     config = tiny_config(*SETTINGS)
     stop_in(monkeypatch, config, stop)
     metrics = train(config, resume=True)
-    assert metrics["best"] == best_of(config.output) == best_of(whole.output)
+    assert best_of(config.output) == best_of(whole.output)
+    assert {name: metrics["best"][name] for name in best_of(config.output)} == best_of(config.output)
     assert is_equal(weights_of(tmp_path / "whole" / "best"), weights_of(Path(config.output) / "best"))
     assert read_log(tmp_path / "whole" / "log.jsonl") == read_log(Path(config.output) / "log.jsonl")
 
@@ -131,7 +155,9 @@ def test_a_model_that_is_not_reached_again_is_not_kept(scores, tiny_config, tmp_
 
 def test_training_ends_when_no_better_model_comes(scores, tiny_config):
     config = tiny_config(*SETTINGS, "train.patience=2")
-    assert train(config)["steps"] == 4  # steps 3 and 4 are not better than step 2
+    metrics = train(config)
+    assert (metrics["steps"], metrics["stopped_early"]) == (4, 2)  # steps 3 and 4 are not better than step 2
+    assert "stopped early: 2 evaluations without a better value" in (Path(config.output) / "report.html").read_text()
     assert best_of(config.output)["step"] == 2
     assert train(config, resume=True)["steps"] == 4  # it has ended
     assert train(tiny_config(*SETTINGS, "train.patience=3"), resume=True)["steps"] == 8  # 5 is better, 6 to 8 are not
@@ -147,10 +173,27 @@ def test_a_wrong_name_is_found_before_training_and_answered_with_the_metrics(tin
     monkeypatch.setattr(training._Training, "_update", lambda *a: pytest.fail("training has begun"))
     config = tiny_config("train.keep_best=val/acuracy_own_boxes", "eval.boxes=[online]")
     message = (
-        r"train.keep_best is 'val/acuracy_own_boxes'; it must be one of .*val/accuracy_own_boxes, .*count_own_boxes"
+        r"train.keep_best is 'val/acuracy_own_boxes'; it must be one of .*val/accuracy_own_boxes, .*ceiling_own_boxes"
     )
     with pytest.raises(ValueError, match=message):
         train(config)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("accuracy", "train/accuracy_gt_boxes", "val/accuracy_own_boxes"),  # not evaluated
+        *("val/count_gt_boxes", "val/ceiling_gt_boxes", "val/ceiling_gt_boxes/relation"),  # constants
+    ],
+)
+def test_a_name_that_cannot_be_right_is_found_before_drawing(tiny_config, tmp_path, name):
+    config = tiny_config(f"train.keep_best={name}", "eval.boxes=[gt]", f"data.root={tmp_path / 'data'}")
+    with pytest.raises(ValueError, match=f"train.keep_best is '{name}'; it must be .*: val/METRIC_gt_boxes"):
+        train(config)
+    assert not (tmp_path / "data").exists()
+    metrics = {"val/accuracy_gt_boxes": 0.5, "val/count_gt_boxes": 6.0, "val/ceiling_gt_boxes": 1.0}
+    with pytest.raises(ValueError, match=r"it must be one of val/accuracy_gt_boxes\.$"):
+        BestModel(tmp_path, name).check_name(metrics)
 
 
 def test_a_real_metric_of_a_family(tiny_config, tmp_path):

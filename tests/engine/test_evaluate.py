@@ -10,6 +10,7 @@ import torch
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.commands import evaluate as tool
+from e2e_vl.commands import predict as prediction_tool
 from e2e_vl.engine.build_data import build_examples
 from e2e_vl.engine.evaluate import evaluate, evaluate_run
 from e2e_vl.engine.launch import make_accelerator
@@ -158,7 +159,25 @@ def test_the_tool_never_writes_over_the_files_of_a_run(trained_run, capsys, tmp_
     assert written["settings"] == ["task.config.iou_convention=strict"] and written["run"] == str(run)
     assert 0 <= written["val/accuracy_gt_boxes"] <= trained_run.metrics["val/accuracy_gt_boxes"]
     capsys.readouterr()
-    for own in ("predictions_val_gt.json", "metrics.json", "model/config.yaml"):
-        assert tool.main([*arguments, "--output", str(run / own)]) == 2
-        assert f"{run / own} belongs to the run {run} and is not replaced" in capsys.readouterr().err
+    other = ["--run", str(run / "model"), *arguments[2:]]  # the run's files are not below the model that is given
+    for words in (arguments, other):
+        for own in ("predictions_val_gt.json", "metrics.json", "model/config.yaml"):
+            assert tool.main([*words, "--output", str(run / own)]) == 2
+            assert f"{run / own} belongs to the run {run} and is not replaced" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_outputs_are_checked_before_anything_is_loaded(trained_run, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("e2e_vl.engine.evaluate.load_model", None)
+    monkeypatch.setattr("e2e_vl.engine.predict.load_model", None)
+    (tmp_path / "file").write_text("")
+    arguments = ["--run", str(trained_run.path), "--split", "val", "--boxes", "gt"]
+    for main, words in ((tool.main, arguments), (prediction_tool.main, ["split", *arguments])):
+        for output, message in (
+            (tmp_path, f"{tmp_path} is a folder; name the file"),
+            (tmp_path / "file" / "a.json", f"{tmp_path / 'file'} is a file, not a folder"),
+            (trained_run.path / "log.jsonl", "log.jsonl belongs to the run"),
+        ):
+            assert main([*words, "--output", str(output)]) == 2
+            assert message in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.part"))

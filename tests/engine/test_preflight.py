@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.engine import preflight
+from e2e_vl.engine import hub_names, preflight
 from e2e_vl.engine.build_data import make_synthetic_data
 from e2e_vl.engine.preflight import Findings, look_ahead
 from e2e_vl.engine.train import train
@@ -22,6 +22,12 @@ REAL = ROOT / "configs" / "refcoco" / "vl_bert_base.yaml"
 BIG = ROOT / "configs" / "pretraining" / "vl_bert_large_e2e.yaml"
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+@pytest.fixture(autouse=True)
+def on_hub(monkeypatch) -> None:
+    """Whatever the hub is asked for, it has."""
+    monkeypatch.setattr(hub_names, "get_hf_file_metadata", lambda *a, **k: None)
 
 
 @pytest.fixture
@@ -69,7 +75,14 @@ def test_a_run_uses_what_was_read(tiny_config, monkeypatch):
 
 
 def test_all_findings_come_at_once_and_before_anything_else(data, tiny_config, monkeypatch):
-    """Nothing is drawn, loaded or written, and the hub is not asked."""
+    """Nothing is drawn, loaded or written; the hub is asked once, and last."""
+    asked = []
+
+    def refuse(url, **options):
+        asked.append(url)
+        raise RuntimeError("no connection\nin this test")
+
+    monkeypatch.setattr(hub_names, "get_hf_file_metadata", refuse)
     for name in ("make_synthetic_data", "build_tokenizer", "build_model"):
         monkeypatch.setattr(f"e2e_vl.engine.run.{name}", lambda *a, **k: pytest.fail("too early"))
     image = min((data / "images" / "train2014").iterdir())
@@ -91,10 +104,13 @@ def test_all_findings_come_at_once_and_before_anything_else(data, tiny_config, m
         "encoder.weights: nowhere: no such weights file or folder",
         "folder/vocab.txt: no tokenizer there",
         f"{image}: the file of image 1 is missing; check the image folder's path",
+        "task.weights: org/model-of-the-hub: neither a local file or folder nor a model within reach on the hub (no "
+        "connection); check the name",
     )
+    assert len(asked) == 1 and "org/model-of-the-hub" in asked[0]
     assert len(found) == len(expected)
     assert all(sentence.startswith(start) for sentence, start in zip(found, expected, strict=True)), found
-    with pytest.raises(ValueError, match="for 5 reasons"):
+    with pytest.raises(ValueError, match="for 6 reasons"):
         train(config)  # one process can train with 5 images
     assert not Path(config.output).exists()
 

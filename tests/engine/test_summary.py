@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 
 from detector.checkpoint import LoadReport
+from e2e_vl.config import load_config
+from e2e_vl.engine.build import resolve
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.run import Start, build_eval_data, build_run
 from e2e_vl.engine.summary import end_text, result_table, start_text
 from tests.engine.test_train import GT_ONLY
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -36,6 +40,18 @@ def test_the_block_before_training(tiny_config):
     assert lines["vocabulary"].endswith("wordpieces, built from the training texts")
     for name in ("detector", "encoder", "head"):
         assert re.fullmatch(r"[\d,]+ parameters, all random", lines[name])
+
+
+def test_the_documented_block_is_what_a_run_prints(tmp_path):
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    block = text.partition("```\nruns/tiny_refcoco\n")[2].partition("```")[0]
+    documented = {line.split()[0]: line.split(maxsplit=1)[1] for line in block.splitlines()}
+    words = [f"output={tmp_path / 'run'}", f"data.root={tmp_path / 'data'}"]
+    words.append(f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}")
+    printed = said(resolve(load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", words)))
+    assert list(documented) == list(printed)
+    del documented["device"], printed["device"]  # another machine has other threads
+    assert documented == printed
 
 
 def test_the_block_of_a_run_that_goes_on_and_starts_from_files(tiny_config, trained_run):
@@ -81,14 +97,26 @@ def test_the_table_has_a_row_per_family_and_a_column_per_source_of_boxes():
         "val/count                   6          -                  -",
         "test/AP                     -          -              0.125",
     ]
+    first = {"val/count_gt_boxes": 6.0, "val/accuracy_gt_boxes": 0.5, "test/accuracy_gt_boxes": 0.5}
+    assert [line.split()[0] for line in result_table(first)[1:]] == ["val/accuracy", "val/count", "test/accuracy"]
     assert result_table({"steps": 8}) == []
 
 
 def test_the_end_says_where_everything_is():
-    summary = {"steps": 1200, "seconds_training": 90.0, "best": {"metric": "val/x_gt_boxes", "value": 0.5, "step": 900}}
-    assert end_text(summary, Path("runs/a"), Path("runs/a/report.html")).splitlines() == [
-        "1,200 steps in 90 seconds of training",
-        "best model: runs/a/best (val/x_gt_boxes 0.500 at step 900)",
+    best = {"metric": "val/x_gt_boxes", "value": 0.5, "step": 900, "images": 2}
+    summary = {"steps": 1200, "seconds_training": 90.0, "best": best}
+    places = [
+        "best model: runs/a/best (val/x_gt_boxes 0.500 at step 900, over 2 images)",
         "last model: runs/a/model",
         "report: runs/a/report.html",
+    ]
+    ends = Path("runs/a"), Path("runs/a/report.html")
+    assert end_text(summary, *ends).splitlines() == ["1,200 steps in 90 seconds of training", *places]
+    best["metrics"] = {"val/x_gt_boxes": 0.25}
+    assert end_text(summary | {"val/x_gt_boxes": 0.125, "stopped_early": 3}, *ends).splitlines() == [
+        *("", "last model, step 1,200:", "       gt boxes", "val/x     0.125", ""),
+        *("", "best model, step 900:", "       gt boxes", "val/x     0.250", ""),
+        "1,200 steps in 90 seconds of training",
+        "stopped early: 3 evaluations without a better value",
+        *places,
     ]

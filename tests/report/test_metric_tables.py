@@ -1,26 +1,13 @@
 from __future__ import annotations
 
 from e2e_vl.box_sources import BoxSource
-from e2e_vl.engine.evaluate import named_metrics
-from e2e_vl.report.metric_tables import MetricName, MetricTable, metric_tables
-
-
-def test_a_name_is_taken_apart_as_it_was_made():
-    for source in BoxSource.for_evaluation():
-        [name] = named_metrics({"accuracy_by_question/yes/no": 1.0}, "val", source)
-        boxes = source.metric_suffix.replace("_", " ")
-        assert MetricName.read(name) == MetricName("val", "accuracy_by_question", boxes, "yes/no")
-        [name] = named_metrics({"AP50": 1.0}, "testA", source)
-        assert MetricName.read(name) == MetricName("testA", "AP50", boxes)
-
-
-def test_what_was_not_measured_with_boxes_is_no_metric():
-    assert [MetricName.read(name) for name in ("seconds", "images_per_second", "val/loss", "val/own")] == [None] * 4
+from e2e_vl.metric_names import named_metrics
+from e2e_vl.report.metric_tables import MetricTable, metric_tables
 
 
 def test_metrics_become_tables_of_box_sources_and_families():
     metrics = {
-        **named_metrics({"accuracy": 0.8, "count": 5.0, "accuracy/relation": 0.5}, "val", BoxSource.GT),
+        **named_metrics({"count": 5.0, "accuracy": 0.8, "accuracy/relation": 0.5}, "val", BoxSource.GT),
         **named_metrics({"accuracy": 0.7, "count": 5.0, "accuracy/by_place": None}, "val", BoxSource.ONLINE),
         **named_metrics({"accuracy": 0.1}, "testA", BoxSource.GT),
         "steps": 8,

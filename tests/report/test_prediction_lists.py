@@ -11,7 +11,11 @@ class FakeTask:
 
     def describe(self, record: dict) -> PredictionWords:
         return PredictionWords(
-            record["id"], record.get("said", "x"), truth=record.get("truth", ""), group=record["group"]
+            record["id"],
+            record.get("said", "x"),
+            truth=record.get("truth", ""),
+            group=record["group"],
+            mistakes=record.get("mistakes"),
         )
 
 
@@ -80,3 +84,19 @@ def test_frequent_mistakes_are_those_of_several_images():
         )
     ]
     assert list_predictions(data, FakeTask(), 0, 0).mistakes == [("red", "blue", 3), ("yes", "no", 2)]
+
+
+def test_a_prediction_of_several_items_has_several_mistakes():
+    data = [
+        {"id": "", "group": "", "correct": correct, "mistakes": pairs, "file_name": str(number), "truth": "all"}
+        for number, (correct, pairs) in enumerate(
+            [
+                (0.5, (("red", "blue"), ("one", "two"))),
+                (0.0, (("red", "blue"), ("red", "blue"))),
+                (1.0, (("red", "blue"),)),  # a right one has no mistakes
+                (0.0, ()),
+                (0.0, ()),
+            ]
+        )
+    ]
+    assert list_predictions(data, FakeTask(), 0, 0).mistakes == [("red", "blue", 2)]

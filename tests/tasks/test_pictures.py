@@ -68,6 +68,18 @@ def test_an_expression_is_described_with_both_boxes_and_whether_there_was_a_righ
     assert (task.describe(nothing).answer, task.describe(nothing).score) == ("no box", None)
 
 
+def test_mistakes_are_compared_by_class_where_both_are_known():
+    task = ReferringTask(8)
+    base = {"sent": "", "score": 0.2, "gt_box": [10, 10, 40, 40], "box": [50, 10, 80, 50], "candidate_boxes": []}
+    for known, mistakes in (
+        ({"category": "cat", "class": "dog"}, (("cat", "dog"),)),
+        ({"category": "cat", "class": "cat"}, (("cat", "another cat"),)),
+        ({"category": "cat", "class": None}, None),  # then by coordinates
+        ({}, None),
+    ):
+        assert task.describe(base | known).mistakes == mistakes
+
+
 def test_every_iou_convention_judges_single_predictions():
     near = [0, 0, 10, 9]
     record = {"box": near, "gt_box": [0, 0, 10, 10], "candidate_boxes": [near, [0, 0, 10, 10]], "image_size": [20, 20]}

@@ -118,6 +118,10 @@ def test_predictions_count_captions_only():
     assert [record["masked_words"] for record in records] == [1, 1, 0]
     assert [record["masked_regions"] for record in records] == [3, 3, 2]
     assert [record["relationship"] for record in records] == [1, 1, 1]
+    regions = [record["masked_regions_choices"] for record in records]
+    assert [[choice["place"] for choice in choices] for choices in regions] == [[1, 2, 3], [1, 2, 3], [1, 2]]
+    found = [sum(one["chosen"] == one["truth"] for one in choices) for choices in regions]
+    assert found == [record["masked_regions_right"] for record in records]
     scores = model.task.metrics(records)
     assert set(scores) == {"masked_words", "masked_regions", "relationship"}
     right = sum(record["masked_regions_right"] for record in records)
@@ -149,6 +153,13 @@ def test_what_is_right_is_counted_per_text_and_objective():
     assert [model.task.correct(record) for record in records] == [0.5, 0.5, 0.0]
     words = model.task.describe(records[0] | {"sent": "a caption"})
     assert (words.asked, words.answer) == ("a caption", "1 of 1 masked words, 0 of 1 relationship found")
+    [[right], [wrong]] = (record["masked_words_choices"] for record in records[:2])
+    assert (right["chosen"], right["truth"]) == ("wordpiece 9", "wordpiece 9")  # there is no tokenizer
+    assert (wrong["chosen"], wrong["truth"]) == ("wordpiece 9", "wordpiece 8")
+    assert words.mistakes == () and words.note == f"masked words: {right['place']}: wordpiece 9"
+    words = model.task.describe(records[1] | {"sent": ""})
+    assert words.mistakes == (("wordpiece 8 (words)", "wordpiece 9 (words)"),)
+    assert words.note == f"masked words: {wrong['place']}: wordpiece 9 instead of wordpiece 8"
     assert model.task.metrics(records) == {"masked_words": 0.5, "relationship": pytest.approx(1 / 3)}
 
 

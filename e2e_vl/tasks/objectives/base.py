@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -60,7 +60,7 @@ class Draft:
     has_image: bool = True
     text: SampleText | None = None  # of the data, with its truth; None for a text that is not from the data
     second: str | None = None  # words of a second text, which makes a pair of the two
-    # wordpieces of each word, before masking; of a pair those of both texts, one after the other
+    # wordpieces of each word, before masking; of a pair the wordpieces of both texts, one after the other
     pieces: list[list[int]] = dataclasses.field(default_factory=list)
     ids: Int64[np.ndarray, " pieces"] | None = None  # after masking
     labels: Int64[np.ndarray, " pieces"] | None = None  # the masked wordpieces; `NO_LABEL` elsewhere
@@ -105,6 +105,15 @@ class ObjectiveOutput:
     logits: Float[Tensor, "items ..."]
 
 
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What was chosen for one hidden item."""
+
+    place: int  # of the wordpiece or of the region in its text, from 0; region 0 is the whole image, where there is one
+    chosen: str
+    truth: str
+
+
 class WordHead(nn.Module):
     """BERT's masked-language-modelling head: Linear, GELU, LayerNorm, then the encoder's own word table and a bias."""
 
@@ -142,6 +151,18 @@ class Objective(nn.Module, abc.ABC):
         self, targets: Targets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
     ) -> ObjectiveOutput:
         """The weighted loss over all labelled items of the batch, and which of them were found."""
+
+    def choices(
+        self, targets: Targets, output: ModelOutput, logits: Tensor, wordpieces: Sequence[str], rule: HidingRule
+    ) -> list[tuple[int, Choice]]:
+        """The number of a text and the choice for an item of it, for each row of the objective's logits.
+
+        None by default: reports show nothing then.
+
+        Args:
+            wordpieces: the vocabulary, by wordpiece id.
+        """
+        return []
 
     def answer(
         self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: HidingRule

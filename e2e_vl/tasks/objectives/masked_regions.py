@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -23,6 +23,7 @@ from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRe
 from e2e_vl.targets import Targets
 from e2e_vl.tasks.heads import Transform, start_head
 from e2e_vl.tasks.objectives.base import (
+    Choice,
     Objective,
     ObjectiveConfig,
     ObjectiveOutput,
@@ -80,6 +81,24 @@ class MaskedRegions(Objective):
         Raises:
             ValueError: class distributions of another width.
         """
+        is_usable, probabilities = self._labels(batch, regions)
+        logits = self.classify(encoded.regions[is_usable])
+        best = probabilities.argmax(dim=1)
+        if self.config.labels == "class":
+            each = F.cross_entropy(logits, best, reduction="none")
+        else:
+            each = -(probabilities.to(logits.dtype) * logits.log_softmax(dim=1)).sum(dim=1)
+        loss = Loss(self.config.weight * each.sum(), each.new_tensor(float(len(each))))
+        return ObjectiveOutput(loss, is_usable.nonzero()[:, 0], logits.argmax(dim=1) == best, logits)
+
+    def _labels(
+        self, batch: Batch, regions: TextRegions
+    ) -> tuple[Bool[Tensor, "M R"], Float[Tensor, "labelled_regions C"]]:
+        """The labelled regions whose class distributions can be used, and these distributions.
+
+        Raises:
+            ValueError: class distributions of another width.
+        """
         chosen = regions.gather(batch.hidden.is_labelled, fill=False)
         known = batch.region_labels.class_probs
         if known is None:
@@ -91,15 +110,20 @@ class MaskedRegions(Objective):
                 f"task.config.objectives.masked_regions.classes is {self.config.classes}; make them agree."
             )
         usable = (probabilities.sum(dim=1) - 1).abs() < 0.1
-        probabilities, text = probabilities[usable], chosen.nonzero()[:, 0][usable]
-        logits = self.classify(encoded.regions[chosen][usable])
-        best = probabilities.argmax(dim=1)
-        if self.config.labels == "class":
-            each = F.cross_entropy(logits, best, reduction="none")
-        else:
-            each = -(probabilities.to(logits.dtype) * logits.log_softmax(dim=1)).sum(dim=1)
-        loss = Loss(self.config.weight * each.sum(), each.new_tensor(float(len(each))))
-        return ObjectiveOutput(loss, text, logits.argmax(dim=1) == best, logits)
+        return chosen.masked_scatter(chosen, usable), probabilities[usable]
+
+    def choices(
+        self, targets: Targets, output: ModelOutput, logits: Tensor, wordpieces: Sequence[str], rule: HidingRule
+    ) -> list[tuple[int, Choice]]:
+        is_usable, probabilities = self._labels(output.batch, output.text_regions)
+        names = self._class_names(output.class_names, rule)
+        rows = zip(
+            is_usable.nonzero().tolist(),
+            logits.argmax(dim=1).tolist(),
+            probabilities.argmax(dim=1).tolist(),
+            strict=True,
+        )
+        return [(text, Choice(place, names[best], names[truth])) for (text, place), best, truth in rows]
 
     def answer(
         self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: HidingRule

@@ -84,3 +84,4 @@ class MaskedText(MaskedWords):
             )
 
     answer, lines = Objective.answer, Objective.lines  # a user's text has an image
+    choices = Objective.choices  # texts of the corpus have no record

@@ -23,6 +23,7 @@ from e2e_vl.targets import Targets, per_wordpiece
 from e2e_vl.tasks.objectives.base import (
     MASK,
     NO_LABEL,
+    Choice,
     Draft,
     Objective,
     ObjectiveConfig,
@@ -154,6 +155,14 @@ class MaskedWords(Objective):
         total = F.cross_entropy(logits, truth, reduction="sum")
         loss = Loss(self.config.weight * total, is_labelled.sum().to(logits.dtype))
         return ObjectiveOutput(loss, is_labelled.nonzero()[:, 0], logits.argmax(dim=1) == truth, logits)
+
+    def choices(
+        self, targets: WordLabels, output: ModelOutput, logits: Tensor, wordpieces: Sequence[str], rule: HidingRule
+    ) -> list[tuple[int, Choice]]:
+        is_labelled = targets.labels >= 0
+        places, truths = is_labelled.nonzero().tolist(), targets.labels[is_labelled].tolist()
+        rows = zip(places, logits.argmax(dim=1).tolist(), truths, strict=True)
+        return [(text, Choice(place, wordpieces[best], wordpieces[truth])) for (text, place), best, truth in rows]
 
     def answer(
         self, output: ModelOutput, logits: Tensor, tokenizer: PreTrainedTokenizerBase, rule: HidingRule

@@ -1,0 +1,62 @@
+"""A model folder from outside: loading reads it alone, and writes nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from e2e_vl.engine.saving import load_model
+from e2e_vl.extraction.detectors import detector_of_run
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+def change(path: Path, **settings: object) -> None:
+    content = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump(content | settings))
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_model_without_its_answers_is_refused_and_writes_nothing(vqa_run, tmp_path):
+    shutil.copytree(vqa_run / "model", tmp_path / "shared")
+    (tmp_path / "shared" / "task" / "answers.json").unlink()
+    change(tmp_path / "shared" / "config.yaml", output=str(tmp_path / "victim"))
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "answers.json").write_text("precious")
+    before = files(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"shared/task/answers.json: the model lacks its list of answers"):
+        load_model(tmp_path / "shared")
+    assert files(tmp_path) == before
+
+
+def test_paths_in_the_settings_of_a_model_are_not_read(vqa_run, tmp_path):
+    shutil.copytree(vqa_run / "model", tmp_path / "shared")
+    path = tmp_path / "shared" / "config.yaml"
+    task = yaml.safe_load(path.read_text())["task"]
+    (tmp_path / "outside.json").write_text("[]")  # reading it would be an error
+    task["config"]["answers"] = str(tmp_path / "outside.json")
+    change(path, task=task)
+    assert load_model(tmp_path / "shared")[1].task.answers == load_model(vqa_run)[1].task.answers
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "detector/config.yaml"])
+def test_settings_that_name_other_files_are_refused(trained_run, tmp_path, file):
+    shutil.copytree(trained_run.path / "model", tmp_path / "shared")
+    key = "base" if file == "config.yaml" else "_BASE_"
+    change(tmp_path / "shared" / file, **{key: str(trained_run.path / "model" / file)})
+    for load in (load_model, detector_of_run):
+        with pytest.raises(ValueError, match=f"{file}: has '{key}:', but the settings of a saved model"):
+            load(tmp_path / "shared")
+
+
+def test_environment_variables_are_not_resolved(trained_run, tmp_path):
+    shutil.copytree(trained_run.path / "model", tmp_path / "shared")
+    change(tmp_path / "shared" / "config.yaml", output="${oc.env:HOME}")
+    with pytest.raises(ValueError, match=r"has '\$\{oc.env:HOME\}'"):
+        load_model(tmp_path / "shared")
