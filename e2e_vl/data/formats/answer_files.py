@@ -15,7 +15,7 @@ def read_answers(path: str | Path) -> list[str]:
     """Read an answer vocabulary; the row in the list is the class.
 
     Args:
-        path: `.txt`, one answer a line, lower-cased here and blank lines dropped (Pythia, VL-BERT; usually with an
+        path: `.txt`, one answer per line, lower-cased here and blank lines dropped (Pythia, VL-BERT; usually with an
             entry `<unk>`); or `.json`: a list of answers (LXMERT's `trainval_label2ans.json`), or an object from answer
             to class (`trainval_ans2label.json`). JSON may hold the empty answer.
 
@@ -30,10 +30,10 @@ def read_answers(path: str | Path) -> list[str]:
         try:
             lines = require_file(path, "answers").read_text(encoding="utf-8").split("\n")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not a UTF-8 text file; one answer a line is expected") from error
+            raise ValueError(f"{path}: not a UTF-8 text file; one answer per line is expected") from error
         answers = [line.strip().lower() for line in lines if line.strip()]
     else:
-        raise ValueError(f"{path}: an answer vocabulary is a .txt file, one answer a line, or a .json file")
+        raise ValueError(f"{path}: an answer vocabulary is a .txt file, one answer per line, or a .json file")
     if not answers:
         raise ValueError(f"{path} holds no answers")
     return answers
