@@ -34,7 +34,7 @@ class GivenBoxes:
 
 
 def list_images(source: str | Path, root: str | Path | None = None) -> list[ListedImage]:
-    """Images of a folder, of a text file with one path a line, or of a COCO JSON file (`images` with id and file_name).
+    """Images of a folder, of a text file with one path per line, or of a COCO JSON file (`images` with id and file_name).
 
     Ids are the COCO ids, or the paths as listed (in a folder: relative to it) without suffix; of a path that leads out
     of the root, the file's name without suffix.
@@ -80,7 +80,7 @@ def _of_lines(source: Path, root: Path) -> list[ListedImage]:
     try:
         lines = source.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source}: the list of images is not a text file with one path a line") from error
+        raise ValueError(f"{source}: the list of images is not a text file with one path per line") from error
     return [ListedImage(_id(Path(line.strip())), root / line.strip()) for line in lines if line.strip()]
 
 
