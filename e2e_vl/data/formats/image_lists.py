@@ -34,7 +34,7 @@ class GivenBoxes:
 
 
 def list_images(source: str | Path, root: str | Path | None = None) -> list[ListedImage]:
-    """Images of a folder, of a text file with one path per line, or of a COCO JSON file (`images` with id and file_name).
+    """Images of a folder, of a text file (one path per line), or of a COCO JSON file (`images` with id and file_name).
 
     Ids are the COCO ids, or the paths as listed (in a folder: relative to it) without suffix; of a path that leads out
     of the root, the file's name without suffix.

@@ -1,4 +1,4 @@
-"""Reader of VCR's files: `train.jsonl`, `val.jsonl` and `test.jsonl`, one question per line, and a metadata file per image.
+"""Reader of VCR's files: `train.jsonl`, `val.jsonl`, `test.jsonl` (a question per line) and a metadata file per image.
 
 A token of a question, an answer or a rationale is a word, or a list of objects: [0, 1] stands for the objects 0 and 1
 of `objects`. The test split has no labels.
