@@ -222,3 +222,11 @@ def test_a_file_of_a_published_name_is_known(tmp_path: Path) -> None:
 def test_what_cannot_be_used_is_an_error(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         resolve_weights(name)
+
+
+def test_the_page_about_detectors_names_what_there_is() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "detectors.md").read_text("utf-8")
+    names = re.findall(rf"(?:{'|'.join(PREFIXES)})[\w./-]*\w(?![\w.]*\.\.)", page)
+    assert len(names) >= 9
+    for name in names:
+        assert isinstance(resolve_weights(name), NamedWeights), name

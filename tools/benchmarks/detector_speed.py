@@ -37,7 +37,7 @@ def benchmark_detector(
     detector is measured.
 
     Args:
-        config: Detectron2 YAML file of a C4 model.
+        config: Detectron2 YAML file of a C4 or an FPN model.
         image_size: (height, width), pixels of the network input; images: N.
         rois: numbers of given boxes R, one measurement each; the training step uses the first.
         repetitions, warm_up: measured calls of each backend, and calls before the measured ones.
