@@ -44,7 +44,8 @@ def load_detector(source: str | Path, config: str | Path | None = None, device: 
     """Load a detector to look at photos with.
 
     Args:
-        source: a run directory of tools/train.py, a saved detector's folder, or a weights file (with `config`).
+        source: published weights by name (docs/detectors.md), a run directory of tools/train.py, a saved detector's
+            folder, or a weights file (with `config`).
         config: Detectron2 YAML file of a weights file.
         device: where it runs; None = the GPU if there is one.
 

@@ -80,5 +80,5 @@ class TrainedDetector:
 def load_detector(
     source: str | Path, config: str | Path | None = None, device: str | torch.device | None = None
 ) -> TrainedDetector:
-    """Load the detector of a run, a saved detector, or a weights file with its config; see `e2e_vl.load_detector`."""
+    """Load published weights by name, the detector of a run, or a file with its config; see `e2e_vl.load_detector`."""
     return TrainedDetector(find_detector(source, config), device)
