@@ -44,6 +44,7 @@ BASE = (
         "box_sources",
         "config",
         "converter",
+        "detector_yaml",
         "drawing",
         "examples",
         "hiding",

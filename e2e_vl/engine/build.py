@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from detector.backends import BACKENDS, detector_class
 from detector.checkpoint import LoadReport, load_checkpoint
 from detector.interface import Detector
-from detector.named_weights import NamedWeights, resolve_weights
 from detector.precomputed import PrecomputedDetector
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import ResizeSettings, RunConfig
@@ -30,6 +29,7 @@ from e2e_vl.data.coco_detection import CocoDetectionDataset
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.data.vqa import VQADataset
+from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
@@ -140,7 +140,7 @@ def resolve(config: RunConfig) -> RunConfig:
         )
     if config.data.resize is not None:
         return config
-    sizes = build_detector_config(config).input
+    sizes = read_detector_config(config.detector).input
     short = list(sizes.min_size_train)
     if sizes.min_size_train_sampling == "range":
         if len(short) != 2 or short[0] > short[1]:
@@ -199,28 +199,13 @@ def build_model(
     return VisionLanguageModel(detector, encoder, task, teacher=teacher, freeze_detector=config.detector.freeze)
 
 
-def build_detector_config(config: RunConfig) -> Any:
-    """The Detectron2 YAML file, with `detector.overrides` on top, as the config class of the chosen backend."""
-    config_class = named_parts(config).detector.config_class
-    published = resolve_weights(config.detector.config)
-    path = published.config_path if isinstance(published, NamedWeights) else published
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"Detector config {path} does not exist; set detector.config to a Detectron2 YAML file, or to the name of "
-            "published weights."
-        )
-    if not config.detector.overrides:
-        return config_class.from_yaml(path)
-    return config_class.from_yaml({"_BASE_": str(path.resolve()), **config.detector.overrides})
-
-
 def build_detector(config: RunConfig, tell_start: TellStart = log_start) -> Detector:
     if config.detector.backend == "precomputed" and (config.detector.weights or config.detector.loss_weight):
         raise ValueError(
             "detector.backend is precomputed: there is no network that detector.weights or detector.loss_weight could "
             "be for; leave them out."
         )
-    detector = named_parts(config).detector(build_detector_config(config))
+    detector = named_parts(config).detector(read_detector_config(config.detector))
     if config.detector.weights is not None:
         report = load_checkpoint(detector, config.detector.weights, expect=config.detector.expect)
         tell_start("detector", config.detector.weights, report)

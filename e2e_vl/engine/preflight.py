@@ -19,10 +19,11 @@ from detector.weight_files import find_weights
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import DataSettings, RunConfig
 from e2e_vl.data.base import VLDataset, open_options
+from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.engine import saving
 from e2e_vl.engine.answer_lists import answers_path
 from e2e_vl.engine.best import check_metric_name
-from e2e_vl.engine.build import build_detector, build_detector_config, build_encoder, named_parts, resolve
+from e2e_vl.engine.build import build_detector, build_encoder, named_parts, resolve
 from e2e_vl.engine.build_data import is_drawn, open_split, wants_of
 from e2e_vl.engine.hub_names import check_hub_name, is_on_hub
 from e2e_vl.engine.run import DataSets, splits_of
@@ -79,7 +80,7 @@ def look_ahead(config: RunConfig, processes: int, *, resume: bool = False) -> Pr
     found = Findings()
     known = Preflight(config)
     with found.noting():
-        build_detector_config(config)
+        read_detector_config(config.detector)
     with found.noting():
         known.config = config = resolve(config)
     output = Path(config.output)

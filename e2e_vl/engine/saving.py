@@ -33,7 +33,8 @@ from detector.checkpoint import load_class_names, load_strictly, load_weights, s
 from detector.weight_files import read_tensors
 from e2e_vl.config import VERSION, RunConfig, differences, load_config, load_overrides, save_config, saved_version
 from e2e_vl.data.formats.answer_files import ANSWERS_FILE, write_answers
-from e2e_vl.engine.build import build_detector_config, build_model, task_class
+from e2e_vl.detector_yaml import read_detector_config
+from e2e_vl.engine.build import build_model, task_class
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.plain_yaml import check_plain
 from e2e_vl.run_files import model_folder, write_json
@@ -297,7 +298,7 @@ def refuse_to_overwrite(output: Path) -> None:
 def _architecture(config: RunConfig) -> dict[str, Any]:
     """The settings that decide which parameters exist and what they mean."""
     return {
-        "detector": yaml.safe_load(build_detector_config(config).to_yaml()),
+        "detector": yaml.safe_load(read_detector_config(config.detector).to_yaml()),
         "encoder": {"name": config.encoder.name, **config.encoder.config},
         "task": {"name": config.task.name, **config.task.config},
     }

@@ -101,6 +101,8 @@ def run(tmp_path_factory) -> Path:
         (f"train --config {TINY} train.learning_rate=1", NEAR),
         (f"train --config {TINY} train.lr=fast", "setting 'train.lr' cannot be used"),
         (f"train --config {TINY} detector.expect=some", "must be one of all, no_attributes, backbone"),
+        (f"train --config {TINY} detector.overrides.MODEL.RESNETS.DEPHT=50", "MODEL.RESNETS.DEPHT"),
+        (f"train --config {TINY} detector.config=nowhere.yaml", "Detector config nowhere.yaml does not exist"),
         ("train --config nowhere.yaml", "Config file nowhere.yaml does not exist."),
         ("train --config pyproject.toml", "pyproject.toml"),
         ("evaluate --run RUN train.learning_rate=1", NEAR),

@@ -16,7 +16,8 @@ from detector.faster_rcnn import FasterRCNN
 from e2e_vl.api.trained_model import load
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.loading.requests import Request
-from e2e_vl.engine.build import build_detector_config, build_model, named_parts
+from e2e_vl.detector_yaml import read_detector_config
+from e2e_vl.engine.build import build_model, named_parts
 from e2e_vl.engine.build_data import build_collate, build_examples, build_tokenizer
 from e2e_vl.engine.evaluate import evaluate_run
 from e2e_vl.engine.run import build_run
@@ -153,5 +154,5 @@ def test_settings_that_detection_cannot_work_with_are_one_sentence(detection_con
 @pytest.mark.parametrize("name", ["demo/detection", "detection/R_50_C4_1x"])
 def test_shipped_configs_build_their_detector(name):
     config = load_config(ROOT / "configs" / f"{name}.yaml", ["data.root=unused"])
-    assert build_detector_config(config).attributes.num_classes == 0
+    assert read_detector_config(config.detector).attributes.num_classes == 0
     assert named_parts(config).task[1].__name__ == "DetectionTask"

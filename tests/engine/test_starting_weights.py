@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
 from e2e_vl.config import RunConfig
-from e2e_vl.engine.build import build_detector_config, build_model
+from e2e_vl.detector_yaml import read_detector_config
+from e2e_vl.engine.build import build_model
 from e2e_vl.engine.build_data import build_tokenizer
 from e2e_vl.engine.saving import load_model, save_model
 from e2e_vl.model import VisionLanguageModel
@@ -40,7 +41,7 @@ def config_of(tiny_config: Callable[..., RunConfig]) -> Callable[..., RunConfig]
         more, settings = {}, {}
         if task == "pretraining":
             more = LEARNED_VECTORS
-            classes = build_detector_config(config).roi_heads.num_classes + 1
+            classes = read_detector_config(config.detector).roi_heads.num_classes + 1
             settings = {"objectives": {"masked_regions": {"classes": classes}}}
         fields = {"config": {**ENCODER, **more, **encoder}}
         return replaced(config, encoder=fields, task={"name": task, "config": settings})

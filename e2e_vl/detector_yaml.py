@@ -1,0 +1,25 @@
+"""The detector's settings of a run. (A file of its own, without torch, so that a mistyped key is answered at once.)"""
+
+from __future__ import annotations
+
+from detector.detector_config import DetectorConfig
+from detector.named_weights import NamedWeights, resolve_weights
+from e2e_vl.config import DetectorSettings
+
+
+def read_detector_config(settings: DetectorSettings) -> DetectorConfig:
+    """The Detectron2 YAML file (or the one of published weights), with `detector.overrides` on top.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, or keys or values that no detector can be built from.
+    """
+    published = resolve_weights(settings.config)
+    path = published.config_path if isinstance(published, NamedWeights) else published
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"Detector config {path} does not exist; set detector.config to a Detectron2 YAML file, or to the name of "
+            "published weights."
+        )
+    if not settings.overrides:
+        return DetectorConfig.from_yaml(path)
+    return DetectorConfig.from_yaml({"_BASE_": str(path.resolve()), **settings.overrides})
