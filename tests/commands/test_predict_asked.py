@@ -10,6 +10,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from e2e_vl.commands import predict as tool
@@ -261,13 +262,14 @@ def test_what_pretraining_needs(pretraining_run, vqa_run, vcr_runs, trained_run,
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("data: {blank_text: true}", "without seeing any text"),
-        ("data: {blank_image: true}", "without seeing any image"),
+        ("blank_text", "without seeing any text"),
+        ("blank_image", "without seeing any image"),
     ],
 )
 def test_runs_that_cannot_answer(trained_run, tmp_path, capsys, setting, message):
     shutil.copytree(trained_run.path / "model", tmp_path / "model")
-    (tmp_path / "model" / "saved.yaml").write_bytes((tmp_path / "model" / "config.yaml").read_bytes())
-    (tmp_path / "model" / "config.yaml").write_text(f"base: saved.yaml\n{setting}\n")
+    settings = yaml.safe_load((tmp_path / "model" / "config.yaml").read_text("utf-8"))
+    settings["data"][setting] = True
+    (tmp_path / "model" / "config.yaml").write_text(yaml.safe_dump(settings), "utf-8")
     words = ask(tmp_path / "model", saved(trained_run.path)[0]["file_name"], "x")
     assert message in refused(words, capsys)

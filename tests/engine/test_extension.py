@@ -150,14 +150,14 @@ def test_a_task_about_two_images(settings, monkeypatch, tmp_path, capsys):
     assert (output.task.logits - swapped.task.logits).abs().min() > 1e-4
 
     sample = data.dataset.sample(data.groups[0][:1])
-    [told] = reply_to(config, model, tokenizer, [dataclasses.replace(sample, is_asked=True)])
+    [[told]] = reply_to(config, model, tokenizer, [dataclasses.replace(sample, is_asked=True)])
     assert told.record["true"] == pytest.approx(records[0]["true"], abs=1e-3)  # without the padding of a batch
     boxes = [image.objects.boxes for image in sample.images]
     np.testing.assert_allclose(told.boxes, np.concatenate(boxes), atol=1.5)  # clamped to the last pixel
     assert told.images.tolist() == [0] * len(boxes[0]) + [1] * len(boxes[1])
     assert len(told.attention) == len(told.boxes) and 0 < told.attention.sum() < 1
     bare = [dataclasses.replace(image, objects=None) for image in sample.images]
-    [own] = reply_to(config, model, tokenizer, [dataclasses.replace(sample, images=tuple(bare), is_asked=True)])
+    [[own]] = reply_to(config, model, tokenizer, [dataclasses.replace(sample, images=tuple(bare), is_asked=True)])
     assert own.lines[0].endswith("true") and set(own.images) == {0, 1}
 
     pair = tuple(image.file for image in sample.images)
@@ -167,7 +167,7 @@ def test_a_task_about_two_images(settings, monkeypatch, tmp_path, capsys):
     assert is_picture(tmp_path / "answer" / "regions_2.png") and is_picture(tmp_path / "answer" / "answer_2.png")
     capsys.readouterr()
     message = refused(ask(run, pair[0], "both images hold a star"), capsys)
-    assert "are about 2 images, and 1 is given; give 2 with --image" in message
+    assert "are about 2 images, and 1 is given; give 2 per text" in message
     message = refused(ask(run, pair, "both images hold a star", "--boxes", "1,2,30,40"), capsys)
     assert "Boxes of several images cannot be told apart" in message
 
