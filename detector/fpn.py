@@ -28,9 +28,10 @@ class FPN(nn.Module):
         self.in_features = config.fpn.in_features
         self.is_average = config.fpn.fuse_type == "avg"
         self.out_features = tuple(config.map_shapes)  # one more than `in_features`
+        self.levels = self.out_features[:-1]  # those with a lateral convolution
         self.bottom_up = ResNet(config.resnet)
         width, norm = config.fpn.out_channels, config.fpn.norm
-        for level, name in zip(self.out_features, self.in_features, strict=False):
+        for level, name in zip(self.levels, self.in_features, strict=True):
             lateral = ConvNorm(config.resnet.shapes[name].channels, width, 1, norm=norm)
             output = ConvNorm(width, width, 3, norm=norm, padding=1)
             for conv in (lateral, output):
@@ -41,10 +42,9 @@ class FPN(nn.Module):
     def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMaps:
         """All levels, finest first. H and W are multiples of the stride of the last input map."""
         bottom_up = self.bottom_up(pixels)
-        *levels, top = self.out_features
         maps = {}
         x = None
-        for level, name in reversed(list(zip(levels, self.in_features, strict=True))):
+        for level, name in reversed(list(zip(self.levels, self.in_features, strict=True))):
             lateral = getattr(self, f"fpn_lateral{level[1:]}")(bottom_up[name])
             if x is None:
                 x = lateral
@@ -52,5 +52,5 @@ class FPN(nn.Module):
                 x = lateral + F.interpolate(x, scale_factor=2.0, mode="nearest")
                 x = x / 2 if self.is_average else x
             maps[level] = getattr(self, f"fpn_output{level[1:]}")(x)
-        maps[top] = F.max_pool2d(maps[levels[-1]], kernel_size=1, stride=2)
+        maps[self.out_features[-1]] = F.max_pool2d(maps[self.levels[-1]], kernel_size=1, stride=2)
         return {level: maps[level] for level in self.out_features}

@@ -211,7 +211,7 @@ def given_boxes(boxes: Any, origin: str) -> AnnotatedObjects | None:
 
 
 def require_some(boxes: AnnotatedObjects) -> AnnotatedObjects:
-    """The boxes. Raises ValueError if there is none."""
+    """Return the boxes unchanged. Raises ValueError if the list is empty."""
     if not len(boxes):
         raise ValueError(f"{boxes.origin}: there is no box; give at least one, or leave the boxes out.")
     return boxes

@@ -32,7 +32,8 @@ def check_metric_name(metric: str, splits: Sequence[str], sources: Sequence[BoxS
     """Check all of `train.keep_best` that is known without an evaluation.
 
     Raises:
-        ValueError: it is no name of a metric, of a split and boxes that are evaluated, that training can change.
+        ValueError: the name does not fit the form SPLIT/METRIC_BOXES, its split or boxes are not evaluated, or the
+            metric is a constant such as the number of texts.
     """
     found = MetricName.read(metric)
     if found is None or found.split not in splits or found.source not in sources or found.is_constant:

@@ -79,7 +79,6 @@ def make_scenes(
     image_format: str = "jpg",
     formats: Collection[str] | None = None,
     workers: int = 0,
-    progress: bool = True,
 ) -> dict[str, Any]:
     """Write the data set, or do nothing when the folder already holds it.
 
@@ -113,7 +112,7 @@ def make_scenes(
     present = set() if finished is None else set(finished.get("formats", WRITERS))  # older stamps name none
     if finished is not None and wanted <= present:
         return finished
-    return _add_formats(output, recipe, wanted - present, start, finished, workers, progress)
+    return _add_formats(output, recipe, wanted - present, start, finished, workers)
 
 
 def _add_formats(
@@ -123,7 +122,6 @@ def _add_formats(
     start: dict[str, Any],
     finished: dict[str, Any] | None,
     workers: int,
-    progress: bool,
 ) -> dict[str, Any]:
     """Write these formats, and the images where no stamp says that they are finished; return the new stamp."""
     unfinished, images = output / _UNFINISHED, output / "images" / "train2014"
@@ -134,7 +132,7 @@ def _add_formats(
         logger.info("%s lacks %s; they are added.", output, ", ".join(sorted(added)))
     writers = {name: writer(recipe) for name, writer in WRITERS.items() if name in added}
     make = partial(_make_scene, recipe=recipe, writers=writers, with_image=finished is None)
-    scenes = list(with_ids(_mapped(make, recipe.places(images), workers, progress)))
+    scenes = list(with_ids(_mapped(make, recipe.places(images), workers)))
 
     old = finished or {"formats": [], "statistics": {}}
     own = dict(old["statistics"])
@@ -173,11 +171,9 @@ def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | Non
     return stamp if path.name == STAMP else None
 
 
-def _mapped(
-    function: Callable[[ScenePlace], _DrawnScene], places: list[ScenePlace], workers: int, progress: bool
-) -> list[_DrawnScene]:
+def _mapped(function: Callable[[ScenePlace], _DrawnScene], places: list[ScenePlace], workers: int) -> list[_DrawnScene]:
     """``map`` in this process or over several, in order."""
-    bar = partial(tqdm, total=len(places), desc="scenes", unit="scene", delay=1, disable=not progress)
+    bar = partial(tqdm, total=len(places), desc="scenes", unit="scene", delay=1)
     if workers == 0:
         return list(bar(map(function, places)))
     # Spawned, not forked: the caller may have threads running (torch).

@@ -43,7 +43,7 @@ RULE = SelectionRule(min_score=0.5, min_regions=1, max_regions=100)
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("captions") / "data"
-    make_scenes(root, scenes=SPLITS, seed=5, progress=False)
+    make_scenes(root, scenes=SPLITS, seed=5)
     return root
 
 

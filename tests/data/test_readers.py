@@ -30,7 +30,7 @@ def test_every_text_is_in_one_group(dataset):
 
 
 def test_a_sample_states_the_facts(dataset):
-    for group, image_id in zip(dataset.groups, (7, 3), strict=False):
+    for group, image_id in zip(dataset.groups[:2], (7, 3), strict=True):
         sample = dataset.sample(group)
         [image] = sample.images
         assert isinstance(image.id, str)

@@ -117,7 +117,7 @@ def test_only_evaluations_of_the_same_images_compare(scores, tiny_config):
         events = EventAccumulator(str(path)).Reload()
         if METRIC in events.Tags()["scalars"]:
             steps += [event.step for event in events.Scalars(METRIC)]
-    assert steps == [3, 6, 8]  # the evaluation of all images is no part of the series
+    assert steps == [3, 6, 8]  # the last evaluation, of all images, is left out of the series
 
 
 def test_a_limit_that_leaves_no_image_out_is_none(scores, tiny_config):

@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 VCR_QUESTIONS = 212_923  # of the training split
 SIZES = {"base": (768, 12, 12, 3072), "large": (1024, 24, 16, 4096)}  # width, layers, heads, inner width
 EXPRESSIONS = {"refcoco": ("refcoco", "unc"), "refcocog": ("refcocog", "umd")}  # folder and split of REFER
-OWN = {"pretraining/paper", "refcoco/vl_bert_base_precomputed"}  # settings that the official code does not have
+# Settings that the official code does not have.
+OWN = {"pretraining/paper", "refcoco/vl_bert_base_precomputed", "refcoco/vl_bert_base_fpn"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ features = common.features
 rpn_output = common.rpn_output
 given = common.given
 
-FEATURES = ("fc6", "fc7")  # of every given box, where the box head has so many layers
+FEATURES = ("fc6", "fc7")  # features of every given box; a set whose box head has one layer lacks fc7
 
 
 @pytest.fixture(scope="module", params=["builtin", "detectron2"])

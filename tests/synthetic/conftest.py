@@ -16,7 +16,7 @@ SPLITS = {"train": 110, "val": 20, "testA": 10, "testB": 10}
 @pytest.fixture(scope="session")
 def synthetic_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("synthetic") / "data"
-    make_scenes(path, scenes=SPLITS, seed=11, progress=False)
+    make_scenes(path, scenes=SPLITS, seed=11)
     return path
 
 

@@ -21,7 +21,7 @@ SCENES = {"train": 60, "val": 8, "test": 5}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("vcr") / "data"
-    make_scenes(path, scenes=SCENES, seed=5, progress=False)
+    make_scenes(path, scenes=SCENES, seed=5)
     return path / "vcr"
 
 

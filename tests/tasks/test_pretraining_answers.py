@@ -147,7 +147,9 @@ def test_nothing_to_hide_hides_nothing():
         record = model.task.replies(output, Vocabulary())[0]
     assert output.batch.boxes[0].tolist() == BOXES[0] and not output.batch.hidden.is_hidden[0].any()
     plain = make_model(objectives={"masked_regions": 0.0}).eval()
-    plain.load_state_dict(model.state_dict(), strict=False)
+    missing, unexpected = plain.load_state_dict(model.state_dict(), strict=False)
+    of_regions = ("teacher.", "task.objectives.masked_regions.")
+    assert not missing and unexpected and all(name.startswith(of_regions) for name in unexpected)
     with torch.no_grad():
         expected = plain(dataclasses.replace(batch, hide=None)).task.parts["masked_words"]
     assert_same(output.task.parts["masked_words"], expected)
