@@ -27,7 +27,7 @@ def cache_folder() -> Path:
     return Path(torch.hub.get_dir(), "checkpoints")
 
 
-def cached_weights(weights: NamedWeights, folder: Path | None = None, *, progress: bool = True) -> Path:
+def cached_weights(weights: NamedWeights, folder: Path | None = None) -> Path:
     """The path of the file in the cache; it is downloaded if it is not there.
 
     A download has a name of its own until it is complete and verified, so that no process ever sees a part of a file.
@@ -35,7 +35,6 @@ def cached_weights(weights: NamedWeights, folder: Path | None = None, *, progres
 
     Args:
         folder: None = `cache_folder()`.
-        progress: show a bar, after one second.
 
     Raises:
         FileNotFoundError: the file is not in the cache and cannot be downloaded.
@@ -50,7 +49,7 @@ def cached_weights(weights: NamedWeights, folder: Path | None = None, *, progres
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _download(weights, part, progress)
+        _download(weights, part)
         difference = _difference(weights, part)
         if difference:
             raise ValueError(
@@ -71,7 +70,7 @@ def _by_hand(path: Path) -> str:
     return f"download it by other means and save it as {path}, or give the path of your file instead of the name"
 
 
-def _download(weights: NamedWeights, part: Path, progress: bool) -> None:
+def _download(weights: NamedWeights, part: Path) -> None:
     """Raises OSError or HTTPException: no connection, no such file, an answer that is a web page or ends too early."""
     request = urllib.request.Request(weights.address, headers={"User-Agent": "torch.hub"})  # some servers want one
     with urllib.request.urlopen(request, timeout=TIMEOUT) as answer, part.open("xb") as file:
@@ -79,7 +78,7 @@ def _download(weights: NamedWeights, part: Path, progress: bool) -> None:
             raise OSError("the server sent a web page instead of a file")
         length = answer.headers.get("Content-Length")
         total = None if length is None else int(length)
-        bar = tqdm(total=total, desc=weights.file, unit="B", unit_scale=True, delay=1, disable=not progress)
+        bar = tqdm(total=total, desc=weights.file, unit="B", unit_scale=True, delay=1)
         with bar:
             while chunk := answer.read(CHUNK):
                 file.write(chunk)

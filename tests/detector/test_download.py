@@ -107,7 +107,7 @@ def test_a_file_that_is_there_needs_no_connection(tmp_path: Path) -> None:
 def test_files_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(CONTENT)
     weights = entry((tmp_path / "source").as_uri())
-    assert cached_weights(weights, tmp_path / "cache", progress=False).read_bytes() == CONTENT
+    assert cached_weights(weights, tmp_path / "cache").read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_an_interrupted_download_leaves_nothing(
 
 
 def fetch(address: str, folder: Path, results: multiprocessing.Queue) -> None:
-    results.put(hashlib.sha256(cached_weights(entry(address), folder, progress=False).read_bytes()).hexdigest())
+    results.put(hashlib.sha256(cached_weights(entry(address), folder).read_bytes()).hexdigest())
 
 
 def test_two_processes_see_whole_files_only(server: Server, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-SMALL = {"scenes": {"train": 4, "val": 2}, "seed": 5, "progress": False}
+SMALL = {"scenes": {"train": 4, "val": 2}, "seed": 5}
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,6 @@ def test_png_and_unequal_sides(tmp_path):
         seed=0,
         config=SceneConfig(min_side=112, max_side=144, textures=["plain", "striped", "dotted"]),
         image_format="png",
-        progress=False,
     )
     images = json.loads((tmp_path / "data/refcoco+/instances.json").read_text())["images"]
     assert len({(image["height"], image["width"]) for image in images}) == 3
