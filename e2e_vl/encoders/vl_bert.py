@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import BertConfig
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import (
     BertAttention,
     BertIntermediate,
