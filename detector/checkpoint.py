@@ -31,7 +31,8 @@ CLASS_NAMES = "class_names.json"
 SHOWN_KEYS = 3  # of each kind in an error message
 TOLERANCE = 1e-3  # pixels or grey levels, between buffers of old checkpoints and the config
 
-TRUNKS = (("backbone.bottom_up.",), ("backbone.", "roi_heads.res5."))  # the ResNet below an FPN, and in other detectors
+# The trunk below an FPN, torchvision's MobileNet, and the ResNet of other detectors.
+TRUNKS = (("backbone.bottom_up.",), ("backbone.body.",), ("backbone.", "roi_heads.res5."))
 ATTRIBUTE_HEAD = tuple(f"{PREDICTOR}{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
 # The part of the detector that a file must hold -> arguments of `load_weights`. The rest of the detector keeps its
 # values, the rest of the file is not used.
@@ -194,7 +195,7 @@ def load_converted(detector: Detector, converted: Renamed, source: str | Path, *
 
 
 def trunk_prefixes(detector: nn.Module) -> Sequence[str]:
-    """Prefixes of the names of the ResNet, stem to res5."""
+    """Prefixes of the names of the trunk: of a ResNet, stem to res5."""
     names = list(detector.state_dict())
     return next(prefixes for prefixes in TRUNKS if any(name.startswith(prefixes) for name in names))
 

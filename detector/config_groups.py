@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from detector.config_file import plain
 
 C4_BACKBONE, FPN_BACKBONE = "build_resnet_backbone", "build_resnet_fpn_backbone"
+MOBILENET_BACKBONE = "build_mobilenet_v3_large_fpn_backbone"  # not a name of Detectron2, see `detector.mobilenet`
 RES5_HEADS, STANDARD_HEADS = "Res5ROIHeads", "StandardROIHeads"
 BOX_HEAD = "FastRCNNConvFCHead"
 STAGES = ("res2", "res3", "res4", "res5")
@@ -215,7 +216,8 @@ class RPNConfig(SettingsGroup):
 
     `loss_normaliser` says what divides the losses: "batch_size", BATCH_SIZE_PER_IMAGE of each image (Detectron2), or
     the number of "sampled" anchors (torchvision). Proposals stay whose sides are longer than `min_size` (Detectron2)
-    and at least `min_side` (torchvision's min_size), both in pixels.
+    and at least `min_side` (torchvision's min_size), both in pixels, and whose objectness is at least `score_thresh`,
+    a probability (torchvision's score_thresh).
     """
 
     in_features: tuple[str, ...] = setting("MODEL.RPN.IN_FEATURES", ("res4",))
@@ -239,6 +241,7 @@ class RPNConfig(SettingsGroup):
     nms_thresh: float = setting("MODEL.RPN.NMS_THRESH", 0.7, least=NOT_NEGATIVE)
     min_size: int = setting("MODEL.PROPOSAL_GENERATOR.MIN_SIZE", 0, least=NOT_NEGATIVE)
     min_side: float = setting("MODEL.RPN.MIN_SIDE", 0.0, ours=True, least=NOT_NEGATIVE)
+    score_thresh: float = setting("MODEL.RPN.SCORE_THRESH", 0.0, ours=True, least=NOT_NEGATIVE)
     loss_normaliser: str = setting(
         "MODEL.RPN.LOSS_NORMALISER", "batch_size", ours=True, choices=("batch_size", "sampled")
     )

@@ -42,6 +42,7 @@ from detector.config_groups import (
     BOX_HEAD,
     C4_BACKBONE,
     FPN_BACKBONE,
+    MOBILENET_BACKBONE,
     RES5_HEADS,
     STAGES,
     STANDARD_HEADS,
@@ -65,7 +66,7 @@ class DetectorConfig(SettingsGroup):
     """All settings of the built-in detector. `weights` is kept for the caller; building a detector does not load it."""
 
     weights: str = setting("MODEL.WEIGHTS", "")
-    backbone: str = setting("MODEL.BACKBONE.NAME", C4_BACKBONE, choices=(C4_BACKBONE, FPN_BACKBONE))
+    backbone: str = setting("MODEL.BACKBONE.NAME", C4_BACKBONE, choices=(C4_BACKBONE, FPN_BACKBONE, MOBILENET_BACKBONE))
     input: InputConfig = dataclasses.field(default_factory=InputConfig)
     resnet: ResNetConfig = dataclasses.field(default_factory=ResNetConfig)
     fpn: FPNConfig = dataclasses.field(default_factory=FPNConfig)
@@ -80,13 +81,22 @@ class DetectorConfig(SettingsGroup):
         return self.backbone == FPN_BACKBONE
 
     @property
+    def is_mobilenet(self) -> bool:
+        return self.backbone == MOBILENET_BACKBONE
+
+    @property
     def has_box_head(self) -> bool:
         """Whether a box head reads RoI maps; otherwise res5 does (C4)."""
         return self.roi_heads.name == STANDARD_HEADS
 
     @property
     def map_shapes(self) -> dict[str, MapShape]:
-        """Feature maps of the backbone: the stages of OUT_FEATURES, or with FPN p2 .. p6, named after log2(stride)."""
+        """Feature maps of the backbone: the stages of OUT_FEATURES, or with FPN p2 .. p6, named after log2(stride).
+
+        A MobileNet has torchvision's names "0", "1" and "pool".
+        """
+        if self.is_mobilenet:
+            return {"0": MapShape(256, 32), "1": MapShape(256, 32), "pool": MapShape(256, 64)}
         stages = self.resnet.shapes
         if not self.is_fpn:
             return {name: stages[name] for name in self.resnet.out_features}
@@ -97,6 +107,8 @@ class DetectorConfig(SettingsGroup):
     @property
     def size_divisibility(self) -> int:
         """The sides of the padded batch are made multiples of this many pixels."""
+        if self.is_mobilenet:
+            return 32
         return self.resnet.shapes[self.fpn.in_features[-1]].stride if self.is_fpn else 1
 
     @property
@@ -197,8 +209,8 @@ def _c4_rules(config: DetectorConfig) -> Rules:
     }
     return [
         (
-            not config.is_fpn,
-            f"MODEL.BACKBONE.NAME {FPN_BACKBONE} needs MODEL.ROI_HEADS.NAME {STANDARD_HEADS}, not {RES5_HEADS}",
+            config.backbone == C4_BACKBONE,
+            f"MODEL.BACKBONE.NAME {config.backbone} needs MODEL.ROI_HEADS.NAME {STANDARD_HEADS}, not {RES5_HEADS}",
         ),
         *(
             (names == ("res4",), f"{key} must be [res4] with MODEL.ROI_HEADS.NAME {RES5_HEADS}, not {_shown(names)}")
@@ -225,8 +237,12 @@ def _box_head_rules(config: DetectorConfig) -> Rules:
             f"MODEL.RESNETS.STEM_POOL none needs MODEL.ROI_HEADS.NAME {RES5_HEADS}",
         ),
         (
-            config.is_fpn or len(config.rpn.in_features) == len(config.roi_heads.in_features) == 1,
+            config.backbone != C4_BACKBONE or len(config.rpn.in_features) == len(config.roi_heads.in_features) == 1,
             f"MODEL.RPN.IN_FEATURES and MODEL.ROI_HEADS.IN_FEATURES must name one map each without {FPN_BACKBONE}",
+        ),
+        (
+            not config.is_mobilenet or config.resnet.norm in ("FrozenBN", "BN"),
+            f"MODEL.RESNETS.NORM must be FrozenBN or BN with MODEL.BACKBONE.NAME {MOBILENET_BACKBONE}",
         ),
     ]
 

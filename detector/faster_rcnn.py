@@ -1,4 +1,4 @@
-"""The built-in detector: a ResNet Faster R-CNN, C4 or FPN, that gives Detectron2's numbers, on torchvision's operators.
+"""The built-in detector: a Faster R-CNN, C4 or FPN, that gives Detectron2's numbers, on torchvision's operators.
 
 Shape legend
     N  images in the batch
@@ -31,6 +31,7 @@ from detector.boxes import check_boxes, is_larger, prepend, whole_image_boxes
 from detector.detector_config import DetectorConfig
 from detector.fpn import FPN
 from detector.interface import Detector
+from detector.mobilenet import make_mobilenet
 from detector.pixel_masking import mask_pixels
 from detector.resnet import ResNet, recompute_activations
 from detector.roi_features import RoIFeatures
@@ -232,16 +233,21 @@ class FasterRCNN(TwoStageDetector):
         self.feature_dim = config.feature_dim
         self.num_classes = config.roi_heads.num_classes
         self.map_size = config.map_size
-        self.backbone = FPN(config) if config.is_fpn else ResNet(config.resnet)
+        if config.is_mobilenet:
+            self.backbone = make_mobilenet(config.resnet)
+        else:
+            self.backbone = FPN(config) if config.is_fpn else ResNet(config.resnet)
         self.proposal_generator = RPN(config)
         self.roi_heads = StandardROIHeads(config) if config.has_box_head else Res5ROIHeads(config)
 
     def recompute_activations(self) -> None:
         """See `Detector.recompute_activations`."""
+        if self.config.is_mobilenet:
+            raise ValueError("A MobileNet has no activation checkpointing; switch train.activation_checkpointing off.")
         recompute_activations(self)
 
     def features(self, images: ImageBatch) -> FeatureMaps:
-        """res4 of the padded batch, or p2 .. p6; h, w = H, W / stride."""
+        """res4 of the padded batch, or p2 .. p6 (of a MobileNet 0, 1 and pool); h, w = H, W / stride."""
         pixels = pad_to_multiple(images.pixels, self.config.size_divisibility)
         return self.backbone(pixels.contiguous(memory_format=torch.channels_last))
 

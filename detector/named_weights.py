@@ -36,7 +36,11 @@ CC_BY_SA = "CC BY-SA 3.0"
 TORCHVISION_LICENCE = "BSD-3-Clause (code); the terms of COCO or ImageNet may apply"
 PORT_LICENCE = "Apache-2.0 (code)"
 
-MOBILENET = "MobileNetV3 is not built here; use torchvision/fasterrcnn_resnet50_fpn_v2-coco"
+IMAGENET_CONFIGS = {
+    "resnet50": "torchvision_R_50_C4",
+    "resnet101": "torchvision_R_101_C4",
+    "mobilenet_v3_large": "torchvision_mobilenet_v3_large_fpn",
+}
 OTHER_PORT = "its network or its attribute head is not built here; use bottom-up-attention/bua-caffe-frcn-r101-k10-100"
 
 
@@ -76,7 +80,7 @@ def _torchvision(name: str, file: str, config: str, **fields: Any) -> NamedWeigh
 
 def _imagenet(name: str, file: str, **fields: Any) -> NamedWeights:
     model = name.partition("-")[0]
-    config = {"resnet50": "torchvision_R_50_C4", "resnet101": "torchvision_R_101_C4"}[model]
+    config = IMAGENET_CONFIGS[model]
     return _torchvision(name, file, config, expect="backbone", **fields)
 
 
@@ -124,10 +128,8 @@ NAMED_WEIGHTS: tuple[NamedWeights, ...] = (
         _torchvision(
             f"fasterrcnn_mobilenet_v3_large_{version}-coco",
             f"fasterrcnn_mobilenet_v3_large_{version}-{digits}.pth",
-            "torchvision_R_50_FPN",
+            f"torchvision_mobilenet_v3_large_{version}",
             class_names="coco_ids",
-            norm_eps=0.0,
-            unsupported=MOBILENET,
         )
         for version, digits in (("fpn", "fb6a3cc7"), ("320_fpn", "907ea3f9"))
     ),
@@ -136,6 +138,7 @@ NAMED_WEIGHTS: tuple[NamedWeights, ...] = (
         "resnet50-0676ba61.pth",
         checksum="sha256:0676ba61b6795bbe1773cffd859882e5e297624d384b6993f7c9e683e722fb8a",
     ),
+    _imagenet("mobilenet_v3_large-imagenet1k_v1", "mobilenet_v3_large-8738ca79.pth"),
     _imagenet("resnet50-imagenet1k_v2", "resnet50-11ad3fa6.pth"),
     _imagenet("resnet101-imagenet1k_v1", "resnet101-63fe2227.pth"),
     _imagenet("resnet101-imagenet1k_v2", "resnet101-cd907fc2.pth"),

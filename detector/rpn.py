@@ -151,6 +151,8 @@ class RPN(nn.Module):
         for boxes, logits, rows, finite, size in zip(decoded, scores, index, is_finite, sizes, strict=True):
             boxes = clip_boxes_to_image(boxes, size)
             usable = finite & is_larger(boxes, config.min_size) & is_at_least(boxes, config.min_side)
+            if config.score_thresh > 0:
+                usable = usable & (logits.sigmoid() >= config.score_thresh)
             boxes, logits, rows = boxes[usable], logits[usable], rows[usable]
             if len(best) == 1:
                 kept = nms(boxes, logits, config.nms_thresh)[:after]

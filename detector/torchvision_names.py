@@ -1,7 +1,8 @@
 """Names and conventions of torchvision's Faster R-CNNs with an FPN, turned into Detectron2's.
 
-`fasterrcnn_resnet50_fpn` and `fasterrcnn_resnet50_fpn_v2`, and others that torchvision's classes build on a ResNet.
-Their settings are in detector/published/torchvision_R_50_FPN*.yaml, together with the arithmetic that differs.
+`fasterrcnn_resnet50_fpn` and `fasterrcnn_resnet50_fpn_v2`, others that torchvision's classes build on a ResNet, and
+`fasterrcnn_mobilenet_v3_large_fpn` and `_320_fpn`, whose trunk is torchvision's here too and keeps its names. Their
+settings are in detector/published/torchvision_*.yaml, together with the arithmetic that differs.
 
 | torchvision                                        | Detectron2                                               |
 | -------------------------------------------------- | -------------------------------------------------------- |
@@ -57,8 +58,8 @@ _LAYERS = {
 
 
 def is_torchvision_detector(names: Iterable[str]) -> bool:
-    """Whether a state dict is of one of torchvision's detectors on a ResNet; no other software has `backbone.body.`."""
-    return any(name.startswith(f"{BODY}layer1.") for name in names)
+    """Whether a state dict is of one of torchvision's detectors; no other software has `backbone.body.`."""
+    return any(name.startswith(BODY) for name in names)
 
 
 def from_torchvision_detector(
@@ -96,14 +97,20 @@ def detector_names(names: Iterable[str]) -> dict[str, str]:
     names = list(names)
     rpn_convs = {match["index"] for name in names if (match := _RPN_CONV.fullmatch(name))}
     box_fcs = sorted({int(match["index"]) for name in names if (match := _BOX_FC.fullmatch(name))})
+    is_resnet = any(name.startswith(f"{BODY}layer") for name in names)
     renamed = {}
     for name in names:
         new = name
-        if name.startswith(BODY):
+        if name.startswith(BODY) and not is_resnet:
+            new = name
+        elif name.startswith(BODY):
             new = f"backbone.bottom_up.{trunk_name(name.removeprefix(BODY))}"
         elif match := _FPN.fullmatch(name):
-            layer = f"{_FPN_KINDS[match['kind']]}{int(match['map']) + 2}"
-            new = f"backbone.{layer}.{_PARTS[match['part']]}{match['parameter']}"
+            kind, level, part = match["kind"], int(match["map"]), match["part"]
+            if is_resnet:
+                new = f"backbone.{_FPN_KINDS[kind]}{level + 2}.{_PARTS[part]}{match['parameter']}"
+            else:
+                new = f"backbone.fpn.{kind}_blocks.{level}.{part or 0}.{match['parameter']}"
         elif match := _RPN_CONV.fullmatch(name):
             layer = f"conv.conv{match['index']}" if len(rpn_convs) > 1 else "conv"
             new = f"proposal_generator.rpn_head.{layer}.{match['parameter']}"

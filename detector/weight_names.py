@@ -32,6 +32,7 @@ from torch import Tensor
 
 from detector.detector_config import DetectorConfig
 from detector.torchvision_names import (
+    BODY,
     FOLDED_VARIANCE,
     from_torchvision_detector,
     is_torchvision_detector,
@@ -40,6 +41,7 @@ from detector.torchvision_names import (
 from detector.weight_files import WeightsFile
 
 FULL_PREFIXES = ("backbone.", "proposal_generator.", "roi_heads.")
+MOBILENET = "features."  # torchvision's classifiers
 RPN_HEAD = "proposal_generator.rpn_head."
 PREDICTOR = "roi_heads.box_predictor."
 # Detectron2 saved these as buffers until May 2021, one per feature map. They repeat the config.
@@ -127,6 +129,11 @@ def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: 
         converted, layout = from_caffe2(tensors), "Caffe2"
     elif any(_TORCHVISION_BLOCK.match(name) for name in tensors):
         converted, layout = {trunk_name(name): value for name, value in tensors.items()}, "torchvision"
+    elif any(name.startswith(f"{MOBILENET}0.") for name in tensors):
+        converted, layout = (
+            {re.sub(f"^{MOBILENET}", BODY, name): value for name, value in tensors.items()},
+            "torchvision",
+        )
     elif any(name.startswith(("stem.", "res2.")) for name in tensors):
         converted, layout = tensors, "Detectron2 without prefixes"
     else:

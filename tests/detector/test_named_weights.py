@@ -106,6 +106,7 @@ def test_configs_of_the_repository_are_the_same(name: str) -> None:
         ("fasterrcnn_mobilenet_v3_large_320_fpn-coco", detection.FasterRCNN_MobileNet_V3_Large_320_FPN_Weights.COCO_V1),
         ("resnet50-imagenet1k_v1", models.ResNet50_Weights.IMAGENET1K_V1),
         ("resnet50-imagenet1k_v2", models.ResNet50_Weights.IMAGENET1K_V2),
+        ("mobilenet_v3_large-imagenet1k_v1", models.MobileNet_V3_Large_Weights.IMAGENET1K_V1),
         ("resnet101-imagenet1k_v1", models.ResNet101_Weights.IMAGENET1K_V1),
         ("resnet101-imagenet1k_v2", models.ResNet101_Weights.IMAGENET1K_V2),
     ],
@@ -216,7 +217,6 @@ def test_a_file_of_a_published_name_is_known(tmp_path: Path) -> None:
         ("detectron2://COCO-Detection/other.pkl", "only the addresses of named weights are downloaded"),
         ("https://example.com/weights.pth", "only the addresses of named weights are downloaded"),
         ("bottom-up-attention/bua-caffe-frcn-r152", "cannot be loaded: its network or its attribute head is not built"),
-        ("torchvision/fasterrcnn_mobilenet_v3_large_fpn-coco", "MobileNetV3 is not built here; use torchvision/"),
     ],
 )
 def test_what_cannot_be_used_is_an_error(name: str, message: str) -> None:

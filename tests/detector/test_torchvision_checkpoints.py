@@ -8,11 +8,15 @@ from types import ModuleType
 
 import pytest
 import torch
+import torchvision
 from torch import Tensor
 
 from detector.checkpoint import load_checkpoint
+from detector.config_file import flatten, load_tree
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
+from detector.named_weights import PUBLISHED
+from detector.structures import ImageBatch
 from detector.weight_files import WeightsFile
 from detector.weight_names import to_detector_names
 
@@ -45,7 +49,6 @@ def test_torchvision_names_fill_the_backbone(published: ModuleType, tmp_path: Pa
 
 def test_names_of_torchvision_itself(published: ModuleType):
     """Real torchvision modules: the whole of a ResNet-50 finds its place in the shipped C4 config."""
-    torchvision = pytest.importorskip("torchvision")
     with torch.device("meta"):
         state = torchvision.models.resnet50().state_dict()
         wanted = {k: v.shape for k, v in torchvision_targets()}
@@ -55,6 +58,40 @@ def test_names_of_torchvision_itself(published: ModuleType):
         k: v for k, v in wanted.items() if published.is_trunk(k)
     }
     assert {k for k in shapes if not published.is_trunk(k)} == {"fc.weight", "fc.bias"}
+
+
+@pytest.fixture(scope="module")
+def mobilenet() -> FasterRCNN:
+    """A trunk of the published size below a small box head."""
+    flat = flatten(load_tree(PUBLISHED / "torchvision_mobilenet_v3_large_320_fpn.yaml"))
+    small = {"MODEL.ROI_HEADS.NUM_CLASSES": 3, "MODEL.ROI_BOX_HEAD.FC_DIM": 16, "INPUT.MIN_SIZE_TEST": 64}
+    return FasterRCNN(DetectorConfig.from_flat(flat | small))
+
+
+def test_a_classifier_fills_the_trunk_of_a_mobilenet(tmp_path: Path, mobilenet: FasterRCNN):
+    torch.manual_seed(0)
+    classifier = torchvision.models.mobilenet_v3_large(weights=None).state_dict()
+    torch.save(classifier, tmp_path / "mobilenet_v3_large.pth")
+    report = load_checkpoint(mobilenet, tmp_path / "mobilenet_v3_large.pth", expect="backbone")
+    assert report.layout == "torchvision"
+    assert all(name.startswith("classifier.") or "num_batches" in name for name in report.unexpected)
+    own = {name: value for name, value in mobilenet.state_dict().items() if name.startswith("backbone.body.")}
+    assert len(own) > 200
+    for name, value in own.items():
+        assert torch.equal(value, classifier[name.replace("backbone.body.", "features.")])
+
+
+def test_a_mobilenet_trains_above_its_frozen_stages(mobilenet: FasterRCNN):
+    pixels = torch.rand(1, 3, 64, 96)
+    size = torch.tensor([[64, 96]])
+    images = ImageBatch(pixels, size, size, ["image"])
+    regions = mobilenet.train()(images, [torch.tensor([[4.0, 4.0, 60.0, 50.0]])])
+    regions.features[0].square().sum().backward()
+    trained = {name.split(".")[2] for name, value in mobilenet.named_parameters() if value.grad is not None}
+    # torchvision's trainable_backbone_layers=3 leaves blocks 0 .. 6 as they are
+    assert {"7", "16", "inner_blocks"} <= trained and not {str(number) for number in range(7)} & trained
+    with pytest.raises(ValueError, match=r"A MobileNet has no activation checkpointing; switch train\."):
+        mobilenet.recompute_activations()
 
 
 def torchvision_targets() -> list[tuple[str, Tensor]]:

@@ -29,7 +29,12 @@ from detector.torchvision_names import from_torchvision_detector
 
 CLASSES = 6
 SIDE = 200  # the short edge of the images, pixels: p6 gets a stride other than 64
-MODELS = {"fasterrcnn_resnet50_fpn": "torchvision_R_50_FPN", "fasterrcnn_resnet50_fpn_v2": "torchvision_R_50_FPN_v2"}
+MODELS = {
+    "fasterrcnn_resnet50_fpn": "torchvision_R_50_FPN",
+    "fasterrcnn_resnet50_fpn_v2": "torchvision_R_50_FPN_v2",
+    "fasterrcnn_mobilenet_v3_large_fpn": "torchvision_mobilenet_v3_large_fpn",
+    "fasterrcnn_mobilenet_v3_large_320_fpn": "torchvision_mobilenet_v3_large_320_fpn",
+}
 PHOTOS = Path(os.environ.get("E2E_VL_REAL_MINI", Path(__file__).parents[3] / "shared" / "real_mini"))
 
 
