@@ -1,4 +1,7 @@
-"""How fast the built-in detector is, against Detectron2's model with the same config, weights and inputs."""
+"""How fast the built-in detector is, against another model with the same config, weights and inputs.
+
+The other one is torchvision's for the settings of its detectors, and Detectron2's for all others.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from detector.interface import Detector
 from detector.structures import DetectionTargets, ImageBatch
 from e2e_vl.engine.build import DETECTORS
 from measuring import machine_facts, print_machine, random_boxes, spread, take_turns
+from torchvision_rival import RIVALS, make_pair
 
 OBJECTS = 8  # annotated objects of each image in the training step
 SAMPLED_ROIS = 64  # of each image, for the detection losses of the training step
@@ -33,8 +36,8 @@ def benchmark_detector(
 ) -> dict[str, Any]:
     """Time features of given boxes, and training steps, in float32; the backends take turns.
 
-    Images and boxes are random: the time does not depend on what they show. Without Detectron2 only the built-in
-    detector is measured.
+    Images and boxes are random: the time does not depend on what they show. Where there is no other model, only the
+    built-in detector is measured.
 
     Args:
         config: Detectron2 YAML file of a C4 or an FPN model.
@@ -45,7 +48,7 @@ def benchmark_detector(
 
     Returns:
         `machine`, `settings`, `backends`, `cases` (by name, such as "features_36" or "train": `times` of each backend
-        in seconds and, with both backends, `ratio` = Detectron2's median / ours, above 1 = ours is faster), and
+        in seconds and, with two backends, `ratio` = the other's median / ours, above 1 = ours is faster), and
         `max_feature_difference`, relative to the largest feature; None with one backend.
 
     Raises:
@@ -56,7 +59,7 @@ def benchmark_detector(
     torch.manual_seed(SEED)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     detectors = {name: detector.to(device) for name, detector in make_detectors(config).items()}
-    detectors["builtin"].to(memory_format=torch.channels_last)  # as `train.channels_last` does; Detectron2 as it comes
+    detectors["builtin"].to(memory_format=torch.channels_last)  # as `train.channels_last` does; the other as it comes
     pixels, sizes = torch.randn(images, 3, *image_size) * 50, torch.tensor([image_size] * images)
     batch = ImageBatch(pixels, sizes, sizes, [f"image {index}" for index in range(images)]).to(device)
     calls = _calls(detectors, batch, rois, training)
@@ -72,10 +75,12 @@ def benchmark_detector(
     }
 
 
-def make_detectors(config: Path) -> dict[str, Detector]:
-    """The built-in detector and, where Detectron2 can be imported, its detector with the same weights."""
+def make_detectors(config: Path) -> dict[str, nn.Module]:
+    """The built-in detector and, with the same weights, torchvision's, or Detectron2's where it can be imported."""
     tree = {"_BASE_": str(config.resolve()), "MODEL": {"ROI_HEADS": {"BATCH_SIZE_PER_IMAGE": SAMPLED_ROIS}}}
-    detectors: dict[str, Detector] = {}
+    if config.stem in RIVALS:
+        return make_pair(tree, config.stem)
+    detectors: dict[str, nn.Module] = {}
     for name in ("builtin", "detectron2"):
         try:
             detector_class = DETECTORS[name]()
@@ -88,7 +93,7 @@ def make_detectors(config: Path) -> dict[str, Detector]:
 
 
 def _calls(
-    detectors: dict[str, Detector], batch: ImageBatch, rois: Sequence[int], training: bool
+    detectors: dict[str, nn.Module], batch: ImageBatch, rois: Sequence[int], training: bool
 ) -> dict[str, dict[str, Callable[[], Any]]]:
     """What is timed: by case, then by backend."""
     scale = batch.sizes[0].flip(0).repeat(2)
@@ -110,7 +115,7 @@ def _feature_difference(calls: dict[str, Callable[[], Tensor]]) -> float | None:
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-def _feature_call(detector: Detector, batch: ImageBatch, boxes: list[Tensor]) -> Callable[[], Tensor]:
+def _feature_call(detector: nn.Module, batch: ImageBatch, boxes: list[Tensor]) -> Callable[[], Tensor]:
     @torch.no_grad()
     def call() -> Tensor:
         detector.eval()
@@ -119,7 +124,7 @@ def _feature_call(detector: Detector, batch: ImageBatch, boxes: list[Tensor]) ->
     return call
 
 
-def _training_call(detector: Detector, batch: ImageBatch, boxes: list[Tensor]) -> Callable[[], None]:
+def _training_call(detector: nn.Module, batch: ImageBatch, boxes: list[Tensor]) -> Callable[[], None]:
     """A training step: forward with detection losses and features of the boxes, backward of both, and a step of SGD."""
     objects = [rows[:OBJECTS] for rows in boxes]
     classes = [torch.arange(len(rows), device=rows.device) % detector.num_classes for rows in objects]
@@ -144,7 +149,8 @@ def _measure(
     times = spread(take_turns(calls, repetitions, warm_up, device, label))
     if len(times) < 2:
         return {"times": times}
-    return {"times": times, "ratio": times["detectron2"]["median"] / times["builtin"]["median"]}
+    ours, theirs = times.values()
+    return {"times": times, "ratio": theirs["median"] / ours["median"]}
 
 
 def show(result: dict[str, Any]) -> int:
@@ -158,7 +164,7 @@ def show(result: dict[str, Any]) -> int:
             print(f"  {name:14s} {backend:12s} {times['median']:8.3f} s ({times['min']:.3f} .. {times['max']:.3f})")
         if "ratio" in case:
             print(f"  {name:14s} {'ratio':12s} {case['ratio']:8.3f}")
-    if "detectron2" not in result["backends"]:
+    if len(result["backends"]) < 2:
         print("Detectron2 is not installed: only the built-in detector was measured.")
     difference = result["max_feature_difference"]
     if difference is None or difference <= TOLERANCE:

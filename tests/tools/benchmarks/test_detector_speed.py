@@ -4,10 +4,13 @@ import importlib.util
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 import benchmark as tool
 import detector_speed
+from detector.named_weights import PUBLISHED
+from torchvision_rival import RIVALS
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "configs" / "detector" / "tiny.yaml"
@@ -54,6 +57,14 @@ def test_different_features_are_reported(capsys, monkeypatch):
     options = ["--image-size", "64", "96", "--rois", "2", "--repetitions", "1", "--warm-up", "0", "--no-train"]
     assert tool.main(["detector", "--detector-config", str(TINY), *options]) == 1
     assert "features differ" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "cases"), [(RIVALS[0], []), (RIVALS[1], ["--no-train"])])
+def test_torchvision_is_measured_for_its_own_settings(capsys, name, cases):
+    options = ["--image-size", "64", "96", "--rois", "8", "--repetitions", "1", "--warm-up", "0", *cases]
+    assert tool.main(["detector", "--detector-config", str(PUBLISHED / f"{name}.yaml"), *options]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("torchvision ") == printed.count("ratio ") == 2 - len(cases)
 
 
 def test_bad_numbers_are_one_sentence(capsys):
