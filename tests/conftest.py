@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,10 @@ from types import SimpleNamespace
 
 import jaxtyping
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # tests in several processes: one thread each, also in what they start
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torchvision.ops  # noqa: F401  (before the hook below: a library first imported under it is compiled anew)
 from transformers import PreTrainedConfig
 

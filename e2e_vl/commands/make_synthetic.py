@@ -57,7 +57,6 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         help="file formats written beside the images; a folder that is already there gets the formats it lacks",
     )
     parser.add_argument("--workers", type=int, default=0, help="processes that draw; 0 draws in this process")
-    parser.add_argument("--quiet", action="store_true", help="show no progress bar")
     return parser
 
 
@@ -74,7 +73,6 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         image_format=options.image_format,
         formats=options.formats,
         workers=options.workers,
-        progress=not options.quiet,
     )
     print(json.dumps(stamp["statistics"], indent=2))
     return 0

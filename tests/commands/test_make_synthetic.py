@@ -25,7 +25,7 @@ def test_command_line(tmp_path):
     assert 5 <= statistics["objects_per_image"] <= 6
     assert not first.stderr or "6/6" in first.stderr  # a progress bar, where drawing took a second
 
-    again = run(*options, "--quiet")
+    again = run(*options)
     assert (again.returncode, again.stdout, again.stderr) == (0, first.stdout, "")
 
     other = run(*options, "--seed", 1)

@@ -28,6 +28,8 @@ from detector.structures import DetectionTargets, ImageBatch
 from detector.torchvision_names import from_torchvision_detector
 
 CLASSES = 6
+PROPOSALS = 150  # of an image, at most; fewer than torchvision's, so that the tests are fast
+USUAL_PROPOSALS = 1000
 SIDE = 200  # the short edge of the images, pixels: p6 gets a stride other than 64
 MODELS = {
     "fasterrcnn_resnet50_fpn": "torchvision_R_50_FPN",
@@ -51,12 +53,15 @@ def drawn_images() -> list[np.ndarray]:
     return images
 
 
-def calibrated(name: str, images: list[np.ndarray]) -> nn.Module:
+def calibrated(name: str, images: list[np.ndarray], proposals: int) -> nn.Module:
     """Torchvision's model in evaluation mode."""
     torch.manual_seed(0)
     sizes = {"min_size": SIDE, "max_size": 10 * SIDE}  # the images have these sizes: nothing is resized
+    numbers = {f"rpn_post_nms_top_n_{mode}": proposals for mode in ("train", "test")}
     model = (
-        getattr(detection, name)(weights=None, weights_backbone=None, num_classes=CLASSES + 1, **sizes).double().eval()
+        getattr(detection, name)(weights=None, weights_backbone=None, num_classes=CLASSES + 1, **sizes, **numbers)
+        .double()
+        .eval()
     )
 
     def take_statistics(norm: nn.Module, inputs: tuple[torch.Tensor]) -> None:
@@ -78,9 +83,10 @@ def as_floats(images: list[np.ndarray]) -> list[torch.Tensor]:
     return [torch.from_numpy(image).permute(2, 0, 1).double() / 255 for image in images]
 
 
-def builtin(name: str, model: nn.Module) -> FasterRCNN:
+def builtin(name: str, model: nn.Module, proposals: int) -> FasterRCNN:
     """The same network here."""
     flat = flatten(load_tree(PUBLISHED / f"{MODELS[name]}.yaml")) | {"MODEL.ROI_HEADS.NUM_CLASSES": CLASSES}
+    flat |= {f"MODEL.RPN.POST_NMS_TOPK_{mode}": proposals for mode in ("TRAIN", "TEST")}
     detector = FasterRCNN(DetectorConfig.from_flat(flat)).double()
     load_weights(detector, from_torchvision_detector(model.state_dict(), name), name)
     return detector.eval()
@@ -95,8 +101,12 @@ def batch_of(images: list[np.ndarray], detector: FasterRCNN) -> ImageBatch:
 
 @pytest.fixture(scope="module", params=list(MODELS))
 def pair(request: pytest.FixtureRequest) -> tuple[nn.Module, FasterRCNN]:
-    model = calibrated(request.param, drawn_images())
-    return model, builtin(request.param, model)
+    return make_pair(request.param, PROPOSALS)
+
+
+def make_pair(name: str, proposals: int) -> tuple[nn.Module, FasterRCNN]:
+    model = calibrated(name, drawn_images(), proposals)
+    return model, builtin(name, model, proposals)
 
 
 def as_rows(boxes: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -172,11 +182,12 @@ def test_losses(pair):
         assert found[ours].mean.item() == pytest.approx(expected[theirs].item(), rel=1e-4), ours
 
 
-def test_ten_photos(pair):
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_photos(name):
     files = sorted((PHOTOS / "images").rglob("*.jpg"))
     if not files:
         pytest.skip(f"the ten real photos are not at {PHOTOS}; set E2E_VL_REAL_MINI to their folder")
-    model, detector = pair
+    model, detector = make_pair(name, USUAL_PROPOSALS)
     images = []
     for file in files:
         pixels, _ = load_resized(file, ResizeRule(SIDE, 10 * SIDE), "RGB")

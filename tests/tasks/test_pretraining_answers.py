@@ -148,7 +148,7 @@ def test_nothing_to_hide_hides_nothing():
     assert output.batch.boxes[0].tolist() == BOXES[0] and not output.batch.hidden.is_hidden[0].any()
     plain = make_model(objectives={"masked_regions": 0.0}).eval()
     missing, unexpected = plain.load_state_dict(model.state_dict(), strict=False)
-    of_regions = ("teacher.", "task.objectives.masked_regions.")
+    of_regions = ("teacher.", "task.masked_regions.")
     assert not missing and unexpected and all(name.startswith(of_regions) for name in unexpected)
     with torch.no_grad():
         expected = plain(dataclasses.replace(batch, hide=None)).task.parts["masked_words"]
