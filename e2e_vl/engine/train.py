@@ -37,7 +37,6 @@ from e2e_vl.engine.summary import end_text, start_text
 from e2e_vl.engine.trackers import installed_trackers, start_trackers, track_pictures, without_constants
 from e2e_vl.metric_names import MetricName
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.report.page import write_report
 from e2e_vl.run_files import RunLog, write_json
 from e2e_vl.structures import Batch
 
@@ -378,6 +377,8 @@ class _Training:
         if self.accelerator.is_main_process:
             saving.save_model(self.output / "model", self.config, model, self.built.tokenizer)
             write_json(self.output / "metrics.json", summary)
+            from e2e_vl.report.page import write_report  # late: matplotlib takes seconds
+
             report = write_report(self.output, self.config, model.task, part_defaults(self.config))
             print(end_text(summary, self.output, report), flush=True)
         self.accelerator.wait_for_everyone()
