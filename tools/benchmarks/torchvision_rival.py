@@ -11,11 +11,12 @@ from torchvision.models.detection.faster_rcnn import FasterRCNN as TorchvisionMo
 
 from detector.checkpoint import load_weights
 from detector.detector_config import DetectorConfig
-from detector.faster_rcnn import FasterRCNN
+from detector.faster_rcnn import FasterRCNN, pad_to_multiple
 from detector.structures import DetectionTargets, ImageBatch, Loss, Regions
 from detector.torchvision_names import from_torchvision_detector
 
 RIVALS = ("torchvision_R_50_FPN", "torchvision_R_50_FPN_v2")  # settings in detector/published
+DIVISIBILITY = 32  # of the sides of torchvision's batches
 
 
 class TorchvisionDetector(nn.Module):
@@ -30,12 +31,13 @@ class TorchvisionDetector(nn.Module):
         """The images are resized and normalised, as for the built-in detector; torchvision's transform is not used."""
         model = self.model
         sizes = [(height, width) for height, width in images.sizes.tolist()]
-        maps = model.backbone(images.pixels)
+        pixels = pad_to_multiple(images.pixels, DIVISIBILITY)
+        maps = model.backbone(pixels)
         losses = {}
         if targets is not None:
             rows = zip(targets.boxes, targets.classes, strict=True)
             objects = [{"boxes": rows, "labels": classes + 1} for rows, classes in rows]
-            padded = detection.image_list.ImageList(images.pixels, sizes)
+            padded = detection.image_list.ImageList(pixels, sizes)
             proposals, losses = model.rpn(padded, maps, objects)
             losses |= model.roi_heads(maps, proposals, sizes, objects)[1]
         heads = model.roi_heads
