@@ -116,8 +116,8 @@ class VisualBertTables(nn.Module):
         rows = torch.stack([self.visual_token_type_embeddings.weight[row] for row in self.config.region_types])
         return F.embedding(regions.image_slot, rows)
 
-    def region_positions(self, alignment: Float[Tensor, "M R L"] | None) -> Float[Tensor, "M R E"] | Float[Tensor, ""]:
-        """The position vector of each region, from the position vectors of the words that are listed for it."""
+    def region_positions(self, alignment: Float[Tensor, "M R L"] | None) -> Float[Tensor, "*shape E"]:
+        """The position vector of each region, from the vectors of the words that are listed for it; or one for all."""
         is_official = self.config.region_position == "official"
         shared = self.visual_position_embeddings.weight[0]
         result = shared if is_official else torch.zeros_like(shared)
