@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from e2e_vl.encoders.sequence import SequenceLayout
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
 from e2e_vl.structures import EncoderOutput, TextBatch, TextRegions
+from e2e_vl.tasks.objectives.base import WordHead
 from e2e_vl.weights.base import ModelWeights
 from e2e_vl.weights.visual_bert import OfficialVisualBert
 from tests.parity.vl_bert_common import Golden, assert_near
@@ -60,8 +62,7 @@ def encoder_config(golden: Golden, **fields: Any) -> VisualBertEncoderConfig:
         hidden_act=recorded["hidden_act"].split()[0],  # "gelu (erf)"
         feature_dim=recorded["visual_embedding_dim"],
         region_types=list(range(recorded["type_vocab_size"])),
-        train_pooler=True,
-        **fields,
+        **{"train_pooler": True, **fields},
     )
 
 
@@ -79,12 +80,9 @@ def recorded_encoder(golden: Golden, *files: str, **fields: Any) -> VisualBertEn
     return encoder.eval()
 
 
-def our_name(golden: Golden, official: str, *files: str) -> str:
+def our_name(official: str) -> str:
     """Name of a parameter with its part, e.g. encoder.pooler.dense.bias."""
-    state = {official: golden["trunk"].get(official, torch.empty(0))}
-    for file in files:
-        state |= {name: value for name, value in golden.part(file, "state.").items() if name == official}
-    parts = OfficialVisualBert().convert(state, "a name")
+    parts = OfficialVisualBert().convert({official: torch.empty(0)}, "a name")
     [ours] = [f"{part}.{name}" for part in ("encoder", "task") for name in getattr(parts, part)]
     return ours
 
@@ -115,7 +113,7 @@ def no_regions(arrays: dict[str, Tensor]) -> TextRegions:
 def word_counts(alignment: Tensor, regions: TextRegions, length: int) -> Tensor:
     """How often each word is listed for each region, from the recorded lists of positions, -1 = none."""
     alignment = alignment[:, : regions.attend.shape[1]]  # rows beyond the regions are cut
-    one_hot = torch.nn.functional.one_hot(alignment.clamp(min=0), length)
+    one_hot = F.one_hot(alignment.clamp(min=0), length)
     return (one_hot * (alignment != -1)[..., None]).sum(dim=2).to(regions.features.dtype)
 
 
@@ -157,3 +155,49 @@ def assert_slots_near(ours: Tensor, recorded: Tensor, case: Case, what: str) -> 
     length = recorded.shape[1]
     real = case.is_real[:, :length]
     assert_near(ours[:, :length][real], recorded[real], what)
+
+
+# Pre-training
+
+
+class PretrainingHeads(nn.Module):
+    """The official heads of pre-training, by our names."""
+
+    def __init__(self, hidden_size: int, vocab_size: int):
+        super().__init__()
+        self.word_head = WordHead(hidden_size, vocab_size)
+        self.relationship = nn.ModuleDict({"head": nn.Linear(hidden_size, 2)})
+
+
+class PretrainingModel(nn.Module):
+    """The parts of a run's model that matter here, by its names."""
+
+    def __init__(self, encoder: VisualBertEncoder) -> None:
+        super().__init__()
+        self.detector = nn.Module()
+        self.encoder = encoder
+        self.task = PretrainingHeads(encoder.hidden_size, encoder.config.vocab_size)
+
+
+def pretraining_model(golden: Golden, part: str, **fields: Any) -> PretrainingModel:
+    """The model of a recorded loss, `pretrain` or `late_fusion`, in float64."""
+    is_late = part == "late_fusion"
+    files = ("pretrain", part) if is_late else ("pretrain",)
+    encoder = recorded_encoder(golden, *files, **{"bypass_transformer": is_late, **fields})
+    model = PretrainingModel(encoder)
+    model.task.load_state_dict(recorded_parts(golden, *files).task, strict=True)
+    return model.eval().double()
+
+
+def pretraining_losses(golden: Golden, model: PretrainingModel, features: Tensor) -> dict[str, Tensor]:
+    """The losses on the recorded texts and these features, and the scores of the sentences, by their recorded names."""
+    arrays = golden["pretrain"]
+    output = model.encoder(recorded_texts(arrays), recorded_regions(arrays | {"in.features": features}))
+    words = model.task.word_head(output.text, output.word_table).flatten(0, 1)
+    sentence = model.task.relationship["head"](output.summary)
+    losses = {
+        "masked_lm_loss": F.cross_entropy(words, arrays["in.masked_lm_labels"].flatten(), ignore_index=-1),
+        "next_sentence_loss": F.cross_entropy(sentence, arrays["in.is_random_next"]),
+        "seq_relationship_logits": sentence,
+    }
+    return losses | {"loss": losses["masked_lm_loss"] + losses["next_sentence_loss"]}

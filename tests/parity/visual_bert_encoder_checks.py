@@ -6,27 +6,23 @@ import dataclasses
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
-from e2e_vl.tasks.objectives.base import WordHead
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import (
     assert_slots_near,
     make_case,
     optional,
     our_name,
+    pretraining_losses,
+    pretraining_model,
     recorded_encoder,
-    recorded_parts,
-    recorded_regions,
-    recorded_texts,
 )
-from tests.parity.vl_bert_common import RELATIVE, Golden, assert_near
+from tests.parity.vl_bert_common import RELATIVE, assert_near
 
 visual_golden = common.visual_golden
 CASES = ("plain", "typed", "aligned", "text_only")
-FILES = {"pretrain": ("pretrain",), "late_fusion": ("pretrain", "late_fusion")}  # of the weights of a loss
 
 
 @pytest.mark.parametrize("name", [*CASES, "aligned_long"])
@@ -106,41 +102,12 @@ def test_late_fusion(visual_golden, name):
     assert_near(output.summary, visual_golden["late_fusion"][f"{name}.pooled"], f"{name}.pooled")
 
 
-class PretrainingHeads(nn.Module):
-    """The official heads of pre-training; the names are ours."""
-
-    def __init__(self, hidden_size: int, vocab_size: int):
-        super().__init__()
-        self.word_head = WordHead(hidden_size, vocab_size)
-        self.relationship = nn.ModuleDict({"head": nn.Linear(hidden_size, 2)})
-
-
-def pretraining_losses(golden: Golden, part: str) -> tuple[dict[str, Tensor], nn.ModuleDict, Tensor]:
-    """The losses by their recorded names, the model and the features, in float64."""
-    arrays, files = golden["pretrain"], FILES[part]
-    encoder = recorded_encoder(golden, *files, bypass_transformer=part == "late_fusion")
-    heads = PretrainingHeads(encoder.hidden_size, encoder.config.vocab_size)
-    heads.load_state_dict(recorded_parts(golden, *files).task, strict=True)
-    model = nn.ModuleDict({"encoder": encoder, "task": heads}).double()
-    features = arrays["in.features"].double().requires_grad_()
-    output = encoder(recorded_texts(arrays), recorded_regions(arrays | {"in.features": features}))
-    words = heads.word_head(output.text, output.word_table)
-    sentence = heads.relationship["head"](output.summary)
-    losses = {
-        "masked_lm_loss": F.cross_entropy(
-            words.flatten(0, 1), arrays["in.masked_lm_labels"].flatten(), ignore_index=-1
-        ),
-        "next_sentence_loss": F.cross_entropy(sentence, arrays["in.is_random_next"]),
-        "seq_relationship_logits": sentence,
-    }
-    losses["loss"] = losses["masked_lm_loss"] + losses["next_sentence_loss"]
-    return losses, model, features
-
-
 @pytest.mark.parametrize(("part", "prefix"), [("pretrain", "out."), ("late_fusion", "pretrain.")])
 def test_losses_and_gradients(visual_golden, part, prefix):
     optional(visual_golden, part, f"{prefix}loss")
-    losses, model, features = pretraining_losses(visual_golden, part)
+    model = pretraining_model(visual_golden, part)
+    features = visual_golden["pretrain"]["in.features"].double().requires_grad_()
+    losses = pretraining_losses(visual_golden, model, features)
     for name, ours in losses.items():
         assert_near(ours.float(), visual_golden[part][f"{prefix}{name}"], f"{part}.{name}")
     losses["loss"].backward()
@@ -148,7 +115,7 @@ def test_losses_and_gradients(visual_golden, part, prefix):
     gradients["in.features"] = features.grad
 
     def find(official: str) -> str:
-        return official if official.startswith("in.") else our_name(visual_golden, official, *FILES[part])
+        return official if official.startswith("in.") else our_name(official)
 
     for name, recorded in visual_golden.part(part, "grad.").items():
         assert_near(gradients[find(name)], recorded, f"{part}.grad.{name}")
@@ -159,4 +126,3 @@ def test_losses_and_gradients(visual_golden, part, prefix):
         assert float(gradients[find(name)].norm()) == pytest.approx(norm, rel=RELATIVE), name
     for name in zero:
         assert float(gradients[find(name)].norm()) < RELATIVE * max(norms.values()), name
-    assert not set(visual_golden.meta["no_grad_params"][part])
