@@ -145,6 +145,10 @@ class VisualBertFromBert(BertStart):
     lends = ("word_head.", "relationship.")
     brings = tuple(f"{name}." for name in BERT_MODULES if name != "pooler")
 
+    def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
+        """A BERT has no tables of regions; our own encoder has, and BERT's other names."""
+        return super().recognise(tensors) and not COPIED_TABLES.values() & tensors.keys()
+
     def fit(
         self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
     ) -> tuple[dict[str, Tensor], list[str]]:
