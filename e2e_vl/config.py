@@ -65,7 +65,7 @@ class EncoderSettings:
 
     name: str = MISSING  # a key of ENCODERS in e2e_vl/engine/build.py
     config: dict[str, Any] = field(default_factory=dict)  # fields of the encoder's config class
-    weights: str | None = None  # start: a run, a folder, an official VL-BERT file or a BERT; None = random
+    weights: str | None = None  # start: a run, a folder, a file of the official code or a BERT; None = random
     fallback_weights: str | None = None  # a BERT for what `weights` lacks: VCR's pooler, as in the official code
 
 
@@ -73,7 +73,7 @@ class EncoderSettings:
 class TaskSettings:
     name: str = MISSING  # a key of TASKS in e2e_vl/engine/build.py
     config: dict[str, Any] = field(default_factory=dict)  # fields of the task's config class
-    weights: str | None = None  # start of the head: a run, an official VL-BERT file or a BERT; None = random
+    weights: str | None = None  # start of the head: a run, a file of the official code or a BERT; None = random
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A task that knows nothing of VisualBERT is trained with it and its official optimiser, resumed, evaluated, exported."""
+"""VisualBERT in a task that knows nothing of it: trained with its official optimiser, resumed, evaluated, exported."""
 
 from __future__ import annotations
 
