@@ -65,7 +65,7 @@ class EncoderSettings:
 
     name: str = MISSING  # a key of ENCODERS in e2e_vl/engine/build.py
     config: dict[str, Any] = field(default_factory=dict)  # fields of the encoder's config class
-    weights: str | None = None  # start: a run, a folder, an official VL-BERT file or a BERT; None = random
+    weights: str | None = None  # start: a run, a folder, a file of the official code or a BERT; None = random
     fallback_weights: str | None = None  # a BERT for what `weights` lacks: VCR's pooler, as in the official code
 
 
@@ -73,7 +73,7 @@ class EncoderSettings:
 class TaskSettings:
     name: str = MISSING  # a key of TASKS in e2e_vl/engine/build.py
     config: dict[str, Any] = field(default_factory=dict)  # fields of the task's config class
-    weights: str | None = None  # start of the head: a run, an official VL-BERT file or a BERT; None = random
+    weights: str | None = None  # start of the head: a run, a file of the official code or a BERT; None = random
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,8 @@ class TrainSettings:
     accumulate: int = 1  # micro-batches per optimiser step
     epochs: float = 20.0
     max_steps: int | None = None  # instead of epochs; the schedule is laid over these steps
-    optimizer: str = "adamw"  # adamw | adamw_official (of the official VL-BERT code) | sgd
+    # adamw | sgd, or of official code: adamw_official (VL-BERT) | bert_adam (VisualBERT and LXMERT)
+    optimizer: str = "adamw"
     lr: float = 2.56e-5
     detector_lr: float | None = None  # None = lr
     head_lr: float | None = None  # None = lr
@@ -169,12 +170,17 @@ class TrainSettings:
     momentum: float = 0.9  # of sgd
     weight_decay: float = 1e-4
     decay_norm_and_bias: bool = True  # the official code decays them too
+    decay_batch_norm: bool = False  # without decay_norm_and_bias: scales of batch norms alone decay (VisualBERT's code)
     warmup_steps: int = 0
+    # instead of warmup_steps: share of all steps, or -1: no warm-up, and the rate falls from half of `lr` (a quirk of
+    # BertAdam's own schedule)
+    warmup_share: float | None = None
     schedule: str = "linear"  # after the warm-up: linear (to 0; also: triangle) | cosine (to 0) | constant | steps
     schedule_first: bool = False  # the first update has the rate of step 1, the last one the rate of the end (official)
     decay_steps: list[int] = field(default_factory=list)  # schedule "steps": optimiser steps before each decay
     decay_factor: float = 0.1  # schedule "steps": what each decay multiplies the rates with
-    clip_norm: float | None = 1.0
+    clip_norm: float | None = 1.0  # of all gradients together
+    clip_tensor_norm: float | None = None  # of bert_adam: of the gradient of each parameter (VisualBERT: 1.0)
     mixed_precision: str = "no"  # no | bf16 | fp16
     channels_last: bool = True
     activation_checkpointing: bool = False  # less memory, more time: compute activations again in the backward pass
@@ -188,15 +194,20 @@ class TrainSettings:
     patience: int | None = None  # stop after this many evaluations in a row without a better value of keep_best
 
     def __post_init__(self) -> None:
-        check_choice("train.optimizer", self.optimizer, ("adamw", "adamw_official", "sgd"))
+        check_choice("train.optimizer", self.optimizer, ("adamw", "adamw_official", "bert_adam", "sgd"))
         check_choice("train.schedule", self.schedule, ("linear", "cosine", "constant", "steps", "triangle"))
         check_choice("train.mixed_precision", self.mixed_precision, ("no", "bf16", "fp16"))
         counts = ("images_per_batch", "accumulate", "epochs", "max_steps", "keep_checkpoints", "log_every", "patience")
         rates = ("lr", "detector_lr", "head_lr", "momentum", "weight_decay")
-        check_numbers(self, "train.", positive=[*counts, "eps", "decay_factor", "clip_norm"])
+        check_numbers(self, "train.", positive=[*counts, "eps", "decay_factor", "clip_norm", "clip_tensor_norm"])
         check_numbers(self, "train.", not_negative=[*rates, "warmup_steps", "save_every_epochs"])
         if self.patience is not None and self.keep_best is None:
             raise ValueError("train.patience needs train.keep_best, the metric that is to become better.")
+        if self.clip_tensor_norm is not None and self.optimizer != "bert_adam":
+            raise ValueError("train.clip_tensor_norm needs train.optimizer=bert_adam; the others have train.clip_norm.")
+        if self.decay_batch_norm and self.decay_norm_and_bias:
+            raise ValueError("train.decay_batch_norm needs train.decay_norm_and_bias=false, or all norms decay anyway.")
+        self._check_warmup()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"train.betas is {self.betas}; it must hold two numbers from 0 to below 1.")
         steps = self.decay_steps
@@ -209,6 +220,18 @@ class TrainSettings:
             raise ValueError(
                 f"train.images_per_batch ({self.images_per_batch}) must be a multiple of train.accumulate "
                 f"({self.accumulate})."
+            )
+
+    def _check_warmup(self) -> None:
+        share = self.warmup_share
+        if share is None:
+            return
+        if self.warmup_steps:
+            raise ValueError("train.warmup_steps and train.warmup_share say the same in two ways; set one of them.")
+        falls = self.schedule in ("linear", "triangle")
+        if not (0 <= share <= 1 or (share == -1 and falls)):
+            raise ValueError(
+                f"train.warmup_share is {share}; it must be from 0 to 1, or -1 with train.schedule linear or triangle."
             )
 
 

@@ -1,4 +1,4 @@
-"""Read published weights, say how they fit, and write them in this project's form; or a model of ours as VL-BERT's.
+"""Read published weights, say how they fit, and write them in this project's form; or a model of ours in theirs.
 
 A detector's checkpoint (Detectron2's .pkl and .pth, Caffe2 and torchvision names, both ports of bottom-up attention,
 VL-BERT's resnet101-pt-vgbua-0000.model, .safetensors files, and folders that hold a detector):
@@ -18,6 +18,8 @@ A whole model of the official VL-BERT code, with the settings of a run, as a fol
 A model of ours (a run directory) as a file that the official VL-BERT code loads:
 
     e2e-vl convert runs/refcoco_plus_vl_bert_base --output refcoco.model
+
+With VisualBERT as encoder: x.th for its official code, or DIR/model.safetensors (beside a config.json) for transformers.
 
 Beside a model of VQA its answers are written, in the order of the classes: vqa.model and vqa.answers.txt.
 
@@ -45,7 +47,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--config", type=Path, help="Detectron2 YAML file of the detector to convert")
     kind.add_argument("--run", type=Path, help="YAML file of a run: convert a whole official VL-BERT model")
-    parser.add_argument("--output", type=Path, required=True, help="folder, .pth, .safetensors or .model to write")
+    parser.add_argument("--output", type=Path, required=True, help="folder, .pth, .safetensors, .model or .th to write")
     parser.add_argument(
         "--expect",
         choices=EXPECTED_PARTS,

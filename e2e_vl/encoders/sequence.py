@@ -19,7 +19,9 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class SequenceLayout:
-    """Which of the slots [words | regions | END], L + R + 1, of a text sits at which position of its packed sequence.
+    """Which of the slots of a text sits at which position of its packed sequence.
+
+    The slots are [words | regions], L + R, or [words | regions | END], L + R + 1, for an encoder that has an end.
 
     Slots are easy to address, but padding lies between a short text and its regions; in the packed sequence all
     padding is at the end. That saves computation where long texts with few regions share a batch with short texts
@@ -32,10 +34,13 @@ class SequenceLayout:
     attend: Bool[Tensor, "M Z"]  # positions that are not padding
 
     @classmethod
-    def from_masks(cls, text_attend: Bool[Tensor, "M L"], region_attend: Bool[Tensor, "M R"]) -> SequenceLayout:
-        """Args: True at real words and regions. The last slot ([END]) is always real."""
-        is_real = torch.cat([text_attend, region_attend, text_attend.new_ones(len(text_attend), 1)], dim=1)
-        longest = int(is_real.sum(dim=1).max()) if len(is_real) else 1
+    def from_masks(
+        cls, text_attend: Bool[Tensor, "M L"], region_attend: Bool[Tensor, "M R"], *, has_end: bool = True
+    ) -> SequenceLayout:
+        """Args: True at real words and regions. With `has_end` there is one more slot ([END]), which is always real."""
+        end = text_attend.new_ones(len(text_attend), int(has_end))
+        is_real = torch.cat([text_attend, region_attend, end], dim=1)
+        longest = max(int(is_real.sum(dim=1).max()) if len(is_real) else 1, 1)
         slot = (~is_real).to(torch.uint8).argsort(dim=1, stable=True)[:, :longest]
         position = (is_real.cumsum(dim=1) - 1).clamp(min=0)
         return cls(slot=slot, position=position, is_real=is_real, attend=is_real.gather(1, slot))

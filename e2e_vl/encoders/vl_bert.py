@@ -15,17 +15,11 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.bert.configuration_bert import BertConfig
-from transformers.models.bert.modeling_bert import (
-    BertAttention,
-    BertIntermediate,
-    BertOutput,
-    BertPooler,
-    BertSelfAttention,
-)
+from transformers.models.bert.modeling_bert import BertPooler
 
 from e2e_vl.encoders.base import Encoder, read_summary
+from e2e_vl.encoders.bert_layer import BertLayerWithMaps, additive_mask, attention_probabilities
 from e2e_vl.encoders.geometry import PairwiseGeometryBias
 from e2e_vl.encoders.sequence import SequenceLayout
 from e2e_vl.encoders.vl_bert_embeddings import (
@@ -137,40 +131,26 @@ class VLBertConfig(BertConfig):
             )
 
 
-class VLBertLayer(GradientCheckpointingLayer):
-    """A BERT layer, post-LN as in BERT or pre-LN; it has the parameter names of transformers' `BertLayer`."""
+class VLBertLayer(BertLayerWithMaps):
+    """A BERT layer, post-LN as in BERT or pre-LN."""
 
     def __init__(self, config: VLBertConfig, index: int):
-        super().__init__()
+        super().__init__(config, index)
         self.norm_first = config.norm_first
-        self.attention = BertAttention(config, layer_idx=index)
-        self.intermediate = BertIntermediate(config)
-        self.output = BertOutput(config)
 
     def forward(
         self, hidden: Float[Tensor, "M Z E"], mask: Float[Tensor, "M _ _ Z"], output_attentions: bool = False
     ) -> tuple[Float[Tensor, "M Z E"], Float[Tensor, "M heads Z Z"] | None]:
-        """Hidden states and an additive mask -> hidden states, and attention if asked for."""
+        """See `BertLayerWithMaps.forward`."""
+        if not self.norm_first:
+            return super().forward(hidden, mask, output_attentions)
         attention, output = self.attention.output, self.output
-        attended_to = attention.LayerNorm(hidden) if self.norm_first else hidden
+        attended_to = attention.LayerNorm(hidden)
         probabilities = attention_probabilities(self.attention.self, attended_to, mask) if output_attentions else None
         context, _ = self.attention.self(attended_to, mask)
-        if self.norm_first:
-            hidden = hidden + attention.dropout(attention.dense(context))
-            expanded = self.intermediate(output.LayerNorm(hidden))
-            return hidden + output.dropout(output.dense(expanded)), probabilities
-        hidden = attention(context, hidden)
-        return output(self.intermediate(hidden), hidden), probabilities
-
-
-def attention_probabilities(
-    attention: BertSelfAttention, hidden: Float[Tensor, "M Z E"], mask: Float[Tensor, "M _ _ Z"]
-) -> Float[Tensor, "M heads Z Z"]:
-    """Attention maps before dropout, computed apart because fused attention does not return them."""
-    split = (*hidden.shape[:-1], -1, attention.attention_head_size)
-    query = attention.query(hidden).view(split).transpose(1, 2)
-    key = attention.key(hidden).view(split).transpose(1, 2)
-    return (query @ key.transpose(2, 3) * attention.scaling + mask).softmax(dim=-1)
+        hidden = hidden + attention.dropout(attention.dense(context))
+        expanded = self.intermediate(output.LayerNorm(hidden))
+        return hidden + output.dropout(output.dense(expanded)), probabilities
 
 
 class VLBertModel(Encoder):
@@ -267,8 +247,7 @@ class VLBertModel(Encoder):
         Returns:
             The output, and an attention map per layer (None unless asked for).
         """
-        mask = torch.zeros(layout.attend.shape, dtype=hidden.dtype, device=hidden.device)
-        mask = mask.masked_fill(~layout.attend, torch.finfo(hidden.dtype).min)[:, None, None, :]
+        mask = additive_mask(layout.attend, hidden.dtype)
         masks = [mask] * len(self.layers)
         if self.pairwise_geometry is not None:
             words = layout.is_real.shape[1] - regions.attend.shape[1] - 1

@@ -32,6 +32,7 @@ from e2e_vl.data.vqa import VQADataset
 from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
+from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.engine.answer_lists import are_given, possible_answers
 from e2e_vl.model import VisionLanguageModel
@@ -50,6 +51,8 @@ from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.weights.base import WeightAdapter
 from e2e_vl.weights.bert import BertStart
 from e2e_vl.weights.start import StartRules, check_vocabulary, load_encoder, load_task
+from e2e_vl.weights.visual_bert import OfficialVisualBert, VisualBertFromBert
+from e2e_vl.weights.visual_bert_transformers import TransformersVisualBert
 from e2e_vl.weights.vl_bert import OfficialVLBert
 
 logger = logging.getLogger(__name__)
@@ -59,9 +62,14 @@ DETECTORS: dict[str, Callable[[], type[Detector]]] = {
     **{name: partial(detector_class, name) for name in BACKENDS},
     "precomputed": lambda: PrecomputedDetector,
 }
-ENCODERS = {"vl_bert": (VLBertConfig, VLBertModel), "none": (NoEncoderConfig, NoEncoder)}
+ENCODERS = {
+    "vl_bert": (VLBertConfig, VLBertModel),
+    "visual_bert": (VisualBertEncoderConfig, VisualBertEncoder),
+    "none": (NoEncoderConfig, NoEncoder),
+}
 ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # of encoders that start from files of other projects
     "vl_bert": (OfficialVLBert(), BertStart()),
+    "visual_bert": (OfficialVisualBert(), TransformersVisualBert(), VisualBertFromBert()),
 }
 TASKS = {
     "refcoco": (ReferringConfig, ReferringTask),

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from transformers import get_linear_schedule_with_warmup as get_linear
 
 from e2e_vl.config import TrainSettings
+from e2e_vl.engine.bert_adam import BertAdam
 from e2e_vl.model import VisionLanguageModel
 
 
@@ -63,7 +65,7 @@ def build_optimizer(model: VisionLanguageModel, settings: TrainSettings) -> torc
     }
     groups = []
     for name, (module, lr) in parts.items():
-        decayed, undecayed = _split_by_decay(module)
+        decayed, undecayed = _split_by_decay(module, decay_batch_norm=settings.decay_batch_norm)
         if settings.decay_norm_and_bias:
             decayed, undecayed = decayed + undecayed, []
         rate = settings.lr if lr is None else lr
@@ -75,14 +77,26 @@ def build_optimizer(model: VisionLanguageModel, settings: TrainSettings) -> torc
         raise ValueError("No parameter of detector, encoder or task is trainable.")
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=settings.momentum)
+    betas = tuple(settings.betas)
+    if settings.optimizer == "bert_adam":
+        return BertAdam(groups, betas, settings.eps, settings.clip_tensor_norm)
     adamw = OfficialAdamW if settings.optimizer == "adamw_official" else torch.optim.AdamW
-    return adamw(groups, betas=tuple(settings.betas), eps=settings.eps)
+    return adamw(groups, betas=betas, eps=settings.eps)
 
 
-def _split_by_decay(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Trainable parameters of a module: matrices and kernels | vectors (biases, scales of norms)."""
+def _split_by_decay(module: nn.Module, *, decay_batch_norm: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Trainable parameters of a module: matrices and kernels | vectors (biases, scales of norms).
+
+    With `decay_batch_norm` scales of batch norms are among the first.
+    """
+    norms = [one for one in module.modules() if isinstance(one, _BatchNorm)] if decay_batch_norm else []
+    scales = {id(norm.weight) for norm in norms}
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return [p for p in trainable if p.dim() > 1], [p for p in trainable if p.dim() <= 1]
+    is_decayed = [parameter.dim() > 1 or id(parameter) in scales for parameter in trainable]
+    return (
+        [parameter for parameter, decayed in zip(trainable, is_decayed, strict=True) if decayed],
+        [parameter for parameter, decayed in zip(trainable, is_decayed, strict=True) if not decayed],
+    )
 
 
 def build_schedule(
@@ -91,7 +105,8 @@ def build_schedule(
     """Linear warm-up, then the chosen decay: to 0 at `total_steps` optimiser steps (not micro-batches), or in steps.
 
     Update u (from 0) has the rate of step u; with `schedule_first`, as in the official VL-BERT code, of step u + 1, so
-    that the first update already moves and the last one has rate 0.
+    that the first update already moves and the last one has rate 0. `BertAdam` asks the schedule itself, with the
+    number of updates that each parameter has had.
 
     Args:
         optimizer: its groups hold the highest rates.
@@ -99,15 +114,26 @@ def build_schedule(
     """
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    last = steps_done - 1 + int(settings.schedule_first)  # building a schedule does one step
+    first = int(settings.schedule_first)
+    schedule = _schedule(optimizer, settings, total_steps, steps_done - 1 + first)  # building a schedule does one step
+    if isinstance(optimizer, BertAdam):
+        [factor, *_] = schedule.lr_lambdas  # the same for all groups
+        optimizer.factor = lambda updates: factor(updates + first)
+    return schedule
+
+
+def _schedule(
+    optimizer: torch.optim.Optimizer, settings: TrainSettings, total_steps: int, last: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    warmup = settings.warmup_steps if settings.warmup_share is None else settings.warmup_share * total_steps
     if settings.schedule == "constant":
-        return get_constant_schedule_with_warmup(optimizer, settings.warmup_steps, last_epoch=last)
+        return get_constant_schedule_with_warmup(optimizer, warmup, last_epoch=last)
     if settings.schedule == "steps":
 
         def factor(step: int) -> float:
-            warmup = min(step / settings.warmup_steps, 1.0) if settings.warmup_steps else 1.0
-            return warmup * settings.decay_factor ** bisect.bisect_right(settings.decay_steps, step)
+            warm = min(step / warmup, 1.0) if warmup else 1.0
+            return warm * settings.decay_factor ** bisect.bisect_right(settings.decay_steps, step)
 
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=last)
     build = get_cosine_schedule_with_warmup if settings.schedule == "cosine" else get_linear
-    return build(optimizer, settings.warmup_steps, total_steps, last_epoch=last)
+    return build(optimizer, warmup, total_steps, last_epoch=last)

@@ -34,7 +34,8 @@ from e2e_vl.weights.start import find_part
 
 WORDPIECES = 1000  # of a vocabulary that is not known yet: too few, so that no run is refused for too little disk
 VOCABULARY = "data.vocabulary"
-MOMENTS = {"adamw": 2, "adamw_official": 2, "sgd": 1}  # numbers that the optimiser keeps for each parameter
+# numbers that the optimiser keeps for each parameter
+MOMENTS = {"adamw": 2, "adamw_official": 2, "bert_adam": 2, "sgd": 1}
 
 
 @dataclasses.dataclass

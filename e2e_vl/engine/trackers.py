@@ -86,7 +86,8 @@ def without_constants(config: RunConfig, values: Mapping[str, float | None]) -> 
     The number of evaluated texts cannot, nor can the best accuracy that boxes of a file allow (`ceiling`), nor a
     learning rate of a schedule that neither rises nor falls.
     """
-    is_flat = config.train.schedule == "constant" and config.train.warmup_steps == 0
+    has_warmup = config.train.warmup_steps > 0 or bool(config.train.warmup_share)
+    is_flat = config.train.schedule == "constant" and not has_warmup
     left = {}
     for name, value in values.items():
         found = MetricName.read(name)

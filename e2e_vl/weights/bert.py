@@ -1,4 +1,4 @@
-"""BERT checkpoints of transformers as a start for VL-BERT: names, old and new ones.
+"""BERT checkpoints of transformers as a start for VL-BERT: names, old and new ones. Other encoders change the tables.
 
 A file holds `bert.encoder.layer.N.*` or, without the language-modelling head, `encoder.layer.N.*`; the oldest have
 `gamma` and `beta` in LayerNorms. As in the official VL-BERT code, BERT's two segment rows become rows 0 and 1, row 2
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,12 +43,15 @@ class BertStart(WeightAdapter):
 
     layout = "BERT"
     brings = tuple(f"{module}." for module in ENCODER.values() if module != "pooler")
+    names: ClassVar[Mapping[str, str]] = ENCODER  # BERT's -> ours
+    head_names: ClassVar[Mapping[str, str]] = WORD_HEAD  # of its heads
+    lends: ClassVar[tuple[str, ...]] = ("word_head.",)  # see `Task.lends`
 
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
         return any(name.removeprefix("bert.") == "embeddings.token_type_embeddings.weight" for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        """`task` holds the masked-language-modelling head, if the file has it.
+        """`task` holds the heads that `head_names` names, if the file has them.
 
         Raises:
             ValueError: a name that BERT does not have, or a decoder that is not the word table.
@@ -56,21 +60,31 @@ class BertStart(WeightAdapter):
         for name, value in tensors.items():
             new = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name)).removeprefix("bert.")
             value = value.float() if value.is_floating_point() else value
-            if (ours := replace_module(new, ENCODER)) is not None:
+            if (ours := replace_module(new, self.names)) is not None:
                 encoder[ours] = value
-            elif (ours := replace_module(new, WORD_HEAD)) is not None:
+            elif (ours := replace_module(new, self.head_names)) is not None:
                 head[ours] = value
             elif new != DECODER and not new.startswith(UNUSED):
                 raise ValueError(f"{source}: {name} is no name of a BERT model.")
         words = encoder.get(WORD_TABLE)
         if DECODER in tensors and (words is None or not torch.equal(tensors[DECODER].float(), words)):
             raise ValueError(f"{source}: {DECODER} is not the word table; only BERTs that share the two can be loaded.")
-        return ModelWeights({}, encoder, head, lends=("word_head.",))
+        return ModelWeights({}, encoder, head, lends=self.lends)
 
     def fit(
         self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """The encoder's own rows are added to the segment table.
+        """The encoder's own rows are added to the segment table. Raises ValueError as `check_tables` does."""
+        self.check_tables(tensors, encoder, source)
+        own = encoder.state_dict()[SEGMENTS]
+        segments = tensors.get(SEGMENTS)
+        # otherwise the loader's report says what is wrong
+        if segments is not None and segments.shape[1] == own.shape[1] and len(segments) <= len(own):
+            tensors = {**tensors, SEGMENTS: torch.cat([segments, own[len(segments) :].float()])}
+        return tensors, [f"segment rows of BERT -> the first rows of {SEGMENTS}"]
+
+    def check_tables(self, tensors: Mapping[str, Tensor], encoder: nn.Module, source: str | Path) -> None:
+        """Compare the tables of words and positions.
 
         Raises:
             ValueError: another vocabulary or another number of positions; the message says which setting to change.
@@ -88,8 +102,3 @@ class BertStart(WeightAdapter):
                 f"{source}: its position table has {positions[0]} positions, but the encoder's has {positions[1]}; set "
                 f"encoder.config.max_position_embeddings to {positions[0]}."
             )
-        segments = tensors.get(SEGMENTS)
-        # otherwise the loader's report says what is wrong
-        if segments is not None and segments.shape[1] == own[SEGMENTS].shape[1] and len(segments) <= len(own[SEGMENTS]):
-            tensors = {**tensors, SEGMENTS: torch.cat([segments, own[SEGMENTS][len(segments) :].float()])}
-        return tensors, [f"segment rows of BERT -> the first rows of {SEGMENTS}"]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from e2e_vl.config import TrainSettings
+from e2e_vl.engine.bert_adam import BertAdam
 from e2e_vl.engine.optim import build_optimizer, build_schedule
 
 
@@ -75,6 +76,13 @@ def test_norms_and_biases_can_be_left_undecayed():
     assert sum(len(group["params"]) for group in groups.values()) == len(list(model.parameters()))
 
 
+def test_scales_of_batch_norms_can_decay_alone():
+    model = Parts()
+    groups = groups_of(model, weight_decay=0.3, decay_norm_and_bias=False, decay_batch_norm=True)
+    decayed = {id(p) for name, group in groups.items() if group["weight_decay"] for p in group["params"]}
+    assert decayed == {id(w) for w in (*(m.weight for m in (*model.detector, *model.encoder[:2])), model.task.weight)}
+
+
 def test_frozen_parameters_are_left_out():
     model = Parts()
     model.detector.requires_grad_(False)
@@ -124,3 +132,77 @@ def test_schedule_warms_up_and_decays_and_can_go_on_anywhere(schedule, first):
         assert rates(resumed) == rates(optimizer)
         optimizer.step()
         scheduler.step()
+
+
+@pytest.mark.parametrize("schedule", ["linear", "triangle", "cosine", "constant", "steps"])
+def test_a_share_of_the_steps_is_that_many_steps_of_warm_up(schedule):
+    common = {"schedule": schedule, "decay_steps": [6, 9] if schedule == "steps" else []}
+    rates = []
+    for own in ({"warmup_steps": 4}, {"warmup_share": 1 / 3}):
+        settings = TrainSettings(lr=0.5, **common, **own)
+        optimizer = build_optimizer(Parts(), settings)
+        scheduler = build_schedule(optimizer, settings, 12)
+        rates.append([])
+        for _ in range(12):
+            rates[-1].append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+    assert rates[0] == pytest.approx(rates[1])
+
+
+def test_a_share_of_minus_one_falls_from_half_of_the_rate():
+    settings = TrainSettings(lr=0.5, warmup_share=-1.0)
+    optimizer = build_optimizer(Parts(), settings)
+    build_schedule(optimizer, settings, 12, steps_done=3)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * (1 - 3 / 12) / 2)
+
+
+# BertAdam; tests/parity/bert_adam_checks.py compares it with the official ones
+
+
+def bert_adam(model: Parts, **settings) -> tuple[BertAdam, torch.optim.lr_scheduler.LambdaLR]:
+    own = TrainSettings(**{"optimizer": "bert_adam", "schedule": "constant", **settings})
+    optimizer = build_optimizer(model, own)
+    assert isinstance(optimizer, BertAdam)
+    return optimizer, build_schedule(optimizer, own, 8)
+
+
+def test_bert_adam_has_no_bias_correction_and_decays_inside_the_update():
+    model = Parts()
+    optimizer, schedule = bert_adam(model, lr=0.1, betas=[0.9, 0.99], eps=0.5, weight_decay=0.3, warmup_share=0.25)
+    expected, mean, square = model.task.bias.item(), 0.0, 0.0
+    for step, gradient in enumerate((2.0, -3.0, 0.5, 1.0)):
+        model.task.bias.grad = torch.full((1,), gradient)
+        optimizer.step()
+        schedule.step()
+        mean, square = 0.9 * mean + 0.1 * gradient, 0.99 * square + 0.01 * gradient**2
+        rate = 0.1 * min(step / 2, 1)  # the first one is 0
+        expected -= rate * (mean / (math.sqrt(square) + 0.5) + 0.3 * expected)
+        assert model.task.bias.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_bert_adam_clips_each_parameter_by_itself():
+    model = Parts()
+    optimizer, _ = bert_adam(model, clip_tensor_norm=1.0)
+    model.task.weight.grad, model.task.bias.grad = torch.full((1, 4), 3.0), torch.full((1,), 0.25)
+    optimizer.step()
+    assert model.task.weight.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
+    assert model.task.bias.grad.item() == 0.25
+    assert optimizer.state[model.task.weight]["exp_avg"].tolist() == [pytest.approx([0.05] * 4, rel=1e-5)]
+
+
+def test_a_parameter_without_a_gradient_is_left_alone_and_its_schedule_waits():
+    model = Parts()
+    optimizer, schedule = bert_adam(model, lr=0.1, schedule="linear", warmup_share=0.5, weight_decay=0.0)
+    moved = []
+    for step in range(4):
+        before = model.task.bias.item()
+        model.task.weight.grad = torch.ones(1, 4)
+        model.task.bias.grad = None if step < 2 else torch.ones(1)
+        optimizer.step()
+        schedule.step()
+        moved.append(abs(model.task.bias.item() - before))
+    assert moved[:3] == [0.0, 0.0, 0.0] and moved[3] > 0  # its own first update has the rate 0
+    ages = [optimizer.state[parameter]["step"] for parameter in (model.task.weight, model.task.bias)]
+    assert ages == [4, 2]
+    assert {id(parameter) for parameter in optimizer.state} == {id(model.task.weight), id(model.task.bias)}

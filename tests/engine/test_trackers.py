@@ -61,6 +61,8 @@ def test_what_cannot_change_is_left_out(tiny_config):
     assert set(without_constants(flat, values)) == {"train/loss"}
     rising = tiny_config("train.schedule=constant", "train.warmup_steps=1")
     assert set(without_constants(rising, values)) == {"train/loss", "train/lr_head"}
+    share = tiny_config("train.schedule=constant", "train.warmup_steps=0", "train.warmup_share=0.1")
+    assert set(without_constants(share, values)) == {"train/loss", "train/lr_head"}
 
 
 def test_a_run_without_trackers(tiny_config):

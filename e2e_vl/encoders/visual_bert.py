@@ -1,0 +1,193 @@
+"""VisualBERT (Li et al., arXiv 1908.03557, ACL 2020): one BERT over words and regions, with BERT's own parameters.
+
+Shape legend
+    M  texts in the batch
+    L  wordpieces of the longest text
+    R  regions (candidate boxes) of one image; where padded: of the text or image with the most
+    Z  positions of the longest packed sequence
+    E  hidden size of the encoder
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers.models.bert.configuration_bert import BertConfig
+from transformers.models.bert.modeling_bert import BertPooler
+
+from e2e_vl.encoders.base import Encoder, read_summary
+from e2e_vl.encoders.bert_layer import BertLayerWithMaps, run_layers
+from e2e_vl.encoders.sequence import SequenceLayout
+from e2e_vl.encoders.visual_bert_embeddings import BOX_NUMBERS, VisualBertTables
+from e2e_vl.layout import CLS, MASK, SEP, Template, TextLayout
+from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
+
+REGION_POSITIONS = ("official", "paper")
+ANSWER_BEFORE_END = Template((CLS, 0, MASK, SEP), (0, 0, 0, 0), summary=2)
+
+
+class VisualBertEncoderConfig(BertConfig):
+    """BERT's fields (`vocab_size`, `hidden_size`, `num_hidden_layers`, ... `initializer_range`) and those below.
+
+    The defaults are VisualBERT base as in the official code.
+    """
+
+    model_type = "visual_bert_encoder"  # transformers has a `visual_bert`
+
+    feature_dim: int = 2048  # width of the detector's region features
+    # x1, y1, x2, y2, width and height of the box, as shares of the image's, stand behind the feature (official code for
+    # Flickr30K Entities)
+    with_box_numbers: bool = False
+    # features as wide as the hidden size are projected too (official code). False: only others are (paper, section 3.2)
+    project_equal_sizes: bool = True
+    # row of the visual segment table for the regions of a text's first image, its second image and so on. The official
+    # code has [0, 1]; transformers takes row 1 for all where users name none.
+    region_types: list[int] = dataclasses.field(default_factory=lambda: [0, 1])
+    # "official": row 0 of the visual position table, plus the mean of the position vectors of the words that name the
+    # region. "paper" (section 3.2): the sum of those vectors, and nothing for regions that no word names.
+    region_position: str = "official"
+    uses_whole_image: bool = False  # region 0 is the whole image (official code for VCR)
+    # late fusion ("w/o early fusion"): the layers read words alone, and one more layer reads them with the regions. A
+    # text without regions skips that layer.
+    bypass_transformer: bool = False
+    # both visual tables start as copies of the text's, also where a BERT is loaded
+    special_visual_initialize: bool = True
+    train_pooler: bool = False  # the official optimiser leaves the pooler out, so it stays BERT's
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if self.region_position not in REGION_POSITIONS:
+            raise ValueError(f'region_position is "{self.region_position}"; it must be "official" or "paper".')
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}."
+            )
+        if not self.region_types or not all(0 <= row < self.type_vocab_size for row in self.region_types):
+            raise ValueError(
+                f"region_types is {self.region_types}; give a row of the visual segment table, 0 to "
+                f"{self.type_vocab_size - 1}, for each image of a text."
+            )
+
+    @property
+    def visual_embedding_dim(self) -> int:
+        """Width of what is projected: the feature, and the numbers of the box if they stand behind it."""
+        return self.feature_dim + BOX_NUMBERS * self.with_box_numbers
+
+
+class VisualBertEncoder(Encoder):
+    """Words and regions in one sequence through BERT layers; parameter names are those of transformers' VisualBERT.
+
+    The sequence of a text is `words, regions`; see `VisualBertTables` for what each position is made of. Attention maps
+    come back over the L + R slots [words | regions] of the padded batch.
+    """
+
+    config_class = VisualBertEncoderConfig
+    base_model_prefix = "visual_bert"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _no_split_modules = ("BertLayerWithMaps",)
+    layout = TextLayout(question=ANSWER_BEFORE_END)
+    abilities = frozenset(
+        {
+            Ability.SUMMARY_OF_SINGLE,
+            Ability.SUMMARY_OF_QUESTION,
+            Ability.SUMMARY_OF_PAIR,
+            Ability.WORD_TABLE,
+            Ability.NAMED_REGIONS,
+        }
+    )
+
+    def __init__(self, config: VisualBertEncoderConfig):
+        super().__init__(config)
+        count = config.num_hidden_layers
+        self.embeddings = VisualBertTables(config)
+        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(BertLayerWithMaps(config, i) for i in range(count))})
+        self.additional_layer = BertLayerWithMaps(config, count) if config.bypass_transformer else None
+        self.pooler = BertPooler(config)
+        self.post_init()
+        if config.special_visual_initialize:
+            self.embeddings.copy_text_tables()
+        self._freeze()
+
+    def train(self, mode: bool = True) -> VisualBertEncoder:
+        """As in `nn.Module`; it freezes the pooler again, because `from_pretrained` makes new parameters before."""
+        super().train(mode)
+        self._freeze()
+        return self
+
+    def _freeze(self) -> None:
+        if not self.config.train_pooler:
+            self.pooler.requires_grad_(False)
+
+    def lacks(self, ability: Ability) -> str | None:
+        """See `Encoder.lacks`."""
+        if ability is Ability.IMAGE_PAIRS:
+            first_two = set(self.config.region_types[:2])
+            return None if len(first_two) == 2 else "set encoder.config.region_types to [0, 1]"
+        return super().lacks(ability)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The word table [vocabulary, E]; a masked-language-modelling head shares it."""
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embeddings.word_embeddings = value
+
+    def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
+        """See `Encoder.forward`.
+
+        Returns:
+            Vectors that are zero at padding; as summary the state at the place of an answer, or else the pooled state
+            of [CLS]; maps (query, key).
+
+        Raises:
+            ValueError: see `VisualBertTables.forward`.
+        """
+        hidden, layout = self.embeddings(texts, regions)
+        return self.encode(texts, hidden, layout, output_attentions)
+
+    def encode(
+        self, texts: TextBatch, hidden: Float[Tensor, "M Z E"], layout: SequenceLayout, output_attentions: bool = False
+    ) -> EncoderOutput:
+        """What `forward` returns, from the packed input of the layers."""
+        length = texts.attend.shape[1]
+        if self.additional_layer is None:
+            hidden, maps = run_layers(self.encoder["layer"], hidden, layout.attend, output_attentions)
+            maps = [layout.unpack_pairs(one) for one in maps]
+        else:
+            hidden, maps = self._fuse_late(hidden, layout, length, output_attentions)
+        slots = layout.unpack(hidden)
+        words = slots[:, :length]
+        pooled = self.pooler(hidden) if texts.summary is None else None
+        return EncoderOutput(
+            text=words,
+            regions=slots[:, length:],
+            summary=read_summary(words, pooled, texts.summary),
+            attentions=tuple(maps) if output_attentions else None,
+            word_table=self.get_input_embeddings().weight,
+        )
+
+    def _fuse_late(
+        self, hidden: Float[Tensor, "M Z E"], layout: SequenceLayout, length: int, output_attentions: bool
+    ) -> tuple[Float[Tensor, "M Z E"], list[Float[Tensor, "M heads slots slots"]]]:
+        """Words through all layers, then words and embedded regions through the additional one.
+
+        Returns:
+            The packed output, and the maps over all slots: zero for regions in the first layers, and for texts without
+            regions in the last one.
+        """
+        slots = layout.unpack(hidden)
+        is_word, is_region = layout.is_real[:, :length], layout.is_real[:, length:]
+        words, maps = run_layers(self.encoder["layer"], slots[:, :length], is_word, output_attentions)
+        is_pair = is_word[:, None, :, None] & is_word[:, None, None, :]
+        count = is_region.shape[1]
+        maps = [F.pad(one * is_pair, (0, count, 0, count)) for one in maps]
+        joint = layout.pack(torch.cat([words, slots[:, length:]], dim=1))
+        fused, joint_maps = run_layers([self.additional_layer], joint, layout.attend, output_attentions)
+        has_regions = is_region.any(dim=1)[:, None, None]
+        maps += [layout.unpack_pairs(one) * has_regions[..., None] for one in joint_maps]
+        return torch.where(has_regions, fused, joint), maps

@@ -1,0 +1,289 @@
+"""Names of official VisualBERT checkpoints (`*.th`) <-> names of our encoder and heads; and a BERT as its start.
+
+A file is a bare state dict: `bert.bert.` is the trunk, `bert.` in front of other names a head, and in files of VCR
+`detector.` the network of regions, which is not read here. Our encoder has the names of transformers' VisualBERT, see
+`e2e_vl.weights.visual_bert_transformers`.
+
+Facts from the official code (uclanlp/visualbert); the published files themselves were not seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from e2e_vl.encoders.visual_bert import VisualBertEncoder
+from e2e_vl.encoders.visual_bert_embeddings import BOX_NUMBERS
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
+from e2e_vl.weights.bert import WORD_HEAD, BertStart
+
+TRUNK, HEAD, REGION_NETWORK = "bert.bert.", "bert.", "detector."
+BERT_MODULES = (
+    "embeddings.word_embeddings",
+    "embeddings.position_embeddings",
+    "embeddings.token_type_embeddings",
+    "embeddings.LayerNorm",
+    "encoder.layer",
+    "pooler",
+)
+ENCODER = {  # official -> ours; a name is the module that holds the parameters
+    **{name: name for name in (*BERT_MODULES, "additional_layer")},
+    "embeddings.token_type_embeddings_visual": "embeddings.visual_token_type_embeddings",
+    "embeddings.position_embeddings_visual": "embeddings.visual_position_embeddings",
+    "embeddings.projection": "embeddings.visual_projection",
+}
+PROJECTION = "embeddings.visual_projection.weight"
+WORD_TABLE = "embeddings.word_embeddings.weight"
+COPIED_TABLES = {  # text -> visual, see `special_visual_initialize`
+    "embeddings.token_type_embeddings.weight": "embeddings.visual_token_type_embeddings.weight",
+    "embeddings.position_embeddings.weight": "embeddings.visual_position_embeddings.weight",
+}
+DECODER = "cls.predictions.decoder.weight"  # the word table again
+ENCODER_CONFIG = {"region_position": "official", "region_types": [0, 1], "project_equal_sizes": True}
+PRETRAINING = "pretraining"  # our name of the task
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadNames:
+    """The head of one task in other projects."""
+
+    # official, without `bert.` in front -> ours; the parameters, or the modules that hold them
+    names: Mapping[str, str]
+    architecture: str  # of transformers, which has such a head
+    optional: tuple[str, ...] = ()  # ours of those that a model may lack
+    unused: tuple[str, ...] = ()  # official modules that stand in the files of this task although nothing reads them
+    counts_labels: bool = False  # transformers' config says how many rows the last Linear has
+
+
+CLASSIFIER = {"classifier": "head.output"}
+# Our name of a task -> its head. Files of tasks that have none of these heads yet are converted too; the task's own
+# code decides whether its head has these parts.
+HEADS = {
+    PRETRAINING: HeadNames(
+        {
+            "cls.predictions.transform.dense": "word_head.transform.dense",
+            "cls.predictions.transform.LayerNorm": "word_head.transform.norm",
+            "cls.predictions.bias": "word_head.bias",
+            "cls.seq_relationship": "relationship.head",
+        },
+        "VisualBertForPreTraining",
+        optional=("relationship.head",),
+    ),
+    "vqa": HeadNames(CLASSIFIER, "VisualBertForQuestionAnswering", counts_labels=True),
+    "vcr": HeadNames(CLASSIFIER, "VisualBertForMultipleChoice"),
+    "nlvr2": HeadNames(CLASSIFIER, "VisualBertForVisualReasoning", counts_labels=True),
+    "flickr30k": HeadNames(
+        {"flickr_attention.query": "attention.query", "flickr_attention.key": "attention.key"},
+        "VisualBertForRegionToPhraseAlignment",
+        unused=("cls", "flickr_attention.value"),
+    ),
+}
+NO_HEAD = HeadNames({}, "VisualBertModel")
+CLASSIFIER_ROWS = {1: "vcr", 2: "nlvr2"}  # rows of `classifier` -> task; any other number is VQA's
+
+
+class OfficialVisualBert(WeightAdapter):
+    """Models of the official VisualBERT code, in and out."""
+
+    layout = "VisualBERT"
+    suffix = ".th"
+    same_config = ("num_attention_heads", "hidden_act", "layer_norm_eps", "region_position", "region_types")
+
+    def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
+        return any(name.startswith(TRUNK) for name in tensors)
+
+    def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
+        """Take an official state dict apart, cast to float32.
+
+        Raises:
+            ValueError: a name that no official model has, or a decoder that is not the word table.
+        """
+        trunk = {name.removeprefix(TRUNK): value for name, value in tensors.items() if name.startswith(TRUNK)}
+        head = {
+            name.removeprefix(HEAD): value
+            for name, value in tensors.items()
+            if not name.startswith((TRUNK, REGION_NETWORK))
+        }
+        return converted(trunk, head, ENCODER, source)
+
+    def fit(
+        self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """See `check_architecture`."""
+        check_architecture(tensors, encoder, source)
+        return tensors, []
+
+    def export(self, model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
+        """Write a `.th` file; returns what was left out: the detector, and what `head_of` leaves out.
+
+        Raises:
+            ValueError: the official code has no such model, or the file's name does not end with `.th`.
+        """
+        path = Path(path)
+        if path.suffix != self.suffix:
+            raise ValueError(f"{path}: official VisualBERT files are named *{self.suffix}.")
+        state, left_out = official_state(parts_of(model, task_name, path))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({name: value.detach().cpu() for name, value in state.items()}, path)
+        return left_out
+
+
+class VisualBertFromBert(BertStart):
+    """BERT fills the parts of VisualBERT that it has, the projection stays random.
+
+    With `special_visual_initialize` the visual tables become copies of BERT's, as in the official code. Of the heads
+    BERT's sentence head is converted too; the official code loads it although its own labels have the classes swapped.
+    """
+
+    names = {name: name for name in BERT_MODULES}  # noqa: RUF012
+    head_names = WORD_HEAD | {"cls.seq_relationship": "relationship.head"}
+    lends = ("word_head.", "relationship.")
+    brings = tuple(f"{name}." for name in BERT_MODULES if name != "pooler")
+
+    def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
+        """A BERT has no tables of regions; our own encoder has, and BERT's other names."""
+        return super().recognise(tensors) and not COPIED_TABLES.values() & tensors.keys()
+
+    def fit(
+        self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """Copies for the visual tables. Raises ValueError as `check_tables` does."""
+        self.check_tables(tensors, encoder, source)
+        if not encoder.config.special_visual_initialize:
+            return tensors, []
+        copies = {text: visual for text, visual in COPIED_TABLES.items() if text in tensors}
+        tensors = tensors | {visual: tensors[text] for text, visual in copies.items()}
+        return tensors, [f"{text} -> {visual}" for text, visual in copies.items()]
+
+
+# What both formats share
+
+
+def check_architecture(tensors: Mapping[str, Tensor], encoder: nn.Module, source: str | Path) -> None:
+    """Raises ValueError, with the setting to change, for a fusion or for features other than the encoder's."""
+    config = encoder.config
+    is_late = any(name.startswith("additional_layer.") for name in tensors)
+    if is_late != config.bypass_transformer:
+        raise ValueError(
+            f"{source}: this VisualBERT has {'late' if is_late else 'early'} fusion; set "
+            f"encoder.config.bypass_transformer to {str(is_late).lower()}."
+        )
+    width = tensors[PROJECTION].shape[1] if PROJECTION in tensors else None
+    if not config.with_box_numbers and width == config.feature_dim + BOX_NUMBERS:
+        raise ValueError(
+            f"{source}: this VisualBERT reads {BOX_NUMBERS} numbers of the box behind each feature; set "
+            "encoder.config.with_box_numbers to true."
+        )
+
+
+def converted(
+    trunk: Mapping[str, Tensor], head: Mapping[str, Tensor], names: Mapping[str, str], source: str | Path
+) -> ModelWeights:
+    """Weights by our names, cast to float32.
+
+    Args:
+        trunk: by names that `names` translates into ours.
+        head: by official names without `bert.` in front.
+
+    Raises:
+        ValueError: see `OfficialVisualBert.convert`.
+    """
+    task_name = _task_of(head)
+    rule = HEADS.get(task_name, NO_HEAD)
+    encoder, task = {}, {}
+    for name, value in trunk.items():
+        ours = replace_module(name, names)
+        if ours is None:
+            raise ValueError(f"{source}: {name} is no name of a VisualBERT model.")
+        encoder[ours] = _float(value)
+    for name, value in head.items():
+        if (ours := replace_module(name, rule.names)) is not None:
+            task[ours] = _float(value)
+        elif name != DECODER and replace_module(name, {module: module for module in rule.unused}) is None:
+            for_task = f" for {task_name}" if task_name else ""
+            raise ValueError(f"{source}: {name} is no name of a VisualBERT model{for_task}.")
+    words = encoder.get(WORD_TABLE)
+    if DECODER in head and (words is None or not torch.equal(_float(head[DECODER]), words)):
+        raise ValueError(f"{source}: {DECODER} differs from {WORD_TABLE}; the file is damaged.")
+    return ModelWeights({}, encoder, task, task_name, lends=("",) if task_name == PRETRAINING else ())
+
+
+def _float(value: Tensor) -> Tensor:
+    return value.float() if value.is_floating_point() else value
+
+
+def _task_of(head: Mapping[str, Tensor]) -> str | None:
+    """Our name of the task that has such a head, by official names."""
+    if any(name.startswith("flickr_attention.") for name in head):
+        return "flickr30k"
+    if any(name.startswith("cls.") for name in head):
+        return PRETRAINING
+    if "classifier.weight" in head:
+        return CLASSIFIER_ROWS.get(len(head["classifier.weight"]), "vqa")
+    return None
+
+
+def parts_of(model: VisionLanguageModel, task_name: str, path: Path) -> ModelWeights:
+    """The weights of a model of ours. Raises ValueError for an encoder that the official code does not have."""
+    if not isinstance(model.encoder, VisualBertEncoder):
+        raise ValueError(f"{path}: the encoder is a {type(model.encoder).__name__}, not VisualBERT.")
+    settings = model.encoder.config
+    for name, value in ENCODER_CONFIG.items():
+        if getattr(settings, name) != value:
+            raise ValueError(f"{path}: the official code has no encoder with {name} = {getattr(settings, name)}.")
+    detector, encoder, task = (dict(part.state_dict()) for part in (model.detector, model.encoder, model.task))
+    return ModelWeights(detector, encoder, task, task_name)
+
+
+def official_state(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
+    """The reverse of `OfficialVisualBert.convert`.
+
+    Returns:
+        the weights by official names, and what was left out, see `head_of`.
+
+    Raises:
+        ValueError: no official model has such a task, or such a head for it.
+    """
+    if parts.task_name not in HEADS:
+        known = ", ".join(HEADS)
+        raise ValueError(f"There is no official VisualBERT model for the task '{parts.task_name}', only for {known}.")
+    head, left_out = head_of(parts)
+    back = {ours: official for official, ours in ENCODER.items()}
+    state = {f"{TRUNK}{replace_module(name, back)}": value for name, value in parts.encoder.items()}
+    state |= {f"{HEAD}{name}": value for name, value in head.items()}
+    if any(name.startswith("cls.predictions.") for name in head):
+        state[f"{HEAD}{DECODER}"] = parts.encoder[WORD_TABLE]
+    return state, left_out
+
+
+def head_of(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
+    """The head by official names without `bert.` in front, and what was left out.
+
+    Left out are the detector, and side heads and objectives that no official model has (`detector.`, `task.`).
+
+    Raises:
+        ValueError: the official head of this task is another one.
+    """
+    rule = HEADS.get(parts.task_name, NO_HEAD)
+    head: dict[str, Tensor] = {}
+    back = {ours: official for official, ours in rule.names.items()}
+    modules = {ours.split(".")[0] for ours in back}
+    left_out, missing = [f"detector.{name}" for name in parts.detector], set(back) - set(rule.optional)
+    for name, value in parts.task.items():
+        official = replace_module(name, back)
+        if official is not None:
+            head[official] = value
+            missing -= {ours for ours in back if replace_module(name, {ours: ours})}
+        elif name.split(".")[0] in modules:  # without it the head would compute something else
+            raise ValueError(f"task.{name} has no place in VisualBERT's head for {parts.task_name}.")
+        else:
+            left_out.append(f"task.{name}")
+    if missing:
+        names = ", ".join(sorted(missing))
+        raise ValueError(f"VisualBERT's head for {parts.task_name} has {names}, which this model lacks.")
+    return head, left_out

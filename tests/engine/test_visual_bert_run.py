@@ -1,0 +1,89 @@
+"""VisualBERT in a task that knows nothing of it: trained with its official optimiser, resumed, evaluated, exported."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from e2e_vl.commands import convert_weights
+from e2e_vl.config import EncoderSettings, RunConfig
+from e2e_vl.engine.build import build_encoder
+from e2e_vl.engine.evaluate import evaluate_run
+from e2e_vl.engine.saving import load_model
+from e2e_vl.engine.train import train
+from e2e_vl.run_files import read_log
+from tests.same import assert_same
+from tests.weights.starts import replaced
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+LR = 0.01
+OPTIMISER = (
+    "train.optimizer=bert_adam",
+    f"train.lr={LR}",
+    "train.warmup_steps=0",
+    "train.warmup_share=0.5",
+    "train.clip_norm=null",
+    "train.clip_tensor_norm=1",
+    "train.decay_norm_and_bias=false",
+    "train.decay_batch_norm=true",
+)
+SHORT = ("train.max_steps=2", "train.save_every_epochs=0.01", "eval.every_epochs=0", "eval.boxes=[gt]")
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+@pytest.fixture
+def settings(tiny_config) -> Callable[..., RunConfig]:
+    def make(*words: str, **fields) -> RunConfig:
+        config = tiny_config(*OPTIMISER, *SHORT, *words)
+        return replaced(config, encoder=vars(EncoderSettings("visual_bert", SIZES | fields)))
+
+    return make
+
+
+def trained(config: RunConfig) -> tuple[Path, list[dict]]:
+    train(config)
+    run = Path(config.output)
+    return run, read_log(run / "log.jsonl")
+
+
+def test_a_run_is_trained_resumed_evaluated_and_exported(settings, tmp_path, capsys):
+    run, log = trained(settings())
+    steps = [line for line in log if line["kind"] == "train"]
+    assert [line["lr_encoder"] for line in steps] == [0.0, LR]
+    assert {"lr_encoder_no_decay", "lr_head", "lr_detector"} <= steps[0].keys()
+    states = [load_model(run / "checkpoints" / f"step_{step:08}" / "model")[1].state_dict() for step in (1, 2)]
+    moved = {name for name, value in states[1].items() if not torch.equal(value, states[0][name])}
+    assert "encoder.embeddings.visual_projection.weight" in moved and "task.head.output.weight" in moved
+    assert not [name for name in moved if name.startswith("encoder.pooler.")]
+
+    saved = json.loads((run / "metrics.json").read_text())
+    shutil.rmtree(run / "checkpoints" / "step_00000002")
+    (run / "metrics.json").unlink()
+    train(settings(), resume=True)
+    assert read_log(run / "log.jsonl") == log
+    again = load_model(run)[1].state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in states[1].items())
+    metrics, _ = evaluate_run(run, split="val", boxes="gt", output=run / "again.json")
+    assert_same(metrics, {name: saved[name] for name in metrics})
+
+    capsys.readouterr()
+    assert convert_weights.main([str(run), "--output", str(tmp_path / "folder" / "model.safetensors")]) == 0
+    assert "  task.head.output.weight\n" in capsys.readouterr().out
+    encoder = load_model(run)[1].encoder
+    sizes = {name: getattr(encoder.config, name) for name in ("vocab_size", "feature_dim")}
+    started = build_encoder(replaced(settings(), encoder={"weights": str(tmp_path / "folder")}), **sizes)
+    assert all(torch.equal(value, started.state_dict()[name]) for name, value in encoder.state_dict().items())
+
+
+def test_late_fusion_trains(settings):
+    run, log = trained(settings("eval.boxes=[]", bypass_transformer=True, with_box_numbers=True))
+    assert all(math.isfinite(line["loss"]) for line in log if line["kind"] == "train")
+    encoder = load_model(run)[1].encoder
+    assert encoder.additional_layer is not None and encoder.embeddings.visual_projection.in_features > 6

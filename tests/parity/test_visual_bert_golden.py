@@ -1,0 +1,8 @@
+"""Everything recorded from the official VisualBERT code, over the set under `--golden-root`.
+
+The checks are in files of their own, one for each part; here they are collected.
+"""
+
+from tests.parity.visual_bert_encoder_checks import *  # noqa: F403
+from tests.parity.visual_bert_keys_checks import *  # noqa: F403
+from tests.parity.visual_bert_optimiser_checks import *  # noqa: F403
