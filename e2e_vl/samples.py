@@ -159,6 +159,13 @@ class HumanAnswers:
 
 
 @dataclasses.dataclass(frozen=True)
+class RightAnswer:
+    """The one right answer to a question, as written."""
+
+    answer: str
+
+
+@dataclasses.dataclass(frozen=True)
 class RightChoice:
     """Which of the choices, or of the labels of a task, is right, from 0."""
 

@@ -6,6 +6,8 @@ with the highest scores; the upper bound for one at all. Phrases without any rig
 
 Other papers merge the boxes of a phrase into one that encloses them, or take the first; their numbers cannot be
 compared with these.
+
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ where a balanced question entails them (`consistency`).
 
 A record holds the keys of the official files: "questionId", "prediction", "question", "answer" (None or no key where it
 is unknown), "isBalanced", "types" {"structural", "semantic", "detailed"}, "group" (`groups.global`), "entailed" (ids)
-and "steps" (see `reasoning_steps`), and where the choices of the question are known the booleans "is_valid" and
+and "steps" (of reasoning in its program), and where the choices of the question are known the booleans "is_valid" and
 "is_plausible" (see `belongs`).
 """
 
@@ -20,16 +20,9 @@ from e2e_vl.evaluation.submission_files import write_list
 
 OPEN = "query"  # the structural type of open questions; all others are binary
 COMMON = ("color", "material", "shape")  # choices of questions such as "What do both have in common?"
-_NO_STEP = ("exist", "query: name", "choose name")  # of a program: they only read the answer
 _KINDS = {"accuracyPerStructuralType": "structural", "accuracyPerSemanticType": "semantic"}
 
 Record = Mapping[str, Any]
-
-
-def reasoning_steps(program: Iterable[Mapping[str, Any]]) -> int:
-    """Number of steps of a question's program (`semantic`) that reason, and do not only read the answer."""
-    written = (f"{step['operation']}: {step['argument']}" for step in program)
-    return sum(not any(part in step for part in _NO_STEP) for step in written)
 
 
 def belongs(answer: str, choices: Iterable[str], types: Mapping[str, str]) -> bool:

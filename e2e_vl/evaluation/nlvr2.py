@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-LABELS = ("False", "True")  # as they are written; the index is the class
+_LABELS = ("False", "True")  # as they are written
 
 
 def group_of(identifier: str) -> str:
@@ -70,7 +70,7 @@ def truth_metrics(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         return metrics
     labels = {record["identifier"]: record["label"] for record in labelled}
     metrics |= truth_scores(labels, {record["identifier"]: record["prediction"] for record in labelled})
-    for label in LABELS:
+    for label in _LABELS:
         hits = [record["prediction"] == label for record in labelled if record["label"] == label]
         if hits:
             metrics[f"accuracy/{label.lower()}"] = sum(hits) / len(hits)

@@ -7,6 +7,8 @@ boxes, and a box can belong to several chains.
 Coordinates are those of the file, which counts pixels from 1, and they are not shifted: so do BAN and VisualBERT, whose
 numbers are the published ones. (The data set's own parser subtracts 1, which changes the results of boxes at the
 limit.)
+
+Shape legend: see `detector/structures.py`.
 """
 
 from __future__ import annotations
@@ -73,9 +75,8 @@ def parse_sentence(line: str, where: str = "the sentence") -> EntitySentence:
         last = found.end()
     words += line[last:]
     if "[/EN#" in words:
-        raise ValueError(
-            f"{where}: {words[words.index('[/EN#') :]!r} is no phrase such as [/EN#283585/people A man]; repair the file"
-        )
+        wrong = words[words.index("[/EN#") :]
+        raise ValueError(f"{where}: {wrong!r} is no phrase such as [/EN#283585/people A man]; repair the file")
     return EntitySentence(words, tuple(phrases))
 
 

@@ -18,12 +18,12 @@ import numpy as np
 from e2e_vl.data.storage.files import corners_of, require_keys
 from e2e_vl.data.storage.index_files import OpenFiles
 from e2e_vl.data.storage.json_entries import JsonEntry, json_entries, read_entry
-from e2e_vl.evaluation.gqa import reasoning_steps
 from e2e_vl.samples import AnnotatedObjects
 
 _KEYS = ("question", "imageId", "isBalanced")
 _ANSWERED = ("answer", "types", "groups")  # of questions with an answer
 _TYPES = ("structural", "semantic", "detailed")
+_NO_STEP = ("exist", "query: name", "choose name")  # of a program: they only read the answer
 
 
 def pieces_of(path: str | Path) -> list[Path]:
@@ -68,6 +68,15 @@ def check_question(record: Any, where: str) -> None:
         raise ValueError(f"{where}: answer is {record['answer']!r}; it must be a text")
     require_keys(record["types"], _TYPES, f"{where}: types")
     require_keys(record["groups"], ("global",), f"{where}: groups")
+
+
+def reasoning_steps(program: Iterable[Mapping[str, Any]]) -> int:
+    """Number of steps of a question's program (`semantic`) that reason, and do not only read the answer.
+
+    As the official evaluation script counts them.
+    """
+    written = (f"{step['operation']}: {step['argument']}" for step in program)
+    return sum(not any(part in step for part in _NO_STEP) for step in written)
 
 
 def question_facts(question_id: str, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,15 +184,22 @@ class EntryFile:
         return key in self._places
 
     def __getitem__(self, key: str) -> Any:
-        """Raises ValueError if there is no such record."""
-        if key not in self._places:
-            raise ValueError(f"{self.path}: has no {what_of(self.what)} {key}; use the file of the same split")
+        """One record. Raises ValueError if there is no such record."""
+        find_entry([self], key)
         return read_entry(self._files, self.path, *self._places[key])[1]
 
 
-def what_of(content: str) -> str:
-    """The name of one record: "choices of question" or "scene graph of image"."""
-    return {"choices": "choices of question", "scene graphs": "scene graph of image"}.get(content, content)
+def find_entry(files: Sequence[EntryFile], key: str) -> EntryFile:
+    """The file that has the record.
+
+    Raises:
+        ValueError: none has it.
+    """
+    for file in files:
+        if key in file:
+            return file
+    names = ", ".join(str(file.path) for file in files)
+    raise ValueError(f"{names}: there is no entry {key} among the {files[0].what}; use the file of the same split")
 
 
 def _place(entry: JsonEntry) -> tuple[int, int]:
