@@ -97,8 +97,8 @@ class GQADataset(VLDataset):
             more["instances"] = read_instances(paths.pop(), drop_empty_boxes=True)
         elif wants.objects:
             raise ValueError(
-                "The names in scene graphs are no classes of a detector; give an instances file as data.files.instances "
-                "or set detector.loss_weight to 0."
+                "The names in scene graphs are no classes of a detector; give an instances file as "
+                "data.files.instances, or set detector.loss_weight to 0."
             )
         elif wants.annotations:
             paths = dict.fromkeys(files.path("scene_graphs", **values) for values in parts)
