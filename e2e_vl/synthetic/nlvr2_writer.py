@@ -8,8 +8,6 @@ or sees only the images, is right half of the time.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +17,7 @@ import numpy as np
 
 from e2e_vl.synthetic.coco_writer import write_instances
 from e2e_vl.synthetic.descriptions import Values, all_descriptions, is_true_of, noun_phrase
-from e2e_vl.synthetic.format_writer import FormatWriter
+from e2e_vl.synthetic.format_writer import FormatWriter, link_image
 from e2e_vl.synthetic.language import Description
 from e2e_vl.synthetic.scene_records import SceneRecord, by_split
 
@@ -123,7 +121,9 @@ class PairWriter(FormatWriter[None]):
             text = "".join(json.dumps(example) + "\n" for example in examples)
             (folder / "data" / f"{split}.json").write_text(text, encoding="utf-8")
             for path, scene in images.items():
-                _place(folder / "images" / path, scene.image_file)
+                file = folder / "images" / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                link_image(scene.image_file, file)
             _write_instances(folder / f"instances_{split}.json", images)
             count += len(examples)
         return {"examples": count, "blind_accuracy": {"sentence_only": 0.5, "images_only": 0.5}}
@@ -156,15 +156,6 @@ class PairWriter(FormatWriter[None]):
                     own = {"directory": directory} if split == "train" else {"extra_validations": {}}
                     examples.append(example | own)
         return examples, images
-
-
-def _place(path: Path, image: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    try:
-        os.link(image, path)
-    except OSError:  # another disk, or one without links
-        shutil.copyfile(image, path)
 
 
 def _write_instances(path: Path, images: dict[Path, _Scene]) -> None:
