@@ -97,6 +97,10 @@ def test_choices_and_scene_graphs(tmp_path):
         read_choices(choices, "2")
     with pytest.raises(ValueError, match=r"choices\.json: there is no entry 3 among the choices"):
         find_entry([choices], "3")
+    (tmp_path / "choices.json").write_text('{"1": {}, "2": {}, "1": {}}')
+    with pytest.raises(ValueError, match=r"choices\.json: 1 is there twice among the choices"):
+        EntryFile(tmp_path / "choices.json", "choices")
+    assert "1" not in EntryFile(written(tmp_path, {}, "empty.json"), "choices")
     box = {"name": "cup", "x": 1, "y": 2, "w": 3, "h": 4}
     graphs = {"5": {"width": 40, "height": 30, "objects": {"77": box, "a": box}}, "6": {"width": 1, "height": 1}}
     graphs["7"] = {"width": 9, "height": 9, "objects": {"1": box | {"w": 0}}}
