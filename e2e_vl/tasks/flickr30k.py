@@ -232,8 +232,8 @@ class Flickr30KTask(Task):
         """
         regions, spans = output.text_regions, batch.targets.spans
         scales = batch.images.scales[regions.image.clamp(min=0)]  # [M, R, 2]
-        boxes = (regions.boxes / torch.cat([scales, scales], dim=-1)).cpu().double().numpy()
-        shares = output.task.logits.exp().cpu().double().numpy()
+        boxes = (regions.boxes / torch.cat([scales, scales], dim=-1)).detach().cpu().double().numpy()
+        shares = output.task.logits.detach().exp().cpu().double().numpy()
         kept = (output.task.logits > -torch.inf).cpu().numpy()
         predictions, phrase = [], 0
         for text, (record, count) in enumerate(zip(batch.records, spans.counts.tolist(), strict=True)):

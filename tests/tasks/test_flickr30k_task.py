@@ -189,7 +189,7 @@ def test_each_phrase_is_drawn_in_its_own_colour(tmp_path):
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    return make_tokenizer(tmp_path, "the man and a red shirt left right of", "wal ##king")
+    return make_tokenizer(tmp_path, "the man and a red shirt left right of .")
 
 
 def worded(tokenizer, text: str, *spans: tuple[int, int], image=None, config=None, **writer):

@@ -69,9 +69,11 @@ def test_the_head_fits_the_summary():
 
 
 def test_predictions_metrics_and_file(tmp_path):
-    task, batch = make_task(), make_batch(1, 1, None)
-    logits = torch.tensor([[0.0, 2.0], [1.0, 0.0], [0.0, 0.0]])
-    first, second, third = task.predict(batch, ModelOutput(TaskOutput({}, logits), None, None, None, batch))
+    task, found = make_task(), []
+    for batch, logits in ((make_batch(1, 1), [[0.0, 2.0], [1.0, 0.0]]), (make_batch(None), [[0.0, 0.0]])):
+        output = ModelOutput(TaskOutput({}, torch.tensor(logits)), None, None, None, batch)
+        found += task.predict(batch, output)
+    first, second, third = found
     assert (first["prediction"], second["prediction"], third["prediction"]) == ("True", "False", "False")
     assert first["true"] == pytest.approx(0.8808, abs=1e-4) and second["score"] == pytest.approx(0.7311, abs=1e-4)
     assert (task.correct(first), task.correct(second), task.correct(third)) == (1, 0, None)
