@@ -21,7 +21,7 @@ def test_a_run_trains_evaluates_and_answers(tmp_path):
         f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
         f"data.root={tmp_path / 'data'}",
         f"output={tmp_path / 'run'}",
-        "data.synthetic.formats=[refcoco+, gqa]",
+        "data.synthetic.formats=[refcoco+, detections, gqa]",
         "data.synthetic.scenes={train: 4, val: 3}",
         *("train.max_steps=2", "eval.boxes=[gt]", "eval.every_epochs=0", "eval.report_pictures=1"),
     ]
