@@ -28,6 +28,7 @@ GREEN, BLUE, RED = (0, 160, 60), (0, 80, 200), (220, 30, 30)  # RGB: the truth, 
 SHORTEST, LONGEST = 480, 1280  # the long side of a picture, pixels: smaller images are enlarged, larger ones shrunk
 _MIN_SIDE = 160  # a very thin image gets a margin, so that labels have room
 _MARGIN = (235, 235, 235)
+_GAP = 12  # pixels between images side by side
 _WHITE, _BLACK = (255, 255, 255), (0, 0, 0)
 _FONT_SIZES = (12, 26)  # pixels: the smallest and the largest
 _FONT_SHARE = 1 / 30  # size of the font, relative to the root of the picture's area
@@ -100,6 +101,26 @@ def draw_boxes(
     for row, place in (*places.items(), *below.items()):
         _draw_label(draw, place, made[row].text, colours[row], font)
     return np.array(_with_title(picture, title, height) if title else picture)
+
+
+def draw_side_by_side(images: Sequence[np.ndarray]) -> np.ndarray:
+    """Images of one height beside each other, with a margin between them.
+
+    Args:
+        images: uint8 [h, w, 3] each, of any sizes.
+
+    Returns:
+        A new uint8 picture [h', w', 3]; each image is enlarged or shrunk as by `draw_boxes`, then to the least height.
+    """
+    contents = [_resized(image) for image in images]
+    height = min(content.height for content in contents)
+    widths = [max(round(content.width * height / content.height), 1) for content in contents]
+    picture = Image.new("RGB", (sum(widths) + _GAP * (len(images) - 1), height), _MARGIN)
+    x = 0
+    for content, width in zip(contents, widths, strict=True):
+        picture.paste(content.resize((width, height), Image.Resampling.BILINEAR), (x, 0))
+        x += width + _GAP
+    return np.array(picture)
 
 
 def _with_title(picture: Image.Image, title: str, height: int) -> Image.Image:

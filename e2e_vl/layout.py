@@ -84,6 +84,14 @@ class TextWriter:
         tokens = self.tokenizer.tokenize(text)
         return self.tokenizer.convert_tokens_to_ids(mirror_words(tokens) if mirrored else tokens)
 
+    def located_pieces(self, text: str, *, mirrored: bool = False) -> tuple[list[int], Int64[np.ndarray, "L 2"]]:
+        """`pieces`, and of each of them the first character and the last plus one in the text."""
+        if self.is_blank:
+            return [], np.zeros((0, 2), dtype=np.int64)
+        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        tokens = mirror_words(encoding.tokens) if mirrored else encoding.tokens
+        return self.tokenizer.convert_tokens_to_ids(tokens), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+
     def single(self, pieces: Pieces) -> LaidText:
         """One text; what is too long loses its last pieces."""
         return self._cut(self.layout.single, pieces)

@@ -148,7 +148,8 @@ class PhraseBoxes:
     """The phrases of a text and the boxes that each of them names."""
 
     spans: tuple[tuple[int, int], ...]  # of each phrase the first and the last character plus one in the text's words
-    boxes: tuple[np.ndarray, ...]  # of each phrase float64 [boxes, 4]; none where the phrase names nothing in the image
+    # of each phrase float64 [boxes, 4], no row where the phrase names nothing in the image; None: they are unknown
+    boxes: tuple[np.ndarray, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +157,13 @@ class HumanAnswers:
     """What people answered to a question, as written."""
 
     answers: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RightAnswer:
+    """The one right answer to a question, as written."""
+
+    answer: str
 
 
 @dataclasses.dataclass(frozen=True)

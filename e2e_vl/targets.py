@@ -109,9 +109,13 @@ def ragged() -> Any:
     return _field(_ragged)
 
 
-def nested() -> Any:
-    """A field that is a list of arrays [n, ...] per text; of a batch, `Ragged` with a list per array, text by text."""
-    return _field(lambda values, name: _ragged([array for arrays in values for array in arrays], name))
+def nested(*row: int) -> Any:
+    """A field that is a list of arrays [n, ...] per text; of a batch, `Ragged` with a list per array, text by text.
+
+    Args:
+        row: the shape [...] of one entry, for batches without any array; they are then float32.
+    """
+    return _field(lambda values, name: _ragged([array for arrays in values for array in arrays], name, row))
 
 
 def by_name() -> Any:
@@ -130,10 +134,10 @@ def _pad(values: list[Any], fill: int) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
 
 
-def _ragged(values: list[Any], name: str) -> Ragged:
+def _ragged(values: list[Any], name: str, row: tuple[int, ...] = ()) -> Ragged:
     arrays = [np.asarray(value) for value in values]
     _require_one_shape({array.shape[1:] for array in arrays}, f"a row of {name}")
-    joined = np.concatenate(arrays) if arrays else np.zeros(0)
+    joined = np.concatenate(arrays) if arrays else np.zeros((0, *row), dtype=np.float32)
     return Ragged(torch.from_numpy(joined), torch.tensor([len(array) for array in arrays], dtype=torch.int64))
 
 

@@ -173,3 +173,17 @@ def test_a_writer_is_sent_to_workers(tokenizer):
     ids = pieces(tokenizer, "is the red box left")
     np.testing.assert_array_equal(copy.question(ids).input_ids, writer.question(ids).input_ids)
     assert dataclasses.replace(writer, max_length=None).question(ids).num_cut == 0
+
+
+# Places of wordpieces in their text
+
+
+def test_wordpieces_know_their_characters(tokenizer):
+    text = "The  red box, zzq"
+    ids, places = TextWriter(tokenizer).located_pieces(text)
+    assert ids == TextWriter(tokenizer).pieces(text)
+    assert [text[first:end].lower() for first, end in places[:4]] == ["the", "red", "box", ","]
+    assert "".join(text[first:end] for first, end in places[4:]) == "zzq"
+    swapped, same = TextWriter(tokenizer).located_pieces("left box", mirrored=True)
+    assert swapped == pieces(tokenizer, "right box") and same.tolist() == [[0, 4], [5, 8]]
+    assert TextWriter(tokenizer, is_blank=True).located_pieces(text)[1].shape == (0, 2)

@@ -204,3 +204,13 @@ def test_targets_move_to_a_device_with_all_their_parts():
     assert moved["some"].number.is_meta
     assert moved["phrases"].boxes.values.is_meta and moved["phrases"].spans.counts.is_meta
     assert not joined.parts["some"].number.is_meta
+
+
+def test_a_batch_without_any_array_keeps_the_shape_of_its_rows():
+    @dataclasses.dataclass
+    class Boxes(Targets):
+        boxes: Ragged | None = nested(4)
+
+    joined = Boxes.join([Boxes([]), Boxes([])]).boxes
+    assert joined.values.shape == (0, 4) and joined.values.dtype == torch.float32 and len(joined.counts) == 0
+    assert Boxes.join([Boxes([boxes(2), boxes(0)]), Boxes([])]).boxes.counts.tolist() == [2, 0]

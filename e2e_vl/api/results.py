@@ -51,13 +51,14 @@ class Answer(Picture):
     box_names: list[str]  # R names: what was detected, or what the user called the box; "" where it is unknown
     attention: np.ndarray | None  # float32 [R], how much the answer looks at each; None: the task points at a box
     unknown_words: tuple[str, ...]  # of the text, the choices and the given answer: the vocabulary lacks them
+    pointed: list[tuple[str, list[float]]]  # labels and boxes that the answer points at; empty for most tasks
     record: dict[str, Any]  # the whole prediction, JSON-able
     images: tuple[ImageFile, ...] = dataclasses.field(repr=False)
     # size and time of change of each file when it was read, so that no picture shows another photo; None: in memory
     stamps: tuple[tuple[int, int] | None, ...] = dataclasses.field(repr=False)
 
     def draw(self, image: int = 0) -> Image.Image:
-        """The box that the text refers to, or the regions that the answer looks at much more than at the others.
+        """The boxes that the answer points at, or the regions that it looks at much more than at the others.
 
         Args:
             image: number of the image, for a text about several images.
@@ -67,10 +68,10 @@ class Answer(Picture):
         """
         file, stamp = self.images[image], self.stamps[image]
         rows = np.flatnonzero(self.box_images == image)
-        title = self.text if self.box is not None else f"{self.text} -> {self.answer}" if self.answer else self.text
-        if self.box is not None:
-            label = f"{self.record['class'] or ''} {self.score:.2f}".strip()
-            return _picture(file, stamp, [self.box], [label], title)
+        title = self.text if self.pointed else f"{self.text} -> {self.answer}" if self.answer else self.text
+        if self.pointed:
+            labels, boxes = zip(*self.pointed, strict=True)
+            return _picture(file, stamp, boxes, list(labels), title)
         hidden = self.record.get("hidden", [])
         covered = [one["box"] for one in hidden]  # the first of the candidates
         labels = [f"hidden: {one['classes'][0][0]} {one['classes'][0][1]:.2f}" for one in hidden]

@@ -280,6 +280,7 @@ class TrainedModel(
             box_names=reply.record.get("objects") or reply.names,
             attention=reply.attention,
             unknown_words=tuple(dict.fromkeys(word for text in texts for word in unknown_words(text, self.tokenizer))),
+            pointed=reply.task.pointed(reply.record),
             record=reply.record,
             images=question.images,
             stamps=stamps,

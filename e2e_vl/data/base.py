@@ -44,6 +44,7 @@ class VLDataset(abc.ABC):
         known_files: keys of `data.files`.
         options: dataclass of `data.config`.
         box_sources: the sources of candidate boxes that make sense.
+        annotation_files: keys of `data.files`, any one of which gives the annotated objects; those of `known_files`.
         groups: text indices of each image (or pair of images).
         parts: placeholders of `data.files` that name the files of boxes of this split, such as {"split": "val"};
             several where splits are joined.
@@ -54,6 +55,7 @@ class VLDataset(abc.ABC):
     known_files: ClassVar[tuple[str, ...]]
     options: ClassVar[type] = NoOptions
     box_sources: ClassVar[tuple[BoxSource, ...]] = tuple(BoxSource)
+    annotation_files: ClassVar[tuple[str, ...]] = ("instances",)
     groups: Sequence[Sequence[int]]
     parts: Sequence[Mapping[str, str]]
     class_names: Sequence[str] | None = None
@@ -181,6 +183,18 @@ def group_texts(images: Iterable[Any]) -> list[list[int]]:
     for index, image in enumerate(images):
         groups.setdefault(image, []).append(index)
     return list(groups.values())
+
+
+def split_names(split: str) -> list[str]:
+    """Names in a joined split such as train2014+val2014.
+
+    Raises:
+        ValueError: an empty name.
+    """
+    names = [name.strip() for name in split.split("+")]
+    if not all(names):
+        raise ValueError(f"the split {split!r} has an empty name; join splits as in train2014+val2014")
+    return names
 
 
 def check_boxes_source(dataset: type[VLDataset], name: str, boxes: BoxSource) -> None:

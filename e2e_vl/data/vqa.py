@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts
+from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts, split_names
 from e2e_vl.data.formats.coco import CocoInstances, read_instances
 from e2e_vl.data.formats.vqa_files import VQAQuestion, read_questions
 from e2e_vl.samples import HumanAnswers, Sample, SampleImage, SampleText
@@ -162,18 +162,6 @@ class VQADataset(VLDataset):
 
 def _truth(question: VQAQuestion) -> HumanAnswers | None:
     return None if question.answers is None else HumanAnswers(question.answers)
-
-
-def split_names(split: str) -> list[str]:
-    """Names in a joined split such as train2014+val2014.
-
-    Raises:
-        ValueError: an empty name.
-    """
-    names = [name.strip() for name in split.split("+")]
-    if not all(names):
-        raise ValueError(f"the split {split!r} has an empty name; join splits as in train2014+val2014")
-    return names
 
 
 def _read_split(files: DataFiles, name: str, *, annotated: bool) -> list[VQAQuestion]:

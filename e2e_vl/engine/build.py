@@ -26,6 +26,9 @@ from e2e_vl.converter import check_choice, check_keys, from_dict
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco_detection import CocoDetectionDataset
+from e2e_vl.data.flickr30k import Flickr30KDataset
+from e2e_vl.data.gqa import GQADataset
+from e2e_vl.data.nlvr2 import NLVR2Dataset
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.data.vqa import VQADataset
@@ -38,7 +41,10 @@ from e2e_vl.engine.answer_lists import are_given, possible_answers
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
+from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTask
+from e2e_vl.tasks.gqa import GQAConfig, GQATask
 from e2e_vl.tasks.heads import Sizes
+from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
 from e2e_vl.tasks.objectives.base import Objective
 from e2e_vl.tasks.objectives.masked_regions import MaskedRegions, MaskedRegionsConfig
 from e2e_vl.tasks.objectives.masked_text import MaskedText, MaskedTextConfig
@@ -77,6 +83,9 @@ TASKS = {
     "pretraining": (PretrainingConfig, PretrainingTask),
     "vqa": (VQAConfig, VQATask),
     "vcr": (VCRConfig, VCRTask),
+    "gqa": (GQAConfig, GQATask),
+    "nlvr2": (NLVR2Config, NLVR2Task),
+    "flickr30k": (Flickr30KConfig, Flickr30KTask),
 }
 OBJECTIVES = {  # of pre-training; texts are changed in this order
     "masked_words": (MaskedWordsConfig, MaskedWords),
@@ -90,6 +99,9 @@ DATASETS: dict[str, type[VLDataset]] = {
     "captions": CaptionDataset,
     "vqa": VQADataset,
     "vcr": VCRDataset,
+    "gqa": GQADataset,
+    "nlvr2": NLVR2Dataset,
+    "flickr30k": Flickr30KDataset,
 }
 
 

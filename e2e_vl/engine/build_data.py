@@ -128,9 +128,11 @@ def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: boo
     check_boxes_source(kind, config.data.name, boxes)
     wants = wants_of(config, boxes, training=training)
     files, options = open_options(kind, config.data)
-    if wants.annotations and "instances" in kind.known_files and "instances" not in files:
+    sources = [key for key in kind.annotation_files if key in kind.known_files]
+    if wants.annotations and sources and not any(key in files for key in sources):
         wanted = "the targets of the detection losses" if wants.objects else f"boxes '{boxes}'"
-        raise ValueError(f"{wanted} come from annotated objects; give an instances file as data.files.instances.")
+        keys = " or ".join(f"data.files.{key}" for key in sources)
+        raise ValueError(f"{wanted} come from annotated objects; give an instances file as {keys}.")
     return kind.open(files, options, split, wants)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -90,3 +92,12 @@ class FormatWriter(ABC, Generic[Drawn]):
         Returns:
             statistics for ``synthetic.json``, where they stand under the format's name; None for none.
         """
+
+
+def link_image(source: Path, target: Path) -> None:
+    """A hard link, or a copy where the disk has no hard links."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

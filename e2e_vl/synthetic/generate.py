@@ -35,8 +35,11 @@ from e2e_vl.synthetic.coco_writer import COCOAnnotationsWriter, COCOCaptionsWrit
 from e2e_vl.synthetic.conceptual_writer import ConceptualWriter, ShardsWriter
 from e2e_vl.synthetic.corpus_writer import CorpusWriter
 from e2e_vl.synthetic.detections_writer import MAttNetDetectionsWriter
+from e2e_vl.synthetic.flickr30k_writer import EntitiesWriter
 from e2e_vl.synthetic.format_writer import IMAGE_FORMATS, FormatWriter, Recipe
+from e2e_vl.synthetic.gqa_writer import GQAWriter
 from e2e_vl.synthetic.imitated_detector import ImitatedDetectorConfig, draw_detections
+from e2e_vl.synthetic.nlvr2_writer import PairWriter
 from e2e_vl.synthetic.refcoco_writer import RefCOCOPlusWriter
 from e2e_vl.synthetic.references import LanguageConfig, draw_references
 from e2e_vl.synthetic.relations import SceneFacts
@@ -58,6 +61,9 @@ WRITERS: dict[str, type[FormatWriter[Any]]] = {
     "corpus": CorpusWriter,
     "vqa": VQAWriter,
     "vcr": VCRWriter,
+    "gqa": GQAWriter,
+    "nlvr2": PairWriter,
+    "flickr30k": EntitiesWriter,
 }
 FORMATS = tuple(WRITERS)
 VERSION = 5  # raise it when the same settings give other files

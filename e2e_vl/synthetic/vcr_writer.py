@@ -17,15 +17,13 @@ A line's ``family`` is ours, the other keys are VCR's:
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from e2e_vl.synthetic.format_writer import FormatWriter
+from e2e_vl.synthetic.format_writer import FormatWriter, link_image
 from e2e_vl.synthetic.relations import SceneFacts
 from e2e_vl.synthetic.scene_records import SceneRecord, by_split
 from e2e_vl.synthetic.scenes import COLOURS
@@ -67,7 +65,7 @@ class VCRWriter(FormatWriter[list[_Question]]):
             for scene in part:
                 image = f"drawn_{split}/{split}_{scene.number:06d}@0"
                 metadata = _metadata(scene)
-                _link(scene.image_file, folder / "vcr1images" / f"{image}{scene.image_file.suffix}")
+                link_image(scene.image_file, folder / "vcr1images" / f"{image}{scene.image_file.suffix}")
                 (folder / "vcr1images" / f"{image}.json").write_text(json.dumps(metadata), encoding="utf-8")
                 for position, question in enumerate(scene.drawn):
                     files = {"img_fn": f"{image}{scene.image_file.suffix}", "metadata_fn": f"{image}.json"}
@@ -209,12 +207,3 @@ def _line(
     }
     hidden = _HIDDEN if split == UNLABELLED else ()
     return {key: value for key, value in record.items() if key not in hidden}
-
-
-def _link(source: Path, target: Path) -> None:
-    """A hard link, or a copy where the disk has no hard links."""
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

@@ -11,15 +11,15 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from e2e_vl.synthetic.descriptions import Values, all_descriptions, identify, noun_phrase, without
 from e2e_vl.synthetic.format_writer import FormatWriter
-from e2e_vl.synthetic.language import SLOTS, Description, pluralised
-from e2e_vl.synthetic.relations import SceneFacts, members
+from e2e_vl.synthetic.language import SLOTS, Description
+from e2e_vl.synthetic.relations import SceneFacts
 from e2e_vl.synthetic.scene_records import SceneRecord, by_split
 from e2e_vl.synthetic.scenes import SceneConfig
 
@@ -83,83 +83,55 @@ def draw_vqa_questions(facts: SceneFacts, config: SceneConfig, rng: np.random.Ge
     return list(questions.values())
 
 
-_Values = dict[str, Sequence[str]]
 _Made = tuple[str, str, str, list[str]] | None  # question, its type, the right answer, wrong ones
 
 
-def _ask_value(slot: str, question_type: str, facts: SceneFacts, values: _Values, rng: np.random.Generator) -> _Made:
-    found = _identify(facts, _without(SLOTS, slot), rng)
+def _ask_value(slot: str, question_type: str, facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Made:
+    found = identify(facts, without(SLOTS, slot), rng)
     if found is None:
         return None
     index, description = found
     answer = getattr(facts.looks[index], slot)
-    return f"{question_type} {_noun_phrase(description)}", question_type, answer, _without(values[slot], answer)
+    return f"{question_type} {noun_phrase(description)}", question_type, answer, without(values[slot], answer)
 
 
-def _ask_count(facts: SceneFacts, values: _Values, rng: np.random.Generator) -> _Made:
+def _ask_count(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Made:
     slots = _COUNTED[rng.integers(len(_COUNTED))]
     by_count: dict[int, list[Description]] = defaultdict(list)
-    for description in _all_descriptions(slots, values):
+    for description in all_descriptions(slots, values):
         by_count[description.mask(facts).bit_count()].append(description)
     number = sorted(by_count)[rng.integers(len(by_count))]
     description = by_count[number][rng.integers(len(by_count[number]))]
     near = [str(other) for other in (number - 1, number + 1) if other >= 0]
-    return f"how many {_noun_phrase(description, plural=True)} are there", "how many", str(number), near
+    return f"how many {noun_phrase(description, plural=True)} are there", "how many", str(number), near
 
 
-def _ask_existence(facts: SceneFacts, values: _Values, rng: np.random.Generator) -> _Made:
+def _ask_existence(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Made:
     slots = (("colour", "shape"), ("texture", "shape"), ("size", "colour"))[rng.integers(3)]
     wanted = bool(rng.random() < 0.5)
-    some = [description for description in _all_descriptions(slots, values) if bool(description.mask(facts)) == wanted]
+    some = [description for description in all_descriptions(slots, values) if bool(description.mask(facts)) == wanted]
     if not some:
         return None
-    text = f"is there a {_noun_phrase(some[rng.integers(len(some))])}"
+    text = f"is there a {noun_phrase(some[rng.integers(len(some))])}"
     return (text, "is there a", *_yes_or_no(wanted))
 
 
-def _ask_yes_or_no(facts: SceneFacts, values: _Values, rng: np.random.Generator) -> _Made:
+def _ask_yes_or_no(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Made:
     slot = ("colour", "texture", "size")[rng.integers(3)]
-    found = _identify(facts, _without(SLOTS, slot), rng)
+    found = identify(facts, without(SLOTS, slot), rng)
     if found is None or len(values[slot]) < 2:
         return None
     index, description = found
     true = getattr(facts.looks[index], slot)
     is_true = bool(rng.random() < 0.5)
-    others = _without(values[slot], true)
+    others = without(values[slot], true)
     said = true if is_true else others[rng.integers(len(others))]
-    return (f"is the {_noun_phrase(description)} {said}", "is the", *_yes_or_no(is_true))
-
-
-def _all_descriptions(slots: Sequence[str], values: _Values) -> list[Description]:
-    chosen = product(*(values[slot] for slot in slots))
-    return [Description(**dict(zip(slots, combination, strict=True))) for combination in chosen]
+    return (f"is the {noun_phrase(description)} {said}", "is the", *_yes_or_no(is_true))
 
 
 def _yes_or_no(is_true: bool) -> tuple[str, list[str]]:
     """The right answer and the wrong one."""
     return ("yes", ["no"]) if is_true else ("no", ["yes"])
-
-
-def _identify(facts: SceneFacts, slots: Sequence[str], rng: np.random.Generator) -> tuple[int, Description] | None:
-    """An object drawn at random and attributes among these slots that only it has; None if there is no such object."""
-    for index in rng.permutation(facts.count):
-        look = facts.looks[index]
-        subsets = [subset for number in range(1, len(slots) + 1) for subset in combinations(slots, number)]
-        descriptions = [Description(**{slot: getattr(look, slot) for slot in subset}) for subset in subsets]
-        identifying = [one for one in descriptions if members(one.mask(facts)) == [index]]
-        if identifying:
-            return int(index), identifying[rng.integers(len(identifying))]
-    return None
-
-
-def _noun_phrase(description: Description, *, plural: bool = False) -> str:
-    noun = description.shape or "thing"
-    words = (description.size, description.texture, description.colour, pluralised(noun) if plural else noun)
-    return " ".join(word for word in words if word)
-
-
-def _without(values: Sequence[str], value: str) -> list[str]:
-    return [other for other in values if other != value]
 
 
 def _answers_of_people(answer: str, others: Sequence[str], rng: np.random.Generator) -> list[str]:

@@ -198,6 +198,15 @@ class Task(nn.Module, abc.ABC):
         """One prediction in words, the answer first; by default the ranked answers."""
         return [f"{score:.3f}  {answer}" for answer, score in self.ranked(record)]
 
+    def pointed(self, record: dict[str, Any]) -> list[tuple[str, list[float]]]:
+        """Labels and boxes, in pixels of the original image, that one prediction points at.
+
+        By default the one of a task that `points_at_box`, and none of others.
+        """
+        if not self.points_at_box or record["box"] is None:
+            return []
+        return [(f"{record['class'] or ''} {record['score']:.2f}".strip(), record["box"])]
+
     def draw(self, record: dict[str, Any]) -> np.ndarray | None:
         """uint8 RGB picture [height, width, 3] of one prediction with the truth, by default the image alone.
 

@@ -58,7 +58,7 @@ def test_detector_files_load_and_come_back_equal(path):
 def without_files(config: RunConfig) -> RunConfig:
     """Settings of a model that starts at random, with a list of answers if it needs one, which comes with the data."""
     task = config.task
-    if task.name == "vqa":
+    if named_parts(config).task[1].chooses_answers:
         task = dataclasses.replace(task, config={**task.config, "answers": ["yes", "no"]})
     return dataclasses.replace(
         config,

@@ -57,7 +57,7 @@ def test_layout(folder, lines):
 
 def test_images_take_no_room_of_their_own(folder):
     first = next((folder / "vcr1images").glob("drawn_train/*.jpg"))
-    assert first.stat().st_nlink == 2
+    assert first.stat().st_nlink > 1
 
 
 def test_keys_are_those_of_the_release(lines, golden_root):

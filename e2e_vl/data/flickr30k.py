@@ -1,0 +1,192 @@
+"""Flickr30K Entities: captions whose phrases name boxes.
+
+Files (`data.files`, relative to `data.root`; {split} is the split)
+    ids          {split}.txt: the images of the split
+    images       flickr30k_images: folder of the images
+    sentences    Flickr30kEntities/Sentences: folder of the captions
+    annotations  Flickr30kEntities/Annotations: folder of the boxes
+    instances    COCO instances of the same images, in place of the annotated boxes as candidates: detection losses
+
+As in BAN's and VisualBERT's code, phrases without a box (scenes, what cannot be seen) are left out, and so are captions
+without any phrase that has one. All small files of a split are read when it is opened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from e2e_vl.data.base import DataFiles, VLDataset, Wants, split_names
+from e2e_vl.data.formats.coco import CocoInstances, read_instances
+from e2e_vl.data.formats.flickr_entities import (
+    AnnotatedImage,
+    EntityPhrase,
+    EntitySentence,
+    read_annotation,
+    read_image_ids,
+    read_sentences,
+)
+from e2e_vl.data.formats.image_names import ImageNames, instances_image, require_instances
+from e2e_vl.data.loading.grouping import ConsecutiveGroups
+from e2e_vl.samples import AnnotatedObjects, PhraseBoxes, Sample, SampleImage, SampleText
+
+
+@dataclasses.dataclass(frozen=True)
+class Flickr30KOptions(ImageNames):
+    """Fields of `data.config`, beside `image_name`."""
+
+    # "as_written": the files count pixels from 1, and boxes are taken as they are (BAN, VisualBERT). "zero_based": one
+    # less, as the data set's own parser gives them.
+    coordinates: Literal["as_written", "zero_based"] = "as_written"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.coordinates not in ("as_written", "zero_based"):
+            raise ValueError(f"data.config.coordinates is '{self.coordinates}'; it must be as_written or zero_based.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Caption:
+    """A caption with the phrases that have boxes."""
+
+    line: int  # of the file, from 0
+    sentence: EntitySentence
+    phrases: tuple[EntityPhrase, ...]
+
+
+class Flickr30KDataset(VLDataset):
+    """Captions of some images, those of an image one after the other.
+
+    Args:
+        captions: of every image that has any.
+        annotations: of the same images.
+        folder: of the image files.
+        annotations_folder: names the boxes in errors.
+        parts: placeholder values of each split, see `VLDataset.parts`.
+
+    Raises:
+        ValueError: no caption has a phrase with a box, or an image that the instances lack.
+    """
+
+    known_files = (
+        *("images", "ids", "sentences", "annotations"),
+        *("instances", "detections", "features"),
+    )
+    options = Flickr30KOptions
+    annotation_files = ("instances", "annotations")
+
+    def __init__(
+        self,
+        captions: Mapping[str, Sequence[Caption]],
+        annotations: Mapping[str, AnnotatedImage],
+        folder: Path,
+        annotations_folder: Path,
+        options: Flickr30KOptions,
+        parts: Sequence[Mapping[str, str]],
+        instances: CocoInstances | None = None,
+    ) -> None:
+        if not captions:
+            raise ValueError(f"{annotations_folder}: no phrase of any caption has a box; use files of one release")
+        self.annotations = annotations
+        self.folder = folder
+        self.annotations_folder = annotations_folder
+        self.settings = options
+        self.parts = parts
+        self.instances = instances
+        self._ids = list(captions)
+        self.captions = [caption for own in captions.values() for caption in own]
+        self.groups = ConsecutiveGroups([len(own) for own in captions.values()])
+        if instances is not None:
+            require_instances(instances, self._ids)
+            self.class_names = instances.class_names
+
+    @classmethod
+    def open(cls, files: DataFiles, options: Flickr30KOptions, split: str, wants: Wants) -> Flickr30KDataset:
+        """`split` names one split or several joined by "+"; the top of this file says which files there are."""
+        parts = [{"split": name} for name in split_names(split)]
+        if wants.objects and "instances" not in files:
+            raise ValueError(
+                "The annotated boxes have no classes of a detector; give an instances file as data.files.instances, or "
+                "set detector.loss_weight to 0."
+            )
+        instances = None
+        if wants.annotations and "instances" in files:
+            instances = read_instances(files.path("instances", split=split), drop_empty_boxes=True)
+        sentences, boxes = files.path("sentences"), files.path("annotations")
+        captions: dict[str, list[Caption]] = {}
+        annotations: dict[str, AnnotatedImage] = {}
+        for image_id in _image_ids(files, split):
+            annotated = read_annotation(boxes / f"{image_id}.xml")
+            known = {chain for names in annotated.names for chain in names}
+            own = []
+            for line, sentence in enumerate(read_sentences(sentences / f"{image_id}.txt")):
+                phrases = tuple(phrase for phrase in sentence.phrases if phrase.chain in known)
+                if phrases:
+                    own.append(Caption(line, sentence, phrases))
+            if own:
+                captions[image_id], annotations[image_id] = own, annotated
+        return cls(captions, annotations, files.path("images"), boxes, options, parts, instances)
+
+    @classmethod
+    def texts_of(cls, files: DataFiles, options: Flickr30KOptions, split: str) -> Iterable[str]:
+        """All captions of a split."""
+        folder = files.path("sentences")
+        for image_id in _image_ids(files, split):
+            for sentence in read_sentences(folder / f"{image_id}.txt"):
+                yield sentence.words
+
+    def __len__(self) -> int:
+        """Number of captions with a phrase that has a box."""
+        return len(self.captions)
+
+    def image_ids(self) -> Iterable[str]:
+        return self._ids
+
+    def sample(self, texts: Sequence[int]) -> Sample:
+        """Some captions of one image."""
+        image_id = self._ids[self.groups.of_text(texts[0])]
+        return Sample((self._image(image_id),), tuple(self._text(index, image_id) for index in texts))
+
+    def _image(self, image_id: str) -> SampleImage:
+        file = self.settings.file(self.folder, image_id)
+        if self.instances is not None:
+            return instances_image(self.instances, image_id, file)
+        annotated = self.annotations[image_id]
+        objects = AnnotatedObjects(self._moved(annotated.boxes), str(self.annotations_folder / f"{image_id}.xml"))
+        return SampleImage(image_id, file, annotated.size, objects)
+
+    def _text(self, index: int, image_id: str) -> SampleText:
+        caption = self.captions[index]
+        boxes = [self._moved(self.annotations[image_id].boxes_of(phrase.chain)) for phrase in caption.phrases]
+        words = caption.sentence.words
+        facts = {
+            "image_id": image_id,
+            "sentence": caption.line,
+            "sent": words,
+            "phrases": [words[slice(*phrase.span)] for phrase in caption.phrases],
+            "phrase_ids": [phrase.chain for phrase in caption.phrases],
+            "phrase_types": [list(phrase.types) for phrase in caption.phrases],
+            "gt_boxes": [own.tolist() for own in boxes],
+        }
+        truth = PhraseBoxes(tuple(phrase.span for phrase in caption.phrases), tuple(boxes))
+        return SampleText(index, words, facts, truth)
+
+    def _moved(self, boxes: np.ndarray) -> np.ndarray:
+        return boxes - 1 if self.settings.coordinates == "zero_based" else boxes
+
+
+def _image_ids(files: DataFiles, split: str) -> list[str]:
+    """The images of one or several splits. Raises ValueError for an image in two of them."""
+    found: dict[str, str] = {}
+    for name in split_names(split):
+        for image_id in read_image_ids(files.path("ids", split=name)):
+            if image_id in found:
+                raise ValueError(
+                    f"image {image_id} is in the splits {found[image_id]} and {name}; name each split once"
+                )
+            found[image_id] = name
+    return list(found)

@@ -1,0 +1,166 @@
+"""Reader of Flickr30K Entities: sentences with phrases in brackets, and the boxes of the chains that phrases belong to.
+
+A chain is what several phrases, in the sentences of one image, call the same thing. A phrase is written
+`[/EN#283585/people A man]`: chain, one or more types, words. The XML file of an image gives each chain no, one or more
+boxes, and a box can belong to several chains.
+
+Coordinates are those of the file, which counts pixels from 1, and they are not shifted: so do BAN and VisualBERT, whose
+numbers are the published ones. (The data set's own parser subtracts 1, which changes the results of boxes at the
+limit.)
+
+Shape legend: see `detector/structures.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+
+from e2e_vl.data.storage.files import require_file
+
+_PHRASE = re.compile(r"\[/EN#(\d+)((?:/[^\s/\]]+)+)\s([^\]]*)\]")
+_SIDES = ("xmin", "ymin", "xmax", "ymax")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EntityPhrase:
+    """One phrase of a sentence."""
+
+    span: tuple[int, int]  # first and last character plus one in the sentence's words
+    chain: str  # "0" of what cannot be seen
+    types: tuple[str, ...]  # such as people, or instruments and other
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EntitySentence:
+    """One caption."""
+
+    words: str  # as written, with single spaces and without brackets
+    phrases: tuple[EntityPhrase, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AnnotatedImage:
+    """The boxes of one image, in the order of the file."""
+
+    size: tuple[int, int]  # (height, width)
+    boxes: np.ndarray  # float64 [G, 4], as written
+    names: tuple[tuple[str, ...], ...]  # of each box the chains
+
+    def boxes_of(self, chain: str) -> np.ndarray:
+        """float64 [boxes, 4] of a chain; none for what is not in the image, or a scene."""
+        return self.boxes[[chain in names for names in self.names]]
+
+
+def parse_sentence(line: str, where: str = "the sentence") -> EntitySentence:
+    """A caption with brackets as words and phrases.
+
+    Raises:
+        ValueError: a bracket that is no phrase, or a phrase without words; `where` names it.
+    """
+    words, phrases, last = "", [], 0
+    line = " ".join(line.split())
+    for found in _PHRASE.finditer(line):
+        words += line[last : found.start()]
+        chain, types, own = found.groups()
+        own = own.strip()
+        if not own:
+            raise ValueError(f"{where}: the phrase {found[0]} has no words; repair the file")
+        phrases.append(EntityPhrase((len(words), len(words) + len(own)), chain, tuple(types[1:].split("/"))))
+        words += own
+        last = found.end()
+    words += line[last:]
+    if "[/EN#" in words:
+        wrong = words[words.index("[/EN#") :]
+        raise ValueError(f"{where}: {wrong!r} is no phrase such as [/EN#283585/people A man]; repair the file")
+    return EntitySentence(words, tuple(phrases))
+
+
+def read_sentences(path: str | Path) -> list[EntitySentence]:
+    """The captions of one image, a line each; blank lines are left out.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no UTF-8 text, a bracket that is no phrase, or no caption. File and line are named.
+    """
+    path = require_file(path, "sentences")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a UTF-8 text file; copy or download it again") from error
+    found = [parse_sentence(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ValueError(f"{path}: there is no sentence in the file; copy or download it again")
+    return found
+
+
+def read_annotation(path: str | Path) -> AnnotatedImage:
+    """The size and the boxes of one image.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no XML, no size, or an object without a name, with half a box or with one that is inverted. File and
+            object are named.
+    """
+    path = require_file(path, "annotation")
+    content = path.read_bytes()
+    if b"<!DOCTYPE" in content or b"<!ENTITY" in content:  # could make the parser expand a small file to a huge one
+        raise ValueError(f"{path}: the annotation declares a document type or entities; copy or download it again")
+    try:
+        root = ElementTree.fromstring(content)
+    except ElementTree.ParseError as error:
+        raise ValueError(f"{path}: the annotation is not valid XML ({error}); copy or download it again") from error
+    width, height = (_whole(root.findtext(f"size/{side}"), f"{path}: the {side}") for side in ("width", "height"))
+    boxes, names = [], []
+    for number, element in enumerate(root.iter("object")):
+        where = f"{path}: object {number}"
+        chains = tuple((name.text or "").strip() for name in element.findall("name"))
+        if not chains or not all(chains):
+            raise ValueError(f"{where} has no name; repair the file")
+        box = element.find("bndbox")
+        if box is None:  # a scene, or something that has no box
+            continue
+        x1, y1, x2, y2 = (_whole(box.findtext(side), f"{where}: {side}") for side in _SIDES)
+        if x2 < x1 or y2 < y1:
+            raise ValueError(f"{where}: the box {[x1, y1, x2, y2]} is inverted; correct or remove it")
+        boxes.append((x1, y1, x2, y2))
+        names.append(chains)
+    return AnnotatedImage((height, width), np.array(boxes, dtype=np.float64).reshape(-1, 4), tuple(names))
+
+
+def _whole(text: str | None, where: str) -> int:
+    try:
+        return int(text)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where} is {text!r}; it must be a whole number, repair the file") from error
+
+
+def read_image_ids(path: str | Path) -> list[str]:
+    """The image ids of a split file, one per line; blank lines are left out.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no id, an id that is there twice, or one that is no number.
+    """
+    path = require_file(path, "image ids")
+    ids: dict[str, int] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
+        name = line.strip()
+        if not name:
+            continue
+        if not name.isdigit():
+            raise ValueError(
+                f"{path}, line {number}: {name!r} is no image id such as 1000092795; one per line is expected"
+            )
+        if name in ids:
+            raise ValueError(
+                f"{path}, line {number}: image {name} is there twice, first on line {ids[name]}; remove one"
+            )
+        ids[name] = number
+    if not ids:
+        raise ValueError(f"{path}: there is no image id in the file; copy or download it again")
+    return list(ids)

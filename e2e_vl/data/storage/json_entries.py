@@ -1,0 +1,138 @@
+"""Large JSON files that hold one object, read entry by entry, so that the whole is never in memory.
+
+Python's own decoder reads one value from a text and says where it ends; that is all it takes. The text is the file
+decoded as Latin-1, one character per byte, so that places in it are places in the file, and every entry that holds more
+than ASCII is decoded again as UTF-8.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from e2e_vl.data.storage.files import require_file
+from e2e_vl.data.storage.index_files import OpenFiles
+
+_CHUNK = 1 << 22  # bytes read at once
+_LONGEST = 1 << 28  # bytes of an entry; what is longer is a damaged file
+_SPACE = re.compile(r"[ \t\r\n]*")
+_DECODER = json.JSONDecoder()
+
+
+class JsonEntry(NamedTuple):
+    """One key of the object with its value, and where both stand in the file."""
+
+    key: str
+    value: Any
+    start: int  # byte of the key's opening quote
+    size: int  # bytes up to the end of the value
+
+
+def json_entries(path: str | Path, what: str) -> Iterator[JsonEntry]:
+    """The entries of the one object in a JSON file, in their order.
+
+    Args:
+        what: names the content in errors.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no JSON, or something else than an object.
+    """
+    path = require_file(path, what)
+    with path.open("rb") as file:
+        yield from _Scanner(file, path, what).entries()
+
+
+def read_entry(files: OpenFiles, path: Path, start: int, size: int) -> tuple[str, Any]:
+    """Key and value of an entry that `json_entries` found.
+
+    Raises:
+        ValueError: the file has changed since.
+    """
+    try:
+        [(key, value)] = json.loads(b"{" + files.read(path, start, size) + b"}").items()
+    except ValueError as error:
+        raise ValueError(f"{path}: has changed while it was in use (entry at byte {start})") from error
+    return key, value
+
+
+class _Scanner:
+    """A window over the file that grows until the next entry is whole."""
+
+    def __init__(self, file: Any, path: Path, what: str) -> None:
+        self.file, self.path, self.what = file, path, what
+        self.text, self.at, self.before = "", 0, 0  # the window, the place in it, and bytes before the window
+        self.is_at_end = False
+
+    def entries(self) -> Iterator[JsonEntry]:
+        self.expect("{")
+        is_first = True
+        while self.next_mark() != "}":
+            if not is_first:
+                self.expect(",")
+                self.next_mark()
+            is_first = False
+            yield self.entry()
+        self.expect("}")
+        if self.next_mark():
+            raise self.broken("something stands behind the object")
+
+    def entry(self) -> JsonEntry:
+        while True:
+            try:
+                key, end = self.value(self.at)
+                colon = self.skip(end)
+                if not isinstance(key, str) or self.text[colon : colon + 1] not in (":", ""):
+                    raise self.broken("a key with a value is expected")
+                value, end = self.value(self.skip(colon + 1))
+            except (IndexError, StopIteration, json.JSONDecodeError) as error:
+                if self.is_at_end or len(self.text) - self.at > _LONGEST:
+                    raise self.broken(str(error) or "an entry is cut off") from error
+            else:
+                if end < len(self.text) or self.is_at_end:
+                    break
+            self.read()
+        written = self.text[self.at : end]
+        if not written.isascii():
+            try:
+                [(key, value)] = json.loads(("{" + written + "}").encode("latin-1")).items()
+            except UnicodeDecodeError as error:
+                raise self.broken("it is not UTF-8 text") from error
+        found = JsonEntry(key, value, self.before + self.at, end - self.at)
+        self.at = end
+        return found
+
+    def value(self, at: int) -> tuple[Any, int]:
+        return _DECODER.raw_decode(self.text, at)
+
+    def skip(self, at: int) -> int:
+        return _SPACE.match(self.text, at).end()
+
+    def next_mark(self) -> str:
+        """The next character that is no white space, which stays; empty at the end of the file."""
+        while True:
+            self.at = self.skip(self.at)
+            if self.at < len(self.text) or self.is_at_end:
+                return self.text[self.at : self.at + 1]
+            self.read()
+
+    def expect(self, mark: str) -> None:
+        if self.next_mark() != mark:
+            raise self.broken(f"'{mark}' is expected")
+        self.at += 1
+
+    def read(self) -> None:
+        """Drop what was read and read on: at least as much as is kept, so that long entries are not read too often."""
+        kept = self.text[self.at :]
+        chunk = self.file.read(max(_CHUNK, len(kept)))
+        self.before += self.at
+        self.text, self.at, self.is_at_end = kept + chunk.decode("latin-1"), 0, not chunk
+
+    def broken(self, why: str) -> ValueError:
+        return ValueError(
+            f"{self.path}: the {self.what} are not one JSON object (near byte {self.before + self.at}: {why}); copy or "
+            "download the file again"
+        )

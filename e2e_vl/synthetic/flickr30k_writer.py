@@ -1,0 +1,168 @@
+"""Writer of Flickr30K Entities: captions whose phrases stand in brackets, and an XML file of boxes per image.
+
+A phrase names one object by what only it has, or all objects that something is true of; what is named again, in
+whatever words, belongs to the same chain. Scenes and what cannot be seen have no box. The type of a phrase follows from
+the shape that it names, so that all types of the release occur; it means nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+
+from e2e_vl.synthetic.descriptions import Values, all_descriptions, identify, noun_phrase
+from e2e_vl.synthetic.format_writer import FormatWriter
+from e2e_vl.synthetic.language import SLOTS
+from e2e_vl.synthetic.relations import SceneFacts, members
+from e2e_vl.synthetic.scene_records import SceneRecord, by_split
+from e2e_vl.synthetic.scenes import SHAPES
+
+CAPTIONS = 5
+_TYPES = dict(
+    zip(SHAPES, ("people", "clothing", "bodyparts", "animals", "vehicles", "instruments"), strict=False)
+)  # of phrases that name a shape; others are "other"
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_SEVERAL = 4  # most objects of one phrase
+_GROUPED = (("shape",), ("colour",), ("colour", "shape"), ("texture", "shape"))
+_ATTEMPTS = 20
+_SCENE, _UNSEEN = "scene", "notvisual"
+
+_Phrase = tuple[str, str, tuple[int, ...]]  # words, type, and the objects that it names
+
+
+class EntitiesWriter(FormatWriter[list[list[str | _Phrase]]]):
+    """Writes ``Sentences/<id>.txt``, ``Annotations/<id>.xml`` and ``<split>.txt``; an id is the image's number."""
+
+    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> list[list[str | _Phrase]]:
+        rng = self.recipe.generator(scene.split, scene.number, "flickr30k")
+        return draw_entity_captions(facts, self.recipe.scene.values, rng)
+
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[list[list[str | _Phrase]]]]) -> dict[str, Any]:
+        for name in ("Sentences", "Annotations"):
+            (folder / name).mkdir(exist_ok=True)
+        phrases = boxes = 0
+        for split, part in by_split(scenes).items():
+            for scene in part:
+                chains = _chains(scene)
+                lines = "".join(_line(caption, chains) + "\n" for caption in scene.drawn)
+                (folder / "Sentences" / f"{scene.image_id}.txt").write_text(lines, encoding="utf-8")
+                (folder / "Annotations" / f"{scene.image_id}.xml").write_text(_xml(scene, chains), encoding="utf-8")
+                named = [
+                    part[2] for caption in scene.drawn for part in caption if not isinstance(part, str) and part[2]
+                ]
+                phrases += len(named)
+                boxes += sum(map(len, named))
+            ids = "".join(f"{scene.image_id}\n" for scene in part)
+            (folder / f"{split}.txt").write_text(ids, encoding="utf-8")
+        return {"phrases_with_boxes": phrases, "boxes_per_phrase": round(boxes / max(phrases, 1), 3)}
+
+
+def draw_entity_captions(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[list[str | _Phrase]]:
+    """Up to five different captions, each a list of words and phrases; all of them are true of the scene."""
+    found: dict[str, list[str | _Phrase]] = {}
+    for _ in range(CAPTIONS * _ATTEMPTS):
+        if len(found) == CAPTIONS:
+            break
+        caption = _caption(facts, values, rng)
+        found.setdefault(" ".join(part if isinstance(part, str) else part[0] for part in caption), caption)
+    return list(found.values())
+
+
+def _caption(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[str | _Phrase]:
+    """One to three phrases joined by "and" and commas, perhaps with a scene and something unseen, and a full stop."""
+    named: dict[tuple[int, ...], _Phrase] = {}
+    for _ in range(int(rng.integers(1, 4))):
+        phrase = (_single if rng.random() < 0.65 else _group)(facts, values, rng)
+        if phrase is not None:
+            named.setdefault(phrase[2], phrase)
+    parts: list[str | _Phrase] = []
+    for number, phrase in enumerate(named.values()):
+        if number:
+            parts.append("and" if number == len(named) - 1 else ",")
+        parts.append(phrase)
+    if rng.random() < 0.4 or not parts:
+        parts += ["in", ("a picture", _SCENE, ())] if parts else [("a picture", _SCENE, ())]
+    if rng.random() < 0.2:
+        parts += ["while", ("it", _UNSEEN, ()), "is still"]
+    first = parts[0]
+    parts[0] = (first[0][0].upper() + first[0][1:], *first[1:])
+    return [*parts, "."]
+
+
+def _single(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Phrase | None:
+    found = identify(facts, SLOTS, rng)
+    if found is None:
+        return None
+    index, description = found
+    return f"the {noun_phrase(description)}", _TYPES.get(description.shape, "other"), (index,)
+
+
+def _group(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Phrase | None:
+    slots = _GROUPED[rng.integers(len(_GROUPED))]
+    some = [
+        (description, mask)
+        for description in all_descriptions(slots, values)
+        if 2 <= (mask := description.mask(facts)).bit_count() <= _SEVERAL
+    ]
+    if not some:
+        return None
+    description, mask = some[rng.integers(len(some))]
+    words = f"{_NUMBERS[mask.bit_count()]} {noun_phrase(description, plural=True)}"
+    return words, _TYPES.get(description.shape, "other"), tuple(members(mask))
+
+
+def _chains(scene: SceneRecord[list[list[str | _Phrase]]]) -> dict[tuple[str, tuple[int, ...]], str]:
+    """The chain of each set of objects, and of the scene; what cannot be seen is 0."""
+    chains: dict[tuple[str, tuple[int, ...]], str] = {}
+    for caption in scene.drawn:
+        for part in caption:
+            if isinstance(part, str):
+                continue
+            _, kind, objects = part
+            key = (kind if not objects else "", objects)
+            number = "0" if kind == _UNSEEN else str(scene.image_id * 100 + len(chains) + 1)
+            chains.setdefault(key, number)
+    return chains
+
+
+def _line(caption: Sequence[str | _Phrase], chains: dict[tuple[str, tuple[int, ...]], str]) -> str:
+    words = []
+    for part in caption:
+        if isinstance(part, str):
+            words.append(part)
+        else:
+            text, kind, objects = part
+            words.append(f"[/EN#{chains[kind if not objects else '', objects]}/{kind} {text}]")
+    return " ".join(words)
+
+
+def _xml(scene: SceneRecord[Any], chains: dict[tuple[str, tuple[int, ...]], str]) -> str:
+    """One object per box with the chains that name it, and one per scene. Pixels are counted from 1, the last
+    included."""
+    root = ElementTree.Element("annotation")
+    ElementTree.SubElement(root, "filename").text = f"{scene.image_id}.jpg"
+    size = ElementTree.SubElement(root, "size")
+    for name, value in (("width", scene.size[1]), ("height", scene.size[0]), ("depth", 3)):
+        ElementTree.SubElement(size, name).text = str(value)
+    for index, item in enumerate(scene.objects):
+        names = [chain for (_, objects), chain in chains.items() if index in objects]
+        if not names:
+            continue
+        element = ElementTree.SubElement(root, "object")
+        for name in names:
+            ElementTree.SubElement(element, "name").text = name
+        box = ElementTree.SubElement(element, "bndbox")
+        x, y, w, h = (int(value) for value in item.box)
+        for side, value in (("xmin", x + 1), ("ymin", y + 1), ("xmax", x + w), ("ymax", y + h)):
+            ElementTree.SubElement(box, side).text = str(value)
+    for (kind, _), chain in chains.items():
+        if kind == _SCENE:
+            element = ElementTree.SubElement(root, "object")
+            for name, text in (("name", chain), ("scene", "1"), ("nobndbox", "0")):
+                ElementTree.SubElement(element, name).text = text
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode") + "\n"

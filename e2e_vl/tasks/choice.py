@@ -1,0 +1,272 @@
+"""Questions with a list of possible answers: a class per answer, read from the encoder's summary of the question.
+
+The list belongs to the task and is saved with it. What makes an answer right is the business of each task: it says what
+the truth of a text means for the classes (`AnswerWording.judged`), and how a prediction is scored.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from detector.interface import Detector
+from detector.structures import Loss
+from e2e_vl.evaluation.vqa import UNKNOWN
+from e2e_vl.examples import ImageExample, TextExample
+from e2e_vl.layout import TextWriter
+from e2e_vl.samples import DataFacts, Question, Sample, SampleText
+from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Targets, stacked
+from e2e_vl.tasks.base import HeadStart, Records, Task, check_choices, check_dropout
+from e2e_vl.tasks.heads import Head, NewLayers, Sizes, Transform
+from e2e_vl.wording import Draw, Wording
+
+MANY_UNKNOWN = 0.5  # share of questions that is worth a warning
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerConfig:
+    """What all tasks with a list of answers can be told; the official VL-BERT code has the same defaults."""
+
+    # the possible answers, the position in the list is the class. In settings also a file, see
+    # `e2e_vl.data.formats.answer_files.read_answers`; None: `data.files.answers`, or built from the annotations of the
+    # training split. Of an answer that is listed twice the first counts; `<unk>` is never a target and never predicted.
+    answers: list[str] | tuple[str, ...] | str | None = None
+    # a list built from annotations holds what is the most frequent answer to at least this number of questions; 9 gives
+    # the usual 3,129 answers of VQA v2's train and val
+    min_answer_count: int = 9
+    dropout: float = 0.1  # dropout before the last Linear
+    # "binary": a binary cross entropy per answer with soft targets, summed over the answers (official). "softmax": a
+    # cross entropy with the best answer as truth; texts without a known answer are left out.
+    loss: Literal["binary", "softmax"] = "binary"
+    # each row of the last Linear starts as the mean word embedding of its answer's wordpieces (official)
+    initialise_from_words: bool = True
+    head_widening: int = 1  # the head's hidden layer is this number of times as wide as the summary (LXMERT: 2)
+    new_layers: NewLayers = "official"  # start of the head's Linears, see `e2e_vl.tasks.heads.start_head`
+    top_answers: int = 5  # how many of the best answers a prediction lists
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_dropout("dropout", self.dropout)
+        if self.min_answer_count < 1 or self.top_answers < 1 or self.head_widening < 1:
+            raise ValueError("min_answer_count, top_answers and head_widening must be at least 1.")
+
+
+@dataclasses.dataclass
+class AnswerTargets(Targets):
+    """How good each answer is, and the best one."""
+
+    scores: Float[np.ndarray, " Y"] | Float[Tensor, "M Y"] | None = stacked()  # soft targets
+    best: int | np.int64 | Int64[Tensor, " M"] | None = stacked()  # class of the best answer; -1: none is known
+
+
+class PossibleAnswers:
+    """A list of answers and the class of each, see `AnswerConfig`.
+
+    Raises:
+        ValueError: there is no answer but `<unk>`.
+    """
+
+    def __init__(self, answers: Sequence[str]) -> None:
+        self.answers = [str(answer) for answer in answers]
+        self.class_of: dict[str, int] = {}
+        for number, answer in enumerate(self.answers):
+            if answer != UNKNOWN:
+                self.class_of.setdefault(answer, number)
+        if not self.class_of:
+            raise ValueError("The list of possible answers is empty.")
+
+    def __len__(self) -> int:
+        return len(self.answers)
+
+    def targets_of(self, scores: dict[str, float]) -> Float[np.ndarray, " Y"]:
+        """float32 targets of every possible answer from the scores of some; those that are not in the list are left
+        out."""
+        targets = np.zeros(len(self), dtype=np.float32)
+        for answer, score in scores.items():
+            if answer in self.class_of:
+                targets[self.class_of[answer]] = score
+        return targets
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerWording(Wording):
+    """A question with a place for its answer; in a mirrored image "left" and "right" change places (VL-BERT's code)."""
+
+    answers: PossibleAnswers
+
+    def word(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    ) -> Iterable[TextExample]:
+        [image] = images
+        mirrored = image.placement.flipped
+        laid = self.writer.question(self.writer.pieces(text.words, mirrored=mirrored))
+        targets, said = self.judged(text.truth, mirrored=mirrored)
+        yield TextExample(laid, text.looks_at, self.record(text, images, laid) | said, targets)
+
+    @abc.abstractmethod
+    def judged(self, truth: Any, *, mirrored: bool) -> tuple[AnswerTargets, dict[str, Any]]:
+        """Targets from the truth of a text, and what of it changes in the record; without values where it is
+        unknown."""
+
+
+class AnswerTask(Task):
+    """A score per possible answer, from the summary of question and image; the highest is the answer.
+
+    Raises:
+        ValueError: `config.answers` is not a list (the engine reads files) or lists nothing but `<unk>`.
+    """
+
+    writes_submission = True
+    chooses_answers = True
+    blind_without_boxes = True  # the number of boxes answers "how many"
+    starts_from = HeadStart(copies={"word_head.transform.": "head.transform."}, random=("head.output.",))
+    loss_name: ClassVar[str]  # in the log
+    predicted: ClassVar[str] = "answer"  # key of the predicted answer in records
+
+    def __init__(self, summary_size: int, config: AnswerConfig):
+        super().__init__()
+        if not isinstance(config.answers, Sequence) or isinstance(config.answers, str):
+            raise ValueError(f"{type(self).__name__} needs the list of possible answers in its config.")
+        self.config = config
+        self.answer_list = self.make_list(config.answers)
+        width = config.head_widening * summary_size
+        transform = Transform(summary_size, norm=True, width=width)
+        self.head = Head(width, len(self.answers), config.dropout, config.new_layers, transform=transform)
+
+    @classmethod
+    def build(cls, sizes: Sizes, config: AnswerConfig) -> Self:
+        """The head reads the summary."""
+        return cls(sizes.summary_size, config)
+
+    def make_list(self, answers: Sequence[str]) -> PossibleAnswers:
+        """The possible answers."""
+        return PossibleAnswers(answers)
+
+    @property
+    def answers(self) -> list[str]:
+        """The possible answers, in the order of their classes."""
+        return self.answer_list.answers
+
+    @property
+    def needs(self) -> tuple[Ability, ...]:
+        words = (Ability.WORD_TABLE,) if self.config.initialise_from_words else ()
+        return (Ability.SUMMARY_OF_QUESTION, *words)
+
+    @abc.abstractmethod
+    def make_wording(self, writer: TextWriter) -> AnswerWording:
+        """What puts the data's questions into wordpieces."""
+
+    def wording(self, writer: TextWriter) -> AnswerWording:
+        writer.require_room(writer.layout.question)
+        return self.make_wording(writer)
+
+    def question(self, question: Question) -> Sample:
+        """A user's question about an image; without boxes the detector proposes them."""
+        return question.plain_sample("A question with a list of answers")
+
+    @torch.no_grad()
+    def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
+        """Rows of the last Linear from the encoder's word embeddings; an answer without wordpieces keeps its row.
+
+        Raises:
+            ValueError: words and the head's hidden layer have different widths.
+        """
+        if not self.config.initialise_from_words:
+            return
+        table, width = encoder.get_input_embeddings().weight, self.head.output.in_features
+        if table.shape[1] != width:
+            times = self.config.head_widening
+            raise ValueError(
+                f"The encoder's words have the width {table.shape[1]} and its summary {width // times}, "
+                + (f"which the head makes {times} times as wide, " if times > 1 else "")
+                + "so answers cannot start from words; set task.config.initialise_from_words to false."
+            )
+        for row, answer in enumerate(self.answers):
+            pieces = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(answer))
+            if pieces:
+                self.head.output.weight[row] = table[pieces].mean(dim=0)
+
+    @abc.abstractmethod
+    def best_class(self, truth: Any) -> int | None:
+        """Class of the best answer that a truth names, -1 if it is not in the list; None where the truth is unknown."""
+
+    def check_data(self, facts: DataFacts, detector: Detector) -> None:
+        """Log how many questions have no answer that is in the list.
+
+        They do not contribute to the softmax loss, and mean "none of these" to the binary one.
+
+        Raises:
+            ValueError: no question has one.
+        """
+        total = without = 0
+        for truth in facts.truths():
+            best = self.best_class(truth)
+            total += best is not None
+            without += best == -1
+        if not without:
+            return
+        if without == total:
+            raise ValueError(
+                f"Not one of the {total} training questions has an answer among the {len(self.answers)} possible ones; "
+                "set task.config.answers to the list of these data, or leave it out to have one built."
+            )
+        share = without / total
+        logger.log(
+            logging.WARNING if share > MANY_UNKNOWN else logging.INFO,
+            "%d of %d training questions (%.1f %%) have no answer among the %d possible ones (task.config.answers).",
+            *(without, total, 100 * share, len(self.answers)),
+        )
+
+    def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
+        """Score the answers of M texts.
+
+        Returns:
+            `logits` float32 [M, Y], and the task's loss if the answers are known. Its count is the number of texts
+            ("binary") or of texts with a known answer ("softmax").
+        """
+        logits = at_least_float32(self.head(encoded.summary))
+        losses = {}
+        if batch.targets is not None and batch.targets.scores is not None:
+            losses[self.loss_name] = self._loss(logits, batch.targets)
+        return TaskOutput(losses=losses, logits=logits)
+
+    def _loss(self, logits: Float[Tensor, "M Y"], targets: AnswerTargets) -> Loss:
+        if self.config.loss == "binary":
+            total = F.binary_cross_entropy_with_logits(logits, targets.scores.to(logits), reduction="sum")
+            return Loss(total=total, count=logits.new_tensor(float(len(logits))))
+        total = F.cross_entropy(logits, targets.best, ignore_index=-1, reduction="sum")
+        return Loss(total=total, count=(targets.best >= 0).sum().to(logits.dtype))
+
+    def predict(self, batch: Batch, output: ModelOutput) -> Records:
+        """Add to each record the answer, its `score` and `top_answers` [[answer, score], ...], best first.
+
+        Scores are sigmoids of the logits; with the softmax loss shares among all answers.
+        """
+        logits = output.task.logits
+        shares = logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)
+        unknown = torch.tensor([answer == UNKNOWN for answer in self.answers], device=logits.device)
+        number = min(self.config.top_answers, len(self.answers) - int(unknown.sum()))
+        best = logits.masked_fill(unknown, -torch.inf).topk(number, dim=1).indices
+        predictions = []
+        for record, *found in zip(batch.records, best.tolist(), shares.gather(1, best).tolist(), strict=True):
+            top = [[self.answers[answer], score] for answer, score in zip(*found, strict=True)]
+            predictions.append(record | {self.predicted: top[0][0], "score": top[0][1], "top_answers": top})
+        return predictions
+
+    def ranked(self, record: dict[str, Any]) -> list[tuple[str, float]]:
+        """The best `top_answers` answers with their scores."""
+        return [(answer, score) for answer, score in record["top_answers"]]

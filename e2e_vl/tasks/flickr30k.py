@@ -1,0 +1,325 @@
+"""Flickr30K Entities: which regions do the phrases of a sentence name? All phrases of a sentence at once.
+
+The head is one attention without values: the state of a phrase asks, the states of the regions answer.
+
+Shape legend: see `e2e_vl/structures.py`; and here
+    P   phrases of all texts in the batch
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
+
+from detector.boxes import area
+from detector.images import load_image
+from detector.structures import Loss
+from e2e_vl.drawing import PALETTE, draw_boxes
+from e2e_vl.evaluation.flickr30k import first_hit, phrase_metrics, right_candidates, write_submission
+from e2e_vl.examples import ImageExample, TextExample
+from e2e_vl.layout import TextWriter
+from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
+from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Ragged, Targets, nested, ragged
+from e2e_vl.tasks.base import PredictionWords, Records, Task, check_choices
+from e2e_vl.tasks.heads import NewLayers, start_head
+from e2e_vl.wording import Draw, Wording
+
+MIN_IOU = 0.5
+_BRACKETS = re.compile(r"\[([^\[\]]+)\]")  # phrases in a user's text
+
+
+@dataclasses.dataclass(frozen=True)
+class Flickr30KConfig:
+    """The official VisualBERT code has the same defaults."""
+
+    # which state of a phrase asks: of its last wordpiece (official), of its first, or the mean of all
+    phrase_state: Literal["last", "first", "mean"] = "last"
+    # a phrase whose words occur several times in its sentence is read where they stand first (official), or where the
+    # data say ("own")
+    occurrence: Literal["first", "own"] = "first"
+    head_size: int = 64  # width of queries and keys per head (official: the width of one head of the encoder)
+    # 1: one head (official). More: the mean of the attention of several heads (paper).
+    num_heads: int = 1
+    # what the loss is divided by: the number of texts (official: "batchmean" of a batch of sentences), or the number of
+    # phrases that have a right region
+    loss_per: Literal["text", "phrase"] = "text"
+    # the box of the whole image is a candidate like every other. False: it is neither trained nor predicted, unless a
+    # text has no other region.
+    whole_image_can_win: bool = False
+    new_layers: NewLayers = "normal"  # start of the head's Linears, see `e2e_vl.tasks.heads.start_head`
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.head_size < 1 or self.num_heads < 1:
+            raise ValueError("head_size and num_heads must be at least 1.")
+
+
+@dataclasses.dataclass
+class Flickr30KTargets(Targets):
+    """`spans` says which wordpieces a phrase has, also where the truth is unknown."""
+
+    spans: Ragged | Int64[np.ndarray, "n 2"] | None = ragged()  # first wordpiece and last plus one; a list per text
+    # float32 [boxes, 4] of each phrase, in pixels of the resized image; of a batch a list per phrase
+    boxes: Ragged | list[Float[np.ndarray, "_ 4"]] | None = nested(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flickr30KWording(Wording):
+    """A sentence as one text. In a mirrored image "left" and "right" change places."""
+
+    config: Flickr30KConfig = dataclasses.field(default_factory=Flickr30KConfig)
+
+    def word(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    ) -> Iterable[TextExample]:
+        [image] = images
+        pieces, places = self.writer.located_pieces(text.words, mirrored=image.placement.flipped)
+        laid = self.writer.single(pieces)
+        stated: PhraseBoxes = text.truth
+        spans = stated.spans
+        if self.config.occurrence == "first":
+            spans = [first_occurrence(text.words, span) for span in spans]
+        targets = Flickr30KTargets(spans=np.array([self._wordpieces(laid.source, places, span) for span in spans]))
+        if stated.boxes is not None:
+            targets.boxes = [image.placement.move_boxes(boxes).astype(np.float32) for boxes in stated.boxes]
+        yield TextExample(laid, text.looks_at, self.record(text, images, laid), targets)
+
+    @staticmethod
+    def _wordpieces(source: np.ndarray, places: np.ndarray, span: tuple[int, int]) -> tuple[int, int]:
+        """First position and last plus one of a phrase; where it was cut off, of the last wordpiece before its end."""
+        kept = np.flatnonzero(source >= 0)
+        starts = places[source[kept]][:, 0]
+        own = kept[(starts >= span[0]) & (starts < span[1])]
+        if not len(own):
+            own = kept[starts < span[1]][-1:]
+        return (int(own[0]), int(own[-1]) + 1) if len(own) else (0, 1)
+
+
+def first_occurrence(words: str, span: tuple[int, int]) -> tuple[int, int]:
+    """Characters at which the words of a phrase stand first in a text; words are told apart by single spaces.
+
+    As in the official code, other words that begin or end alike are no occurrence, and capital letters count.
+    """
+    phrase = words[slice(*span)]
+    for found in re.finditer(rf"(?<!\S){re.escape(phrase)}(?!\S)", words):
+        return found.span()
+    return span
+
+
+class Flickr30KTask(Task):
+    """A share of attention per region for each phrase; the region with the largest is the answer."""
+
+    writes_submission = True
+    example_call = '"photo.jpg", "[a man] in [a red shirt]"'
+
+    def __init__(self, hidden_size: int, config: Flickr30KConfig | None = None):
+        super().__init__()
+        self.config = config or Flickr30KConfig()
+        width = self.config.num_heads * self.config.head_size
+        self.query, self.key = (nn.Linear(hidden_size, width) for _ in range(2))
+        start_head([self.query, self.key], self.config.new_layers)
+
+    def wording(self, writer: TextWriter) -> Flickr30KWording:
+        writer.require_room(writer.layout.single)
+        return Flickr30KWording(writer, self.config)
+
+    def question(self, question: Question) -> Sample:
+        """A user's sentence: phrases stand in brackets; without any, all of it is one phrase.
+
+        Raises:
+            ValueError: choices, an answer or boxes to hide; or a sentence without words.
+        """
+        question.refuse_choices("A sentence with phrases")
+        question.refuse_hidden()
+        words, spans = "", []
+        for number, part in enumerate(_BRACKETS.split(question.text)):
+            if number % 2:
+                spans.append((len(words), len(words) + len(part)))
+            words += part
+        spans = spans or [(0, len(words))]
+        facts = {"sent": words, "phrases": [words[slice(*span)] for span in spans]}
+        return question.sample(SampleText(0, words, facts, PhraseBoxes(tuple(spans), None)))
+
+    def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
+        """Score the regions for the P phrases of M texts.
+
+        Returns:
+            `logits` float32 [P, R], the logarithm of the attention on each region, -inf where a region cannot win; and
+            the loss `flickr30k` if the batch has the target `boxes`: the divergence (Kullback-Leibler) of that
+            attention from equal shares for all right regions. Phrases without a right region add nothing to it.
+        """
+        owner = batch.targets.spans.owner
+        candidates = self.candidates(regions)[owner]
+        shares = self.log_shares(
+            self._phrase_states(encoded.text, batch.targets.spans), encoded.regions, owner, candidates
+        )
+        losses = {}
+        if batch.targets.boxes is not None:
+            losses["flickr30k"] = self._loss(
+                shares, self.right_regions(regions, batch.targets) & candidates, len(batch)
+            )
+        return TaskOutput(losses=losses, logits=shares.masked_fill(~candidates, -torch.inf))
+
+    def _phrase_states(self, text: Float[Tensor, "M L E"], spans: Ragged) -> Float[Tensor, "P E"]:
+        first, end, owner = spans.values[:, 0], spans.values[:, 1], spans.owner
+        if self.config.phrase_state == "mean":
+            position = torch.arange(text.shape[1], device=text.device)
+            inside = ((position >= first[:, None]) & (position < end[:, None])).to(text.dtype)  # [P, L]
+            return torch.einsum("pl,ple->pe", inside / inside.sum(dim=1, keepdim=True), text[owner])
+        return text[owner, first if self.config.phrase_state == "first" else end - 1]
+
+    def log_shares(
+        self,
+        phrases: Float[Tensor, "P E"],
+        regions: Float[Tensor, "M R E"],
+        owner: Int64[Tensor, " P"],
+        candidates: Bool[Tensor, "P R"],
+    ) -> Float[Tensor, "P R"]:
+        """Logarithm of each phrase's attention on the regions of its text; a very low number at regions that cannot
+        win."""
+        heads, size = self.config.num_heads, self.config.head_size
+        query = self.query(phrases).unflatten(-1, (heads, size))
+        key = self.key(regions).unflatten(-1, (heads, size))[owner]
+        scores = at_least_float32(torch.einsum("phd,prhd->phr", query, key)) / math.sqrt(size)
+        # the lowest number instead of -inf: texts without any region must not turn gradients into NaN
+        scores = scores.masked_fill(~candidates[:, None], torch.finfo(scores.dtype).min)
+        shares = scores.log_softmax(dim=2)
+        return shares[:, 0] if heads == 1 else shares.logsumexp(dim=1) - math.log(heads)
+
+    def candidates(self, regions: TextRegions) -> Bool[Tensor, "M R"]:
+        """Regions that may be the answer."""
+        if self.config.whole_image_can_win:
+            return regions.attend
+        others = regions.attend & ~regions.is_whole_image
+        return torch.where(others.any(dim=1, keepdim=True), others, regions.attend)
+
+    def right_regions(self, regions: TextRegions, targets: Flickr30KTargets) -> Bool[Tensor, "P R"]:
+        """Regions whose IoU with any box of the phrase is at least 0.5."""
+        spans, boxes = targets.spans, targets.boxes
+        phrase = boxes.owner  # of each box
+        ours, true = regions.boxes[spans.owner[phrase]], boxes.values[:, None].to(regions.boxes)
+        low, high = torch.maximum(ours[..., :2], true[..., :2]), torch.minimum(ours[..., 2:], true[..., 2:])
+        overlap = (high - low).clamp(min=0).prod(dim=-1)
+        union = area(ours) + area(true) - overlap
+        hits = (overlap >= MIN_IOU * union) & (union > 0)
+        found = torch.zeros(len(spans.values), ours.shape[1], dtype=torch.int64, device=hits.device)
+        return found.index_add(0, phrase, hits.long()) > 0
+
+    def _loss(self, shares: Float[Tensor, "P R"], is_right: Bool[Tensor, "P R"], texts: int) -> Loss:
+        number = is_right.sum(dim=1)
+        labelled = number > 0
+        each = -(shares.masked_fill(~is_right, 0).sum(dim=1) / number.clamp(min=1)) - number.clamp(min=1).log()
+        total = each.masked_fill(~labelled, 0).sum()
+        count = labelled.sum().float() if self.config.loss_per == "phrase" else shares.new_tensor(float(texts))
+        return Loss(total=total, count=count)
+
+    def predict(self, batch: Batch, output: ModelOutput) -> Records:
+        """Add the answers to each record; boxes are [x1, y1, x2, y2] in pixels of the original image.
+
+        Keys, each with an entry per phrase: `boxes` (None: there is no region), `scores`, the attention on them, and
+        where the truth is known `ranks`, the place of the best right region among the regions from 0 (None: there is no
+        right one); else `ranks` is None.
+        """
+        regions, spans = output.text_regions, batch.targets.spans
+        scales = batch.images.scales[regions.image.clamp(min=0)]  # [M, R, 2]
+        boxes = (regions.boxes / torch.cat([scales, scales], dim=-1)).detach().cpu().double().numpy()
+        shares = output.task.logits.detach().exp().cpu().double().numpy()
+        kept = (output.task.logits > -torch.inf).cpu().numpy()
+        predictions, phrase = [], 0
+        for text, (record, count) in enumerate(zip(batch.records, spans.counts.tolist(), strict=True)):
+            answer: dict[str, list | None] = {"boxes": [], "scores": [], "ranks": [] if "gt_boxes" in record else None}
+            for number in range(count):
+                own, score = boxes[text, kept[phrase]], shares[phrase, kept[phrase]]
+                order = np.argsort(-score, kind="stable")
+                answer["boxes"].append(own[order[0]].tolist() if len(own) else None)
+                answer["scores"].append(float(score[order[0]]) if len(own) else 0.0)
+                if answer["ranks"] is not None:
+                    is_right = right_candidates(own, record["gt_boxes"][number])
+                    answer["ranks"].append(first_hit(score, is_right))
+                phrase += 1
+            predictions.append(record | answer)
+        return predictions
+
+    def correct(self, record: dict[str, Any]) -> float | None:
+        """Share of the phrases whose region is right; None where the truth is unknown."""
+        ranks = record.get("ranks")
+        return None if ranks is None else sum(rank == 0 for rank in ranks) / len(ranks)
+
+    def metrics(self, records: Records) -> dict[str, float]:
+        """Recalls over all phrases and by their types; see `e2e_vl.evaluation.flickr30k`."""
+        return phrase_metrics(records)
+
+    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
+        """A JSON list of sentences with the boxes of their phrases, see `e2e_vl.evaluation.flickr30k`."""
+        write_submission(path, records)
+
+    def answer_lines(self, record: dict[str, Any]) -> list[str]:
+        """Where each phrase is, in their order."""
+        rows = zip(record["phrases"], record["boxes"], record["scores"], strict=True)
+        return [
+            f"{phrase}: {_in_words(box)}" + ("" if box is None else f" ({score:.3f})") for phrase, box, score in rows
+        ]
+
+    def pointed(self, record: dict[str, Any]) -> list[tuple[str, list[float]]]:
+        """Each phrase with its box."""
+        rows = zip(record["phrases"], record["boxes"], record["scores"], strict=True)
+        return [(f"{phrase} {score:.2f}", box) for phrase, box, score in rows if box is not None]
+
+    def draw(self, record: dict[str, Any]) -> np.ndarray:
+        """The region of each phrase in a colour of its own; of a wrong one also the boxes that are meant."""
+        boxes, labels, colours = [], [], []
+        ranks = record.get("ranks") or [0] * len(record["phrases"])
+        for number, (phrase, box, rank) in enumerate(zip(record["phrases"], record["boxes"], ranks, strict=True)):
+            colour = PALETTE[number % len(PALETTE)]
+            if box is not None:
+                boxes.append(box)
+                labels.append(phrase if rank == 0 else f"{phrase}?")
+            if rank != 0:
+                boxes += record["gt_boxes"][number]
+                labels += [f"meant: {phrase}"] * len(record["gt_boxes"][number])
+            colours += [colour] * (len(boxes) - len(colours))
+        return draw_boxes(load_image(record["file_name"], "RGB"), boxes, labels, colours)
+
+    def describe(self, record: dict[str, Any]) -> PredictionWords:
+        """The sentence, where its phrases are, and how many are right; the group is the type that all of them have."""
+        ranks = record.get("ranks")
+        types = {kind for own in record.get("phrase_types", ()) for kind in own}
+        note, mistakes = "", None
+        if ranks is not None:
+            unreachable = sum(rank is None for rank in ranks)
+            note = f"{sum(rank == 0 for rank in ranks)} of {len(ranks)} phrases are right"
+            note += f", {unreachable} have no right candidate" if unreachable else ""
+            rows = zip(record["phrase_types"], ranks, strict=True)
+            mistakes = tuple(
+                ("/".join(own), "no right candidate" if rank is None else "another region")
+                for own, rank in rows
+                if rank != 0
+            )
+        return PredictionWords(
+            record["sent"],
+            "; ".join(self.answer_lines(record)),
+            truth="; ".join(
+                f"{phrase}: {' or '.join(map(_in_words, boxes))}"
+                for phrase, boxes in zip(record["phrases"], record.get("gt_boxes", ()), strict=False)
+            ),
+            note=note,
+            group="" if not types else types.pop() if len(types) == 1 else "several types",
+            mistakes=mistakes,
+        )
+
+
+def _in_words(box: Sequence[float] | None) -> str:
+    if box is None:
+        return "nothing: there is no region to choose from"
+    x1, y1, x2, y2 = map(round, box)
+    return f"x {x1} to {x2}, y {y1} to {y2}"

@@ -1,0 +1,101 @@
+"""GQA: a class per possible answer; every question has one right answer.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from e2e_vl.evaluation.gqa import belongs, gqa_metrics, is_hit, write_submission
+from e2e_vl.layout import TextWriter
+from e2e_vl.samples import RightAnswer
+from e2e_vl.structures import Batch, ModelOutput
+from e2e_vl.tasks.base import PredictionWords, Records
+from e2e_vl.tasks.choice import AnswerConfig, AnswerTargets, AnswerTask, AnswerWording
+from e2e_vl.tasks.heads import NewLayers
+
+
+@dataclasses.dataclass(frozen=True)
+class GQAConfig(AnswerConfig):
+    """The official LXMERT code has the same defaults; its option for a cross entropy is the loss "softmax", except that
+    it multiplies it by the number of answers and takes an answer outside the list for answer 0."""
+
+    min_answer_count: int = 1  # all 1,842 answers of the balanced questions of train and val
+    dropout: float = 0.0
+    initialise_from_words: bool = False
+    head_widening: int = 2
+    new_layers: NewLayers = "normal"
+
+
+@dataclasses.dataclass
+class GQATargets(AnswerTargets):
+    """1 for the right answer; nothing for an answer that is not in the list."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GQAWording(AnswerWording):
+    """In a mirrored image an answer "left" becomes "right" as the words of the question do."""
+
+    def judged(self, truth: Any, *, mirrored: bool) -> tuple[GQATargets, dict[str, Any]]:
+        if not isinstance(truth, RightAnswer):
+            return GQATargets(), {}
+        answer = truth.answer
+        if mirrored:
+            answer = {"left": "right", "right": "left"}.get(answer, answer)
+        best = np.int64(self.answers.class_of.get(answer, -1))
+        return GQATargets(self.answers.targets_of({answer: 1.0}), best), {"answer": answer}
+
+
+class GQATask(AnswerTask):
+    """A score per possible answer, see `AnswerTask`; the scores of the official script."""
+
+    loss_name = "gqa"
+    predicted = "prediction"  # as in the official files, where "answer" is the truth
+
+    def make_wording(self, writer: TextWriter) -> GQAWording:
+        return GQAWording(writer, self.answer_list)
+
+    def best_class(self, truth: Any) -> int | None:
+        return self.answer_list.class_of.get(truth.answer, -1) if isinstance(truth, RightAnswer) else None
+
+    def predict(self, batch: Batch, output: ModelOutput) -> Records:
+        """See `AnswerTask.predict`; the choices of a question become `is_valid` and `is_plausible` of its answer."""
+        records = super().predict(batch, output)
+        for record in records:
+            choices = record.pop("choices", None)
+            if choices is not None:
+                answer, types = record[self.predicted], record["types"]
+                record["is_valid"] = belongs(answer, choices["valid"], types)
+                record["is_plausible"] = belongs(answer, choices["plausible"], types)
+        return records
+
+    def correct(self, record: dict[str, Any]) -> float | None:
+        """1 if the answer is the annotated one, letter by letter; None where it is unknown."""
+        return None if record.get("answer") is None else float(is_hit(record))
+
+    def metrics(self, records: Records) -> dict[str, float]:
+        """The official scores; see `e2e_vl.evaluation.gqa`."""
+        return gqa_metrics(records)
+
+    def describe(self, record: dict[str, Any]) -> PredictionWords:
+        """The question with its structural type, the best answer and the right one."""
+        note = (
+            "" if record.get("isBalanced", True) else "not balanced: it counts only where another question entails it"
+        )
+        return PredictionWords(
+            record["question"],
+            record["prediction"],
+            record["score"],
+            record.get("answer") or "",
+            note,
+            record.get("types", {}).get("structural", ""),
+        )
+
+    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
+        """The file of the GQA server: a JSON list of {"questionId", "prediction"}."""
+        write_submission(path, records)

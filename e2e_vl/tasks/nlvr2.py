@@ -1,0 +1,164 @@
+"""NLVR2: is a sentence true of two photos? Read from the encoder's summary of the sentence and both images.
+
+How an encoder looks at two images (one sequence with the regions of both, or two passes whose summaries stand side by
+side) is its own business, and decides how wide the summary is.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from detector.images import load_image
+from detector.structures import Loss
+from e2e_vl.drawing import draw_side_by_side
+from e2e_vl.evaluation.nlvr2 import truth_metrics, write_submission
+from e2e_vl.examples import ImageExample, TextExample
+from e2e_vl.layout import TextWriter
+from e2e_vl.samples import Question, RightChoice, Sample, SampleText
+from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Targets, stacked
+from e2e_vl.tasks.base import PredictionWords, Records, Task, check_choices, check_dropout
+from e2e_vl.tasks.heads import Head, NewLayers, Sizes, Transform
+from e2e_vl.wording import Draw, Wording
+
+LABELS = ("False", "True")  # as the official files write the classes
+IMAGES = (0, 1)  # the left and the right one
+
+
+@dataclasses.dataclass(frozen=True)
+class NLVR2Config:
+    """The official VisualBERT code has the same defaults."""
+
+    dropout: float = 0.1  # dropout before the last Linear (LXMERT: 0)
+    # the head has a hidden layer as wide as the summary, with GELU and LayerNorm (LXMERT)
+    hidden_layer: bool = False
+    # "softmax": a cross entropy over the two classes (both official codes). "sigmoid": a binary cross entropy of one
+    # score (LXMERT's paper).
+    loss: Literal["softmax", "sigmoid"] = "softmax"
+    new_layers: NewLayers = "normal"  # start of the head's Linears, see `e2e_vl.tasks.heads.start_head`
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_dropout("dropout", self.dropout)
+
+
+@dataclasses.dataclass
+class NLVR2Targets(Targets):
+    """Whether each sentence is true."""
+
+    label: int | np.int64 | Int64[Tensor, " M"] | None = stacked()  # 1 = true
+
+
+class NLVR2Wording(Wording):
+    """A sentence as one text. Words stay as they are in mirrored images: "left" is mostly the left image."""
+
+    def word(
+        self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
+    ) -> Iterable[TextExample]:
+        laid = self.writer.single(self.writer.pieces(text.words))
+        names = [images[row].name for row in text.looks_at]
+        targets = NLVR2Targets(np.int64(text.truth.number) if isinstance(text.truth, RightChoice) else None)
+        yield TextExample(laid, text.looks_at, self.record(text, images, laid) | {"file_names": names}, targets)
+
+
+class NLVR2Task(Task):
+    """Two classes, or one score, from the summary."""
+
+    writes_submission = True
+    blind_without_boxes = True  # the numbers of boxes say how many things there are
+    needs = (Ability.SUMMARY_OF_SINGLE, Ability.IMAGE_PAIRS)
+    example_call = '("left.jpg", "right.jpg"), "both images show a dog"'
+
+    def __init__(self, summary_size: int, config: NLVR2Config | None = None):
+        super().__init__()
+        self.config = config or NLVR2Config()
+        transform = Transform(summary_size, norm=True) if self.config.hidden_layer else None
+        outputs = len(LABELS) if self.config.loss == "softmax" else None
+        self.head = Head(summary_size, outputs, self.config.dropout, self.config.new_layers, transform=transform)
+
+    @classmethod
+    def build(cls, sizes: Sizes, config: NLVR2Config) -> Self:
+        """The head reads the summary."""
+        return cls(sizes.summary_size, config)
+
+    def wording(self, writer: TextWriter) -> NLVR2Wording:
+        writer.require_room(writer.layout.single)
+        return NLVR2Wording(writer)
+
+    def question(self, question: Question) -> Sample:
+        """A user's sentence about two images; without boxes the detector proposes them."""
+        question.refuse_choices("A sentence about two images")
+        question.refuse_hidden()
+        return question.sample(SampleText(0, question.text, {"sent": question.text}, looks_at=IMAGES))
+
+    def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
+        """Judge M texts.
+
+        Returns:
+            `logits` float32 [M, 2], the score of "False" (0 with the loss "sigmoid") and of "True", and the loss
+            `nlvr2` if the labels are known. Its count is the number of texts.
+        """
+        logits = at_least_float32(self.head(encoded.summary))
+        if self.config.loss == "sigmoid":
+            logits = torch.stack([torch.zeros_like(logits), logits], dim=1)
+        losses = {}
+        if batch.targets is not None and batch.targets.label is not None:
+            losses["nlvr2"] = self._loss(logits, batch.targets.label)
+        return TaskOutput(losses=losses, logits=logits)
+
+    def _loss(self, logits: Float[Tensor, "M 2"], label: Int64[Tensor, " M"]) -> Loss:
+        """With "sigmoid" the two logits are 0 and the score, whose softmax is the score's sigmoid."""
+        total = F.cross_entropy(logits, label, reduction="sum")
+        return Loss(total=total, count=logits.new_tensor(float(len(logits))))
+
+    def predict(self, batch: Batch, output: ModelOutput) -> Records:
+        """Add to each record `prediction` ("True" or "False"), its `score`, and `true`, the probability of "True"."""
+        shares = output.task.logits.softmax(dim=1).tolist()
+        predictions = []
+        for record, (false, true) in zip(batch.records, shares, strict=True):
+            is_true = true > false
+            answer = {"prediction": LABELS[is_true], "score": max(true, false), "true": true}
+            predictions.append(record | answer)
+        return predictions
+
+    def correct(self, record: dict[str, Any]) -> float | None:
+        """1 if the prediction is the label; None where it is unknown."""
+        return None if record.get("label") is None else float(record["prediction"] == record["label"])
+
+    def metrics(self, records: Records) -> dict[str, float]:
+        """Accuracy and consistency; see `e2e_vl.evaluation.nlvr2`."""
+        return truth_metrics(records)
+
+    def write_submission(self, path: Path, records: Records, second: Records | None = None) -> None:
+        """The CSV file of the official script: identifier,True or identifier,False without a header."""
+        write_submission(path, records)
+
+    def ranked(self, record: dict[str, Any]) -> list[tuple[str, float]]:
+        """Both answers."""
+        both = ("True", record["true"]), ("False", 1 - record["true"])
+        return sorted(both, key=lambda answer: -answer[1])
+
+    def draw(self, record: dict[str, Any]) -> np.ndarray:
+        """Both images side by side."""
+        return draw_side_by_side([load_image(name, "RGB") for name in record["file_names"]])
+
+    def describe(self, record: dict[str, Any]) -> PredictionWords:
+        """The sentence, the prediction and the label."""
+        return PredictionWords(
+            record["sent"],
+            record["prediction"],
+            record["score"],
+            record.get("label") or "",
+            group=record.get("family") or "",
+        )

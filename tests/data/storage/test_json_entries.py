@@ -1,0 +1,81 @@
+"""JSON files of one object, read entry by entry."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from e2e_vl.data.storage import json_entries as module
+from e2e_vl.data.storage.index_files import OpenFiles
+from e2e_vl.data.storage.json_entries import json_entries, read_entry
+
+CONTENT = {
+    "01": {"text": 'a "quoted" {brace} [bracket], é 日本', "more": [1, {"x": None}]},
+    "2": {"text": "b" * 50, "number": -1.5e3},
+    "é": {"nested": {"deep": {"deeper": [True, False]}}},
+    "4": {},
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 1 << 20])
+@pytest.mark.parametrize("options", [{}, {"indent": 2}, {"ensure_ascii": False}, {"separators": (",", ":")}])
+def test_entries_are_those_of_the_whole_file(tmp_path, monkeypatch, chunk, options):
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    path = tmp_path / "some.json"
+    path.write_text("\n " + json.dumps(CONTENT, **options) + "\n", encoding="utf-8")
+    found = list(json_entries(path, "records"))
+    assert {entry.key: entry.value for entry in found} == CONTENT
+    files = OpenFiles()
+    for entry in found:
+        assert read_entry(files, path, entry.start, entry.size) == (entry.key, entry.value)
+    path.write_text("{ }")
+    assert list(json_entries(path, "records")) == []
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK", 64)
+    path = tmp_path / "long.json"
+    path.write_text(json.dumps({str(number): {"x": number} for number in range(2000)}))
+    longest = 0
+    with path.open("rb") as file:
+        scanner = module._Scanner(file, path, "records")
+        for number, entry in enumerate(scanner.entries()):
+            assert entry.value == {"x": number}
+            longest = max(longest, len(scanner.text))
+    assert longest < 256
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": {}',
+        '{"a": {"b": }}',
+        '[{"a": 1}]',
+        '{"a": {}} more',
+        '{"a" {}}',
+        '{"a": {} "b": {}}',
+        "",
+        '{"a": {},}',
+        "{1: {}}",
+    ],
+)
+def test_what_is_no_object_is_named(tmp_path, text):
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"broken\.json: the records are not one JSON object \(near byte \d+: .*again"):
+        list(json_entries(path, "records"))
+
+
+def test_files_that_are_not_there_or_have_changed(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.json: cannot read the records"):
+        list(json_entries(tmp_path / "none.json", "records"))
+    path = tmp_path / "some.json"
+    path.write_text('{"a": {"b": 1}}')
+    [entry] = json_entries(path, "records")
+    path.write_text('{"abc": {"b": 1}}')
+    with pytest.raises(ValueError, match=r"some\.json: has changed while it was in use"):
+        read_entry(OpenFiles(), path, entry.start, entry.size)
+    path.write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ValueError, match="it is not UTF-8 text"):
+        list(json_entries(path, "records"))

@@ -1,0 +1,144 @@
+"""What the reader of NLVR2 states: sentences about pairs, where their images are, and files that are damaged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from e2e_vl.config import DataSettings
+from e2e_vl.data.base import open_options
+from e2e_vl.data.formats.nlvr2_files import read_examples
+from e2e_vl.data.nlvr2 import NLVR2Dataset
+from e2e_vl.samples import RightChoice
+from tests.data.roads import open_dataset
+
+
+def line(identifier: str, label: str | None = "True", **more: Any) -> dict[str, Any]:
+    record = {"identifier": identifier, "sentence": f"Is it {identifier}?", "left_url": "l", "right_url": "r"}
+    return record | ({} if label is None else {"label": label}) | {"synset": "cup", "writer": "1"} | more
+
+
+TRAIN = [
+    line("train-3-0-0", directory=17),
+    line("train-3-1-0", "False", directory=17),
+    line("train-3-0-1", directory=17),
+]
+DEV = [line("dev-8-2-1", "False", validation={"1": "True"}, extra_validations={"2": "False"})]
+
+
+def put(path: Path, rows: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def settings(tmp_path) -> DataSettings:
+    for split, rows in (
+        ("train", TRAIN),
+        ("dev", DEV),
+        ("balanced/balanced_dev", DEV),
+        ("test2", [line("test2-1-0-0", None)]),
+    ):
+        put(tmp_path / "data" / f"{split}.json", rows)
+    instances: dict[str, list] = {"images": [], "annotations": [], "categories": [{"id": 1, "name": "cup"}]}
+    for number, name in enumerate(("train-3-0-img0", "train-3-0-img1", "train-3-1-img0", "train-3-1-img1"), start=1):
+        path = tmp_path / "images" / "train" / "17" / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((20, 30 + number, 3), 90, np.uint8)).save(path, "JPEG")  # as many of the release
+        instances["images"].append(
+            {"id": number, "file_name": f"train/17/{name}.png", "width": 30 + number, "height": 20}
+        )
+        instances["annotations"].append({"id": number, "image_id": number, "category_id": 1, "bbox": [1, 2, number, 5]})
+    (tmp_path / "instances.json").write_text(json.dumps(instances))
+    files = {"examples": "data/{split}.json", "images": "images/{images}", "instances": "instances.json"}
+    return DataSettings(name="nlvr2", root=str(tmp_path), files=files)
+
+
+def make(settings, split="train", boxes="online", *, training=False, objects=False) -> NLVR2Dataset:
+    return open_dataset(NLVR2Dataset, settings, split, boxes, objects=objects, training=training)
+
+
+def test_sentences_about_the_same_pair_are_one_group(settings, tmp_path):
+    dataset = make(settings)
+    assert len(dataset) == 3 and dataset.groups == [[0, 2], [1]]
+    sample = dataset.sample((0, 2))
+    assert [image.id for image in sample.images] == ["train-3-0-img0", "train-3-0-img1"]
+    assert sample.images[0].locate() == tmp_path / "images" / "train" / "17" / "train-3-0-img0.png"
+    first, second = sample.texts
+    assert first.looks_at == second.looks_at == (0, 1)
+    assert (first.words, first.truth) == ("Is it train-3-0-0?", RightChoice(1))
+    assert dataset.sample((1,)).texts[0].truth == RightChoice(0)
+    assert first.facts == {"identifier": "train-3-0-0", "sent": first.words, "label": "True", "synset": "cup"}
+    assert list(dataset.truths()) == [RightChoice(1), RightChoice(0), RightChoice(1)]
+    assert list(dataset.image_ids()) == [f"train-3-{pair}-img{side}" for pair in (0, 1) for side in (0, 1)]
+
+
+def test_images_lie_in_the_folder_of_the_first_part_of_the_identifier(settings, tmp_path):
+    for split in ("dev", "balanced/balanced_dev"):
+        [image, _] = make(settings, split).sample((0,)).images
+        assert image.locate() == tmp_path / "images" / "dev" / "dev-8-2-img0.png"
+    flat = dataclasses.replace(settings, config={"use_directories": False, "suffix": ".jpg"})
+    assert make(flat).sample((0,)).images[1].locate() == tmp_path / "images" / "train" / "train-3-0-img1.jpg"
+
+
+def test_annotated_objects_are_found_by_file_name(settings):
+    dataset = make(settings, boxes="gt", objects=True)
+    left, right = dataset.sample((1,)).images
+    assert left.objects.boxes.tolist() == [[1, 2, 4, 7]] and right.objects.boxes.tolist() == [[1, 2, 5, 7]]
+    assert left.size == (20, 33) and left.id == "train-3-1-img0" and dataset.class_names == ["cup"]
+    with pytest.raises(ValueError, match=r"instances\.json: no image has the file name dev-8-2-img0"):
+        make(settings, "dev", boxes="gt")
+
+
+def test_splits_are_joined(settings):
+    dataset = make(settings, "train+dev")
+    assert len(dataset) == 4 and [part["images"] for part in dataset.parts] == ["train", "dev"]
+    options = open_options(NLVR2Dataset, settings)
+    assert list(NLVR2Dataset.texts_of(*options, "dev+train"))[:2] == ["Is it dev-8-2-1?", "Is it train-3-0-0?"]
+    with pytest.raises(ValueError, match=r"example dev-8-2-1 is in two of the splits dev\+balanced/balanced_dev"):
+        make(settings, "dev+balanced/balanced_dev")
+    with pytest.raises(ValueError, match="have labels and some have none"):
+        make(settings, "dev+test2")
+
+
+def test_a_split_without_labels_can_be_predicted_but_not_learned(settings):
+    [text] = make(settings, "test2").sample((0,)).texts
+    assert text.truth is None and "label" not in text.facts
+    with pytest.raises(ValueError, match="test2 has no labels to learn from"):
+        make(settings, "test2", training=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("no json", r"line 2 is a str, expected an object"),
+        ({"identifier": "dev-1-0-0"}, r"line 2 has no 'sentence'"),
+        (line("dev-1-0"), r"line 2 \(dev-1-0\): the identifier is not split-set-pair-sentence"),
+        (line("../dev-1-0-0"), r"the identifier is not split-set-pair-sentence"),
+        (line("dev-1-0-0", "true"), r'the label is \'true\'; it must be the text "True" or "False"'),
+        (line("dev-1-0-0", None), r"line 2 \(dev-1-0-0\) has no label, unlike the lines before"),
+        (line("dev-1-0-0", directory="../3"), r"directory is '../3'; it must be a number"),
+        (DEV[0], r"line 2 \(dev-8-2-1\): the identifier is there twice"),
+        (line("dev-1-0-0", sentence=" "), r"sentence is ' '; it must be a text"),
+    ],
+)
+def test_damaged_lines_are_named(tmp_path, row, message):
+    with pytest.raises(ValueError, match=message):
+        read_examples(put(tmp_path / "dev.json", [*DEV, row]))
+
+
+def test_files_that_are_no_lines_of_json(tmp_path):
+    path = tmp_path / "dev.json"
+    path.write_text(json.dumps(DEV, indent=1))
+    with pytest.raises(ValueError, match=r"dev\.json, line 1 is not valid JSON .* one object per line is expected"):
+        read_examples(path)
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="there is no example in the file"):
+        read_examples(path)

@@ -1,0 +1,69 @@
+"""GQA's scores by hand: what is scored, consistency, distribution, choices, grounding."""
+
+from __future__ import annotations
+
+import pytest
+
+from e2e_vl.evaluation.gqa import belongs, distribution, gqa_metrics, gqa_scores, grounding
+
+QUERY = {"structural": "query", "semantic": "attr", "detailed": "color"}
+VERIFY = {"structural": "verify", "semantic": "obj", "detailed": "exist"}
+
+
+def record(name: str, prediction: str, answer: str | None = "yes", **more) -> dict:
+    base = {"questionId": name, "question": "a b c", "isBalanced": True, "prediction": prediction}
+    if answer is not None:
+        base |= {"answer": answer, "types": VERIFY, "group": None, "entailed": [], "steps": 2}
+    return base | more
+
+
+def test_only_balanced_questions_count_and_letters_are_compared_as_they_are():
+    records = [record("1", "yes"), record("2", "Yes"), record("3", "no", isBalanced=False)]
+    scores = gqa_scores(records)
+    assert scores["accuracy"] == scores["binary"] == 50 and scores["open"] == 0 and scores["consistency"] == 0
+    assert scores["accuracyPerLength"] == {"3": {"accuracy": 50, "count": 2}}
+    metrics = gqa_metrics(records)
+    assert metrics["accuracy/binary"] == 0.5 and "accuracy/open" not in metrics and "validity" not in metrics
+    assert gqa_metrics([record("1", "yes", None)]) == {"count": 1}
+    with pytest.raises(ValueError, match="no balanced question with an answer"):
+        gqa_scores([record("3", "no", isBalanced=False)])
+
+
+def test_consistency_looks_at_what_right_answers_entail():
+    records = [
+        record("1", "yes", entailed=["1", "3", "4"]),
+        record("2", "no", entailed=["3"]),
+        record("3", "yes", isBalanced=False),
+        record("4", "no", isBalanced=False, entailed=["3"]),
+    ]
+    assert gqa_scores(records)["consistency"] == 50
+    assert gqa_metrics(records)["consistency"] == 0.5
+    with pytest.raises(ValueError, match="question 1 entails question 4, which has no prediction"):
+        gqa_scores(records[:3])
+    assert "consistency" not in gqa_metrics(records[:3])
+    assert "consistency" not in gqa_metrics([record("1", "yes")])
+
+
+def test_the_distribution_is_a_chi_square_of_each_group():
+    answers = [("red", "red"), ("red", "blue"), ("blue", "green"), ("left", "left")]
+    records = [
+        record(str(number), predicted, answer, types=QUERY, group="place" if answer == "left" else "color")
+        for number, (answer, predicted) in enumerate(answers)
+    ]
+    # color: red 2 -> 1, blue 1 -> 1, green is no annotated answer; place is equal
+    assert distribution(records) == pytest.approx((0.5 * 3 + 0 * 1) / 4)
+    assert distribution([record("1", "yes")]) == 0
+
+
+def test_common_attributes_have_choices_of_their_own():
+    common = QUERY | {"detailed": "twoCommon"}
+    assert belongs("color", ["red"], common) and not belongs("red", ["red"], common)
+    assert belongs("red", ["red"], QUERY) and not belongs("color", ["red"], QUERY)
+
+
+def test_grounding_weighs_attention_by_the_share_of_a_region_in_the_boxes():
+    regions = [((0.0, 0.0, 0.5, 1.0), 0.6), ((0.5, 0.0, 1.0, 1.0), 0.4)]
+    assert grounding([(0.0, 0.0, 1.0, 1.0)], regions) == pytest.approx(1.0)
+    assert grounding([(0.25, 0.0, 0.75, 1.0)], regions) == pytest.approx(0.5)
+    assert grounding([(0.0, 0.0, 0.5, 1.0)] * 2, regions) == pytest.approx(1.2), "each box counts"
+    assert grounding([], regions) == 0

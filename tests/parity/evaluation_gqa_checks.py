@@ -1,0 +1,79 @@
+"""GQA's scores are those of the official script."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from e2e_vl.data.formats.gqa_files import EntryFile, GQAQuestions, question_facts, read_choices
+from e2e_vl.evaluation.gqa import belongs, gqa_metrics, gqa_scores, write_submission
+
+
+@pytest.fixture(scope="module")
+def gqa_folder(golden_root: Path) -> Path:
+    return golden_root / "evaluation" / "gqa"
+
+
+@pytest.fixture(scope="module")
+def gqa_expected(gqa_folder: Path) -> dict:
+    return json.loads((gqa_folder / "expected.json").read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def gqa_records(gqa_folder: Path) -> list[dict]:
+    """The questions as the reader gives them, with the recorded predictions."""
+    [questions], [choices] = gqa_folder.glob("*_questions.json"), gqa_folder.glob("*_choices.json")
+    [predictions] = gqa_folder.glob("*_predictions.json")
+    predicted = {row["questionId"]: row["prediction"] for row in json.loads(predictions.read_text("utf-8"))}
+    file, records = EntryFile(choices, "choices"), []
+    for question_id, record in GQAQuestions([questions]):
+        own = read_choices(file, question_id) if question_id in file else {}
+        facts, answer = question_facts(question_id, record), predicted[question_id]
+        for name, key in (("valid", "is_valid"), ("plausible", "is_plausible")):
+            if own:
+                facts[key] = belongs(answer, own[name], facts["types"])
+        records.append(facts | {"prediction": answer})
+    return records
+
+
+def test_gqa_scores_of_the_official_script(gqa_expected, gqa_records):
+    assert len(gqa_records) == gqa_expected["questions"]
+    assert sum(record["isBalanced"] for record in gqa_records) == gqa_expected["balanced"]
+    ours, expected = gqa_scores(gqa_records), gqa_expected["scores"]
+    assert set(ours) == set(expected)
+    for name, value in expected.items():
+        if not isinstance(value, dict):
+            # the script prints the distribution with few decimals
+            assert ours[name] == pytest.approx(value, abs=5e-5 if name == "distribution" else 1e-9), name
+            continue
+        assert set(ours[name]) == set(value), name
+        for key, row in value.items():
+            assert ours[name][key]["count"] == row["count"], (name, key)
+            assert ours[name][key]["accuracy"] == pytest.approx(row["accuracy"], abs=1e-9), (name, key)
+
+
+def test_gqa_metrics_of_a_run_are_the_same_numbers(gqa_expected, gqa_records):
+    metrics, expected = gqa_metrics(gqa_records), gqa_expected["scores"]
+    names = {name: name for name in ("accuracy", "validity", "plausibility", "consistency")}
+    for ours, name in (names | {"accuracy/binary": "binary", "accuracy/open": "open"}).items():
+        assert 100 * metrics[ours] == pytest.approx(expected[name], abs=1e-9), name
+    assert metrics["distribution"] == pytest.approx(expected["distribution"], abs=5e-5)
+    tables = {
+        "structure": "accuracyPerStructuralType",
+        "meaning": "accuracyPerSemanticType",
+        "words": "accuracyPerLength",
+        "steps": "accuracyPerSteps",
+    }
+    for ours, table in tables.items():
+        for key, row in expected[table].items():
+            assert 100 * metrics[f"accuracy_by_{ours}/{key}"] == pytest.approx(row["accuracy"], abs=1e-9)
+
+
+def test_gqa_file_of_predictions_comes_back_equal(gqa_folder, gqa_records, tmp_path):
+    [path] = gqa_folder.glob("*_predictions.json")
+    recorded = json.loads(path.read_text("utf-8"))
+    by_id = {record["questionId"]: record for record in gqa_records}
+    write_submission(tmp_path / "again.json", [by_id[row["questionId"]] for row in recorded])
+    assert json.loads((tmp_path / "again.json").read_text("utf-8")) == recorded

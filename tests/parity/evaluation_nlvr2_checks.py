@@ -1,0 +1,58 @@
+"""NLVR2's accuracy and consistency are those of the official script."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from e2e_vl.data.formats.nlvr2_files import read_examples
+from e2e_vl.evaluation.nlvr2 import group_of, read_predictions, truth_metrics, truth_scores, write_submission
+
+FILES = ("predictions.csv", "predictions_edge.csv")
+
+
+@pytest.fixture(scope="module")
+def nlvr2_folder(golden_root: Path) -> Path:
+    return golden_root / "evaluation" / "nlvr2"
+
+
+@pytest.fixture(scope="module")
+def nlvr2_expected(nlvr2_folder: Path) -> dict:
+    return json.loads((nlvr2_folder / "expected.json").read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def nlvr2_labels(nlvr2_folder: Path) -> dict[str, str]:
+    [path] = nlvr2_folder.glob("*_subset.json")
+    return {example.identifier: example.label for example in read_examples(path)}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nlvr2_scores_of_the_official_script(nlvr2_folder, nlvr2_expected, nlvr2_labels, name):
+    ours = truth_scores(nlvr2_labels, read_predictions(nlvr2_folder / name))
+    for key, value in nlvr2_expected[name].items():
+        assert ours[key] == pytest.approx(value, abs=1e-12), key
+
+
+def test_nlvr2_groups_are_told_from_identifiers(nlvr2_folder, nlvr2_expected, nlvr2_labels):
+    [path] = nlvr2_folder.glob("*_subset.json")
+    assert len(nlvr2_labels) == nlvr2_expected["examples"]
+    assert len({group_of(identifier) for identifier in nlvr2_labels}) == nlvr2_expected["consistency_groups"]
+    sentences = {example.sentence for example in read_examples(path)}
+    assert len(sentences) == nlvr2_expected["distinct_sentences"]
+
+
+def test_nlvr2_metrics_of_a_run_are_the_same_numbers(nlvr2_folder, nlvr2_expected, nlvr2_labels, tmp_path):
+    predicted = read_predictions(nlvr2_folder / FILES[0])
+    spelled = {identifier: predicted[identifier].capitalize() for identifier in nlvr2_labels}
+    records = [
+        {"identifier": identifier, "label": label, "prediction": spelled[identifier]}
+        for identifier, label in nlvr2_labels.items()
+    ]
+    metrics = truth_metrics(records)
+    for key, value in nlvr2_expected[FILES[0]].items():
+        assert metrics[key] == pytest.approx(value, abs=1e-12), key
+    write_submission(tmp_path / "again.csv", records)
+    assert read_predictions(tmp_path / "again.csv") == spelled

@@ -1,0 +1,98 @@
+"""The written NLVR2 files: labels are right, judged from the annotations alone; neither words nor images tell them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from pycocotools.coco import COCO
+
+SPLITS = {"train": "train", "val": "val"}
+NUMBERS = ("zero", "one", "two", "three", "four")
+
+
+@pytest.fixture(scope="module")
+def folder(synthetic_folder) -> Path:
+    return synthetic_folder / "nlvr2"
+
+
+@pytest.fixture(scope="module", params=SPLITS)
+def split(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def examples(folder, split) -> list[dict]:
+    return [json.loads(line) for line in (folder / "data" / f"{split}.json").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def objects(folder, split) -> dict[str, list[set[str]]]:
+    """The words that are true of each object, by the name of the image."""
+    coco = COCO(str(folder / f"instances_{split}.json"))
+    names = [entry["name"] for entry in coco.dataset["attributes"]]
+    shapes = {entry["id"]: entry["name"] for entry in coco.dataset["categories"]}
+    return {
+        image["file_name"].removesuffix(".png"): [
+            {shapes[one["category_id"]], *(names[number] for number in one["attribute_ids"])}
+            for one in coco.imgToAnns[key]
+        ]
+        for key, image in coco.imgs.items()
+    }
+
+
+def is_true(sentence: str, left: list[set[str]], right: list[set[str]]) -> bool:
+    """Reads a sentence anew."""
+
+    def count(phrase: str, objects: list[set[str]]) -> int:
+        words = {re.sub(r"^(circle|square|triangle|star|cross|diamond)(s|es)$", r"\1", word) for word in phrase.split()}
+        return sum(words - {"thing", "things"} <= one for one in objects)
+
+    text, sides = sentence.lower().removesuffix("."), {"left": left, "right": right}
+    if found := re.fullmatch("both images contain a (.*)", text):
+        return all(count(found[1], side) for side in (left, right))
+    if found := re.fullmatch("exactly one of the two images contains a (.*)", text):
+        return bool(count(found[1], left)) != bool(count(found[1], right))
+    if found := re.fullmatch("the (left|right) image contains a (.*)", text):
+        return bool(count(found[2], sides[found[1]]))
+    if found := re.fullmatch("there are more (.*) in the (left|right) image than in the (?:left|right) image", text):
+        other = {"left": "right", "right": "left"}[found[2]]
+        return count(found[1], sides[found[2]]) > count(found[1], sides[other])
+    found = re.fullmatch(r"the images contain (\w+) (.*) in total", text)
+    return count(found[2], left) + count(found[2], right) == NUMBERS.index(found[1])
+
+
+def pair_of(example: dict) -> str:
+    return example["identifier"].rpartition("-")[0]
+
+
+def test_labels_are_right(examples, objects):
+    for example in examples:
+        sides = [objects[f"{pair_of(example)}-img{side}"] for side in (0, 1)]
+        assert example["label"] == str(is_true(example["sentence"], *sides)), example["sentence"]
+
+
+def test_neither_the_sentence_nor_the_images_tell_the_label(examples):
+    by_sentence, by_pair = defaultdict(list), defaultdict(list)
+    for example in examples:
+        name, number, _, sentence = example["identifier"].split("-")
+        by_sentence[name, number, sentence].append(example["label"])
+        by_pair[pair_of(example)].append(example["label"])
+    assert examples and {tuple(sorted(own)) for own in by_sentence.values()} == {("False", "False", "True", "True")}
+    assert {tuple(sorted(own)) for own in by_pair.values()} == {("False", "True")}
+    assert len({one["family"] for one in examples}) == 5 or len(by_sentence) < 20
+
+
+def test_images_lie_where_the_release_has_them(folder, split, examples):
+    for example in examples:
+        place = folder / "images" / split / (str(example["directory"]) if split == "train" else "")
+        for side in (0, 1):
+            path = place / f"{pair_of(example)}-img{side}.png"
+            assert path.is_file() and path.stat().st_nlink > 1
+    assert ("directory" in examples[0]) == (split == "train")
+    assert cv2.imread(str(path)).dtype == np.uint8

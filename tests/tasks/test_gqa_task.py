@@ -1,0 +1,133 @@
+"""GQA: wording, targets, loss, predictions with choices, and what reports say."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from detector.structures import ImageBatch
+from e2e_vl.layout import TextWriter
+from e2e_vl.samples import Question, RightAnswer, SampleText
+from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch
+from e2e_vl.tasks.gqa import GQAConfig, GQATargets, GQATask
+from e2e_vl.tasks.heads import Sizes
+from tests.tasks.wordings import make_tokenizer, photo, sample_of, spoken, word
+
+ANSWERS = ["yes", "no", "left", "right", "red"]
+TYPES = {"structural": "query", "semantic": "attr", "detailed": "color"}
+
+
+def make_task(**config) -> GQATask:
+    torch.manual_seed(0)
+    return GQATask(8, GQAConfig(**{"answers": ANSWERS} | config)).eval()
+
+
+def make_batch(*answers: str | None, **record) -> Batch:
+    known = [GQATargets() if one is None else target(one) for one in answers]
+    sizes = torch.tensor([[10, 10]])
+    texts = TextBatch(*(torch.ones(len(answers), 3, dtype=kind) for kind in (torch.long, torch.long, torch.bool)))
+    records = [{"questionId": str(n), "question": "Is it?", "isBalanced": True, **record} for n in range(len(answers))]
+    records = [
+        own if one is None else own | {"answer": one, "types": TYPES} for own, one in zip(records, answers, strict=True)
+    ]
+    return Batch(
+        images=ImageBatch(torch.zeros(1, 3, 10, 10), sizes, sizes, ["a.jpg"]),
+        boxes=None,
+        texts=texts,
+        looks_at=torch.zeros(len(answers), 1, dtype=torch.long),
+        targets=GQATargets.join(known),
+        records=records,
+    )
+
+
+def target(answer: str) -> GQATargets:
+    possible = make_task().answer_list
+    return GQATargets(possible.targets_of({answer: 1.0}), np.int64(possible.class_of.get(answer, -1)))
+
+
+def run(task: GQATask, batch: Batch) -> TaskOutput:
+    torch.manual_seed(1)
+    states = torch.randn(len(batch), 8, requires_grad=True)
+    return task(batch, None, EncoderOutput(states[:, None], states[:, None], states))
+
+
+def predict(task: GQATask, batch: Batch, logits: torch.Tensor) -> list[dict]:
+    return task.predict(batch, ModelOutput(TaskOutput({}, logits), None, None, None, batch))
+
+
+def test_the_binary_loss_is_a_sum_over_answers_and_a_mean_over_questions():
+    task, batch = make_task(), make_batch("yes", "purple")
+    output = run(task, batch)
+    truth = torch.tensor([[1.0, 0, 0, 0, 0], [0] * 5])
+    expected = F.binary_cross_entropy_with_logits(output.logits, truth) * len(ANSWERS)
+    torch.testing.assert_close(output.losses["gqa"].mean, expected)
+    assert run(task, make_batch(None)).losses == {}
+
+
+def test_the_softmax_loss_leaves_out_answers_that_are_not_listed():
+    output = run(make_task(loss="softmax"), make_batch("no", "purple"))
+    torch.testing.assert_close(output.losses["gqa"].mean, F.cross_entropy(output.logits[:1], torch.tensor([1])))
+    assert output.losses["gqa"].count == 1
+
+
+def test_the_hidden_layer_may_be_wider_than_the_summary():
+    task = GQATask.build(Sizes(hidden_size=8, vocab_size=9, summary_size=6), GQAConfig(answers=ANSWERS))
+    assert task.head.transform["dense"].weight.shape == (12, 6) and task.head.output.weight.shape == (5, 12)
+    assert make_task(head_widening=1).head.output.weight.shape == (5, 8)
+    with pytest.raises(ValueError, match="head_widening must be at least 1"):
+        GQAConfig(head_widening=0)
+
+
+def test_choices_become_whether_the_answer_is_among_them():
+    task = make_task()
+    batch = make_batch("red", choices={"valid": ["red", "yes"], "plausible": ["red"]})
+    [record] = predict(task, batch, torch.tensor([[3.0, 0, 0, 0, 1]]))
+    assert (record["prediction"], record["answer"], record["is_valid"], record["is_plausible"]) == (
+        "yes",
+        "red",
+        True,
+        False,
+    )
+    assert "choices" not in record and record == json.loads(json.dumps(record))
+    assert task.correct(record) == 0 and task.correct({"prediction": "yes"}) is None
+    assert [answer for answer, _ in task.ranked(record)][:2] == ["yes", "red"]
+    described = task.describe(record)
+    assert (described.answer, described.truth, described.group) == ("yes", "red", "query")
+    assert "not balanced" in task.describe(record | {"isBalanced": False}).note
+
+
+def test_metrics_and_the_file_of_the_server(tmp_path):
+    task = make_task()
+    records = predict(task, make_batch("yes", "no"), torch.tensor([[3.0, 0, 0, 0, 1], [3.0, 0, 0, 0, 1]]))
+    for record in records:
+        record |= {"entailed": [], "steps": 1, "group": None}
+    assert task.metrics(records)["accuracy"] == 0.5
+    task.write_submission(tmp_path / "s.json", records)
+    assert json.loads((tmp_path / "s.json").read_text()) == [
+        {"questionId": "0", "prediction": "yes"},
+        {"questionId": "1", "prediction": "yes"},
+    ]
+    with pytest.raises(ValueError, match="question 0 twice"):
+        task.write_submission(tmp_path / "s.json", [records[0]] * 2)
+    unknown = predict(task, make_batch(None), torch.zeros(1, 5))
+    assert task.metrics(unknown) == {"count": 1}
+
+
+def test_wording(tmp_path):
+    tokenizer = make_tokenizer(tmp_path, "is it left or right?")
+    wording = make_task().wording(TextWriter(tokenizer))
+    stated = SampleText(3, "Is it left?", {"questionId": "07", "answer": "left"}, RightAnswer("left"))
+    [text] = word(wording, sample_of(stated))
+    assert spoken(text, tokenizer) == "[CLS] is it left ? [SEP]"
+    assert text.targets.scores.tolist() == [0, 0, 1, 0, 0] and text.targets.best == 2
+    [mirrored] = word(wording, sample_of(stated), photo(flipped=True))
+    assert spoken(mirrored, tokenizer) == "[CLS] is it right ? [SEP]"
+    assert mirrored.targets.best == 3 and mirrored.record["answer"] == "right"
+    [unknown] = word(wording, sample_of(SampleText(0, "it", {}, RightAnswer("blue"))))
+    assert unknown.targets.best == -1 and not unknown.targets.scores.any()
+    [asked] = word(wording, make_task().question(Question(tmp_path / "a.jpg", "it?")))
+    assert asked.targets.scores is None
