@@ -31,6 +31,7 @@ from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.data.vqa import VQADataset
 from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.encoders.base import Encoder
+from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
 from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.engine.answer_lists import are_given, possible_answers
@@ -49,6 +50,7 @@ from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.weights.base import WeightAdapter
 from e2e_vl.weights.bert import BertStart
+from e2e_vl.weights.lxmert import BertBelow, OfficialLxmert
 from e2e_vl.weights.start import StartRules, check_vocabulary, load_encoder, load_task
 from e2e_vl.weights.vl_bert import OfficialVLBert
 
@@ -59,9 +61,14 @@ DETECTORS: dict[str, Callable[[], type[Detector]]] = {
     **{name: partial(detector_class, name) for name in BACKENDS},
     "precomputed": lambda: PrecomputedDetector,
 }
-ENCODERS = {"vl_bert": (VLBertConfig, VLBertModel), "none": (NoEncoderConfig, NoEncoder)}
+ENCODERS = {
+    "vl_bert": (VLBertConfig, VLBertModel),
+    "lxmert": (LxmertEncoderConfig, LxmertEncoder),
+    "none": (NoEncoderConfig, NoEncoder),
+}
 ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # of encoders that start from files of other projects
     "vl_bert": (OfficialVLBert(), BertStart()),
+    "lxmert": (OfficialLxmert(), BertBelow()),
 }
 TASKS = {
     "refcoco": (ReferringConfig, ReferringTask),

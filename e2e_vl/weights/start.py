@@ -76,7 +76,8 @@ def read_source(path: str | Path, part: Literal["encoder", "task"], rules: Start
     for adapter in rules.adapters:
         if adapter.recognise(tensors):
             found = adapter.convert(tensors, file)
-            return Source(file, getattr(found, part), adapter, found.task_name, found.lends, found.background_last)
+            task_name = rules.task_name if rules.task_name in found.also_of else found.task_name
+            return Source(file, getattr(found, part), adapter, task_name, found.lends, found.background_last)
     settings = _task_of_run(file.parent, part, rules)
     name = settings.get("name")
     config_class, task_class = rules.tasks.get(name or rules.task_name, (object, Task))

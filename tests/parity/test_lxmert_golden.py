@@ -1,0 +1,6 @@
+"""Everything recorded from the official LXMERT code, over the set under `--golden-root`.
+
+The checks are in files of their own, one for each part; here they are collected.
+"""
+
+from tests.parity.lxmert_encoder_checks import *  # noqa: F403
