@@ -15,6 +15,8 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 
 from e2e_vl.run_files import looks_like_hub_name
 
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+SPELLINGS = {"grey": "gray", **{word: str(number) for number, word in enumerate(NUMBERS, start=1)}}
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -85,6 +87,18 @@ def split_words(sentence: str) -> list[str]:
 def mirror_words(words: Iterable[str]) -> list[str]:
     """The words "left" and "right" swapped, as the text of a mirrored image has them (official VL-BERT code)."""
     return [{"left": "right", "right": "left"}.get(word, word) for word in words]
+
+
+def plain_answer(answer: str) -> str:
+    """An answer as the list of LXMERT's pre-training spells it (official code).
+
+    In lower case; without one final full stop; without leading "a ", then "an ", then "the ", each once; the words one
+    to ten as digits, and gray for grey.
+    """
+    answer = answer.lower().removesuffix(".")
+    for article in ("a ", "an ", "the "):
+        answer = answer.removeprefix(article)
+    return SPELLINGS.get(answer, answer)
 
 
 def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:

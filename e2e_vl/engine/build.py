@@ -34,15 +34,19 @@ from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
 from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
-from e2e_vl.engine.answer_lists import are_given, possible_answers
+from e2e_vl.engine.answer_lists import are_given, possible_answers, with_answers
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
 from e2e_vl.tasks.heads import Sizes
+from e2e_vl.tasks.objectives.attribute_labels import AttributeLabels, AttributeLabelsConfig
 from e2e_vl.tasks.objectives.base import Objective
+from e2e_vl.tasks.objectives.image_qa import ImageQA, ImageQAConfig
 from e2e_vl.tasks.objectives.masked_regions import MaskedRegions, MaskedRegionsConfig
 from e2e_vl.tasks.objectives.masked_text import MaskedText, MaskedTextConfig
 from e2e_vl.tasks.objectives.masked_words import MaskedWords, MaskedWordsConfig
+from e2e_vl.tasks.objectives.object_labels import ObjectLabels, ObjectLabelsConfig
+from e2e_vl.tasks.objectives.region_features import RegionFeaturesConfig, RegressedFeatures
 from e2e_vl.tasks.objectives.relationship import Relationship, RelationshipConfig
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
@@ -82,6 +86,10 @@ OBJECTIVES = {  # of pre-training; texts are changed in this order
     "masked_text": (MaskedTextConfig, MaskedText),
     "masked_regions": (MaskedRegionsConfig, MaskedRegions),
     "relationship": (RelationshipConfig, Relationship),
+    "object_labels": (ObjectLabelsConfig, ObjectLabels),
+    "attribute_labels": (AttributeLabelsConfig, AttributeLabels),
+    "region_features": (RegionFeaturesConfig, RegressedFeatures),
+    "image_qa": (ImageQAConfig, ImageQA),
 }
 DATASETS: dict[str, type[VLDataset]] = {
     "refcoco": RefCOCODataset,
@@ -270,5 +278,5 @@ def build_objectives(settings: dict[str, Any], sizes: Sizes) -> dict[str, Object
             values = {"weight": values}
         own = from_dict(config_class, values, f"{where}.{name}")
         if own.weight:
-            objectives[name] = objective_class(sizes, own)
+            objectives[name] = objective_class(sizes, with_answers(own))
     return objectives

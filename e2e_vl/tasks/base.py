@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -102,6 +102,7 @@ class Task(nn.Module, abc.ABC):
     renamed: ClassVar[Mapping[str, str]] = {}  # prefixes of parameter names in models that were saved before -> now
     # properties where they follow from the config
     needs: tuple[Ability, ...] = ()  # what the encoder must be able to do
+    answers: Sequence[str] = ()  # the list that a part of it chooses from; it is saved with the model
     hiding: HidingRule | None = None  # how regions are hidden from the model; None: nothing is hidden
     mask_size: int | None = None  # side of the instance masks on the RoI maps; None: the task uses none
 

@@ -48,14 +48,15 @@ def start_head(linears: Iterable[nn.Linear], start: NewLayers | float) -> None:
 
 
 class Transform(nn.ModuleDict):
-    """Linear and GELU; with `norm` also the LayerNorm of BERT's masked-word transform."""
+    """Linear and GELU; with `norm` also the LayerNorm of BERT's masked-word transform. `width`: None = as the input."""
 
-    def __init__(self, hidden_size: int, *, norm: bool = False):
-        super().__init__({"dense": nn.Linear(hidden_size, hidden_size)})
+    def __init__(self, hidden_size: int, *, norm: bool = False, width: int | None = None):
+        width = hidden_size if width is None else width
+        super().__init__({"dense": nn.Linear(hidden_size, width)})
         if norm:
-            self["norm"] = nn.LayerNorm(hidden_size, eps=1e-12)
+            self["norm"] = nn.LayerNorm(width, eps=1e-12)
 
-    def forward(self, states: Float[Tensor, "*shape E"]) -> Float[Tensor, "*shape E"]:
+    def forward(self, states: Float[Tensor, "*shape _"]) -> Float[Tensor, "*shape _"]:
         states = F.gelu(self["dense"](states))
         return self["norm"](states) if "norm" in self else states
 

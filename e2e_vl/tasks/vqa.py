@@ -59,6 +59,7 @@ class VQAConfig:
     # the usual 3,129 answers of VQA v2's train and val
     min_answer_count: int = 9
     dropout: float = 0.1  # dropout before the last Linear
+    head_width: int = 1  # width of the head's hidden layer, in widths of the summary; LXMERT's official code has 2
     # "binary": a binary cross entropy per answer with soft targets, summed over the answers (official). "softmax": a
     # cross entropy with the most frequent answer as truth (paper, section 4.2.2); texts without a known answer are left
     # out.
@@ -73,8 +74,8 @@ class VQAConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         check_dropout("dropout", self.dropout)
-        if self.min_answer_count < 1 or self.top_answers < 1:
-            raise ValueError("min_answer_count and top_answers must be at least 1.")
+        if self.min_answer_count < 1 or self.top_answers < 1 or self.head_width < 1:
+            raise ValueError("min_answer_count, top_answers and head_width must be at least 1.")
 
 
 @dataclasses.dataclass
@@ -166,8 +167,9 @@ class VQATask(Task):
             raise ValueError("VQATask needs the list of possible answers in its config.")
         self.config = config
         self.answer_list = AnswerList(config.answers, normalised=config.normalised_targets)
-        transform = Transform(summary_size, norm=True)
-        self.head = Head(summary_size, len(self.answers), config.dropout, config.new_layers, transform=transform)
+        width = config.head_width * summary_size
+        transform = Transform(summary_size, norm=True, width=width)
+        self.head = Head(width, len(self.answers), config.dropout, config.new_layers, transform=transform)
 
     @classmethod
     def build(cls, sizes: Sizes, config: VQAConfig) -> Self:
@@ -221,7 +223,7 @@ class VQATask(Task):
         table, width = encoder.get_input_embeddings().weight, self.head.output.in_features
         if table.shape[1] != width:
             raise ValueError(
-                f"The encoder's words have the width {table.shape[1]} and its summary {width}, so answers cannot start "
+                f"The encoder's words have the width {table.shape[1]} and the head {width}, so answers cannot start "
                 "from words; set task.config.initialise_from_words to false."
             )
         for row, answer in enumerate(self.answers):
