@@ -62,18 +62,32 @@ class HeadStart:
     # (in the other head, in this one): row 1 minus row 0 of a classifier of two classes becomes a score
     difference: tuple[str, str] | None = None
     random: tuple[str, ...] = ()  # of this head, may keep its random start
+    # (in the other head, in this one): a classifier of answers takes the rows of the same answers from another list;
+    # rows of answers that this list lacks become zero
+    answer_rows: tuple[str, str] | None = None
+    otherwise: HeadStart | None = None  # the rule for a head that has nothing of what this one takes
     # of this head, has a row per region class; `task.config.has_background_last` says which of them is the background
     region_classes: tuple[str, ...] = ()
 
     @property
     def takes(self) -> tuple[str, ...]:
         """What it reads of the other head."""
-        return (*self.copies, *(self.difference or ())[:1])
+        return (*self.copies, *(self.difference or ())[:1], *(self.answer_rows or ())[:1])
 
     @property
     def parts(self) -> tuple[str, ...]:
         """All parts of this head."""
-        return (*self.copies.values(), *(self.difference or ())[1:], *self.random)
+        return (
+            *(*self.copies.values(), *(self.difference or ())[1:], *(self.answer_rows or ())[1:], *self.random),
+            *(self.otherwise.parts if self.otherwise is not None else ()),
+        )
+
+    def for_weights(self, names: Iterable[str]) -> HeadStart:
+        """This rule, or the one for a head with other parameters."""
+        names = tuple(names)
+        if self.otherwise is None or any(name.startswith(self.takes) for name in names):
+            return self
+        return self.otherwise.for_weights(names)
 
 
 class Task(nn.Module, abc.ABC):

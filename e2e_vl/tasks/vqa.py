@@ -159,7 +159,12 @@ class VQATask(Task):
     writes_submission = True
     chooses_answers = True
     blind_without_boxes = True  # the number of boxes answers "how many"
-    starts_from = HeadStart(copies={"word_head.transform.": "head.transform."}, random=("head.output.",))
+    # image question answering is a part of pre-training (LXMERT), or is not (VL-BERT)
+    starts_from = HeadStart(
+        copies={"image_qa.head.transform.": "head.transform."},
+        answer_rows=("image_qa.head.output.", "head.output."),
+        otherwise=HeadStart(copies={"word_head.transform.": "head.transform."}, random=("head.output.",)),
+    )
 
     def __init__(self, summary_size: int, config: VQAConfig):
         super().__init__()
