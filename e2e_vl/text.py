@@ -16,7 +16,8 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 from e2e_vl.run_files import looks_like_hub_name
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-SPELLINGS = {"grey": "gray", **{word: str(number) for number, word in enumerate(NUMBERS, start=1)}}
+SPELLINGS = {f"{article} {who}": who for article in ("a", "the") for who in ("man", "woman")}
+SPELLINGS |= {"grey": "gray", **{word: str(number) for number, word in enumerate(NUMBERS, start=1)}}
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -92,12 +93,16 @@ def mirror_words(words: Iterable[str]) -> list[str]:
 def plain_answer(answer: str) -> str:
     """An answer as the list of LXMERT's pre-training spells it (official code).
 
-    In lower case; without one final full stop; without leading "a ", then "an ", then "the ", each once; the words one
-    to ten as digits, and gray for grey.
+    In lower case; without one final full stop; without leading "a ", then "an ", then "the ", each once, and without
+    blanks around what is left by each step; then the words one to ten as digits, gray for grey, and man and woman
+    without an article that is left.
     """
-    answer = answer.lower().removesuffix(".")
+    answer = answer.lower()
+    if answer.endswith("."):
+        answer = answer[:-1].strip()
     for article in ("a ", "an ", "the "):
-        answer = answer.removeprefix(article)
+        if answer.startswith(article):
+            answer = answer.removeprefix(article).strip()
     return SPELLINGS.get(answer, answer)
 
 

@@ -74,10 +74,8 @@ def objective_settings(golden) -> dict[str, dict]:
 
 def make_model(golden) -> VisionLanguageModel:
     config = common.encoder_config(golden)
-    detector = PrecomputedDetector(
-        DetectorConfig.from_flat({"MODEL.RESNETS.RES2_OUT_CHANNELS": config.feature_dim // 8})
-    )
-    assert detector.feature_dim == config.feature_dim
+    detector = PrecomputedDetector(DetectorConfig())
+    detector.feature_dim = config.feature_dim  # small, as no ResNet has it
     sizes = Sizes(config.hidden_size, config.vocab_size, config.feature_dim)
     settings = PretrainingConfig(vocab_size=config.vocab_size, teacher="file", max_length=None)
     task = PretrainingTask(config.hidden_size, settings, build_objectives(objective_settings(golden), sizes))
@@ -114,7 +112,7 @@ def make_batch(golden, dtype: torch.dtype = torch.float32) -> Batch:
         boxes=list(arrays["boxes"]),
         texts=common.texts_of(arrays),
         looks_at=torch.arange(count)[:, None],
-        targets=PretrainingTargets({name: part for name, part in parts.items()}),
+        targets=PretrainingTargets(parts),
         hidden=HiddenRegions(list(arrays["feat_mask"] > 0), [torch.zeros(regions, dtype=torch.bool)] * count),
         region_labels=RegionLabels(features=list(arrays["target_feats"]), **labels),
     )

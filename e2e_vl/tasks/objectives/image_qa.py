@@ -85,10 +85,11 @@ class AnswerDraw(ObjectiveWording):
 def draw_answer(scores: Mapping[str, float], class_of: Mapping[str, int], generator: np.random.Generator) -> str | None:
     """One of the answers that are in the list, with a probability in proportion to its score; None if none is.
 
-    Answers are spelled as in the list first (`plain_answer`). If two become the same, the score of the later one counts
-    alone, as in the official code. Nothing is drawn where there is no choice.
+    Answers are spelled as in the list first (`plain_answer`). If two become the same, the score of the one that was
+    spelled otherwise counts alone, as in the official code. Nothing is drawn where there is no choice.
     """
-    spelled = {plain_answer(answer): score for answer, score in scores.items()}
+    spelled = {answer: score for answer, score in scores.items() if answer == plain_answer(answer)}
+    spelled |= {plain_answer(answer): score for answer, score in scores.items() if answer != plain_answer(answer)}
     known = {answer: score for answer, score in spelled.items() if answer in class_of}
     if len(known) < 2:
         return next(iter(known), None)
