@@ -164,7 +164,9 @@ def _without_start(config: RunConfig, folder: Path, overrides: list[str]) -> Run
 
 def _with_answers(settings: Any, path: Path) -> Any:
     """The settings of an objective; one that chooses from a list of answers reads it from the model's own file."""
-    return settings | {"answers": str(path)} if isinstance(settings, dict) and "answers" in settings else settings
+    if not isinstance(settings, dict) or "answers" not in settings:
+        return settings
+    return settings | {"answers": str(path), "answer_sources": None}
 
 
 def _load_task(model: VisionLanguageModel, folder: Path) -> None:
