@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int64, UInt8
 
 from e2e_vl.layout import LaidText
+from e2e_vl.samples import FOUND
 from e2e_vl.targets import Targets
 
 
@@ -115,6 +116,10 @@ class ImageExample:
     box_ids: tuple[int, ...] | None = None  # annotation ids of the candidates, where all of them are annotated
     box_classes: Int64[np.ndarray, " R"] | None = None  # annotated classes, where all candidates are annotated
     class_probs: Float[np.ndarray, "R C"] | None = None  # class distributions of the candidates, from a file
+    found_classes: Int64[np.ndarray, " R"] | None = None  # what a detector found in the candidates, see `FOUND`
+    found_scores: Float[np.ndarray, " R"] | None = None
+    found_attributes: Int64[np.ndarray, " R"] | None = None
+    found_attribute_scores: Float[np.ndarray, " R"] | None = None
     objects: DetectionObjects | None = None
     roi_masks: Float[np.ndarray, "R S S"] | None = None  # instance masks in 0..1 on the RoI maps
     hide: Float[np.ndarray, "Q 4"] | None = None  # exactly these boxes are to be hidden; None: drawn at random
@@ -125,7 +130,8 @@ class ImageExample:
         """A copy without candidate boxes: their number and places tell about the image."""
         if self.boxes is None:
             return self
-        rows = {name: getattr(self, name) for name in ("boxes", "box_classes", "class_probs", "roi_masks", "features")}
+        columns = ("boxes", "box_classes", "class_probs", "roi_masks", "features", *FOUND)
+        rows = {name: getattr(self, name) for name in columns}
         emptied = {name: None if values is None else values[:0] for name, values in rows.items()}
         return dataclasses.replace(self, **emptied, box_ids=None)
 

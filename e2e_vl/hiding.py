@@ -1,7 +1,8 @@
 """Regions that a model must predict without seeing them: labelled first, then hidden from the detector.
 
 Masked RoI classification (VL-BERT, section 3.3) hides regions in the pixels; on saved features only the feature is
-replaced. `e2e_vl/model.py` calls the three steps in the order in which they stand here.
+replaced. `e2e_vl/model.py` calls the steps in the order in which they stand here; the detector runs before
+`swap_features`.
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -9,6 +10,7 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -19,7 +21,7 @@ from torch import Tensor
 from detector.boxes import pairwise_iou
 from detector.interface import Detector
 from detector.pixel_masking import mask_pixels, mask_rectangles
-from detector.structures import ImageBatch
+from detector.structures import ImageBatch, Regions
 from e2e_vl.structures import Batch, HiddenRegions, RegionLabels, TextBatch
 
 SAME_IOU = 0.5  # a candidate that overlaps a hidden box this much is the same object
@@ -32,6 +34,7 @@ class HidingRule:
     hides: bool = True  # regions are predicted and hidden at all; False: only max_own_regions and max_length count
     probability: float = 0.15  # chance of a region to be predicted; every region is chosen on its own, none is forced
     hide_probability: float = 0.9  # chance of a region that is to be predicted to be hidden
+    swap_probability: float = 0.0  # chance of a region that is to be predicted to get another region's feature
     pixels: bool = True  # hide a region in the image, before the detector; False: only its feature, in the encoder
     colour: Literal["mean", "black"] = "mean"  # hidden pixels: the mean colour, or black before the mean is subtracted
     # who labels the regions: a copy of the detector from when training began, the detector in training, or the data
@@ -56,7 +59,8 @@ def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: Hid
     """
     boxes, labels = batch.boxes, batch.region_labels
     uses_detector = rule.teacher != "file"
-    if not uses_detector and rule.hides and batch.hide is None and labels.class_probs is None:
+    is_unknown = labels.class_probs is None and labels.found_classes is None
+    if not uses_detector and rule.hides and batch.hide is None and is_unknown:
         raise ValueError(
             "task.config.teacher is file, but the data come without class distributions of their boxes; set it to "
             "frozen or current."
@@ -93,10 +97,17 @@ def describe_regions(
             module.training = training
     kept = slice(rule.max_own_regions if boxes is None else None)
     probabilities = [logits[kept].float().softmax(dim=1) for logits in regions.class_logits]
+    labels = RegionLabels(features=[rows[kept] for rows in regions.features])
+    if all(rows.shape[1] > 1 for rows in probabilities):  # background last
+        best = [rows[:, :-1].max(dim=1) for rows in probabilities]
+        labels.found_scores, labels.found_classes = (list(column) for column in zip(*best, strict=True))
+    if regions.attribute_logits is not None:
+        best = [logits[kept].float().softmax(dim=1).max(dim=1) for logits in regions.attribute_logits]
+        labels.found_attribute_scores, labels.found_attributes = (list(column) for column in zip(*best, strict=True))
     if rule.background_first:
         probabilities = [rows.roll(1, dims=1) for rows in probabilities]
-    features = [rows[kept] for rows in regions.features]
-    return [rows[kept] for rows in regions.boxes], RegionLabels(class_probs=probabilities, features=features)
+    labels.class_probs = probabilities
+    return [rows[kept] for rows in regions.boxes], labels
 
 
 def _with_hidden(candidates: Float[Tensor, "R 4"], hide: Float[Tensor, "Q 4"]) -> Float[Tensor, "all 4"]:
@@ -123,14 +134,17 @@ def hide_regions(batch: Batch, detector: Detector, rule: HidingRule) -> Batch:
         )
     device = batch.looks_at.device
     if batch.hide is None:
-        drawn = [
-            choose_regions(len(rows), generator, rule.probability, rule.hide_probability)
-            for rows, generator in zip(batch.boxes, _image_generators(batch), strict=True)
-        ]
-        labelled, hidden = (
-            [torch.from_numpy(rows).to(device) for rows in column] for column in zip(*drawn, strict=True)
+        counts, drawn = [len(rows) for rows in batch.boxes], []
+        for count, generator in zip(counts, _image_generators(batch), strict=True):
+            labelled, hidden, swapped = choose_regions(
+                count, generator, rule.probability, rule.hide_probability, rule.swap_probability
+            )
+            drawn.append((labelled, hidden, choose_donors(swapped, counts, generator)))
+        chosen = HiddenRegions(
+            *([torch.from_numpy(rows).to(device) for rows in column] for column in zip(*drawn, strict=True))
         )
-        chosen = HiddenRegions(labelled, hidden)
+        if not rule.swap_probability:
+            chosen.donors = None
     else:
         pairs = zip(batch.boxes, batch.hide, strict=True)
         first = [torch.arange(len(rows), device=device) < len(hide) for rows, hide in pairs]
@@ -153,18 +167,40 @@ def hide_regions(batch: Batch, detector: Detector, rule: HidingRule) -> Batch:
 
 
 def choose_regions(
-    count: int, generator: np.random.Generator, probability: float = 0.15, hide: float = 0.9
-) -> tuple[Bool[np.ndarray, " R"], Bool[np.ndarray, " R"]]:
-    """Choose the regions whose class is to be predicted, and among them the ones that the model may not see.
+    count: int, generator: np.random.Generator, probability: float = 0.15, hide: float = 0.9, swap: float = 0.0
+) -> tuple[Bool[np.ndarray, " R"], Bool[np.ndarray, " R"], Bool[np.ndarray, " R"]]:
+    """Choose the regions that are to be predicted, and among them the ones that the model may not see.
 
     One number is drawn for each region, and none is ever forced. The whole image is never chosen and not counted. The
-    paper hides every chosen region (`hide=1`); the official code leaves one in ten visible.
+    papers hide every chosen region (`hide=1`); VL-BERT's official code leaves one in ten visible, and LXMERT's hides 8
+    of ten, gives one the feature of another region (`swap=0.1`) and leaves one as it is.
 
     Returns:
-        Chosen (labelled), and chosen and hidden.
+        Chosen (labelled); chosen and hidden; chosen and to be swapped.
     """
     drawn = generator.random(count)
-    return drawn < probability, drawn < probability * hide
+    hidden = drawn < probability * hide
+    return drawn < probability, hidden, (drawn < probability * (hide + swap)) & ~hidden
+
+
+def choose_donors(
+    swapped: Bool[np.ndarray, " R"], counts: Sequence[int], generator: np.random.Generator
+) -> Int64[np.ndarray, " R"]:
+    """Whose feature each of the swapped regions gets: of a random image of the batch, a random region.
+
+    (The official LXMERT code draws among the images of the data set; those of a batch are a random part of it.)
+
+    Returns:
+        Rows among the regions of all images, of which image n has `counts[n]`; -1 for the other regions, and where an
+        image without regions was drawn.
+    """
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    donors = np.full(len(swapped), -1, dtype=np.int64)
+    for row in np.flatnonzero(swapped):
+        image = int(generator.integers(len(counts)))
+        if counts[image]:
+            donors[row] = starts[image] + int(generator.integers(counts[image]))
+    return donors
 
 
 def _image_generators(batch: Batch) -> list[np.random.Generator]:
@@ -190,6 +226,25 @@ def _without_hidden_features(images: ImageBatch, hidden: list[Bool[Tensor, " _R"
         means.append((rows * shown[:, None]).sum(dim=0) / (shown.sum() + 1e-5))
     precomputed = dataclasses.replace(images.precomputed, image_features=torch.stack(means))
     return dataclasses.replace(images, precomputed=precomputed)
+
+
+def swap_features(regions: Regions, hidden: HiddenRegions | None, *, whole_image: bool) -> Regions:
+    """A copy in which regions have the features of their donors.
+
+    Args:
+        regions: of the N images, as the detector describes them.
+        whole_image: row 0 of each image is the whole image, which keeps its feature.
+    """
+    if hidden is None or hidden.donors is None:
+        return regions
+    given = torch.cat([rows[whole_image:] for rows in regions.features])
+    features = []
+    for rows, donors in zip(regions.features, hidden.donors, strict=True):
+        own = rows[whole_image:]
+        if len(own):
+            own = torch.where((donors >= 0)[:, None], given[donors.clamp(min=0)], own)
+        features.append(torch.cat([rows[:whole_image], own]))
+    return dataclasses.replace(regions, features=features)
 
 
 def cut_to_length(batch: Batch, limit: int, *, whole_image: bool) -> Batch:

@@ -5,7 +5,7 @@
        |          +--> detection losses                                      texts --> encoder --> task --> losses,
        |                                                                                                    predictions
        +-- pre-training only: a pass of the teacher over the whole images says what is in the regions (labels); then
-           some regions are hidden in the pixels, before the detector sees them
+           some regions are hidden in the pixels, before the detector sees them, or only their features are replaced
 
 One detector pass serves all texts about an image: `looks_at` says which text reads which image, the regions are copied
 per text just before the encoder, and on the way back the gradients of all texts add up in that one pass.
@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from detector.interface import Detector
 from e2e_vl.encoders.base import Encoder
-from e2e_vl.hiding import cut_to_length, hide_regions, label_regions
+from e2e_vl.hiding import cut_to_length, hide_regions, label_regions, swap_features
 from e2e_vl.structures import Ability, Batch, ModelOutput, gather_regions
 from e2e_vl.tasks.base import Task
 
@@ -92,6 +92,7 @@ class VisionLanguageModel(nn.Module):
             roi_masks=batch.roi_masks,
             whole_image=self.encoder.uses_whole_image,
         )
+        regions = swap_features(regions, batch.hidden, whole_image=self.encoder.uses_whole_image)
         text_regions = gather_regions(
             regions,
             batch.images.sizes,

@@ -9,7 +9,7 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -46,6 +46,11 @@ class AnnotatedObjects:
         return len(self.boxes)
 
 
+# What a detector found in candidate boxes, R rows: the best class but the background, int64, with its probability,
+# float32, and the same of the best attribute. Fields of these names hold them all the way to the model.
+FOUND = ("found_classes", "found_scores", "found_attributes", "found_attribute_scores")
+
+
 @dataclasses.dataclass(frozen=True)
 class CandidateBoxes:
     """Candidate boxes of one image that come from a file or from a user, and what is known about them."""
@@ -56,6 +61,16 @@ class CandidateBoxes:
     image_size: tuple[int, int] | None = None  # (height, width) of the stored image, where the file says it
     features: np.ndarray | None = None  # float32 [R, D]
     image_feature: np.ndarray | None = None  # float32 [D], feature of the whole image
+    # what a detector found in each box, see `FOUND`
+    found_classes: np.ndarray | None = None
+    found_scores: np.ndarray | None = None
+    found_attributes: np.ndarray | None = None
+    found_attribute_scores: np.ndarray | None = None
+
+    @property
+    def found(self) -> dict[str, np.ndarray | None]:
+        """The columns of `FOUND`."""
+        return {name: getattr(self, name) for name in FOUND}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +179,13 @@ class RightAnswer:
     """The one right answer to a question, as written."""
 
     answer: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredAnswers:
+    """How good each known answer to a question is, as written; empty where none is known to be good."""
+
+    scores: Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True)

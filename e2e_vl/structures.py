@@ -70,6 +70,11 @@ class RegionLabels(Movable):
     classes: list[Int64[Tensor, " _R"]] | None = None  # annotated class, 0 .. K-1
     class_probs: list[Float[Tensor, "_R C"]] | None = None  # distributions over region classes
     features: list[Float[Tensor, "_R D"]] | None = None  # from a detector that sees the whole image
+    # what a detector found: the best class but the background, 0 .. K-1, with its probability; the best attribute
+    found_classes: list[Int64[Tensor, " _R"]] | None = None
+    found_scores: list[Float[Tensor, " _R"]] | None = None
+    found_attributes: list[Int64[Tensor, " _R"]] | None = None
+    found_attribute_scores: list[Float[Tensor, " _R"]] | None = None
 
 
 @dataclasses.dataclass
@@ -78,6 +83,8 @@ class HiddenRegions(Movable):
 
     is_labelled: list[Bool[Tensor, " _R"]]
     is_hidden: list[Bool[Tensor, " _R"]]
+    # whose feature a region gets: the row among the candidate boxes of all N images, one after the other; -1 = its own
+    donors: list[Int64[Tensor, " _R"]] | None = None
 
 
 @dataclasses.dataclass

@@ -15,6 +15,9 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 
 from e2e_vl.run_files import looks_like_hub_name
 
+NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+SPELLINGS = {f"{article} {who}": who for article in ("a", "the") for who in ("man", "woman")}
+SPELLINGS |= {"grey": "gray", **{word: str(number) for number, word in enumerate(NUMBERS, start=1)}}
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -85,6 +88,22 @@ def split_words(sentence: str) -> list[str]:
 def mirror_words(words: Iterable[str]) -> list[str]:
     """The words "left" and "right" swapped, as the text of a mirrored image has them (official VL-BERT code)."""
     return [{"left": "right", "right": "left"}.get(word, word) for word in words]
+
+
+def plain_answer(answer: str) -> str:
+    """An answer as the list of LXMERT's pre-training spells it (official code).
+
+    In lower case; without one final full stop; without leading "a ", then "an ", then "the ", each once, and without
+    blanks around what is left by each step; then the words one to ten as digits, gray for grey, and man and woman
+    without an article that is left.
+    """
+    answer = answer.lower()
+    if answer.endswith("."):
+        answer = answer[:-1].strip()
+    for article in ("a ", "an ", "the "):
+        if answer.startswith(article):
+            answer = answer.removeprefix(article).strip()
+    return SPELLINGS.get(answer, answer)
 
 
 def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:

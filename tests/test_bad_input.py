@@ -210,7 +210,7 @@ def test_more_categories_than_the_detector_has_classes(data, fails):
         ("task.config.lose=1", "task.config has the unknown key 'lose'"),
         ("task.config.loss=hinge", "task.config.loss is 'hinge'; it must be one of binary, softmax."),
         ("encoder.config.image_slots=0", "image_slots is 0; every text needs room for one image"),
-        ("encoder.name=nosuch", "encoder.name is 'nosuch'; it must be one of vl_bert, visual_bert, none."),
+        ("encoder.name=nosuch", "encoder.name is 'nosuch'; it must be one of vl_bert, visual_bert, lxmert, none."),
         ("data.synthetic.config={scene: {colour: 1}}", "data.synthetic.config.scene has the unknown key 'colour'"),
         ("data.config.image_name=x", "data.config has the unknown key 'image_name'; it takes nothing"),
         ("data.files.detection=x", "data.files has the unknown key 'detection'; refcoco takes images, instances, refs"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,6 +48,18 @@ def possible_answers(config: RunConfig, dataset: type[VLDataset], task: type[Tas
         return [task.official_answer(answer) for answer in answers] if path.suffix == ".txt" else answers
     given = dataset.answers_of(*open_options(dataset, config.data), config.data.train_split)
     return frequent_answers(given, min_count, task.spell_answer)
+
+
+def with_answers(objective: Any) -> Any:
+    """The settings of an objective, with the list in the place of a file of answers.
+
+    Raises:
+        FileNotFoundError, ValueError: see `read_answers`.
+    """
+    path = getattr(objective, "answers", None)
+    if not isinstance(path, str):
+        return objective
+    return dataclasses.replace(objective, answers=tuple(read_answers(path, objective.answer_sources)))
 
 
 def frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spell: Callable[[str], str]) -> list[str]:

@@ -34,10 +34,11 @@ from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.data.vqa import VQADataset
 from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.encoders.base import Encoder
+from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
 from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
-from e2e_vl.engine.answer_lists import are_given, possible_answers
+from e2e_vl.engine.answer_lists import are_given, possible_answers, with_answers
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
@@ -45,10 +46,14 @@ from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTask
 from e2e_vl.tasks.gqa import GQAConfig, GQATask
 from e2e_vl.tasks.heads import Sizes
 from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
+from e2e_vl.tasks.objectives.attribute_labels import AttributeLabels, AttributeLabelsConfig
 from e2e_vl.tasks.objectives.base import Objective
+from e2e_vl.tasks.objectives.image_qa import ImageQA, ImageQAConfig
 from e2e_vl.tasks.objectives.masked_regions import MaskedRegions, MaskedRegionsConfig
 from e2e_vl.tasks.objectives.masked_text import MaskedText, MaskedTextConfig
 from e2e_vl.tasks.objectives.masked_words import MaskedWords, MaskedWordsConfig
+from e2e_vl.tasks.objectives.object_labels import ObjectLabels, ObjectLabelsConfig
+from e2e_vl.tasks.objectives.region_features import RegionFeaturesConfig, RegressedFeatures
 from e2e_vl.tasks.objectives.relationship import Relationship, RelationshipConfig
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
@@ -56,6 +61,7 @@ from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.weights.base import WeightAdapter
 from e2e_vl.weights.bert import BertStart
+from e2e_vl.weights.lxmert import BertBelow, OfficialLxmert
 from e2e_vl.weights.start import StartRules, check_vocabulary, load_encoder, load_task
 from e2e_vl.weights.visual_bert import OfficialVisualBert, VisualBertFromBert
 from e2e_vl.weights.visual_bert_transformers import TransformersVisualBert
@@ -71,11 +77,13 @@ DETECTORS: dict[str, Callable[[], type[Detector]]] = {
 ENCODERS = {
     "vl_bert": (VLBertConfig, VLBertModel),
     "visual_bert": (VisualBertEncoderConfig, VisualBertEncoder),
+    "lxmert": (LxmertEncoderConfig, LxmertEncoder),
     "none": (NoEncoderConfig, NoEncoder),
 }
 ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # of encoders that start from files of other projects
     "vl_bert": (OfficialVLBert(), BertStart()),
     "visual_bert": (OfficialVisualBert(), TransformersVisualBert(), VisualBertFromBert()),
+    "lxmert": (OfficialLxmert(), BertBelow()),
 }
 TASKS = {
     "refcoco": (ReferringConfig, ReferringTask),
@@ -92,6 +100,10 @@ OBJECTIVES = {  # of pre-training; texts are changed in this order
     "masked_text": (MaskedTextConfig, MaskedText),
     "masked_regions": (MaskedRegionsConfig, MaskedRegions),
     "relationship": (RelationshipConfig, Relationship),
+    "object_labels": (ObjectLabelsConfig, ObjectLabels),
+    "attribute_labels": (AttributeLabelsConfig, AttributeLabels),
+    "region_features": (RegionFeaturesConfig, RegressedFeatures),
+    "image_qa": (ImageQAConfig, ImageQA),
 }
 DATASETS: dict[str, type[VLDataset]] = {
     "refcoco": RefCOCODataset,
@@ -283,5 +295,5 @@ def build_objectives(settings: dict[str, Any], sizes: Sizes) -> dict[str, Object
             values = {"weight": values}
         own = from_dict(config_class, values, f"{where}.{name}")
         if own.weight:
-            objectives[name] = objective_class(sizes, own)
+            objectives[name] = objective_class(sizes, with_answers(own))
     return objectives

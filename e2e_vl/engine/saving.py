@@ -58,7 +58,7 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
         (folder / name).mkdir(exist_ok=True)
         tensors = {key: value.detach().contiguous().cpu() for key, value in part.state_dict().items()}
         save_file(tensors, folder / name / "model.safetensors")
-    if model.task.chooses_answers:
+    if model.task.answers:
         write_answers(folder / "task" / ANSWERS_FILE, model.task.answers)
     save_settings(model.detector, folder / "detector")
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -151,12 +151,22 @@ def _without_start(config: RunConfig, folder: Path, overrides: list[str]) -> Run
                 f"{answers}: the model lacks its list of answers; save the model again, or get the whole folder."
             )
         own = {"answers": str(answers)}
+    elif answers.is_file():  # of one of its objectives
+        objectives = config.task.config["objectives"]
+        own = {"objectives": {name: _with_answers(value, answers) for name, value in objectives.items()}}
     return dataclasses.replace(
         config,
         detector=detector,
         encoder=dataclasses.replace(config.encoder, weights=None, fallback_weights=None),
         task=dataclasses.replace(config.task, weights=None, config={**config.task.config, **own}),
     )
+
+
+def _with_answers(settings: Any, path: Path) -> Any:
+    """The settings of an objective; one that chooses from a list of answers reads it from the model's own file."""
+    if not isinstance(settings, dict) or "answers" not in settings:
+        return settings
+    return settings | {"answers": str(path), "answer_sources": None}
 
 
 def _load_task(model: VisionLanguageModel, folder: Path) -> None:

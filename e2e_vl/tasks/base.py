@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -62,18 +62,32 @@ class HeadStart:
     # (in the other head, in this one): row 1 minus row 0 of a classifier of two classes becomes a score
     difference: tuple[str, str] | None = None
     random: tuple[str, ...] = ()  # of this head, may keep its random start
+    # (in the other head, in this one): a classifier of answers takes the rows of the same answers from another list;
+    # rows of answers that this list lacks become zero
+    answer_rows: tuple[str, str] | None = None
+    otherwise: HeadStart | None = None  # the rule for a head that has nothing of what this one takes
     # of this head, has a row per region class; `task.config.has_background_last` says which of them is the background
     region_classes: tuple[str, ...] = ()
 
     @property
     def takes(self) -> tuple[str, ...]:
         """What it reads of the other head."""
-        return (*self.copies, *(self.difference or ())[:1])
+        return (*self.copies, *(self.difference or ())[:1], *(self.answer_rows or ())[:1])
 
     @property
     def parts(self) -> tuple[str, ...]:
         """All parts of this head."""
-        return (*self.copies.values(), *(self.difference or ())[1:], *self.random)
+        return (
+            *(*self.copies.values(), *(self.difference or ())[1:], *(self.answer_rows or ())[1:], *self.random),
+            *(self.otherwise.parts if self.otherwise is not None else ()),
+        )
+
+    def for_weights(self, names: Iterable[str]) -> HeadStart:
+        """This rule, or the one for a head with other parameters."""
+        names = tuple(names)
+        if self.otherwise is None or any(name.startswith(self.takes) for name in names):
+            return self
+        return self.otherwise.for_weights(names)
 
 
 class Task(nn.Module, abc.ABC):
@@ -102,6 +116,7 @@ class Task(nn.Module, abc.ABC):
     renamed: ClassVar[Mapping[str, str]] = {}  # prefixes of parameter names in models that were saved before -> now
     # properties where they follow from the config
     needs: tuple[Ability, ...] = ()  # what the encoder must be able to do
+    answers: Sequence[str] = ()  # the list that a part of it chooses from; it is saved with the model
     hiding: HidingRule | None = None  # how regions are hidden from the model; None: nothing is hidden
     mask_size: int | None = None  # side of the instance masks on the RoI maps; None: the task uses none
 

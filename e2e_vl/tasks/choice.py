@@ -54,15 +54,15 @@ class AnswerConfig:
     loss: Literal["binary", "softmax"] = "binary"
     # each row of the last Linear starts as the mean word embedding of its answer's wordpieces (official)
     initialise_from_words: bool = True
-    head_widening: int = 1  # the head's hidden layer is this number of times as wide as the summary (LXMERT: 2)
+    head_width: int = 1  # the head's hidden layer is this number of times as wide as the summary (LXMERT: 2)
     new_layers: NewLayers = "official"  # start of the head's Linears, see `e2e_vl.tasks.heads.start_head`
     top_answers: int = 5  # how many of the best answers a prediction lists
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_dropout("dropout", self.dropout)
-        if self.min_answer_count < 1 or self.top_answers < 1 or self.head_widening < 1:
-            raise ValueError("min_answer_count, top_answers and head_widening must be at least 1.")
+        if self.min_answer_count < 1 or self.top_answers < 1 or self.head_width < 1:
+            raise ValueError("min_answer_count, top_answers and head_width must be at least 1.")
 
 
 @dataclasses.dataclass
@@ -133,7 +133,12 @@ class AnswerTask(Task):
     writes_submission = True
     chooses_answers = True
     blind_without_boxes = True  # the number of boxes answers "how many"
-    starts_from = HeadStart(copies={"word_head.transform.": "head.transform."}, random=("head.output.",))
+    # image question answering is a part of pre-training (LXMERT), or is not (VL-BERT)
+    starts_from = HeadStart(
+        copies={"image_qa.head.transform.": "head.transform."},
+        answer_rows=("image_qa.head.output.", "head.output."),
+        otherwise=HeadStart(copies={"word_head.transform.": "head.transform."}, random=("head.output.",)),
+    )
     loss_name: ClassVar[str]  # in the log
     predicted: ClassVar[str] = "answer"  # key of the predicted answer in records
 
@@ -143,7 +148,7 @@ class AnswerTask(Task):
             raise ValueError(f"{type(self).__name__} needs the list of possible answers in its config.")
         self.config = config
         self.answer_list = self.make_list(config.answers)
-        width = config.head_widening * summary_size
+        width = config.head_width * summary_size
         transform = Transform(summary_size, norm=True, width=width)
         self.head = Head(width, len(self.answers), config.dropout, config.new_layers, transform=transform)
 
@@ -189,7 +194,7 @@ class AnswerTask(Task):
             return
         table, width = encoder.get_input_embeddings().weight, self.head.output.in_features
         if table.shape[1] != width:
-            times = self.config.head_widening
+            times = self.config.head_width
             raise ValueError(
                 f"The encoder's words have the width {table.shape[1]} and its summary {width // times}, "
                 + (f"which the head makes {times} times as wide, " if times > 1 else "")

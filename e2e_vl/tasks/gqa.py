@@ -28,7 +28,7 @@ class GQAConfig(AnswerConfig):
     min_answer_count: int = 1  # all 1,842 answers of the balanced questions of train and val
     dropout: float = 0.0
     initialise_from_words: bool = False
-    head_widening: int = 2
+    head_width: int = 2
     new_layers: NewLayers = "normal"
 
 

@@ -23,7 +23,7 @@ from e2e_vl.samples import DataFacts, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.targets import Targets, by_name
 from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices
-from e2e_vl.tasks.heads import Sizes
+from e2e_vl.tasks.heads import Sizes, Transform, start_head
 from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectiveWording, WordHead
 from e2e_vl.text import word_pieces
 from e2e_vl.wording import Draw, Wording
@@ -40,6 +40,9 @@ class PretrainingConfig:
     region_probability: float = 0.15  # chance of a region to be predicted
     # chance of a region that is to be predicted to be hidden; the paper always hides it (1.0)
     hide_probability: float = 0.9
+    # chance of a region that is to be predicted to get the feature of another region instead (LXMERT's official code:
+    # hide_probability 0.8, swap_probability 0.1)
+    swap_probability: float = 0.0
     # who says what the regions are: "frozen" = a copy of the detector as it was when training began; "current" = the
     # detector in training; "file" = class distributions of the data
     teacher: Literal["frozen", "current", "file"] = "frozen"
@@ -58,9 +61,11 @@ class PretrainingConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name in ("region_probability", "hide_probability"):
+        for name in ("region_probability", "hide_probability", "swap_probability"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"task.config.{name} is {getattr(self, name)}; it must be from 0 to 1.")
+        if self.hide_probability + self.swap_probability > 1 + 1e-9:
+            raise ValueError("task.config.hide_probability and swap_probability together must not be above 1.")
         if self.max_length is not None and self.max_length < 3:
             raise ValueError(f"task.config.max_length is {self.max_length}; two wordpieces and a region need 3.")
 
@@ -149,6 +154,10 @@ class PretrainingTask(Task):
         self.word_head = None
         if any(objective.reads_words for objective in objectives.values()):
             self.word_head = WordHead(hidden_size, config.vocab_size)
+        self.region_transform = None
+        if any(objective.transforms_regions for objective in objectives.values()):
+            self.region_transform = Transform(hidden_size, norm=True)
+            start_head([self.region_transform["dense"]], "normal")
         for name, objective in objectives.items():
             self.add_module(name, objective)
 
@@ -160,12 +169,18 @@ class PretrainingTask(Task):
         return cls(sizes.hidden_size, dataclasses.replace(config, vocab_size=sizes.vocab_size), objectives)
 
     @property
+    def answers(self) -> Sequence[str]:
+        """The list that an objective chooses from; empty if there is none."""
+        return next((objective.answers for objective in self.objectives.values() if objective.answers), ())
+
+    @property
     def hiding(self) -> HidingRule:
         config = self.config
         return HidingRule(
             hides=any(objective.predicts_regions for objective in self.objectives.values()),
             probability=config.region_probability,
             hide_probability=config.hide_probability,
+            swap_probability=config.swap_probability,
             pixels=config.hide_pixels,
             colour=config.hidden_pixels,
             teacher=config.teacher,
@@ -247,8 +262,12 @@ class PretrainingTask(Task):
             for each objective how many items a text has and how many were right, float [M].
         """
         losses, details, parts = {}, {}, {}
+        transformed = encoded
+        if self.region_transform is not None:
+            transformed = dataclasses.replace(encoded, regions=self.region_transform(encoded.regions))
         for name, objective in self.objectives.items():
-            found = objective(batch.targets.parts[name], batch, regions, encoded, self.word_head)
+            states = transformed if objective.transforms_regions else encoded
+            found = objective(batch.targets.parts[name], batch, regions, states, self.word_head)
             losses[name], parts[name] = found.loss, found.logits
             details[name] = torch.bincount(found.text, minlength=len(batch)).float()
             details[f"{name}_right"] = torch.bincount(found.text, weights=found.is_right.float(), minlength=len(batch))

@@ -27,6 +27,7 @@ class ModelWeights:
     task_name: str | None = None  # of our task that has such a head; None: there is none, or the file has no head
     lends: tuple[str, ...] = ()  # see `Task.lends`
     background_last: bool | None = None  # place of the background among region classes of the head; None: unknown
+    also_of: tuple[str, ...] = ()  # further tasks of ours that have the same head, where the file does not tell them
 
 
 class WeightAdapter(abc.ABC):

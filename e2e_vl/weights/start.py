@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import yaml
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -28,10 +29,11 @@ from e2e_vl.config import VERSION
 from e2e_vl.converter import from_dict
 from e2e_vl.data.formats.answer_files import ANSWERS_FILE, read_answers
 from e2e_vl.tasks.base import HeadStart, Task
-from e2e_vl.text import load_tokenizer, looks_like_hub_name
+from e2e_vl.text import load_tokenizer, looks_like_hub_name, plain_answer
 from e2e_vl.weights.base import WeightAdapter
 
 FILES = ("model.safetensors", "pytorch_model.bin")
+PUBLISHED_ANSWERS = "all_ans.json"  # of LXMERT's pre-training
 TEACHER = "teacher."  # a frozen detector, which heads of an earlier version of this project carried along
 
 
@@ -76,7 +78,8 @@ def read_source(path: str | Path, part: Literal["encoder", "task"], rules: Start
     for adapter in rules.adapters:
         if adapter.recognise(tensors):
             found = adapter.convert(tensors, file)
-            return Source(file, getattr(found, part), adapter, found.task_name, found.lends, found.background_last)
+            task_name = rules.task_name if rules.task_name in found.also_of else found.task_name
+            return Source(file, getattr(found, part), adapter, task_name, found.lends, found.background_last)
     settings = _task_of_run(file.parent, part, rules)
     name = settings.get("name")
     config_class, task_class = rules.tasks.get(name or rules.task_name, (object, Task))
@@ -142,7 +145,7 @@ def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_or
                 "vocabulary that the file was trained with."
             )
         return _go_on(task, source)
-    rule = task.starts_from or HeadStart()
+    rule = (task.starts_from or HeadStart()).for_weights(source.tensors)
     if not any(prefix.startswith(source.lends) for prefix in rule.takes):
         theirs = f"a {source.layout}" if source.task_name is None else f"the head of {source.task_name}"
         raise ValueError(
@@ -183,10 +186,48 @@ def _start_from_other(task: Task, source: Source, rule: HeadStart) -> LoadReport
         if found := _moved(source.tensors, start, to):
             tensors |= {name: value[1:2] - value[0:1] for name, value in found.items()}
             copied.append(f"{start[:-1]} row 1 minus row 0 -> {to[:-1]}")
+    if rule.answer_rows is not None:
+        start, to = rule.answer_rows
+        if found := _moved(source.tensors, start, to):
+            theirs = answers_beside(source.path)
+            tensors |= {name: rows_of_answers(value, theirs, task.answers, name) for name, value in found.items()}
+            count = sum(plain_answer(answer) in theirs for answer in task.answers)
+            copied.append(f"{start[:-1]} rows of {count} of {len(task.answers)} answers -> {to[:-1]}")
     random = [name for name in own if name.startswith(rule.random) and not name.startswith(tuple(copies.values()))]
     report = load_weights(task, tensors, source.path, may_miss=random, layout=source.layout)
-    left = [name for name in source.tensors if not name.startswith((*copies, *(rule.difference or ())[:1]))]
+    read = (*copies, *(rule.difference or ())[:1], *(rule.answer_rows or ())[:1])
+    left = [name for name in source.tensors if not name.startswith(read)]
     return dataclasses.replace(report, unexpected=[*report.unexpected, *left], copied=copied)
+
+
+def answers_beside(path: Path) -> list[str]:
+    """The answers of the head in a file, in the order of their classes, from a list that lies beside it.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    for name in (ANSWERS_FILE, PUBLISHED_ANSWERS):
+        if (path.parent / name).is_file():
+            return read_answers(path.parent / name)
+    raise FileNotFoundError(
+        f"{path.parent}: no list says which answers the head in {path.name} knows; put {PUBLISHED_ANSWERS} of the "
+        f"project that published it, or {ANSWERS_FILE}, there."
+    )
+
+
+def rows_of_answers(rows: Tensor, theirs: Sequence[str], ours: Sequence[str], name: str) -> Tensor:
+    """A weight or bias with a row per answer, of another list of answers; rows of answers that it lacks are zero.
+
+    Our answers are spelled as in the other list first, see `plain_answer` (official LXMERT code).
+
+    Raises:
+        ValueError: the other list is not the one of the rows.
+    """
+    if len(rows) != len(theirs):
+        raise ValueError(f"{name}: the head has {len(rows)} answers, and the list beside it {len(theirs)}.")
+    class_of = {answer: number for number, answer in enumerate(theirs)}
+    found = torch.tensor([class_of.get(plain_answer(answer), -1) for answer in ours])
+    return rows[found.clamp(min=0)] * (found >= 0).view(-1, *[1] * (rows.ndim - 1))
 
 
 def _moved(tensors: Mapping[str, Tensor], start: str, to: str) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ def test_the_shipped_settings_pass(path):
     ("path", "override", "message"),
     [
         (CONFIG, "task.name=refcco", "task.name is 'refcco'; it must be one of refcoco, detection"),
-        (CONFIG, "encoder.name=bert", "encoder.name is 'bert'; it must be one of vl_bert, visual_bert, none"),
+        (CONFIG, "encoder.name=bert", "encoder.name is 'bert'; it must be one of vl_bert, visual_bert, lxmert, none"),
         (CONFIG, "data.name=coco", "data.name is 'coco'; it must be one of refcoco, coco_detection"),
         (CONFIG, "task.config.dropuot=0.1", "did you mean 'task.config.dropout'"),
         (CONFIG, "encoder.config.num_layers=2", "did you mean 'encoder.config.num_hidden_layers'"),

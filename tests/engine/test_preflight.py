@@ -225,7 +225,7 @@ def test_a_run_that_is_there_is_a_finding(trained_run, tiny_config):
 
 def test_a_name_that_does_not_exist_is_said_once(tiny_config):
     assert findings(tiny_config("encoder.name=nosuch")) == [
-        "encoder.name is 'nosuch'; it must be one of vl_bert, visual_bert, none."
+        "encoder.name is 'nosuch'; it must be one of vl_bert, visual_bert, lxmert, none."
     ]
 
 

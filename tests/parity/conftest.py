@@ -13,6 +13,7 @@ import pytest
 pytest.register_assert_rewrite(
     *(f"tests.parity.{path.stem}" for path in Path(__file__).parent.glob("*_checks.py")),
     "tests.parity.visual_bert_common",
+    "tests.parity.lxmert_common",
     "tests.parity.vl_bert_common",
     "tests.parity.detectron2_common",
 )

@@ -77,9 +77,9 @@ def test_the_softmax_loss_leaves_out_answers_that_are_not_listed():
 def test_the_hidden_layer_may_be_wider_than_the_summary():
     task = GQATask.build(Sizes(hidden_size=8, vocab_size=9, summary_size=6), GQAConfig(answers=ANSWERS))
     assert task.head.transform["dense"].weight.shape == (12, 6) and task.head.output.weight.shape == (5, 12)
-    assert make_task(head_widening=1).head.output.weight.shape == (5, 8)
-    with pytest.raises(ValueError, match="head_widening must be at least 1"):
-        GQAConfig(head_widening=0)
+    assert make_task(head_width=1).head.output.weight.shape == (5, 8)
+    with pytest.raises(ValueError, match="head_width must be at least 1"):
+        GQAConfig(head_width=0)
 
 
 def test_choices_become_whether_the_answer_is_among_them():

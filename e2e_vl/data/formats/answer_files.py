@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ from e2e_vl.data.storage.files import read_json, require_file
 ANSWERS_FILE = "answers.json"  # a model's own list of answers, beside its weights
 
 
-def read_answers(path: str | Path) -> list[str]:
+def read_answers(path: str | Path, sources: Collection[str] | None = None) -> list[str]:
     """Read an answer vocabulary; the row in the list is the class.
 
     Args:
         path: `.txt`, one answer per line, lower-cased here and blank lines dropped (Pythia, VL-BERT; usually with an
             entry `<unk>`); or `.json`: a list of answers (LXMERT's `trainval_label2ans.json`), or an object from answer
-            to class (`trainval_ans2label.json`). JSON may hold the empty answer.
+            to class (`trainval_ans2label.json`), or a list of {"ans": answer, "dsets": [source, ...]} (LXMERT's
+            `all_ans.json`). JSON may hold the empty answer.
+        sources: of the last kind, only answers of these data sets are kept, which numbers them anew.
 
     Raises:
         FileNotFoundError: no such file.
@@ -25,7 +28,7 @@ def read_answers(path: str | Path) -> list[str]:
     """
     path = Path(path).expanduser()
     if path.suffix == ".json":
-        answers = _answers_of_json(read_json(path, "answers"), path)
+        answers = _answers_of_json(read_json(path, "answers"), path, sources)
     elif path.suffix == ".txt":
         try:
             lines = require_file(path, "answers").read_text(encoding="utf-8").split("\n")
@@ -39,7 +42,11 @@ def read_answers(path: str | Path) -> list[str]:
     return answers
 
 
-def _answers_of_json(content: Any, path: Path) -> list[str]:
+def _answers_of_json(content: Any, path: Path, sources: Collection[str] | None) -> list[str]:
+    if isinstance(content, list) and all(isinstance(one, dict) and {"ans", "dsets"} <= one.keys() for one in content):
+        content = [one["ans"] for one in content if sources is None or set(one["dsets"]) & set(sources)]
+    elif sources is not None:
+        raise ValueError(f"{path}: the file does not say from which data sets its answers are; name no sources")
     if isinstance(content, dict):
         classes = list(content.values())
         if not all(isinstance(number, int) for number in classes) or sorted(classes) != list(range(len(content))):

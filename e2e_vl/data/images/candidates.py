@@ -14,8 +14,9 @@ import numpy as np
 from detector.selection import select_regions
 from detector.selection_rule import SelectionRule
 from e2e_vl.data.formats.detections import DetectionsFile
+from e2e_vl.data.storage.features.record import RegionFeatures
 from e2e_vl.data.storage.features.stores import FeatureStore, open_features
-from e2e_vl.samples import CandidateBoxes
+from e2e_vl.samples import FOUND, CandidateBoxes
 
 _OTHER_BOXES = "use the detections of this data set, or another box source (gt or online)"
 
@@ -88,9 +89,10 @@ class StoredBoxes(BoxReader):
                 image_size=found.image_size,
                 features=found.features[order],
                 image_feature=found.image_feature,
+                **_found(found, order),
             )
         kept = select_regions(found.scores, self.selection).numpy() if is_scored else slice(None)
-        return CandidateBoxes(found.boxes[kept], origin, image_size=found.image_size)
+        return CandidateBoxes(found.boxes[kept], origin, image_size=found.image_size, **_found(found, kept))
 
     def require_images(self, image_ids: Iterable[str], split: str) -> None:
         missing = [image_id for image_id in image_ids if not any(image_id in store for store in self.stores)]
@@ -112,6 +114,12 @@ def open_boxes(paths: Sequence[Path], selection: SelectionRule, *, with_features
     if with_features:
         raise ValueError(f"{paths[0]}: boxes in MAttNet's format have no features; give a file of region features")
     return DetectedBoxes([DetectionsFile(path) for path in paths], selection)
+
+
+def _found(regions: RegionFeatures, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
+    """What the detector found in these boxes, as far as the file has it; `FOUND` has its names."""
+    columns = (regions.classes, regions.scores, regions.attributes, regions.attribute_scores)
+    return {name: values[rows] for name, values in zip(FOUND, columns, strict=True) if values is not None}
 
 
 def _names(files: Sequence[DetectionsFile | FeatureStore]) -> str:

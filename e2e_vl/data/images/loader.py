@@ -182,6 +182,7 @@ class ImageLoader:
             class_probs=found.class_probs,
             features=features,
             image_feature=whole,
+            **found.found,
         )
         return example.without_boxes() if self.rules.is_blank and self.rules.blank_boxes else example
 
@@ -196,6 +197,9 @@ class ImageLoader:
             parts.append(self._annotated(example, image, list(rows), alone=not parts))
         if parts:
             example.boxes = np.concatenate(parts)
+        if found is not None and len(parts) == 1:  # nothing was found in annotated boxes
+            for name, values in found.found.items():
+                setattr(example, name, values)
 
     def _annotated(self, example: ImageExample, image: SampleImage, rows: Sequence[int], *, alone: bool) -> np.ndarray:
         """The candidate boxes among the annotated objects; if they are the only ones, also what is known about them."""

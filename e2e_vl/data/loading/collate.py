@@ -15,6 +15,7 @@ from torch import Tensor
 from detector.images import make_image_batch
 from detector.structures import DetectionTargets, ImageBatch, PrecomputedFeatures
 from e2e_vl.examples import DetectionObjects, Example, ImageExample, TextExample
+from e2e_vl.samples import FOUND
 from e2e_vl.structures import Batch, RegionLabels, TextBatch
 from e2e_vl.targets import Targets
 
@@ -61,6 +62,7 @@ def collate(
         region_labels=RegionLabels(
             classes=_column(images, "box_classes", "classes of the candidate boxes"),
             class_probs=_column(images, "class_probs", "class distributions"),
+            **{name: _column(images, name, name.replace("_", " ")) for name in FOUND},
         ),
         roi_masks=_column(images, "roi_masks", "instance masks"),
         seeds=None if any(text.seed is None for text in texts) else torch.tensor([text.seed for text in texts]),

@@ -134,6 +134,10 @@ class Objective(nn.Module, abc.ABC):
     needs: ClassVar[tuple[Ability, ...]] = ()  # what the encoder must be able to do
     predicts_regions: ClassVar[bool] = False  # regions are hidden for it
     reads_words: ClassVar[bool] = False  # it uses the word head, which all objectives share
+    # the states of regions come to it through the `Transform` that all such objectives share
+    transforms_regions: ClassVar[bool] = False
+
+    answers: Sequence[str] = ()  # the list that it chooses from, which is saved with the model
 
     def __init__(self, sizes: Sizes, config: ObjectiveConfig):
         super().__init__()

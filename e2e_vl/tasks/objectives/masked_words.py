@@ -43,6 +43,7 @@ class MaskedWordsConfig(ObjectiveConfig):
     weight: float = 1.0
     probability: float = 0.15  # chance of a word to be masked
     always_mask: bool = False  # every chosen word becomes [MASK] (paper), not 80 % of them (official code)
+    whole_words: bool = True  # all wordpieces of a word or none (VL-BERT); False: each on its own (LXMERT)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,6 +78,8 @@ class WordMasking(ObjectiveWording):
     def hide(self, words: Sequence[Sequence[int]], generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Ids and labels after the rule of this objective, see `mask_words`."""
         tokenizer = self.writer.tokenizer
+        if not self.config.whole_words:
+            words = [[piece] for word in words for piece in word]
         return mask_words(
             words,
             generator,

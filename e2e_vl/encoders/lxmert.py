@@ -1,0 +1,212 @@
+"""LXMERT (Tan and Bansal, EMNLP 2019): a Transformer over words, one over regions, and cross attention between them.
+
+Shape legend
+    M  texts in the batch
+    I  images that one text looks at, at most
+    L  wordpieces of the longest text
+    R  regions (candidate boxes) of one image; where padded: of the text or image with the most
+    E  hidden size of the encoder
+    X  width of a summary
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.bert.modeling_bert import BertPooler
+
+from e2e_vl.encoders.base import Encoder
+from e2e_vl.encoders.image_passes import AttentionMaps, ImagePasses
+from e2e_vl.encoders.lxmert_layers import LayerStacks, TextEmbeddings
+from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
+
+CHOICES = {"cross_attention": ("shared", "separate"), "pooled": ("tanh", "state")}
+
+
+class LxmertEncoderConfig(PreTrainedConfig):
+    """The defaults are LXMERT base as in the official code."""
+
+    model_type = "lxmert_encoder"
+
+    vocab_size: int = 30522
+    feature_dim: int = 2048  # width of the detector's region features
+    hidden_size: int = 768
+    l_layers: int = 9  # layers over words
+    r_layers: int = 5  # layers over regions
+    x_layers: int = 5  # layers with cross attention
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    uses_whole_image: bool = False  # region 0 is the whole image
+    # "shared": one module attends from words to regions and from regions to words (official code). "separate": each
+    # direction has its own (paper, section 2.2).
+    cross_attention: str = "shared"
+    # words carry the vector of their segment (official code: always the same one); False: word and position (paper,
+    # section 2.1)
+    with_segments: bool = True
+    # the summary. "tanh": tanh(Linear([CLS])) (official code). "state": the state of [CLS] (paper, section 2.3).
+    pooled: str = "tanh"
+    # zeros replace the feature of a hidden region (pre-training on saved features; official code). False: it is what
+    # the detector makes of hidden pixels.
+    hidden_region_feature: bool = False
+    # most images that one text looks at. Each is read in a pass of its own, and the summaries of the passes stand side
+    # by side.
+    image_slots: int = 1
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        for name, (one, other) in CHOICES.items():
+            if getattr(self, name) not in (one, other):
+                raise ValueError(f'{name} is "{getattr(self, name)}"; it must be "{one}" or "{other}".')
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}."
+            )
+        if self.image_slots < 1:
+            raise ValueError(f"image_slots is {self.image_slots}; every text needs room for one image.")
+
+
+class LxmertEncoder(Encoder):
+    """Words and regions each through layers of their own, then through layers with cross attention.
+
+    Each image of a text is read in a pass of its own, as the official code reads NLVR2's two. Then a wordpiece has the
+    mean of its states over the passes with an image, a region has the state of its image's pass, and the
+    summary is [first image's summary; second image's summary], X = I x E with I = `image_slots`. A pass without an
+    image reads zeros where others read regions.
+
+    Attention maps come back over the L + R slots [words | regions] in this order: a map per layer over words; a map per
+    layer over regions; then of each layer with cross attention two maps, and of several images two maps for each image:
+    the cross attention (from words to regions and from regions to words), and the self-attentions (among words and
+    among regions).
+    """
+
+    config_class = LxmertEncoderConfig
+    base_model_prefix = "lxmert"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _no_split_modules = ("SelfAttentionLayer", "CrossModalityLayer")
+    abilities = frozenset(
+        {Ability.SUMMARY_OF_SINGLE, Ability.SUMMARY_OF_QUESTION, Ability.SUMMARY_OF_PAIR, Ability.WORD_TABLE}
+    )
+
+    def __init__(self, config: LxmertEncoderConfig):
+        super().__init__(config)
+        self.embeddings = TextEmbeddings(config)
+        self.encoder = LayerStacks(config)
+        self.pooler = BertPooler(config) if config.pooled == "tanh" else None
+        self.post_init()
+
+    @property
+    def summary_size(self) -> int:
+        """X; a vector for each image that a text may look at."""
+        return self.config.hidden_size * self.config.image_slots
+
+    def lacks(self, ability: Ability) -> str | None:
+        """See `Encoder.lacks`."""
+        config = self.config
+        wanted = {
+            Ability.HIDDEN_REGIONS: (config.hidden_region_feature, "hidden_region_feature to true"),
+            Ability.HIDDEN_FEATURES: (config.hidden_region_feature, "hidden_region_feature to true"),
+            Ability.IMAGE_PAIRS: (config.image_slots > 1, "image_slots to 2"),
+        }
+        if ability not in wanted:
+            return super().lacks(ability)
+        is_able, setting = wanted[ability]
+        return None if is_able else f"set encoder.config.{setting}"
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """The word table [vocabulary, E]; a masked-language-modelling head shares it."""
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embeddings.word_embeddings = value
+
+    def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
+        """See `Encoder.forward`, and above.
+
+        Raises:
+            ValueError: texts longer than the position table, or with more images than `image_slots`.
+        """
+        passes = ImagePasses.of(regions, self.config.image_slots)
+        maps = AttentionMaps(texts, passes) if output_attentions else None
+        words = self.encode_words(texts, passes, maps)
+        objects = self.encode_regions(regions, passes, maps)
+        words, objects = self.encode_together(words, objects, texts, passes, maps)
+        pooled = words[:, 0] if self.pooler is None else self.pooler(words)
+        return EncoderOutput(
+            text=self.mean_of_images(words, passes) * texts.attend[..., None],
+            regions=passes.join(objects),
+            summary=pooled.unflatten(0, (len(texts), -1)).flatten(1),
+            attentions=tuple(maps.found) if output_attentions else None,
+            word_table=self.get_input_embeddings().weight,
+        )
+
+    def encode_words(
+        self, texts: TextBatch, passes: ImagePasses, maps: AttentionMaps | None = None
+    ) -> Float[Tensor, "M L E"]:
+        """Through the layers over words, which do not depend on images."""
+        words = self.embeddings(texts)
+        for layer in self.encoder.layer:
+            words, found = layer(words, texts.attend, maps is not None)
+            if maps is not None:
+                maps.add_words(found)
+        return words
+
+    def encode_regions(
+        self, regions: TextRegions, passes: ImagePasses, maps: AttentionMaps | None = None
+    ) -> Float[Tensor, "passes own E"]:
+        """Through the layers over regions, image by image."""
+        features = regions.features
+        if self.config.hidden_region_feature:
+            features = features.masked_fill(regions.is_hidden[..., None], 0.0)
+        shares = regions.boxes / regions.image_sizes.flip(-1).repeat(1, 1, 2)  # x by the width, y by the height
+        objects, attend = (
+            self.encoder.visn_fc(passes.split(features), passes.split(shares)),
+            passes.attend.flatten(0, 1),
+        )
+        for layer in self.encoder.r_layers:
+            objects, found = layer(objects, attend, maps is not None)
+            if maps is not None:
+                maps.add_regions(found)
+        return objects
+
+    def encode_together(
+        self,
+        words: Float[Tensor, "M L E"],
+        objects: Float[Tensor, "passes own E"],
+        texts: TextBatch,
+        passes: ImagePasses,
+        maps: AttentionMaps | None = None,
+    ) -> tuple[Float[Tensor, "passes L E"], Float[Tensor, "passes own E"]]:
+        """Through the layers with cross attention; from here on each image of a text has words of its own."""
+        words, text_attend, attend = passes.repeat(words), passes.repeat(texts.attend), passes.attend.flatten(0, 1)
+        for layer in self.encoder.x_layers:
+            words, objects, found = layer(words, objects, text_attend, attend, maps is not None)
+            if maps is not None:
+                maps.add_cross(*found)
+        return words, objects
+
+    def mean_of_images(self, words: Float[Tensor, "passes L E"], passes: ImagePasses) -> Float[Tensor, "M L E"]:
+        """The mean over the passes with an image, or over all where a text has none."""
+        words = words.unflatten(0, (-1, passes.row.shape[1]))
+        has_image = passes.attend.any(dim=2)
+        shares = (has_image | ~has_image.any(dim=1, keepdim=True)).to(words.dtype)
+        shares = shares / shares.sum(dim=1, keepdim=True)
+        return (words * shares[..., None, None]).sum(dim=1)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As in transformers, but padding rows of tables start as the others do (official code)."""
+        if isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=self.config.initializer_range)
+        else:
+            super()._init_weights(module)

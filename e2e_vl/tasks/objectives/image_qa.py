@@ -1,0 +1,146 @@
+"""Image question answering as a part of pre-training (LXMERT, section 3.1.3): which answer of a list is right?
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+from jaxtyping import Int64
+from torch import Tensor
+
+from detector.interface import Detector
+from detector.structures import Loss
+from e2e_vl.hiding import HidingRule
+from e2e_vl.layout import LaidText, TextWriter
+from e2e_vl.samples import DataFacts, ScoredAnswers
+from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Targets, stacked
+from e2e_vl.tasks.heads import Head, Transform
+from e2e_vl.tasks.objectives.base import (
+    NO_LABEL,
+    Choice,
+    Draft,
+    Objective,
+    ObjectiveConfig,
+    ObjectiveOutput,
+    ObjectiveWording,
+    Sizes,
+    WordHead,
+)
+from e2e_vl.text import plain_answer
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageQAConfig(ObjectiveConfig):
+    """The official code has the weight 1."""
+
+    name = "image_qa"
+    # the possible answers, or a file of them such as LXMERT's all_ans.json, see
+    # `e2e_vl.data.formats.answer_files.read_answers`; the position in the list is the class
+    answers: list[str] | tuple[str, ...] | str | None = None
+    answer_sources: list[str] | tuple[str, ...] | None = None  # of that file, only answers of these data sets
+    head_width: int = 2  # width of the head's hidden layer, in widths of the summary
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.weight and not self.answers:
+            raise ValueError(f"{self.key('answers')} is missing; give the list of possible answers, or a file of them.")
+        if self.head_width < 1:
+            raise ValueError(f"{self.key('head_width')} is {self.head_width}; it must be at least 1.")
+
+
+@dataclasses.dataclass
+class DrawnAnswer(Targets):
+    """The answer that was drawn for each text."""
+
+    # class of the answer; -1: the text is no question, nobody's answer is in the list, or the image is another one
+    answer: int | np.int64 | Int64[Tensor, " M"] | None = stacked()
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerDraw(ObjectiveWording):
+    """Draws one of the answers to a question, anew in each epoch."""
+
+    class_of: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def mask(self, draft: Draft, generator: np.random.Generator) -> None:
+        """The text itself stays as it is: its answer is not in it."""
+        if draft.sample.is_asked or not draft.is_match or draft.text is None:
+            return
+        if isinstance(draft.text.truth, ScoredAnswers):
+            answer = draw_answer(draft.text.truth.scores, self.class_of, generator)
+            if answer is not None:
+                draft.record["drawn_answer"] = answer
+
+    def targets(self, draft: Draft, laid: LaidText) -> DrawnAnswer:
+        return DrawnAnswer(np.int64(self.class_of.get(draft.record.get("drawn_answer"), NO_LABEL)))
+
+
+def draw_answer(scores: Mapping[str, float], class_of: Mapping[str, int], generator: np.random.Generator) -> str | None:
+    """One of the answers that are in the list, with a probability in proportion to its score; None if none is.
+
+    Answers are spelled as in the list first (`plain_answer`). If two become the same, the score of the one that was
+    spelled otherwise counts alone, as in the official code. Nothing is drawn where there is no choice.
+    """
+    spelled = {answer: score for answer, score in scores.items() if answer == plain_answer(answer)}
+    spelled |= {plain_answer(answer): score for answer, score in scores.items() if answer != plain_answer(answer)}
+    known = {answer: score for answer, score in spelled.items() if answer in class_of}
+    if len(known) < 2:
+        return next(iter(known), None)
+    shares = np.array(list(known.values()), dtype=np.float64)
+    return list(known)[int(generator.choice(len(shares), p=shares / shares.sum()))]
+
+
+class ImageQA(Objective):
+    """Linear, GELU, LayerNorm, Linear on the summary; cross entropy over the texts with an answer."""
+
+    needs = (Ability.SUMMARY_OF_SINGLE,)
+    config: ImageQAConfig
+
+    def __init__(self, sizes: Sizes, config: ImageQAConfig):
+        super().__init__(sizes, config)
+        if isinstance(config.answers, str):
+            raise ValueError("ImageQA needs the list of possible answers in its config.")
+        self.answers: Sequence[str] = tuple(config.answers)
+        width = config.head_width * sizes.summary_size
+        transform = Transform(sizes.summary_size, norm=True, width=width)
+        self.head = Head(width, len(self.answers), 0.0, "normal", transform=transform)
+
+    def wording(self, writer: TextWriter) -> AnswerDraw:
+        return AnswerDraw(writer, {answer: number for number, answer in enumerate(self.answers)})
+
+    def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
+        """Raises ValueError if no text of the data has an answer that is in the list."""
+        if facts is None:
+            return
+        truths = (truth.scores for truth in facts.truths() if isinstance(truth, ScoredAnswers))
+        known = set(self.answers)
+        if not any(plain_answer(answer) in known for scores in truths for answer in scores):
+            raise ValueError(
+                f"No text of the data has an answer that is in {self.config.key('answers')}; use data with questions, "
+                f"or set {self.config.key('weight')} to 0."
+            )
+
+    def forward(
+        self, targets: DrawnAnswer, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
+    ) -> ObjectiveOutput:
+        """Its logits are float32 [texts with an answer, Y]."""
+        is_known = targets.answer >= 0
+        truth = targets.answer[is_known]
+        logits = at_least_float32(self.head(encoded.summary[is_known]))
+        total = F.cross_entropy(logits, truth, reduction="sum")
+        loss = Loss(self.config.weight * total, is_known.sum().to(logits.dtype))
+        return ObjectiveOutput(loss, is_known.nonzero()[:, 0], logits.argmax(dim=1) == truth, logits)
+
+    def choices(
+        self, targets: DrawnAnswer, output: ModelOutput, logits: Tensor, wordpieces: Sequence[str], rule: HidingRule
+    ) -> list[tuple[int, Choice]]:
+        texts = (targets.answer >= 0).nonzero()[:, 0]
+        rows: Any = zip(texts.tolist(), logits.argmax(dim=1).tolist(), targets.answer[texts].tolist(), strict=True)
+        return [(text, Choice(0, self.answers[best], self.answers[truth])) for text, best, truth in rows]

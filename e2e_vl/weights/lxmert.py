@@ -1,0 +1,215 @@
+"""Files of the official LXMERT code and of transformers' LXMERT <-> names of our encoder and heads.
+
+Our encoder has the names of transformers' `LxmertModel`, so only prefixes change:
+
+    `*_LXRT.pth` (pre-training)            `bert.*`, `cls.*`, `obj_predict_head.*`, `answer_head.*`
+    `BEST.pth`, `LAST.pth` (fine-tuned)    `lxrt_encoder.model.bert.*`, `logit_fc.*`
+    `LxmertForPreTraining`                 `lxmert.*`, heads as in pre-training
+    `LxmertForQuestionAnswering`           `lxmert.*`, `answer_head.*`
+
+Files that the official code wrote on several GPUs have `module.` in front of all names, fine-tuned ones after
+`lxrt_encoder.model.`. A file of transformers' bare `LxmertModel` has our own names and needs no adapter.
+
+Facts from the official code (airsplay/lxmert).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from e2e_vl.encoders.lxmert import LxmertEncoder
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
+from e2e_vl.weights.bert import ENCODER as BERT_IN_SEQUENCE
+from e2e_vl.weights.bert import BertStart
+
+PRETRAINING = "pretraining"  # our name of the task
+ANSWERING = ("vqa", "gqa")  # ours with the same head over a list of answers
+PAIRS = "nlvr2"  # ours whose head reads the summaries of two images
+FINE_TUNED = "lxrt_encoder.model."
+# official or transformers' prefix -> ours
+ENCODER = {"bert": "", "lxmert": ""}
+PRETRAINING_HEADS = {
+    "cls.predictions.transform.dense": "word_head.transform.dense",
+    "cls.predictions.transform.LayerNorm": "word_head.transform.norm",
+    "cls.predictions.bias": "word_head.bias",
+    "cls.seq_relationship": "relationship.head",
+    "obj_predict_head.transform.dense": "region_transform.dense",
+    "obj_predict_head.transform.LayerNorm": "region_transform.norm",
+    "obj_predict_head.decoder_dict.obj": "object_labels.output",
+    "obj_predict_head.decoder_dict.attr": "attribute_labels.output",
+    "obj_predict_head.decoder_dict.feat": "region_features.output",
+    "answer_head.logit_fc.0": "image_qa.head.transform.dense",
+    "answer_head.logit_fc.2": "image_qa.head.transform.norm",
+    "answer_head.logit_fc.3": "image_qa.head.output",
+}
+FINE_TUNED_HEAD = {
+    "logit_fc.0": "head.transform.dense",
+    "logit_fc.2": "head.transform.norm",
+    "logit_fc.3": "head.output",
+}
+QUESTION_ANSWERING_HEAD = {f"answer_head.{name}": ours for name, ours in FINE_TUNED_HEAD.items()}  # transformers
+WORD_TABLE = "embeddings.word_embeddings.weight"
+SEGMENTS = "embeddings.token_type_embeddings.weight"
+DECODER = "cls.predictions.decoder.weight"  # the word table again
+CROSS, OTHER_CROSS = ".visual_attention.", ".text_attention."
+OFFICIAL = {"cross_attention": "shared", "with_segments": True, "pooled": "tanh", "uses_whole_image": False}
+
+
+class OfficialLxmert(WeightAdapter):
+    """Models of the official LXMERT code, in and out, and transformers' in."""
+
+    layout = "LXMERT"
+    suffix = ".pth"
+    same_config = ("num_attention_heads", "hidden_act", "layer_norm_eps")
+    segment_tables = (SEGMENTS,)
+
+    def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
+        starts = (FINE_TUNED, "bert.encoder.visn_fc.", "lxmert.encoder.visn_fc.")
+        return any(name.removeprefix("module.").startswith(starts) for name in tensors)
+
+    def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
+        """Take a state dict apart, cast to float32.
+
+        Raises:
+            ValueError: a name that no LXMERT has, or a decoder of words that is not the word table.
+        """
+        plain = {_plain(name): value.float() if value.is_floating_point() else value for name, value in tensors.items()}
+        task_name, names = _head_of(plain)
+        encoder, head = {}, {}
+        for name, value in plain.items():
+            prefix, _, rest = name.partition(".")
+            if prefix in ENCODER and rest.startswith(("embeddings.", "encoder.", "pooler.")):
+                encoder[rest] = value
+            elif (ours := replace_module(name, names)) is not None:
+                head[ours] = value
+            elif name != DECODER:
+                raise ValueError(f"{source}: {name} is no name of an LXMERT model.")
+        words = encoder.get(WORD_TABLE)
+        if DECODER in plain and (words is None or not torch.equal(plain[DECODER], words)):
+            raise ValueError(f"{source}: {DECODER} differs from the word table; the file is damaged.")
+        lends = ("",) if task_name == PRETRAINING else ()
+        also = ANSWERING if task_name in ANSWERING else ()
+        return ModelWeights({}, encoder, head, task_name, lends, also_of=also)
+
+    def fit(
+        self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """Both directions of separate cross attention start from the shared one; parts that are off are left out."""
+        moved = []
+        if encoder.config.cross_attention == "separate":
+            tensors |= {name.replace(CROSS, OTHER_CROSS): value for name, value in tensors.items() if CROSS in name}
+            moved.append("visual_attention -> text_attention")
+        return _without_absent(tensors, encoder), moved
+
+    def export(self, model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
+        """Write a file of the official code: its pre-training names for pre-training, else `BEST.pth`'s.
+
+        Raises:
+            ValueError: the official code has no such model, or the file's name does not end with `.pth`.
+        """
+        path = Path(path)
+        if path.suffix != self.suffix:
+            raise ValueError(f"{path}: official LXMERT files are named *{self.suffix}.")
+        if not isinstance(model.encoder, LxmertEncoder):
+            raise ValueError(f"{path}: the encoder is a {type(model.encoder).__name__}, not LXMERT.")
+        for name, value in OFFICIAL.items():
+            if getattr(model.encoder.config, name) != value:
+                raise ValueError(
+                    f"{path}: the official code has no encoder with {name} = {getattr(model.encoder.config, name)}."
+                )
+        encoder, task = dict(model.encoder.state_dict()), dict(model.task.state_dict())
+        official = official_lxmert_state(ModelWeights({}, encoder, task, task_name))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({name: value.detach().cpu() for name, value in official.items()}, path)
+        return [f"detector.{name}" for name in model.detector.state_dict()]
+
+
+def official_lxmert_state(parts: ModelWeights) -> dict[str, Tensor]:
+    """The reverse of `OfficialLxmert.convert`: official names, without `module.`.
+
+    Raises:
+        ValueError: no official model has such a task, or such a head.
+    """
+    heads = {PRETRAINING: PRETRAINING_HEADS, **dict.fromkeys((*ANSWERING, PAIRS), FINE_TUNED_HEAD)}
+    if parts.task_name not in heads:
+        raise ValueError(f"There is no official LXMERT model for the task '{parts.task_name}', only for {list(heads)}.")
+    prefix = "" if parts.task_name == PRETRAINING else FINE_TUNED
+    official = {f"{prefix}bert.{name}": value for name, value in parts.encoder.items()}
+    back = {ours: theirs for theirs, ours in heads[parts.task_name].items()}
+    for name, value in parts.task.items():
+        theirs = replace_module(name, back)
+        if theirs is None:
+            raise ValueError(f"task.{name} has no place in an official LXMERT model for {parts.task_name}.")
+        official[theirs] = value
+    if "word_head.bias" in parts.task:
+        official[DECODER] = parts.encoder[WORD_TABLE]
+    return official
+
+
+def _plain(name: str) -> str:
+    """Without what several GPUs and fine-tuning put in front."""
+    return name.removeprefix("module.").removeprefix(FINE_TUNED).removeprefix("module.")
+
+
+def _head_of(plain: Mapping[str, Tensor]) -> tuple[str | None, Mapping[str, str]]:
+    """Our task with such a head, and its names; a head over answers counts as the first task that has one."""
+    if any(name.startswith(("cls.", "obj_predict_head.")) for name in plain):
+        return PRETRAINING, PRETRAINING_HEADS
+    if (hidden := plain.get("logit_fc.0.weight")) is not None:
+        return (PAIRS if hidden.shape[0] == hidden.shape[1] else ANSWERING[0]), FINE_TUNED_HEAD
+    has_answers = any(name.startswith("answer_head.") for name in plain)
+    return (ANSWERING[0] if has_answers else None), QUESTION_ANSWERING_HEAD
+
+
+def _without_absent(tensors: Mapping[str, Tensor], encoder: nn.Module) -> dict[str, Tensor]:
+    """Without the segment table and the pooler where the encoder's config leaves them out."""
+    off = () if encoder.config.with_segments else (SEGMENTS,)
+    off += () if encoder.config.pooled == "tanh" else ("pooler.",)
+    return {name: value for name, value in tensors.items() if not name.startswith(off)}
+
+
+class BertBelow(BertStart):
+    """BERT's first layers as LXMERT's layers over words, by their numbers (official code; the paper says top layers).
+
+    The layers over regions, the cross attention and the region embeddings stay random.
+    """
+
+    brings = ("embeddings.", "encoder.layer.")
+    names = {ours: theirs for theirs, ours in BERT_IN_SEQUENCE.items()}  # noqa: RUF012
+
+    def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Not our own encoder, whose names begin as BERT's do."""
+        return super().recognise(tensors) and not any(name.startswith("encoder.visn_fc.") for name in tensors)
+
+    def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
+        """See `BertStart.convert`; here the encoder has BERT's own names."""
+        found = super().convert(tensors, source)
+        return ModelWeights(
+            {},
+            {replace_module(name, self.names): value for name, value in found.encoder.items()},
+            found.task,
+            lends=found.lends,
+        )
+
+    def fit(
+        self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """BERT's higher layers are left out.
+
+        Raises:
+            ValueError: see `BertStart.fit`.
+        """
+        super().fit(tensors, encoder, source)
+        number = re.compile(r"encoder\.layer\.(\d+)\.")
+        numbers = {name: int(found[1]) for name in tensors if (found := number.match(name))}
+        kept = {name: value for name, value in tensors.items() if numbers.get(name, -1) < encoder.config.l_layers}
+        moved = []
+        if (count := max(numbers.values(), default=-1) + 1) > encoder.config.l_layers:
+            moved = [f"the first {encoder.config.l_layers} of BERT's {count} layers -> encoder.layer"]
+        return _without_absent(kept, encoder), moved

@@ -1,0 +1,273 @@
+"""LXMERT's behaviour beyond the recorded numbers: padding, texts without regions, two images, variants, start."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel
+
+from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
+from e2e_vl.structures import Ability, TextRegions, gather_regions
+from tests.encoders.test_vl_bert import changed, make_inputs, select
+from tests.encoders.test_vl_bert_image_slots import SIZES, make_regions, one_text
+
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "l_layers": 2,
+    "r_layers": 1,
+    "x_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 24,
+    "feature_dim": 12,
+    "initializer_range": 0.2,  # so that parts matter
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+VARIANTS = {
+    "official": {},
+    "paper": {"cross_attention": "separate", "with_segments": False, "pooled": "state"},
+    "two images": {"image_slots": 2},
+    "hidden features": {"hidden_region_feature": True},
+}
+TABLES = ("word_embeddings", "position_embeddings", "token_type_embeddings")
+
+
+def make_model(**changes) -> LxmertEncoder:
+    torch.manual_seed(0)
+    return LxmertEncoder(LxmertEncoderConfig(**{**SMALL, **changes})).eval()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_results_do_not_depend_on_the_batch(variant):
+    """The third text has no region at all."""
+    model, (texts, regions) = make_model(**VARIANTS[variant]), make_inputs()
+    together = model(texts, regions, output_attentions=True)
+    assert not together.text[~texts.attend].any()
+    assert not together.regions[~regions.attend].any()
+    for row in range(len(texts)):
+        alone = model(*select(texts, regions, row))
+        length, count = int(texts.attend[row].sum()), int(regions.attend[row].sum())
+        torch.testing.assert_close(together.text[row, :length], alone.text[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(together.regions[row, :count], alone.regions[0, :count], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(together.summary[row], alone.summary[0], rtol=1e-4, atol=1e-5)
+    for values in (together.text, together.regions, together.summary, *together.attentions):
+        assert values.isfinite().all()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_attention_maps_add_up_to_one_where_there_is_something_to_read(slots):
+    model, (texts, regions) = make_model(image_slots=slots), make_inputs()
+    output, plain = model(texts, regions, output_attentions=True), model(texts, regions)
+    assert plain.attentions is None
+    torch.testing.assert_close(output.summary, plain.summary)
+    length, count = texts.attend.shape[1], regions.attend.shape[1]
+    assert len(output.attentions) == 2 + 1 + 2 * 2 * slots
+    has_region = regions.attend.any(dim=1)[:, None]
+    nothing_of = {"words": texts.attend & False, "regions": regions.attend & False}
+    of_words, of_regions = texts.attend, regions.attend
+    expected = [(of_words, nothing_of["regions"])] * 2 + [(nothing_of["words"], of_regions)]
+    for _ in range(2):  # cross layers: the first image, then the second one, which is missing
+        expected += [(of_words & has_region, of_regions), (of_words, of_regions)]
+        expected += [(nothing_of["words"], nothing_of["regions"]), (of_words, nothing_of["regions"])] * (slots - 1)
+    for number, (found, rows) in enumerate(zip(output.attentions, expected, strict=True)):
+        assert found.shape == (len(texts), 4, length + count, length + count)
+        sums = found.sum(dim=-1)
+        wanted = torch.cat(rows, dim=1)[:, None].expand_as(sums).to(sums)
+        torch.testing.assert_close(sums, wanted, msg=lambda text, number=number: f"step {number}: {text}")
+
+
+def test_a_text_without_regions_reads_zeros():
+    """As if the cross attention of its words were only a bias: no NaN, and no influence of the padding's content."""
+    model, (texts, regions) = make_model(), make_inputs()
+    other = dataclasses.replace(regions, features=regions.features + 3 * ~regions.attend[..., None])
+    one, two = model(texts, regions), model(texts, other)
+    torch.testing.assert_close(one.text, two.text)
+    torch.testing.assert_close(one.summary, two.summary)
+    one.summary.sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_regions_change_words_and_words_change_regions():
+    model, (texts, regions) = make_model(), make_inputs()
+    before = model(texts, regions)
+    other = model(texts, dataclasses.replace(regions, features=regions.features + 1))
+    assert changed(before.text, other.text)[:2][texts.attend[:2]].all()
+    assert not changed(before.text, other.text)[2].any()  # it has no region
+    moved = dataclasses.replace(regions, boxes=regions.boxes.flip(-1))
+    assert changed(before.regions, model(texts, moved).regions)[regions.attend].all()
+    words = dataclasses.replace(texts, input_ids=(texts.input_ids + 1) * texts.attend % 40)
+    assert changed(before.regions, model(words, regions).regions)[regions.attend].all()
+
+
+def test_boxes_are_shares_of_the_image():
+    model, (texts, regions) = make_model(), make_inputs()
+    twice = dataclasses.replace(regions, boxes=2 * regions.boxes, image_sizes=2 * regions.image_sizes)
+    torch.testing.assert_close(model(texts, regions).summary, model(texts, twice).summary)
+    wide = regions.image_sizes * torch.tensor([1.0, 2.0])
+    stretched = dataclasses.replace(regions, boxes=regions.boxes * torch.tensor([2.0, 1.0, 2.0, 1.0]), image_sizes=wide)
+    torch.testing.assert_close(model(texts, regions).summary, model(texts, stretched).summary)
+
+
+def look(*looks_at: tuple[int, ...]) -> TextRegions:
+    return gather_regions(make_regions(), SIZES, torch.tensor(looks_at))
+
+
+def test_swapped_images_swap_the_halves_of_the_summary():
+    model = make_model(image_slots=2)
+    assert model.summary_size == 64
+    output = model(one_text(2), look((0, 1), (1, 0)))
+    assert output.summary.shape == (2, 64)
+    assert changed(output.summary[0], output.summary[1])
+    torch.testing.assert_close(output.summary[0], output.summary[1].roll(32))
+    torch.testing.assert_close(output.text[0], output.text[1])  # the mean over the images
+    torch.testing.assert_close(output.regions[0, :3], output.regions[1, 4:])
+    torch.testing.assert_close(output.regions[0, 3:], output.regions[1, :4])
+
+
+def test_two_images_are_two_passes():
+    pair, single = make_model(image_slots=2), make_model()
+    single.load_state_dict(pair.state_dict())
+    both = pair(one_text(), look((0, 1)), output_attentions=True)
+    passes = [single(one_text(), look((image,)), output_attentions=True) for image in (0, 1)]
+    torch.testing.assert_close(both.summary, torch.cat([one.summary for one in passes], dim=1))
+    torch.testing.assert_close(both.regions, torch.cat([one.regions for one in passes], dim=1))
+    torch.testing.assert_close(both.text, sum(one.text for one in passes) / 2)
+    length = one_text().attend.shape[1]
+    words, (first, second) = torch.arange(length), (torch.arange(3) + length, torch.arange(4) + length + 3)
+    cross = len(both.attentions) - 2 * 2 * 2
+    for layer in range(2):
+        for image, places in enumerate((torch.cat([words, first]), torch.cat([words, second]))):
+            for step in range(2):
+                found = both.attentions[cross + 4 * layer + 2 * image + step]
+                alone = passes[image].attentions[cross + 2 * layer + step]
+                torch.testing.assert_close(found[:, :, places][..., places], alone)
+                torch.testing.assert_close(found.sum(), alone.sum())
+
+
+def test_images_may_be_missing():
+    model = make_model(image_slots=2)
+    output = model(one_text(3), look((0, 1), (1, -1), (-1, -1)))
+    alone = model(one_text(), look((1, -1)))
+    torch.testing.assert_close(output.summary[1], alone.summary[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output.summary[1, 32:], output.summary[2, :32], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output.summary[2, :32], output.summary[2, 32:], rtol=1e-4, atol=1e-5)
+    assert output.text.isfinite().all()
+
+
+def test_too_many_images_and_too_long_texts_are_refused():
+    with pytest.raises(ValueError, match=r"looks at 3 images, but encoder\.config\.image_slots is 2"):
+        make_model(image_slots=2)(one_text(), look((0, 1, 0)))
+    model = make_model(max_position_embeddings=4)
+    with pytest.raises(ValueError, match="5 wordpieces does not fit into max_position_embeddings = 4"):
+        model(one_text(), look((0,)))
+
+
+def test_padding_rows_start_like_others_and_get_no_gradient_through_the_lookup():
+    model, (texts, regions) = make_model(), make_inputs()
+    ids = texts.input_ids.clone()
+    ids[0, 1] = 0  # [PAD] as a word
+    output = model(dataclasses.replace(texts, input_ids=ids), regions)
+    output.text.pow(3).sum().backward()
+    for name in TABLES:
+        table = model.embeddings.get_submodule(name).weight
+        assert 0.1 < table[0].std() < 0.3
+        assert not table.grad[0].any()
+        assert table.grad[1].any()
+    output = model(texts, regions)
+    (output.word_table[0] * output.text[0, 0]).sum().backward()  # as a tied output layer reads it
+    assert model.embeddings.word_embeddings.weight.grad[0].any()
+
+
+def test_hidden_features_are_zeros_and_hidden_boxes_stay():
+    texts, regions = make_inputs()
+    regions.is_hidden[0, 0] = True
+    model = make_model(hidden_region_feature=True)
+    other = dataclasses.replace(regions, features=regions.features + 5 * regions.is_hidden[..., None])
+    torch.testing.assert_close(model(texts, regions).text, model(texts, other).text)
+    zeros = dataclasses.replace(
+        regions, features=regions.features * ~regions.is_hidden[..., None], is_hidden=regions.is_hidden & False
+    )
+    torch.testing.assert_close(model(texts, regions).regions, model(texts, zeros).regions)
+    moved = dataclasses.replace(regions, boxes=regions.boxes.flip(-1))
+    assert changed(model(texts, regions).regions, model(texts, moved).regions)[0, 0]
+    plain = make_model()
+    assert changed(plain(texts, regions).regions, plain(texts, other).regions)[0, 0]
+
+
+def test_the_papers_side():
+    texts, regions = make_inputs()
+    shared, separate = make_model(), make_model(cross_attention="separate")
+    extra = {name for name in separate.state_dict() if ".text_attention." in name}
+    assert set(separate.state_dict()) - extra == set(shared.state_dict())
+    state = shared.state_dict()
+    separate.load_state_dict(state | {name: state[name.replace("text_", "visual_")] for name in extra})
+    torch.testing.assert_close(shared(texts, regions).regions, separate(texts, regions).regions)
+    with torch.no_grad():
+        separate.encoder.x_layers[0].text_attention.att.value.weight.mul_(2)
+    before, after = shared(texts, regions), separate(texts, regions)
+    assert changed(before.regions, after.regions)[regions.attend].all()
+
+    plain = make_model(with_segments=False, pooled="state")
+    output = plain(texts, regions)
+    torch.testing.assert_close(output.summary, output.text[:, 0])
+    other = dataclasses.replace(texts, segment_ids=1 - texts.segment_ids)
+    torch.testing.assert_close(plain(other, regions).text, output.text)
+    assert not {name for name in plain.state_dict() if name.startswith(("pooler", "embeddings.token_type"))}
+
+
+def test_abilities():
+    model = make_model()
+    for ability in (Ability.SUMMARY_OF_SINGLE, Ability.SUMMARY_OF_QUESTION, Ability.SUMMARY_OF_PAIR):
+        assert model.lacks(ability) is None
+    assert model.lacks(Ability.IMAGE_PAIRS) == "set encoder.config.image_slots to 2"
+    assert model.lacks(Ability.HIDDEN_FEATURES) == "set encoder.config.hidden_region_feature to true"
+    assert model.lacks(Ability.NAMED_REGIONS) == "choose another encoder.name"
+    assert make_model(image_slots=2).lacks(Ability.IMAGE_PAIRS) is None
+    assert all(template.summary is None for template in vars(model.layout).values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cross_attention": "both"}, 'must be "shared" or "separate"'),
+        ({"pooled": "mean"}, 'must be "tanh" or "state"'),
+        ({"num_attention_heads": 5}, "not a multiple of num_attention_heads 5"),
+        ({"image_slots": 0}, "room for one image"),
+    ],
+)
+def test_wrong_settings(changes, message):
+    with pytest.raises(ValueError, match=message):
+        LxmertEncoderConfig(**{**SMALL, **changes})
+
+
+def test_saving_and_loading(tmp_path: Path):
+    model, (texts, regions) = make_model(cross_attention="separate"), make_inputs()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert type(loaded) is LxmertEncoder
+    torch.testing.assert_close(loaded.eval()(texts, regions).summary, model(texts, regions).summary)
+
+
+def test_recomputed_activations_give_the_same_gradients():
+    texts, regions = make_inputs()
+    gradients = []
+    for recompute in (False, True):
+        model = make_model().train()
+        if recompute:
+            model.recompute_activations()
+        output = model(texts, regions)
+        (output.summary.sum() + output.regions.sum()).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*gradients)
+
+
+def test_dropout_is_where_the_official_code_has_it():
+    torch.manual_seed(0)
+    model, (texts, regions) = make_model(hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5), make_inputs()
+    assert changed(model.train()(texts, regions).text, model(texts, regions).text)[texts.attend].all()
+    assert not changed(model.eval()(texts, regions).text, model(texts, regions).text).any()

@@ -1,0 +1,104 @@
+"""Tasks and pre-training with LXMERT's encoder, from drawn scenes to a run that is loaded again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from e2e_vl.config import RunConfig, load_config
+from e2e_vl.engine.build import build_model
+from e2e_vl.engine.build_data import build_tokenizer, make_synthetic_data
+from e2e_vl.engine.saving import load_model, save_model
+from e2e_vl.engine.train import train
+from e2e_vl.run_files import read_log
+from tests.weights.starts import replaced
+
+ROOT = Path(__file__).parents[2]
+ENCODER = {
+    "name": "lxmert",
+    "config": {
+        "hidden_size": 32,
+        "l_layers": 1,
+        "r_layers": 1,
+        "x_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    },
+}
+ONE_STEP = ("train.max_steps=1", "train.warmup_steps=0", "eval.boxes=[gt]", "eval.report_pictures=0")
+OBJECTIVES = {
+    "masked_words": {"weight": 1.0, "whole_words": False},
+    "masked_text": 0.0,
+    "masked_regions": 0.0,
+    "relationship": 1.0,
+    "object_labels": {"weight": 6.67, "classes": 6},
+    "region_features": 6.67,
+}
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+@pytest.fixture
+def config_of(tmp_path: Path) -> Callable[..., RunConfig]:
+    """`config_of("vqa", "train.lr=1")`: settings of configs/tiny/vqa.yaml with a small LXMERT, on data drawn for it."""
+
+    def make(name: str, *words: str) -> RunConfig:
+        own = [
+            f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
+            f"data.root={tmp_path / 'data'}",
+            f"output={tmp_path / 'run'}",
+            *ONE_STEP,
+            *words,
+        ]
+        return replaced(load_config(ROOT / "configs" / "tiny" / f"{name}.yaml", own), encoder=ENCODER)
+
+    return make
+
+
+def test_a_step_of_referring_expressions(tiny_config, tmp_path):
+    metrics = train(replaced(tiny_config(*ONE_STEP), encoder=ENCODER))
+    assert 0 <= metrics["val/accuracy_gt_boxes"] <= 1
+    _, model, _ = load_model(tmp_path / "run")
+    assert type(model.encoder).__name__ == "LxmertEncoder"
+
+
+def test_a_step_of_vqa_with_the_official_head(config_of, tmp_path):
+    settings = ("task.config.head_width=2", "task.config.dropout=0", "task.config.initialise_from_words=false")
+    metrics = train(config_of("vqa", *settings))
+    assert 0 <= metrics["val/accuracy_gt_boxes"] <= 1
+    _, model, _ = load_model(tmp_path / "run")
+    assert model.task.head.transform["dense"].weight.shape == (64, 32)
+
+
+def test_a_step_of_pretraining_from_pixels(config_of, tmp_path):
+    settings = ("task.config.hide_probability=0.8", "task.config.swap_probability=0.1", "data.config.use_corpus=false")
+    config = config_of("pretraining", *settings)
+    task = config.task.config | {"objectives": OBJECTIVES, "region_probability": 0.5, "max_length": None}
+    train(replaced(config, task={"config": task}))
+    [losses] = [line for line in read_log(tmp_path / "run" / "log.jsonl") if line["kind"] == "train"]
+    for name in ("masked_words", "relationship", "object_labels", "region_features"):
+        assert 0 < losses[name] < 100
+
+
+def test_a_saved_model_keeps_the_answers_of_pretraining(config_of, tmp_path):
+    """The list comes with the model, wherever the file of answers was."""
+    listed = tmp_path / "all_ans.json"
+    listed.write_text('[{"ans": "cat", "dsets": ["vqa"]}, {"ans": "dog", "dsets": ["gqa"]}, '
+                      '{"ans": "red", "dsets": ["vqa", "gqa"]}]', encoding="utf-8")  # fmt: skip
+    config = config_of("pretraining", "data.config.use_corpus=false")
+    make_synthetic_data(config)
+    answers = {"weight": 1.0, "answers": str(listed), "answer_sources": ["gqa"]}
+    task = config.task.config | {"objectives": OBJECTIVES | {"image_qa": answers}}
+    config = replaced(config, task={"config": task})
+    tokenizer = build_tokenizer(config)
+    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
+    assert model.task.answers == ("dog", "red")
+    save_model(tmp_path / "saved", config, model, tokenizer)
+    listed.unlink()
+    _, loaded, _ = load_model(tmp_path / "saved")
+    assert loaded.task.answers == ("dog", "red")
+    theirs = loaded.task.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in model.task.state_dict().items())
