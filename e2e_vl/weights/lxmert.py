@@ -181,21 +181,11 @@ class BertBelow(BertStart):
     """
 
     brings = ("embeddings.", "encoder.layer.")
-    names = {ours: theirs for theirs, ours in BERT_IN_SEQUENCE.items()}  # noqa: RUF012
+    names: ClassVar[Mapping[str, str]] = {name: name for name in BERT_IN_SEQUENCE}  # the encoder has BERT's own names
 
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
         """Not our own encoder, whose names begin as BERT's do."""
         return super().recognise(tensors) and not any(name.startswith("encoder.visn_fc.") for name in tensors)
-
-    def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        """See `BertStart.convert`; here the encoder has BERT's own names."""
-        found = super().convert(tensors, source)
-        return ModelWeights(
-            {},
-            {replace_module(name, self.names): value for name, value in found.encoder.items()},
-            found.task,
-            lends=found.lends,
-        )
 
     def fit(
         self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
@@ -203,9 +193,9 @@ class BertBelow(BertStart):
         """BERT's higher layers are left out.
 
         Raises:
-            ValueError: see `BertStart.fit`.
+            ValueError: see `BertStart.check_tables`.
         """
-        super().fit(tensors, encoder, source)
+        self.check_tables(tensors, encoder, source)
         number = re.compile(r"encoder\.layer\.(\d+)\.")
         numbers = {name: int(found[1]) for name in tensors if (found := number.match(name))}
         kept = {name: value for name, value in tensors.items() if numbers.get(name, -1) < encoder.config.l_layers}

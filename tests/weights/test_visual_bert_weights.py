@@ -51,6 +51,8 @@ def make_encoder(**fields: Any) -> VisualBertEncoder:
 class Answers(nn.Module):
     """The official head of questions, by the names that such a task has here: dropout and one Linear."""
 
+    chooses_answers = False
+
     def __init__(self, answers: int) -> None:
         super().__init__()
         self.head = Head(SIZES["hidden_size"], answers, 0.1, "normal")
