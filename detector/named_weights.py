@@ -128,10 +128,13 @@ NAMED_WEIGHTS: tuple[NamedWeights, ...] = (
         _torchvision(
             f"fasterrcnn_mobilenet_v3_large_{version}-coco",
             f"fasterrcnn_mobilenet_v3_large_{version}-{digits}.pth",
-            f"torchvision_mobilenet_v3_large_{version}",
+            config,
             class_names="coco_ids",
         )
-        for version, digits in (("fpn", "fb6a3cc7"), ("320_fpn", "907ea3f9"))
+        for version, digits, config in (
+            ("fpn", "fb6a3cc7", "torchvision_mobilenet_v3_large_fpn"),
+            ("320_fpn", "907ea3f9", "torchvision_mobilenet_v3_large_320_fpn"),
+        )
     ),
     _imagenet(
         "resnet50-imagenet1k_v1",
