@@ -26,6 +26,7 @@ from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.engine.build import ADAPTERS, TASKS
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.heads import Head
+from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.weights.start import StartRules, load_encoder, load_task
@@ -51,8 +52,6 @@ def make_encoder(**fields: Any) -> VisualBertEncoder:
 class Answers(nn.Module):
     """The official head of questions, by the names that such a task has here: dropout and one Linear."""
 
-    chooses_answers = False
-
     def __init__(self, answers: int) -> None:
         super().__init__()
         self.head = Head(SIZES["hidden_size"], answers, 0.1, "normal")
@@ -61,6 +60,8 @@ class Answers(nn.Module):
 def make_task(name: str) -> nn.Module:
     if name == "pretraining":
         return pretraining_task(SIZES["hidden_size"], SIZES["vocab_size"], HEADS)
+    if name == "nlvr2":
+        return NLVR2Task(SIZES["hidden_size"], NLVR2Config())
     if name == "vcr":
         return VCRTask(SIZES["hidden_size"], VCRConfig(region_loss_weight=0))
     return Answers({"vqa": 7, "nlvr2": 2}[name])
