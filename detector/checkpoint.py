@@ -174,10 +174,11 @@ def load_checkpoint(detector: Detector, path: str | Path, *, expect: str = "all"
     published = known_weights(path)
     if expect == "backbone":
         return report
-    if published is not None:
-        detector.class_names = published_class_names(published)
-    else:
-        load_class_names(detector, find_weights(path).parent)
+    load_class_names(detector, find_weights(path).parent)
+    if detector.class_names is None and published is not None:
+        names = published_class_names(published)
+        if names is not None and len(names) == detector.num_classes:  # a file of the same name may be another one
+            detector.class_names = names
     return report
 
 
@@ -283,8 +284,13 @@ def _drop_config_buffers(config: DetectorConfig, tensors: dict[str, Tensor], sou
     for name, (value, key) in expected.items():
         if name not in tensors:
             continue
-        found = tensors[name].float().cpu().reshape(-1)
-        if found.numel() != value.numel() or not torch.allclose(found, value.reshape(-1), rtol=0, atol=TOLERANCE):
+        found = tensors[name]
+        if found.numel() != value.numel():  # before anything is copied: a small file may claim any size
+            raise ValueError(
+                f"{source}: its {name} has {found.numel()} numbers, but {key} of the config {value.numel()}."
+            )
+        found = found.float().cpu().reshape(-1)
+        if not torch.allclose(found, value.reshape(-1), rtol=0, atol=TOLERANCE):
             shown = [round(number, 2) for number in found[:8].tolist()]
             raise ValueError(f"{source}: its {name} {shown} contradicts {key} of the config; correct the config.")
     return {name: value for name, value in tensors.items() if name not in expected}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -28,7 +29,7 @@ FIXED: dict[str, Any] = {
 
 # What is built instead, for the keys that published files often set to another value.
 SUPPORTED: dict[str, str] = {
-    "MODEL.META_ARCHITECTURE": "two-stage detectors of boxes are supported: GeneralizedRCNN with C4 or FPN",
+    "MODEL.META_ARCHITECTURE": "two-stage detectors of boxes are supported: GeneralizedRCNN with C4, DC5 or FPN",
     "MODEL.MASK_ON": "only the box branch is supported; MODEL.MASK_ON: False reads the box part of a Mask R-CNN",
     "MODEL.KEYPOINT_ON": "only the box branch is supported; MODEL.KEYPOINT_ON: False reads the box part",
 }
@@ -77,6 +78,19 @@ IGNORED: tuple[str, ...] = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class UnreadTag:
+    """In the place of a YAML value whose tag is not read, such as `!!python/object/apply:eval` of zoo files."""
+
+    tag: str
+
+
+class _Loader(yaml.SafeLoader):
+    """Runs nothing; values with other tags become an `UnreadTag`, which `DetectorConfig.from_flat` refuses."""
+
+    yaml_multi_constructors: ClassVar[dict[str, Any]] = {"": lambda loader, tag, node: UnreadTag(tag)}
+
+
 def load_tree(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A YAML file with its `_BASE_` files merged below it; `chain` holds the files that led here.
 
@@ -89,8 +103,8 @@ def load_tree(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     if path.resolve() in chain:
         raise ValueError(f"{path}: _BASE_ leads back to this file; remove it from one of the files.")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a YAML file that can be read safely: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: expected a mapping of keys, found {type(tree).__name__}.")
@@ -101,8 +115,11 @@ def merge_bases(tree: dict[str, Any], folder: Path, chain: tuple[Path, ...] = ()
     """`tree` on top of the files (one or a list) in its `_BASE_`, whose paths are relative to `folder`."""
     tree = dict(tree)
     bases = tree.pop("_BASE_", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ValueError(f"{folder}: _BASE_ is {bases!r}; it must be the path of a YAML file, or a list of paths.")
     merged: dict[str, Any] = {}
-    for base in [bases] if isinstance(bases, str) else bases:
+    for base in bases:
         merged = _merge(merged, load_tree(folder / Path(base).expanduser(), chain))
     return _merge(merged, tree)
 

@@ -30,6 +30,7 @@ from detector.config_file import (
     IGNORED,
     PORT_KEYS,
     SUPPORTED,
+    UnreadTag,
     convert,
     decode,
     flatten,
@@ -169,6 +170,9 @@ class DetectorConfig(SettingsGroup):
                 if key in PORT_KEYS:
                     hint = f" It belongs to a port of bottom-up attention; here it is {PORT_KEYS[key]}."
                 raise ValueError(f"{name}: {key} is neither a key of Detectron2 nor one of this project.{hint}")
+        for key, value in flat.items():  # last: the zoo's RetinaNet files have such values, and are refused above
+            if isinstance(value, UnreadTag):
+                raise ValueError(f"{name}: {key} has the tag {value.tag}, which is not read; write a plain value.")
         unused = _unused_groups(flat.get("MODEL.BACKBONE.NAME"), flat.get("MODEL.ROI_HEADS.NAME"))
         groups: dict[str, dict[str, Any]] = {}
         for group, field, key, hint in _fields(cls):
@@ -240,9 +244,22 @@ def _box_head_rules(config: DetectorConfig) -> Rules:
             config.backbone != C4_BACKBONE or len(config.rpn.in_features) == len(config.roi_heads.in_features) == 1,
             f"MODEL.RPN.IN_FEATURES and MODEL.ROI_HEADS.IN_FEATURES must name one map each without {FPN_BACKBONE}",
         ),
+        *(_mobilenet_rules(config) if config.is_mobilenet else []),
+    ]
+
+
+def _mobilenet_rules(config: DetectorConfig) -> Rules:
+    resnet, usual = config.resnet, ResNetConfig()
+    unused = ("num_groups", "width_per_group", "stem_out_channels", "res2_out_channels", "res5_dilation", "stem_pool")
+    return [
         (
-            not config.is_mobilenet or config.resnet.norm in ("FrozenBN", "BN"),
+            resnet.norm in ("FrozenBN", "BN"),
             f"MODEL.RESNETS.NORM must be FrozenBN or BN with MODEL.BACKBONE.NAME {MOBILENET_BACKBONE}",
+        ),
+        (
+            all(getattr(resnet, name) == getattr(usual, name) for name in unused),
+            f"Only NORM and FREEZE_AT of a ResNet's settings are read with MODEL.BACKBONE.NAME {MOBILENET_BACKBONE}; "
+            "leave the others out",
         ),
     ]
 

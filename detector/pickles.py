@@ -98,7 +98,7 @@ def load_arrays(path: str | Path) -> Any:
         raise FileNotFoundError(f"{path}: no such weights file.")
     try:
         with path.open("rb") as file:
-            return _plain(_Unpickler(file, encoding="latin1").load())
+            return _plain(_Unpickler(file, encoding="latin1").load(), {})
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path}: not a plain pickle of arrays, it holds {str(error)[:100]}; nothing in it was executed."
@@ -107,14 +107,22 @@ def load_arrays(path: str | Path) -> Any:
         raise ValueError(f"{path}: cannot be read as a pickle of arrays: {type(error).__name__}: {error}") from error
 
 
-def _plain(value: Any) -> Any:
-    """The value with arrays in place of their stand-ins."""
+def _plain(value: Any, done: dict[int, Any]) -> Any:
+    """The value with arrays in place of their stand-ins.
+
+    `done` holds what every container became, by its id: one that is named twice is not copied twice, or a few hundred
+    bytes could fill the memory.
+    """
     if isinstance(value, _Array):
         if value.value is None:
             raise pickle.UnpicklingError("an array without content")
         return value.value
-    if isinstance(value, dict):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+    if not isinstance(value, dict | list | tuple):
+        return value
+    if id(value) not in done:
+        done[id(value)] = None  # in the place of a container inside itself
+        if isinstance(value, dict):
+            done[id(value)] = {_plain(key, done): _plain(item, done) for key, item in value.items()}
+        else:
+            done[id(value)] = [_plain(item, done) for item in value]
+    return done[id(value)]

@@ -46,11 +46,14 @@ RPN_HEAD = "proposal_generator.rpn_head."
 PREDICTOR = "roi_heads.box_predictor."
 # Detectron2 saved these as buffers until May 2021, one per feature map. They repeat the config.
 CELL_ANCHORS = "proposal_generator.anchor_generator.cell_anchors."
-# Of a Mask R-CNN only the boxes are used; the last three are Caffe2's names.
-MASK_BRANCH = ("roi_heads.mask_head.", "roi_heads.mask_pooler.", "_[mask]_fcn", "mask_fcn_logits_", "conv5_mask_")
+# Of Mask and Keypoint R-CNNs only the boxes are used; the last three are Caffe2's names.
+OTHER_BRANCHES = (
+    *("roi_heads.mask_head.", "roi_heads.mask_pooler.", "roi_heads.keypoint_head.", "roi_heads.keypoint_pooler."),
+    *("_[mask]_fcn", "mask_fcn_logits_", "conv5_mask_"),
+)
 # ImageNet classifiers, and the bias that Caffe's first convolution has before its norm. No detector uses them, and
 # Detectron2 leaves them out too.
-LEFTOVERS = ("fc.", "stem.fc.", "fc1000.", "pred.", "stem.conv1.bias", *MASK_BRANCH)
+LEFTOVERS = ("fc.", "stem.fc.", "fc1000.", "pred.", "stem.conv1.bias", *OTHER_BRANCHES)
 
 _PARAMETER = {"w": "weight", "b": "bias"}
 _NORM_PARAMETER = {

@@ -51,6 +51,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     arguments = build_parser(prog).parse_args(argv)
     if arguments.text is not None and arguments.run is None:
         raise ValueError("--text needs --run, the directory of a trained run; train one with tools/train.py.")
+    if arguments.text is not None and getattr(arguments, "detector", None) is not None:
+        raise ValueError("--text is answered by the run with its own detector; leave --detector out.")
     least, most = arguments.min_regions, arguments.max_regions
     if least is not None and least > most:
         raise ValueError(f"--min-regions {least} is more than --max-regions {most}; lower the one or raise the other.")

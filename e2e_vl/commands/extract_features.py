@@ -59,6 +59,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--min-boxes", type=int, help="at least this many, if the detector proposes them")
     parser.add_argument("--max-boxes", type=int, help="at most this many")
     parser.add_argument("--min-score", type=float, help="threshold of the rules score and maxconf")
+    parser.add_argument("--nms-threshold", type=float, help="IoU of the rule maxconf's NMS per class (default: 0.3)")
     parser.add_argument("--boxes", type=Path, help="describe the boxes of this file instead")
     parser.add_argument("--features-of", choices=("proposal", "final"), help="default: proposal (for score: final)")
     parser.add_argument("--attributes", action="store_true", help="most probable attribute of each region")
@@ -139,6 +140,10 @@ def extraction_settings(arguments: argparse.Namespace) -> ExtractionSettings:
     kept = {"attributes": arguments.attributes, "image_feature": arguments.image_feature}
     if arguments.boxes is not None:
         return ExtractionSettings(rule="given", **kept)
+    if arguments.nms_threshold is not None:
+        if arguments.rule != "maxconf":
+            raise ValueError("--nms-threshold belongs to --rule maxconf; leave it out.")
+        kept["nms_threshold"] = arguments.nms_threshold
     default = DEFAULTS[arguments.rule]
     least = first_given(arguments.num_boxes, arguments.min_boxes, default.min_regions)
     most = first_given(arguments.num_boxes, arguments.max_boxes, max(default.max_regions, least))

@@ -173,7 +173,9 @@ class RegionExtractor:
                 kept, _ = select_max_nms(best_boxes[usable], best_scores[usable], self.settings.numbers)
             else:
                 in_original = resize_boxes(found.boxes[usable], found.size, found.original_size)
-                kept = select_max_conf(in_original, found.probs[usable], self.settings.numbers)
+                kept = select_max_conf(
+                    in_original, found.probs[usable], self.settings.numbers, self.settings.nms_threshold
+                )
             rows = usable[kept]
             classes = best_classes[rows]
             boxes = best_boxes[rows] if is_final or rule == "maxnms" else found.boxes[rows]

@@ -11,7 +11,7 @@ from detector.backends import BACKENDS, detector_class
 from detector.checkpoint import CONFIG_NAME, load_checkpoint
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule
-from detector.named_weights import NamedWeights, resolve_weights
+from detector.named_weights import NamedWeights, known_weights, resolve_weights
 from detector.weight_files import find_weights
 from e2e_vl.config import load_config
 from e2e_vl.plain_yaml import check_plain
@@ -61,6 +61,7 @@ def open_detector(
         raise ValueError(f"The detector needs at least 1 proposal, not {max_proposals} proposals.")
     cls = detector_class(backend)
     settings = cls.config_class.from_yaml(config)
+    weights = None if weights is None else find_weights(weights)  # before the network is built, which takes seconds
     if max_proposals is not None:
         changes = {"MODEL.RPN.POST_NMS_TOPK_TEST": min(settings.rpn.post_nms_topk_test, max_proposals)}
         settings = cls.config_class.from_flat(settings.to_flat() | changes, str(config))
@@ -68,7 +69,6 @@ def open_detector(
         torch.manual_seed(seed)
         detector = cls(settings).eval()
     if weights is not None:
-        weights = find_weights(weights)
         load_checkpoint(detector, weights)
     resize = resize or ResizeRule(settings.input.min_size_test, settings.input.max_size_test, "detectron2")
     return LoadedDetector(detector, resize, backend, weights, seed, RANDOM_WEIGHTS if weights is None else "")
@@ -94,8 +94,13 @@ def find_detector(
     """
     published = resolve_weights(source)
     if isinstance(published, NamedWeights):
-        return _published_detector(published, config, backend=backend or "builtin", max_proposals=max_proposals)
+        return _published_detector(
+            published, config, published.name, backend=backend or "builtin", max_proposals=max_proposals
+        )
     path = published.expanduser()
+    same_name = known_weights(path)
+    if config is None and path.is_file() and same_name is not None and not same_name.unsupported:
+        return _published_detector(same_name, None, path, backend=backend or "builtin", max_proposals=max_proposals)
     if config is not None:
         return open_detector(config, path, backend=backend or "builtin", max_proposals=max_proposals)
     if (path / "model").is_dir() or (path / "detector").is_dir():
@@ -108,9 +113,17 @@ def find_detector(
 
 
 def _published_detector(
-    published: NamedWeights, config: str | Path | None, *, backend: str, max_proposals: int | None
+    published: NamedWeights,
+    config: str | Path | None,
+    weights: str | Path,
+    *,
+    backend: str,
+    max_proposals: int | None,
 ) -> LoadedDetector:
-    """A detector of the table, downloaded once.
+    """A detector of the table, downloaded once, or from a file that came by other means.
+
+    Args:
+        weights: the name of the table, or the path of a file with the published file's name.
 
     Raises:
         ValueError: a trunk, which detects nothing.
@@ -124,7 +137,7 @@ def _published_detector(
     settings = detector_class(backend).config_class.from_yaml(config).input
     return open_detector(
         config,
-        published.name,
+        weights,
         backend=backend,
         resize=ResizeRule(settings.min_size_test, settings.max_size_test, published.rounding),
         max_proposals=max_proposals,

@@ -34,6 +34,11 @@ class ExtractionSettings:
     features_of: Literal["proposal", "final"] = "final"
     attributes: bool = False  # keep the most probable attribute of each region
     image_feature: bool = False  # keep the feature of the whole image
+    nms_threshold: float = 0.3  # of "maxconf": the IoU above which boxes of one class are suppressed
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.nms_threshold <= 1:
+            raise ValueError(f"nms_threshold {self.nms_threshold} must be from 0 to 1.")
 
     @property
     def numbers(self) -> SelectionRule:

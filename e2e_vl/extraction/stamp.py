@@ -22,13 +22,15 @@ def make_stamp(
         source: the detector, its weights file and the image size.
         settings: which boxes are described.
         boxes_file: the file of given boxes.
-        precision: Accelerate's mixed precision; like the backend, it is written only if it is not the default.
+        precision: Accelerate's mixed precision; like the backend and the NMS threshold, it is written only if it is not
+            the default.
     """
     detector, config = source.detector, source.detector.config
     is_given = settings.rule == "given"
     numbers = None if is_given else dataclasses.asdict(settings.numbers)
     unusual = {"backend": source.backend} if source.backend != "builtin" else {}
     unusual |= {"precision": precision} if precision != "no" else {}
+    unusual |= {"nms_threshold": settings.nms_threshold} if settings.nms_threshold != 0.3 else {}
     return {
         "format": "e2e-vl region features 1",
         **unusual,

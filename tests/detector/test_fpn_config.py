@@ -116,6 +116,33 @@ def test_the_box_part_of_a_mask_rcnn_is_read_if_asked(zoo: Path):
     assert config == DetectorConfig.from_yaml(zoo.parent / "Base-RCNN-FPN.yaml")
 
 
+def test_the_zoos_own_retinanet_is_refused_in_one_sentence(zoo: Path, tmp_path: Path):
+    """Its sizes are Python code, which is not run, and not what the message is about."""
+    sizes = '    SIZES: !!python/object/apply:eval ["[[1]]"]'
+    text = f"MODEL:\n  META_ARCHITECTURE: RetinaNet\n  ANCHOR_GENERATOR:\n{sizes}\n"
+    (tmp_path / "retinanet.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"META_ARCHITECTURE = 'RetinaNet' is not supported; two-stage detectors"):
+        DetectorConfig.from_yaml(tmp_path / "retinanet.yaml")
+    (tmp_path / "sizes.yaml").write_text(text.replace("RetinaNet", "GeneralizedRCNN"))
+    with pytest.raises(
+        ValueError, match=r"SIZES has the tag tag:yaml.org,2002:python/object/apply:eval, which is not read"
+    ):
+        DetectorConfig.from_yaml(tmp_path / "sizes.yaml")
+
+
+@pytest.mark.parametrize(("base", "shown"), [("", "None"), ("3", "3"), ("[a.yaml, 4]", "'a.yaml', 4")])
+def test_a_base_that_is_no_path(tmp_path: Path, base: str, shown: str):
+    (tmp_path / "config.yaml").write_text(f"_BASE_: {base}\n")
+    with pytest.raises(ValueError, match=f"_BASE_ is .*{shown}.*; it must be the path of a YAML file"):
+        DetectorConfig.from_yaml(tmp_path / "config.yaml")
+
+
+def test_a_config_that_is_not_text(tmp_path: Path):
+    (tmp_path / "config.yaml").write_bytes(b"MODEL: \xff\xfe")
+    with pytest.raises(ValueError, match=r"config\.yaml: not a YAML file that can be read safely"):
+        DetectorConfig.from_yaml(tmp_path / "config.yaml")
+
+
 @pytest.mark.parametrize(
     ("feature", "dim"), [("head", 1024), ("fc6", 1024), ("fc7", 1024), ("mean", 256)], ids=lambda value: str(value)
 )

@@ -28,6 +28,15 @@ def write(path: Path, content: object, protocol: int = 2) -> Path:
     return path
 
 
+def test_a_list_that_is_named_twice_is_not_copied_twice(tmp_path: Path):
+    """Otherwise 40 of them inside each other would be 2 ** 40 lists."""
+    content: list = [1]
+    for _ in range(40):
+        content = [content, content]
+    loaded = load_arrays(write(tmp_path / "lists.pkl", content))
+    assert loaded[0] is loaded[1] and len(loaded) == 2
+
+
 def python2_pickle(arrays: dict[str, np.ndarray]) -> bytes:
     """What Python 2's cPickle writes with protocol 2: names and array bytes are byte strings of no encoding."""
 

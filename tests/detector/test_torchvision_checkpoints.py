@@ -15,10 +15,12 @@ from detector.checkpoint import load_checkpoint
 from detector.config_file import flatten, load_tree
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
+from detector.images import ResizeRule
 from detector.named_weights import PUBLISHED
 from detector.structures import ImageBatch
 from detector.weight_files import WeightsFile
 from detector.weight_names import to_detector_names
+from e2e_vl.extraction.detectors import find_detector
 
 
 @pytest.mark.parametrize("name", ["resnet.pth", "resnet101-pt-vgbua-0000.model", "data_parallel.pth"])
@@ -92,6 +94,19 @@ def test_a_mobilenet_trains_above_its_frozen_stages(mobilenet: FasterRCNN):
     assert {"7", "16", "inner_blocks"} <= trained and not {str(number) for number in range(7)} & trained
     with pytest.raises(ValueError, match=r"A MobileNet has no activation checkpointing; switch train\."):
         mobilenet.recompute_activations()
+
+
+def test_a_file_by_its_published_name_needs_no_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The way that the message of a failed download names; settings, rounding and class names come from the table."""
+    torch.manual_seed(0)
+    model = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
+    file = tmp_path / "fasterrcnn_mobilenet_v3_large_320_fpn-907ea3f9.pth"
+    torch.save(model.state_dict(), file)
+    found = find_detector(file)
+    assert found.resize == ResizeRule(320, 640, "truncate")
+    assert found.detector.class_names[:2] == ("person", "bicycle") and found.detector.num_classes == 90
+    ours, theirs = found.detector.state_dict(), model.state_dict()
+    assert torch.equal(ours["roi_heads.box_head.fc1.weight"], theirs["roi_heads.box_head.fc6.weight"])
 
 
 def torchvision_targets() -> list[tuple[str, Tensor]]:
