@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,17 +23,21 @@ from detector.backends import detector_class
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import TwoStageDetector
 from detector.interface import Detector
-from detector.named_weights import known_weights, published_class_names
+from detector.named_weights import NamedWeights, known_weights, published_class_names, settings_of
 from detector.weight_files import WEIGHTS_NAME, find_weights, read_tensors, read_weights
 from detector.weight_names import CELL_ANCHORS, LEFTOVERS, PREDICTOR, Renamed, to_detector_names
 
 CONFIG_NAME = "config.yaml"
 CLASS_NAMES = "class_names.json"
+logger = logging.getLogger(__name__)
+
 SHOWN_KEYS = 3  # of each kind in an error message
 TOLERANCE = 1e-3  # pixels or grey levels, between buffers of old checkpoints and the config
 
 # The trunk below an FPN, torchvision's MobileNet, and the ResNet of other detectors.
 TRUNKS = (("backbone.bottom_up.",), ("backbone.body.",), ("backbone.", "roi_heads.res5."))
+# Settings on which weights depend although they fit without them.
+CONVENTIONS = ("INPUT.FORMAT", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD", "MODEL.RESNETS.STRIDE_IN_1X1")
 ATTRIBUTE_HEAD = tuple(f"{PREDICTOR}{layer}." for layer in ("cls_embedding", "fc_attr", "attr_score"))
 # The part of the detector that a file must hold -> arguments of `load_weights`. The rest of the detector keeps its
 # values, the rest of the file is not used.
@@ -172,6 +177,8 @@ def load_checkpoint(detector: Detector, path: str | Path, *, expect: str = "all"
     converted = convert_checkpoint(detector, path)
     report = load_converted(detector, converted, path, expect=expect)
     published = known_weights(path)
+    if published is not None:
+        _warn_of_conventions(detector.config, published)
     if expect == "backbone":
         return report
     load_class_names(detector, find_weights(path).parent)
@@ -182,9 +189,26 @@ def load_checkpoint(detector: Detector, path: str | Path, *, expect: str = "all"
     return report
 
 
+def _warn_of_conventions(config: DetectorConfig, published: NamedWeights) -> None:
+    """Warn of settings that differ from the ones that published weights were made with, and that no shape shows."""
+    own, theirs = config.to_flat(), DetectorConfig.from_flat(settings_of(published)).to_flat()
+    different = [f"{key} {theirs[key]}" for key in CONVENTIONS if own.get(key) != theirs.get(key) and key in theirs]
+    if different:
+        logger.warning(
+            "%s was made with %s, and the detector's config has other values; its features will differ (%s.yaml in "
+            "detector/published has what it needs).",
+            *(published.name, ", ".join(different), published.config),
+        )
+
+
 def convert_checkpoint(detector: Detector, path: str | Path) -> Renamed:
     """The tensors of a file in the detector's names and conventions, and the layout of the file. Nothing is loaded."""
-    return to_detector_names(read_weights(path), detector.state_dict(), detector.config)
+    weights = read_weights(path)
+    try:
+        return to_detector_names(weights, detector.state_dict(), detector.config)
+    except (LookupError, TypeError, RuntimeError) as error:  # a layout that is known, with a part missing or misshapen
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{path}: the file is damaged or has another layout than its names say ({reason}).") from error
 
 
 def load_converted(detector: Detector, converted: Renamed, source: str | Path, *, expect: str) -> LoadReport:

@@ -44,6 +44,17 @@ except ImportError as error:
     ) from error
 
 
+# Keys of ours that only the built-in detector has: torchvision's arithmetic.
+BUILTIN_KEYS = (
+    "MODEL.ANCHOR_GENERATOR.STRIDES",
+    "MODEL.RPN.LOSS_NORMALISER",
+    "MODEL.RPN.MIN_SIDE",
+    "MODEL.RPN.SCORE_THRESH",
+    "MODEL.ROI_HEADS.MIN_SIDE",
+    "MODEL.ROI_BOX_HEAD.LEVEL_RULE",
+)
+
+
 class LevelOutputs(NamedTuple):
     """The region proposal network's output for every anchor, one entry per feature map."""
 
@@ -88,10 +99,14 @@ class Detectron2Detector(TwoStageDetector):
     def __init__(self, config: DetectorConfig) -> None:
         """
         Raises:
-            ValueError: Detectron2 refuses a value.
+            ValueError: Detectron2 refuses a value, or lacks a setting of `BUILTIN_KEYS`.
         """
         super().__init__()
         self.config = config
+        flat = config.to_flat()  # it holds keys of ours only where they differ from their default
+        unread = [key for key in BUILTIN_KEYS if key in flat]
+        if unread:
+            raise ValueError(f"Detectron2 has no {unread[0]}; leave it out, or use detector.backend builtin.")
         try:
             cfg = make_cfg(self.config)
             self.backbone, self.proposal_generator, self.roi_heads = build_parts(cfg, config)

@@ -10,6 +10,7 @@ Shape legend: see `detector/structures.py`.
 from __future__ import annotations
 
 import io
+import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ Pixels = UInt8[np.ndarray, "height width 3"]
 MAX_PIXELS = 2**29  # of one file, about 23000 x 23000; decoded pixels take 4 bytes: 2 GiB (4 GiB if rotated)
 
 _CHANNEL_ORDERS = ("BGR", "RGB")
-_ROUNDINGS = ("detectron2", "truncate")
+_ROUNDINGS = ("detectron2", "truncate", "torchvision")
 _EXIF_ORIENTATION = 0x0112
 _UPRIGHT = {  # EXIF orientation -> the turn that makes the stored pixels upright; 1 is upright already
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -53,7 +54,8 @@ class ResizeRule:
         long_edge: limit for the long edge, pixels.
         rounding: "detectron2" (`ResizeShortestEdge`: both edges are rounded) or "truncate" (the official VL-BERT code:
             a short edge that had to shrink is cut to an integer first, then the other edge is computed from it and
-            cut too, so that it may end just under `long_edge`).
+            cut too, so that it may end just under `long_edge`), or "torchvision" (both edges are cut after they were
+            multiplied with one factor).
 
     Raises:
         ValueError: an edge that is not positive, a long edge shorter than the short edge, or an unknown rounding.
@@ -76,7 +78,8 @@ class ResizeRule:
         """(height, width) after resizing an image of height h and width w; no side becomes less than 1."""
         if h < 1 or w < 1:
             raise ValueError(f"An image of {w} x {h} pixels cannot be resized.")
-        new_h, new_w = self._detectron2(h, w) if self.rounding == "detectron2" else self._truncate(h, w)
+        rules = {"detectron2": self._detectron2, "truncate": self._truncate, "torchvision": self._torchvision}
+        new_h, new_w = rules[self.rounding](h, w)
         return max(new_h, 1), max(new_w, 1)
 
     def _detectron2(self, h: int, w: int) -> tuple[int, int]:
@@ -94,6 +97,10 @@ class ResizeRule:
             new_short = max(self.long_edge * short // long, 1)
         new_long = min(new_short * long // short, self.long_edge)
         return (new_long, new_short) if w < h else (new_short, new_long)
+
+    def _torchvision(self, h: int, w: int) -> tuple[int, int]:
+        factor = min(self.short_edge / min(h, w), self.long_edge / max(h, w))
+        return math.floor(h * factor), math.floor(w * factor)
 
 
 def load_image(path: str | Path, channel_order: str = "BGR") -> Pixels:

@@ -74,7 +74,7 @@ class NamedWeights:
 
 def _torchvision(name: str, file: str, config: str, **fields: Any) -> NamedWeights:
     digits = file.removesuffix(".pth").rpartition("-")[2]
-    fields = {"checksum": f"sha256:{digits}", "rounding": "truncate", **fields}
+    fields = {"checksum": f"sha256:{digits}", "rounding": "torchvision", **fields}
     return NamedWeights(f"torchvision/{name}", TORCHVISION + file, file, config, TORCHVISION_LICENCE, **fields)
 
 

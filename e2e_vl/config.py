@@ -108,10 +108,10 @@ class BoxSettings:
 class ResizeSettings:
     short_edge: list[int] = field(default_factory=lambda: [600])  # pixels; training draws one, testing takes the last
     long_edge: int = 1000
-    rounding: str = "truncate"  # truncate (VL-BERT) | detectron2
+    rounding: str = "truncate"  # truncate (VL-BERT) | detectron2 | torchvision
 
     def __post_init__(self) -> None:
-        check_choice("data.resize.rounding", self.rounding, ("truncate", "detectron2"))
+        check_choice("data.resize.rounding", self.rounding, ("truncate", "detectron2", "torchvision"))
         check_numbers(self, "data.resize.", positive=["long_edge"])
         if not self.short_edge or min(self.short_edge) < 1:
             raise ValueError(f"data.resize.short_edge is {self.short_edge}; give positive sizes.")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from detector.images import (
     MAX_PIXELS,
@@ -39,6 +40,18 @@ def png(path: Path, *, size: tuple[int, int], bit_depth: int, colour_type: int, 
         b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
     )
     return path
+
+
+@pytest.mark.parametrize(("short", "long"), [(800, 1333), (320, 640)])
+def test_sizes_of_torchvision(short, long):
+    """Its own transform on sizes of photos, and on all kinds of sides."""
+    transform = GeneralizedRCNNTransform(short, long, [0.0], [1.0]).eval()
+    rule = ResizeRule(short, long, "torchvision")
+    sizes = [(480, 640), (427, 640), (500, 333), (360, 640), (1080, 1920), (3000, 4000)]
+    sizes += np.random.default_rng(0).integers(100, 1200, (60, 2)).tolist()
+    for h, w in sizes:
+        resized, _ = transform.resize(torch.empty(1, h, w, device="meta"))
+        assert rule.target_size(h, w) == tuple(resized.shape[-2:]), (h, w)
 
 
 def test_channel_orders(tmp_path: Path):

@@ -103,10 +103,35 @@ def test_a_file_by_its_published_name_needs_no_config(tmp_path: Path, monkeypatc
     file = tmp_path / "fasterrcnn_mobilenet_v3_large_320_fpn-907ea3f9.pth"
     torch.save(model.state_dict(), file)
     found = find_detector(file)
-    assert found.resize == ResizeRule(320, 640, "truncate")
+    assert found.resize == ResizeRule(320, 640, "torchvision")
     assert found.detector.class_names[:2] == ("person", "bicycle") and found.detector.num_classes == 90
     ours, theirs = found.detector.state_dict(), model.state_dict()
     assert torch.equal(ours["roi_heads.box_head.fc1.weight"], theirs["roi_heads.box_head.fc6.weight"])
+
+
+def test_other_conventions_than_those_of_the_weights_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """BGR images with the stride in the 1x1 convolutions: everything fits, and every feature would be wrong."""
+    torch.save(torchvision.models.resnet50(weights=None).state_dict(), tmp_path / "resnet50-0676ba61.pth")
+    tree = {"MODEL": {"ROI_HEADS": {"NUM_CLASSES": 2}}}
+    load_checkpoint(FasterRCNN(DetectorConfig.from_yaml(tree)), tmp_path / "resnet50-0676ba61.pth", expect="backbone")
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "torchvision/resnet50-imagenet1k_v1 was made with INPUT.FORMAT RGB" in message
+    assert "MODEL.RESNETS.STRIDE_IN_1X1 False" in message and "torchvision_R_50_C4.yaml" in message
+
+
+@pytest.mark.parametrize("change", ["no norm", "no axis"])
+def test_a_damaged_file_is_one_sentence(tmp_path: Path, mobilenet: FasterRCNN, change: str):
+    model = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
+    state = model.state_dict()
+    file = tmp_path / ("fasterrcnn_resnet50_fpn_coco-258fb6c6.pth" if change == "no norm" else "weights.pth")
+    if change == "no norm":  # of version 1, whose norms are folded
+        state = {"backbone.body.layer1.0.bn1.running_var": torch.ones(4)}
+    else:
+        state["roi_heads.box_predictor.cls_score.bias"] = torch.tensor(1.0)
+    torch.save(state, file)
+    with pytest.raises(ValueError, match=rf"{file.name}: the file is damaged or has another layout") as caught:
+        load_checkpoint(mobilenet, file)
+    assert "\n" not in str(caught.value)
 
 
 def torchvision_targets() -> list[tuple[str, Tensor]]:
