@@ -74,8 +74,8 @@ class TransformersVisualBert(WeightAdapter):
         """Write `model.safetensors`, and beside it the `config.json` with which transformers reads the folder.
 
         A task that has no head in transformers gives the trunk alone (`VisualBertModel`). Users of the folder pass
-        `visual_token_type_ids` as `region_types` says (transformers takes 1 if they are left out), and features that end
-        with the numbers of the boxes if the encoder has `with_box_numbers`.
+        `visual_token_type_ids` as `region_types` says (transformers takes 1 if they are left out), and features that
+        end with the numbers of the boxes if the encoder has `with_box_numbers`.
 
         Returns:
             names (`detector.`, `task.`) of what was left out.
