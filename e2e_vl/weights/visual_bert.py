@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ COPIED_TABLES = {  # text -> visual, see `special_visual_initialize`
     "embeddings.position_embeddings.weight": "embeddings.visual_position_embeddings.weight",
 }
 DECODER = "cls.predictions.decoder.weight"  # the word table again
-ENCODER_CONFIG = {"region_position": "official", "region_types": [0, 1], "project_equal_sizes": True}
+ENCODER_CONFIG = {"region_position": "official", "region_types": [0, 1]}
 PRETRAINING = "pretraining"  # our name of the task
 
 
@@ -127,7 +128,7 @@ class OfficialVisualBert(WeightAdapter):
         path = Path(path)
         if path.suffix != self.suffix:
             raise ValueError(f"{path}: official VisualBERT files are named *{self.suffix}.")
-        state, left_out = official_state(parts_of(model, task_name, path))
+        state, left_out = official_state(parts_of(model, task_name, path, ENCODER_CONFIG))
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({name: value.detach().cpu() for name, value in state.items()}, path)
         return left_out
@@ -228,14 +229,23 @@ def _task_of(head: Mapping[str, Tensor]) -> str | None:
     return None
 
 
-def parts_of(model: VisionLanguageModel, task_name: str, path: Path) -> ModelWeights:
-    """The weights of a model of ours. Raises ValueError for an encoder that the official code does not have."""
+def parts_of(model: VisionLanguageModel, task_name: str, path: Path, config: Mapping[str, Any]) -> ModelWeights:
+    """The weights of a model of ours.
+
+    Args:
+        config: fields of the encoder's config, with their values in the other project.
+
+    Raises:
+        ValueError: the other project does not have such an encoder.
+    """
     if not isinstance(model.encoder, VisualBertEncoder):
         raise ValueError(f"{path}: the encoder is a {type(model.encoder).__name__}, not VisualBERT.")
     settings = model.encoder.config
-    for name, value in ENCODER_CONFIG.items():
+    for name, value in config.items():
         if getattr(settings, name) != value:
-            raise ValueError(f"{path}: the official code has no encoder with {name} = {getattr(settings, name)}.")
+            raise ValueError(f"{path}: such files have no encoder with {name} = {getattr(settings, name)}.")
+    if PROJECTION not in model.encoder.state_dict():
+        raise ValueError(f"{path}: in such files all features are projected, also with equal sizes.")
     detector, encoder, task = (dict(part.state_dict()) for part in (model.detector, model.encoder, model.task))
     return ModelWeights(detector, encoder, task, task_name)
 

@@ -30,6 +30,7 @@ from e2e_vl.weights.visual_bert import (
     parts_of,
 )
 
+ENCODER_CONFIG = {"region_position": "official"}  # users name the types of regions in each call
 TRUNK = "visual_bert."
 RENAMED = {"classifier": "cls", "flickr_attention": "attention"}  # official heads; the others have the same names
 WORD_BIAS = "cls.predictions.bias"
@@ -72,9 +73,9 @@ class TransformersVisualBert(WeightAdapter):
     def export(self, model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
         """Write `model.safetensors`, and beside it the `config.json` with which transformers reads the folder.
 
-        A task that has no head in transformers gives the trunk alone (`VisualBertModel`). Who computes with the model
-        must pass `visual_token_type_ids` of 0, which is not transformers' default, and with `with_box_numbers` features
-        that end with those numbers.
+        A task that has no head in transformers gives the trunk alone (`VisualBertModel`). Users of the folder pass
+        `visual_token_type_ids` as `region_types` says (transformers takes 1 if they are left out), and features that
+        end with the numbers of the boxes if the encoder has `with_box_numbers`.
 
         Returns:
             names (`detector.`, `task.`) of what was left out.
@@ -88,7 +89,7 @@ class TransformersVisualBert(WeightAdapter):
                 f"{path}: transformers reads folders with a file {SAFE_WEIGHTS_NAME}; name the output "
                 f"{path.with_suffix('') / SAFE_WEIGHTS_NAME}."
             )
-        parts = parts_of(model, task_name, path)
+        parts = parts_of(model, task_name, path, ENCODER_CONFIG)
         if model.encoder.config.bypass_transformer:
             raise ValueError(f"{path}: transformers' late fusion (bypass_transformer) fails; write a .th file.")
         state, left_out = transformers_state(parts)

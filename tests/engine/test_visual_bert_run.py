@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from e2e_vl.commands import convert_weights
-from e2e_vl.config import EncoderSettings, RunConfig
+from e2e_vl.config import RunConfig
+from e2e_vl.encoders.visual_bert import VisualBertEncoderConfig
 from e2e_vl.engine.build import build_encoder
 from e2e_vl.engine.evaluate import evaluate_run
 from e2e_vl.engine.saving import load_model
@@ -22,6 +23,7 @@ from tests.same import assert_same
 from tests.weights.starts import replaced
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+KNOWN = {field.name for field in dataclasses.fields(VisualBertEncoderConfig)}  # the tiny config is another encoder's
 LR = 0.01
 OPTIMISER = (
     "train.optimizer=bert_adam",
@@ -41,8 +43,9 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 @pytest.fixture
 def settings(tiny_config) -> Callable[..., RunConfig]:
     def make(*words: str, **fields) -> RunConfig:
-        config = tiny_config(*OPTIMISER, *SHORT, *words)
-        return replaced(config, encoder=vars(EncoderSettings("visual_bert", SIZES | fields)))
+        config = tiny_config(*OPTIMISER, *SHORT, "encoder.name=visual_bert", *words)
+        own = {name: value for name, value in config.encoder.config.items() if name in KNOWN}
+        return replaced(config, encoder={"config": own | SIZES | fields})
 
     return make
 
@@ -82,8 +85,10 @@ def test_a_run_is_trained_resumed_evaluated_and_exported(settings, tmp_path, cap
     assert all(torch.equal(value, started.state_dict()[name]) for name, value in encoder.state_dict().items())
 
 
-def test_late_fusion_trains(settings):
-    run, log = trained(settings("eval.boxes=[]", bypass_transformer=True, with_box_numbers=True))
-    assert all(math.isfinite(line["loss"]) for line in log if line["kind"] == "train")
-    encoder = load_model(run)[1].encoder
-    assert encoder.additional_layer is not None and encoder.embeddings.visual_projection.in_features > 6
+def test_settings_reach_the_encoder(settings):
+    words = ["encoder.config.region_types=[1]", "encoder.config.bypass_transformer=true"]
+    encoder = build_encoder(settings(*words, with_box_numbers=True), vocab_size=9, feature_dim=4)
+    assert encoder.additional_layer is not None and encoder.embeddings.visual_projection.in_features == 10
+    assert encoder.config.region_types == [1]
+    with pytest.raises(ValueError, match=r"region_types is \[2\]; give a row"):
+        build_encoder(settings(region_types=[2]), vocab_size=9, feature_dim=4)

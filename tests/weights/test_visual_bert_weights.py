@@ -147,8 +147,9 @@ def test_objectives_without_an_official_head_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("task", "name", "fields", "message"),
     [
-        ("vqa", "vqa", {"region_position": "paper"}, "the official code has no encoder with region_position = paper"),
+        ("vqa", "vqa", {"region_position": "paper"}, "x.th: such files have no encoder with region_position = paper"),
         ("vqa", "vqa", {"region_types": [1]}, r"no encoder with region_types = \[1\]"),
+        ("vqa", "vqa", {"project_equal_sizes": False, "feature_dim": 16}, "all features are projected"),
         ("vqa", "refcoco", {}, "no official VisualBERT model for the task 'refcoco', only for pretraining, vqa,"),
         ("vqa", "pretraining", {}, "head for pretraining has word_head.bias, .*, which this model lacks"),
         ("pretraining", "vqa", {}, "head for vqa has head.output, which this model lacks"),
