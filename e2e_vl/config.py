@@ -170,7 +170,7 @@ class TrainSettings:
     momentum: float = 0.9  # of sgd
     weight_decay: float = 1e-4
     decay_norm_and_bias: bool = True  # the official code decays them too
-    decay_batch_norm: bool = False  # without decay_norm_and_bias: scales of batch norms alone decay (VisualBERT's code)
+    decay_bn_scales: bool = False  # without decay_norm_and_bias: scales of batch norms alone decay (VisualBERT's code)
     warmup_steps: int = 0
     # instead of warmup_steps: share of all steps, or -1: no warm-up, and the rate falls from half of `lr` (a quirk of
     # BertAdam's own schedule)
@@ -205,8 +205,8 @@ class TrainSettings:
             raise ValueError("train.patience needs train.keep_best, the metric that is to become better.")
         if self.clip_tensor_norm is not None and self.optimizer != "bert_adam":
             raise ValueError("train.clip_tensor_norm needs train.optimizer=bert_adam; the others have train.clip_norm.")
-        if self.decay_batch_norm and self.decay_norm_and_bias:
-            raise ValueError("train.decay_batch_norm needs train.decay_norm_and_bias=false, or all norms decay anyway.")
+        if self.decay_bn_scales and self.decay_norm_and_bias:
+            raise ValueError("train.decay_bn_scales needs train.decay_norm_and_bias=false, or all norms decay anyway.")
         self._check_warmup()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"train.betas is {self.betas}; it must hold two numbers from 0 to below 1.")

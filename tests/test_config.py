@@ -164,7 +164,7 @@ def test_decay_steps_and_their_schedule_go_together(base, words):
     [
         (["train.clip_tensor_norm=1"], "train.clip_tensor_norm needs train.optimizer=bert_adam"),
         (["train.optimizer=bert_adam", "train.clip_tensor_norm=0"], "train.clip_tensor_norm is 0.0; it must be posit"),
-        (["train.decay_batch_norm=true"], "train.decay_batch_norm needs train.decay_norm_and_bias=false"),
+        (["train.decay_bn_scales=true"], "train.decay_bn_scales needs train.decay_norm_and_bias=false"),
         (["train.warmup_steps=3", "train.warmup_share=0.1"], "train.warmup_steps and train.warmup_share say the same"),
         (["train.warmup_share=1.5"], "train.warmup_share is 1.5; it must be from 0 to 1, or -1 with train.schedule"),
         (["train.warmup_share=-0.5"], "train.warmup_share is -0.5; it must be from 0 to 1, or -1"),

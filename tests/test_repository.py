@@ -22,7 +22,9 @@ DEMO_COMMAND = (
     "python3.11 -m venv .venv && .venv/bin/pip install -q -e . && "
     ".venv/bin/accelerate launch tools/train.py --config configs/demo/refcoco.yaml"
 )
-TEST_COMMAND = 'python3.11 -m venv .venv && .venv/bin/pip install -q -e ".[test]" && .venv/bin/pytest -q'
+TEST_COMMAND = (
+    'python3.11 -m venv .venv && .venv/bin/pip install -q -e ".[test]" && .venv/bin/pytest -q -n 2 --dist loadfile'
+)
 
 # What only means something on one machine. None of these expressions matches its own source.
 MACHINE_BOUND = {

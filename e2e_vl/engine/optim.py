@@ -65,7 +65,7 @@ def build_optimizer(model: VisionLanguageModel, settings: TrainSettings) -> torc
     }
     groups = []
     for name, (module, lr) in parts.items():
-        decayed, undecayed = _split_by_decay(module, decay_batch_norm=settings.decay_batch_norm)
+        decayed, undecayed = _split_by_decay(module, decay_bn_scales=settings.decay_bn_scales)
         if settings.decay_norm_and_bias:
             decayed, undecayed = decayed + undecayed, []
         rate = settings.lr if lr is None else lr
@@ -84,12 +84,12 @@ def build_optimizer(model: VisionLanguageModel, settings: TrainSettings) -> torc
     return adamw(groups, betas=betas, eps=settings.eps)
 
 
-def _split_by_decay(module: nn.Module, *, decay_batch_norm: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def _split_by_decay(module: nn.Module, *, decay_bn_scales: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Trainable parameters of a module: matrices and kernels | vectors (biases, scales of norms).
 
-    With `decay_batch_norm` scales of batch norms are among the first.
+    With `decay_bn_scales` scales of batch norms are among the first.
     """
-    norms = [one for one in module.modules() if isinstance(one, _BatchNorm)] if decay_batch_norm else []
+    norms = [one for one in module.modules() if isinstance(one, _BatchNorm)] if decay_bn_scales else []
     scales = {id(norm.weight) for norm in norms}
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     is_decayed = [parameter.dim() > 1 or id(parameter) in scales for parameter in trainable]

@@ -78,7 +78,7 @@ def test_norms_and_biases_can_be_left_undecayed():
 
 def test_scales_of_batch_norms_can_decay_alone():
     model = Parts()
-    groups = groups_of(model, weight_decay=0.3, decay_norm_and_bias=False, decay_batch_norm=True)
+    groups = groups_of(model, weight_decay=0.3, decay_norm_and_bias=False, decay_bn_scales=True)
     decayed = {id(p) for name, group in groups.items() if group["weight_decay"] for p in group["params"]}
     assert decayed == {id(w) for w in (*(m.weight for m in (*model.detector, *model.encoder[:2])), model.task.weight)}
 

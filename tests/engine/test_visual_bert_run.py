@@ -33,7 +33,7 @@ OPTIMISER = (
     "train.clip_norm=null",
     "train.clip_tensor_norm=1",
     "train.decay_norm_and_bias=false",
-    "train.decay_batch_norm=true",
+    "train.decay_bn_scales=true",
 )
 SHORT = ("train.max_steps=2", "train.save_every_epochs=0.01", "eval.every_epochs=0", "eval.boxes=[gt]")
 

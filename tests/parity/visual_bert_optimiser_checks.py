@@ -34,7 +34,7 @@ def settings(golden: Golden, **changes: Any) -> TrainSettings:
         eps=optim["eps"],
         weight_decay=max(optim["weight_decay"].values()),
         decay_norm_and_bias=False,
-        decay_batch_norm=True,
+        decay_bn_scales=True,
         warmup_share=training["warmup_proportion"],
         clip_norm=None,
         clip_tensor_norm=optim["max_grad_norm_per_tensor"],

@@ -141,10 +141,12 @@ def test_an_unknown_metric_is_named_with_the_known_ones(compare, capsys):
 def test_the_demo_variants_are_settings_of_the_demo(monkeypatch):
     monkeypatch.chdir(ROOT)
     variants = tool.read_variants(ROOT / "configs" / "demo" / "variants.yaml", [])
-    assert list(variants) == ["joint", "detector frozen at its start", "without the text"]
-    joint, frozen, blind = (load_config(DEMO, words) for words in variants.values())
+    assert list(variants) == ["joint", "detector frozen at its start", "without the text", "with a feature pyramid"]
+    joint, frozen, blind, pyramid = (load_config(DEMO, words) for words in variants.values())
     assert differences(joint, frozen) == ["detector.freeze: False -> True"]
     assert differences(joint, blind) == ["data.blank_text: False -> True"]
+    tiny = "configs/detector/tiny"
+    assert differences(joint, pyramid) == [f"detector.config: {tiny}.yaml -> {tiny}_fpn.yaml"]
 
 
 def test_a_real_run(tmp_path, monkeypatch):
