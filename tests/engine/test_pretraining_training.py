@@ -287,7 +287,7 @@ def test_two_processes_are_one(settings, tmp_path):
     train(one)
     two = settings(*more, output="two")
     settings_words = [f"output={two.output}", f"detector.config={two.detector.config}", f"data.root={two.data.root}"]
-    wait(start([(CONFIG, [*settings_words, *more])], tmp_path), seconds=1000)
+    wait(start([(CONFIG, [*settings_words, *more])], tmp_path))
     lines = [read_log(Path(config.output) / "log.jsonl")[:3] for config in (one, two)]
     for first, second in zip(*lines, strict=True):
         for name in OBJECTIVES | {"loss", "grad_norm"}:

@@ -38,7 +38,7 @@ def start(jobs: list[tuple[Path, list[str]]], folder: Path) -> subprocess.Popen:
     )
 
 
-def wait(process: subprocess.Popen, seconds: float = 290) -> None:
+def wait(process: subprocess.Popen, seconds: float = 800) -> None:
     """Until it has ended without an error."""
     output, _ = process.communicate(timeout=seconds)
     assert process.returncode == 0, output[-4000:]
