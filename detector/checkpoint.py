@@ -25,7 +25,8 @@ from detector.faster_rcnn import TwoStageDetector
 from detector.interface import Detector
 from detector.named_weights import NamedWeights, known_weights, published_class_names, settings_of
 from detector.weight_files import WEIGHTS_NAME, find_weights, read_tensors, read_weights
-from detector.weight_names import CELL_ANCHORS, LEFTOVERS, PREDICTOR, Renamed, to_detector_names
+from detector.torchvision_names import PREDICTOR
+from detector.weight_names import CELL_ANCHORS, LEFTOVERS, Renamed, to_detector_names
 
 CONFIG_NAME = "config.yaml"
 CLASS_NAMES = "class_names.json"
