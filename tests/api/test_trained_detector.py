@@ -105,10 +105,8 @@ def test_a_detector_by_name(named: str, tmp_path: Path):
     found = loaded.regions(tmp_path / "photo.png")
     assert 10 <= len(found) <= 36 and found.features.shape == (len(found), 1024)
     assert set(found.names) <= set(loaded.class_names) and found.attributes == []
-    [short] = {found.names[0]} & {
-        e2e_vl.load_detector(named.partition("/")[2]).regions(tmp_path / "photo.png").names[0]
-    }
-    assert short in loaded.class_names
+    short = e2e_vl.load_detector(named.partition("/")[2], device="cpu")
+    assert short.regions(tmp_path / "photo.png").names == found.names
 
     file = loaded.source.weights
     file.write_bytes(file.read_bytes()[:-1] + b"x")

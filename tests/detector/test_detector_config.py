@@ -80,7 +80,7 @@ def test_keys_of_training_runs_are_ignored():
         ({"MODEL": {"ROI_HEADS": {"NMS_THRESH_TEST": 1.1}}}, "ROI_HEADS.NMS_THRESH_TEST is 1.1; it must be at most 1"),
         (
             {"MODEL": {"ROI_HEADS": {"NMS_THRESH_TEST": -0.1}}},
-            "ROI_HEADS.NMS_THRESH_TEST is -0.1; it must be 0 or more",
+            "NMS_THRESH_TEST is -0.1; it must be 0 or more",
         ),
         ({"MODEL": {"RPN": {"NMS_THRESH": 70}}}, "MODEL.RPN.NMS_THRESH is 70.0; it must be at most 1"),
         ({"MODEL": {"RPN": {"SCORE_THRESH": 5}}}, "MODEL.RPN.SCORE_THRESH is 5.0; it must be at most 1"),

@@ -203,7 +203,7 @@ def test_the_beginning_of_a_name_may_be_left_out(short: str, name: str) -> None:
 def test_the_end_of_two_names_is_refused() -> None:
     twice = tuple(dataclasses.replace(BY_NAME[V2], name=f"{prefix}same") for prefix in PREFIXES[:2])
     with pytest.raises(
-        ValueError, match="^same is the end of several names; write torchvision/same or detectron2/same"
+        ValueError, match=r"^same is the end of several names; write torchvision/same or detectron2/same"
     ):
         resolve_weights("same", twice)
     assert known_weights("same", twice) is None
