@@ -185,7 +185,7 @@ NAMED_WEIGHTS: tuple[NamedWeights, ...] = (
 PREFIXES = ("torchvision/", "detectron2/", "bottom-up-attention/")
 # Beginnings of names of published models that are not built here; a name of the table is found before.
 OTHER_MODELS = re.compile(r"(retinanet|fcos|ssd|rpn|fast_rcnn|cascade|panoptic|semantic|deeplab)(?=.*\d)")
-OTHER_BRANCHES = re.compile(r"(keypoint_?rcnn|(scratch_)?mask_?rcnn)(?=.*\d)")
+MASKS_OR_KEYPOINTS = re.compile(r"(keypoint_?rcnn|(scratch_)?mask_?rcnn)(?=.*\d)")
 
 
 def resolve_weights(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIGHTS) -> Path | NamedWeights:
@@ -249,7 +249,7 @@ def _refuse_other_models(key: str, table: Sequence[NamedWeights]) -> None:
     last = _last(key)
     if Path(last).suffix:
         return
-    has_boxes = OTHER_BRANCHES.match(last)
+    has_boxes = MASKS_OR_KEYPOINTS.match(last)
     if has_boxes or OTHER_MODELS.match(last):
         names = ", ".join(w.name for w in table if w.expect == "all" and not w.unsupported)
         boxes = (
