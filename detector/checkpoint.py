@@ -164,9 +164,9 @@ def _check_numbers(value: Tensor, own: Tensor, name: str, source: str | Path) ->
     if not value.is_floating_point():
         kind = str(value.dtype).removeprefix("torch.")
         raise ValueError(f"{source}: {name} holds {kind} numbers instead of fractions; use a file of unpacked weights.")
-    # One pass without a copy: a sum is finite only if all its terms are. (It may overflow by itself in half precision.)
-    if not math.isfinite(value.sum(dtype=torch.promote_types(value.dtype, torch.float32)).item()):
-        wrong = int((~torch.isfinite(value)).sum())
+    numbers = value if value.dtype == torch.float64 else value.float()
+    if not math.isfinite(numbers.sum().item()):  # one fast pass: a sum is finite only if all its terms are
+        wrong = int((~torch.isfinite(numbers)).sum())
         if wrong:
             raise ValueError(
                 f"{source}: {name} has {wrong} values that are NaN or infinite, of {value.numel()}; the training that "

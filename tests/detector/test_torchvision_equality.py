@@ -2,8 +2,9 @@
 
 Weights are random; each batch norm takes the statistics of the images, so that all activations keep their range, and
 the class scores are spread, so that there are detections. Both networks compute in float64: in float32 two orders of
-summation are enough to swap detections of nearly equal scores. Boxes, scores and their choice are float32 in both (see
-`choose_in_float32`), because scores that are 1 in float32 still have an order in float64.
+summation are enough to swap detections of nearly equal scores. Boxes and scores are float32 in both (see
+`choose_in_float32`), because scores that are equal in float32 have an order in float64, and an overlap at the limit of
+the NMS may lie on either side of it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from detector.torchvision_names import from_torchvision_detector
 CLASSES = 6
 PROPOSALS = 150  # of an image, at most; fewer than torchvision's, so that the tests are fast
 USUAL_PROPOSALS = 1000
+LOGITS_STD = 2.0  # of the class logits: there are detections, and few probabilities that are 1 in float32
 SIDE = 200  # the short edge of the images, pixels: p6 gets a stride other than 64
 MODELS = {
     "fasterrcnn_resnet50_fpn": "torchvision_R_50_FPN",
@@ -70,9 +72,13 @@ def calibrated(name: str, images: list[np.ndarray], proposals: int) -> nn.Module
         norm.running_var.copy_(inputs[0].var(dim=(0, 2, 3)))
 
     norms = [part for part in model.modules() if isinstance(part, FrozenBatchNorm2d | nn.BatchNorm2d)]
+
+    def spread(layer: nn.Linear, inputs: tuple[torch.Tensor], logits: torch.Tensor) -> None:
+        layer.weight.mul_(LOGITS_STD / logits.std())
+
     hooks = [norm.register_forward_pre_hook(take_statistics) for norm in norms]
+    hooks.append(model.roi_heads.box_predictor.cls_score.register_forward_hook(spread))
     with torch.no_grad():
-        model.roi_heads.box_predictor.cls_score.weight.mul_(20)
         model.roi_heads.box_predictor.bbox_pred.weight.mul_(5)
         model(as_floats(images))
     for hook in hooks:
