@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
@@ -34,9 +35,10 @@ def box_regression_loss(
         smooth_l1_beta: where L1 becomes L2; 0 is plain L1.
 
     Returns:
-        the sum; 0 (with a gradient of 0) where there are no positives.
+        the sum, in float32 (float64 where the deltas are); 0 (with a gradient of 0) where there are no positives.
     """
     if kind == "smooth_l1":
-        wanted = encode_deltas(boxes, targets, weights)
-        return F.smooth_l1_loss(deltas.float(), wanted, beta=smooth_l1_beta, reduction="sum")
-    return IOU_LOSSES[kind](decode_deltas(deltas, boxes, weights), targets, reduction="sum")
+        deltas = deltas.to(torch.promote_types(deltas.dtype, torch.float32))
+        return F.smooth_l1_loss(deltas, encode_deltas(boxes, targets, weights), beta=smooth_l1_beta, reduction="sum")
+    decoded = decode_deltas(deltas, boxes, weights)
+    return IOU_LOSSES[kind](decoded, targets.to(decoded.dtype), reduction="sum")

@@ -90,15 +90,19 @@ def encode_deltas(
 
 def decode_deltas(
     deltas: Float[Tensor, "... deltas"], boxes: Float[Tensor, "... 4"], weights: Sequence[float]
-) -> Float32[Tensor, "... deltas"]:
+) -> Float[Tensor, "... deltas"]:
     """Boxes moved by their deltas, not clipped to the image; deltas and boxes are broadcast.
+
+    They are float32, or float64 where the deltas are. (The networks hand over deltas in float32 whatever they compute
+    in, as Detectron2 does.)
 
     Args:
         deltas: 4 columns, or 4 for each of several classes.
         weights: divisors of (dx, dy, dw, dh). dw and dh are clamped from above only, as in Detectron2.
     """
-    deltas = deltas.float().unflatten(-1, (-1, 4)) / torch.tensor(weights, dtype=torch.float32, device=deltas.device)
-    boxes = boxes.float()[..., None, :]
+    deltas = deltas.to(torch.promote_types(deltas.dtype, torch.float32)).unflatten(-1, (-1, 4))
+    deltas = deltas / deltas.new_tensor(weights)
+    boxes = boxes.to(deltas.dtype)[..., None, :]
     sizes = boxes[..., 2:] - boxes[..., :2]
     centres = deltas[..., :2] * sizes + (boxes[..., :2] + 0.5 * sizes)
     half = 0.5 * (deltas[..., 2:].clamp(max=MAX_LOG_SCALE).exp() * sizes)

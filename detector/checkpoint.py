@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,8 +25,9 @@ from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import TwoStageDetector
 from detector.interface import Detector
 from detector.named_weights import NamedWeights, known_weights, published_class_names, settings_of
+from detector.torchvision_names import PREDICTOR
 from detector.weight_files import WEIGHTS_NAME, find_weights, read_tensors, read_weights
-from detector.weight_names import CELL_ANCHORS, LEFTOVERS, PREDICTOR, Renamed, to_detector_names
+from detector.weight_names import CELL_ANCHORS, LEFTOVERS, Renamed, to_detector_names
 
 CONFIG_NAME = "config.yaml"
 CLASS_NAMES = "class_names.json"
@@ -129,7 +131,8 @@ def load_weights(
         the report, in which the permitted misfits are listed too.
 
     Raises:
-        ValueError: any other misfit, or buffers that contradict the config.
+        ValueError: any other misfit, buffers that contradict the config, or weights that are whole numbers, NaN or
+            infinite.
     """
     wanted = tuple(only)
     if isinstance(module, Detector):
@@ -146,9 +149,29 @@ def load_weights(
         raise ValueError(
             f"{source} does not fit the model's config: {judged.summary()}; use the settings it was trained with.{part}"
         )
-    used = {name: tensors[name] for name in module.state_dict() if name in tensors and name.startswith(wanted)}
+    own = module.state_dict()
+    used = {name: tensors[name] for name in own if name in tensors and name.startswith(wanted)}
+    for name, value in used.items():
+        _check_numbers(value, own[name], name, source)
     module.load_state_dict(used, strict=False)  # the keys were judged above
     return dataclasses.replace(report, unexpected=[*report.unexpected, *unused], layout=layout)
+
+
+def _check_numbers(value: Tensor, own: Tensor, name: str, source: str | Path) -> None:
+    """Raise a ValueError that names a parameter whose values no network can be meant to have."""
+    if not own.is_floating_point():
+        return
+    if not value.is_floating_point():
+        kind = str(value.dtype).removeprefix("torch.")
+        raise ValueError(f"{source}: {name} holds {kind} numbers instead of fractions; use a file of unpacked weights.")
+    numbers = value if value.dtype == torch.float64 else value.float()
+    if not math.isfinite(numbers.sum().item()):  # one fast pass: a sum is finite only if all its terms are
+        wrong = int((~torch.isfinite(numbers)).sum())
+        if wrong:
+            raise ValueError(
+                f"{source}: {name} has {wrong} values that are NaN or infinite, of {value.numel()}; the training that "
+                "wrote it has diverged or the file is damaged: use another checkpoint."
+            )
 
 
 def load_strictly(module: nn.Module, path: str | Path) -> LoadReport:

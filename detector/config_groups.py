@@ -19,6 +19,7 @@ RES5_HEADS, STANDARD_HEADS = "Res5ROIHeads", "StandardROIHeads"
 BOX_HEAD = "FastRCNNConvFCHead"
 STAGES = ("res2", "res3", "res4", "res5")
 NORMS = ("FrozenBN", "BN", "SyncBN", "GN")
+NORM_EPS = 1e-5  # of frozen batch norms, in Detectron2 and here
 BOX_LOSSES = ("smooth_l1", "giou", "diou", "ciou")
 # Lower bounds of numbers (of all numbers of a list). Detectron2 gives a meaning to some values below (MIN_SIZE_TEST 0,
 # DETECTIONS_PER_IMAGE -1); they are not built here.
@@ -61,7 +62,13 @@ class SettingsGroup:
 
 
 def _check_value(
-    key: str, value: Any, *, choices: Sequence[Any] = (), length: int | None = None, least: str | None = None
+    key: str,
+    value: Any,
+    *,
+    choices: Sequence[Any] = (),
+    length: int | None = None,
+    least: str | None = None,
+    most: float | None = None,
 ) -> None:
     wrong = [item for item in (value if isinstance(value, list) else [value]) if choices and item not in choices]
     if wrong:
@@ -73,6 +80,8 @@ def _check_value(
         raise ValueError(f"{key} is {value}; it must be finite.")
     if least and (not leaves or not all(leaf > 0 or (leaf == 0 and least == NOT_NEGATIVE) for leaf in leaves)):
         raise ValueError(f"{key} is {value}; it must be {least}.")
+    if most is not None and any(leaf > most for leaf in leaves):
+        raise ValueError(f"{key} is {value}; it must be at most {most}.")
 
 
 def _listed(values: Sequence[Any]) -> str:
@@ -238,10 +247,10 @@ class RPNConfig(SettingsGroup):
     pre_nms_topk_test: int = setting("MODEL.RPN.PRE_NMS_TOPK_TEST", 6000, least=POSITIVE)
     post_nms_topk_train: int = setting("MODEL.RPN.POST_NMS_TOPK_TRAIN", 2000, least=POSITIVE)
     post_nms_topk_test: int = setting("MODEL.RPN.POST_NMS_TOPK_TEST", 1000, least=POSITIVE)
-    nms_thresh: float = setting("MODEL.RPN.NMS_THRESH", 0.7, least=NOT_NEGATIVE)
+    nms_thresh: float = setting("MODEL.RPN.NMS_THRESH", 0.7, least=NOT_NEGATIVE, most=1)
     min_size: int = setting("MODEL.PROPOSAL_GENERATOR.MIN_SIZE", 0, least=NOT_NEGATIVE)
     min_side: float = setting("MODEL.RPN.MIN_SIDE", 0.0, ours=True, least=NOT_NEGATIVE)
-    score_thresh: float = setting("MODEL.RPN.SCORE_THRESH", 0.0, ours=True, least=NOT_NEGATIVE)
+    score_thresh: float = setting("MODEL.RPN.SCORE_THRESH", 0.0, ours=True, least=NOT_NEGATIVE, most=1)
     loss_normaliser: str = setting(
         "MODEL.RPN.LOSS_NORMALISER", "batch_size", ours=True, choices=("batch_size", "sampled")
     )
@@ -276,7 +285,7 @@ class ROIHeadsConfig(SettingsGroup):
     positive_fraction: float = setting("MODEL.ROI_HEADS.POSITIVE_FRACTION", 0.25, least=NOT_NEGATIVE)
     append_objects: bool = setting("MODEL.ROI_HEADS.PROPOSAL_APPEND_GT", True)
     score_thresh: float = setting("MODEL.ROI_HEADS.SCORE_THRESH_TEST", 0.05)
-    nms_thresh: float = setting("MODEL.ROI_HEADS.NMS_THRESH_TEST", 0.5, least=NOT_NEGATIVE)
+    nms_thresh: float = setting("MODEL.ROI_HEADS.NMS_THRESH_TEST", 0.5, least=NOT_NEGATIVE, most=1)
     detections_per_image: int = setting("TEST.DETECTIONS_PER_IMAGE", 100, least=POSITIVE)
     pooler_type: str = setting(
         "MODEL.ROI_BOX_HEAD.POOLER_TYPE", "ROIAlignV2", choices=("ROIAlignV2", "ROIAlign", "ROIPool")

@@ -7,17 +7,20 @@ repositories only, and most of these files are in none.)
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import os
 import urllib.request
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from tqdm.auto import tqdm
 
-from detector.named_weights import NamedWeights
+from detector.named_weights import NamedWeights, known_weights
 
 CHUNK = 1 << 20  # bytes
 TIMEOUT = 30  # seconds without an answer
@@ -30,8 +33,8 @@ def cache_folder() -> Path:
 def cached_weights(weights: NamedWeights, folder: Path | None = None) -> Path:
     """The path of the file in the cache; it is downloaded if it is not there.
 
+    Of several processes one downloads, and the others wait for it: a lock file beside the file says so while it lasts.
     A download has a name of its own until it is complete and verified, so that no process ever sees a part of a file.
-    Processes that download at the same time do not wait for each other: each writes the whole file, the last one stays.
 
     Args:
         folder: None = `cache_folder()`.
@@ -41,14 +44,51 @@ def cached_weights(weights: NamedWeights, folder: Path | None = None) -> Path:
         ValueError: the file in the cache, or the one that was downloaded, is not the published one.
     """
     path = (folder or cache_folder()) / weights.file
-    if path.is_file():
-        difference = _difference(weights, path)
-        if difference:
-            raise ValueError(f"{path}: {difference}; delete it, and {weights.name} is downloaded again.")
-        return path
+    if not path.is_file():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(path):
+                if not path.is_file():  # another process may have downloaded it meanwhile
+                    _fetch(weights, path)
+                    return path
+        except (OSError, http.client.HTTPException) as error:
+            reason = str(error).strip("<>") or type(error).__name__
+            raise FileNotFoundError(
+                f"{weights.name} cannot be downloaded from {weights.address} ({reason}); {_by_hand(path)}."
+            ) from error
+    difference = _difference(weights, path)
+    if difference:
+        raise ValueError(f"{path}: {difference}; delete it, and {weights.name} is downloaded again.")
+    return path
+
+
+def remedy(path: Path) -> str:
+    """What to do about a damaged weights file, as half a sentence."""
+    published = known_weights(path)
+    if published is not None and path.parent == cache_folder():
+        return f"delete it, and {published.name} is downloaded again"
+    return "copy or download it again"
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Waits until no other process holds the lock of this file.
+
+    The lock ends with its process, so that a kill leaves none behind.
+    """
+    lock = path.with_name(f"{path.name}.lock")
+    with FileLock(lock):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # Windows removes no open file
+                lock.unlink()
+
+
+def _fetch(weights: NamedWeights, path: Path) -> None:
+    """Download and verify; raises as `_download`, and a ValueError where another file was sent."""
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         _download(weights, part)
         difference = _difference(weights, part)
         if difference:
@@ -56,14 +96,8 @@ def cached_weights(weights: NamedWeights, folder: Path | None = None) -> Path:
                 f"{weights.name}: {weights.address} did not send the published file: {difference}; {_by_hand(path)}."
             )
         part.replace(path)
-    except (OSError, http.client.HTTPException) as error:
-        reason = str(error).strip("<>") or type(error).__name__
-        raise FileNotFoundError(
-            f"{weights.name} cannot be downloaded from {weights.address} ({reason}); {_by_hand(path)}."
-        ) from error
     finally:
         part.unlink(missing_ok=True)
-    return path
 
 
 def _by_hand(path: Path) -> str:

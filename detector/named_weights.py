@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from detector.config_file import flatten, load_tree
+from detector.config_groups import NORM_EPS
 
 PUBLISHED = Path(__file__).with_name("published")  # Detectron2 YAML files
 CLASS_LISTS = Path(__file__).with_name("class_names")  # text files, one name per line in the order of the classes
@@ -62,7 +63,7 @@ class NamedWeights:
     size: int | None = None  # bytes; None = unknown
     class_names: str = ""  # a file in detector/class_names; "" = the names are not known here, or there are none
     expect: str = "all"
-    norm_eps: float = 1e-5
+    norm_eps: float = NORM_EPS
     rounding: str = "detectron2"  # of the sides of a resized image, see `detector.images.ResizeRule`
     unsupported: str = ""  # why the built-in detector cannot load it, and what can be used instead
 
@@ -182,28 +183,36 @@ NAMED_WEIGHTS: tuple[NamedWeights, ...] = (
     _milvlg("bua-d2-frcn-x152", "EdLhYc39P8tBkEDVCDOrNV4BgPhz9M4iBq8oPw1iyVSlmg", unsupported=OTHER_PORT),
 )
 PREFIXES = ("torchvision/", "detectron2/", "bottom-up-attention/")
+# Beginnings of names of published models that are not built here; a name of the table is found before.
+OTHER_MODELS = re.compile(r"(retinanet|fcos|ssd|rpn|fast_rcnn|cascade|panoptic|semantic|deeplab)(?=.*\d)")
+MASKS_OR_KEYPOINTS = re.compile(r"(keypoint_?rcnn|(scratch_)?mask_?rcnn)(?=.*\d)")
 
 
 def resolve_weights(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIGHTS) -> Path | NamedWeights:
     """Tell a name of the table from a path. Nothing is downloaded.
 
-    A file or folder that exists comes first. What has the prefix of no name and is no address is a path, whether it
-    exists or not.
+    A file or folder that exists comes first. The beginning of a name, up to any slash, may be left out where one name
+    only ends with the rest, and so may Detectron2's `.yaml`. What has the prefix of no name and is no address is a
+    path, whether it exists or not.
 
     Raises:
-        ValueError: a name or an address that the table does not have, or weights that no detector here can load.
+        ValueError: a name or an address that the table does not have, a shortened name of several weights, or weights
+            that no detector here can load.
     """
     path = Path(name)
     if path.exists():
         return path
     key = _key(name)
-    known = next((weights for weights in table if key in (weights.name, weights.address)), None)
-    if known is not None:
-        if known.unsupported:
-            raise ValueError(f"{known.name} cannot be loaded: {known.unsupported}.")
-        return known
+    found = _find(key, table)
+    if len(found) > 1:
+        raise ValueError(f"{key} is the end of several names; write {' or '.join(weights.name for weights in found)}.")
+    if found:
+        if found[0].unsupported:
+            raise ValueError(f"{found[0].name} cannot be loaded: {found[0].unsupported}.")
+        return found[0]
     if "://" in key:
         raise ValueError(f"{key}: only the addresses of named weights are downloaded; save the file and give its path.")
+    _refuse_other_models(key, table)
     if key.startswith(PREFIXES):
         publisher = key.partition("/")[0]
         names = [w.name for w in table if w.name.startswith(f"{publisher}/") and not w.unsupported]
@@ -215,8 +224,46 @@ def resolve_weights(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIG
 
 def known_weights(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIGHTS) -> NamedWeights | None:
     """The entry of a name, of an address, or of a file that has the name of an entry's file; None for anything else."""
-    key = _key(name)
-    return next((w for w in table if key in (w.name, w.address) or Path(name).name == w.file), None)
+    of_file = next((weights for weights in table if Path(name).name == weights.file), None)
+    if of_file is not None or Path(name).exists():
+        return of_file
+    found = _find(_key(name), table)
+    return found[0] if len(found) == 1 else None
+
+
+def similar_names(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIGHTS) -> list[str]:
+    """Names of the table whose last part is nearly the last part of `name`, the most similar first; at most three."""
+    names = {_last(weights.name): weights.name for weights in table if not weights.unsupported}
+    return [names[last] for last in difflib.get_close_matches(_last(_key(name)), names, n=3, cutoff=0.7)]
+
+
+def _find(key: str, table: Sequence[NamedWeights]) -> list[NamedWeights]:
+    """The entry that has this name or address, or else all whose names end with it."""
+    exact = [weights for weights in table if key in (weights.name, weights.address)]
+    end = f"/{key.removesuffix('.yaml')}"
+    return exact or [weights for weights in table if f"/{weights.name}".endswith(end)]
+
+
+def _refuse_other_models(key: str, table: Sequence[NamedWeights]) -> None:
+    """Raise a ValueError for the name (not the path of a file) of a published model that is not built here."""
+    last = _last(key)
+    if Path(last).suffix:
+        return
+    has_boxes = MASKS_OR_KEYPOINTS.match(last)
+    if has_boxes or OTHER_MODELS.match(last):
+        names = ", ".join(w.name for w in table if w.expect == "all" and not w.unsupported)
+        boxes = (
+            " The boxes of a Mask or Keypoint R-CNN are read from its file, with the YAML of the Faster R-CNN with the "
+            "same backbone."
+        )
+        raise ValueError(
+            f"{key} is not supported: there are two-stage detectors of boxes only, by name {names}."
+            f"{boxes if has_boxes else ''}"
+        )
+
+
+def _last(key: str) -> str:
+    return key.removesuffix(".yaml").rpartition("/")[2]
 
 
 def settings_of(weights: NamedWeights) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Normalisation layers of the ResNet, chosen by Detectron2's `MODEL.RESNETS.NORM`."""
+"""Normalisation layers, chosen by Detectron2's NORM settings of the ResNet, the FPN and the box head."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 from torchvision.ops.misc import FrozenBatchNorm2d
+
+from detector.config_groups import NORM_EPS
 
 GROUPS = 32  # of GroupNorm (Wu & He, section 4.1)
 BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)  # SyncBatchNorm below is a BatchNorm2d
@@ -49,7 +51,7 @@ def make_norm(name: str, channels: int) -> nn.Module:
         ValueError: a different name.
     """
     if name == "FrozenBN":
-        norm = FrozenBatchNorm2d(channels)
+        norm = FrozenBatchNorm2d(channels, eps=NORM_EPS)
         norm.running_var -= norm.eps  # as in Detectron2: exactly the identity until statistics are loaded
         return norm
     if name == "BN":

@@ -37,12 +37,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-BODY = "backbone.body."
-PREDICTOR = "roi_heads.box_predictor."
-EPS = 1e-5  # of frozen batch norms, in Detectron2 and in this detector
-FOLDED_VARIANCE = 1 - EPS  # with the epsilon: exactly 1
+from detector.config_groups import NORM_EPS
 
-_BLOCK = re.compile(r"layer(?P<stage>[1-4])\.(?P<block>\d+)\.(?P<rest>.+)")
+BODY = "backbone.body."
+RPN_HEAD = "proposal_generator.rpn_head."
+PREDICTOR = "roi_heads.box_predictor."
+FOLDED_VARIANCE = 1 - NORM_EPS  # with the epsilon: exactly 1
+
+BLOCK = re.compile(r"layer(?P<stage>[1-4])\.(?P<block>\d+)\.(?P<rest>.+)")
 _FPN = re.compile(r"backbone\.fpn\.(?P<kind>inner|layer)_blocks\.(?P<map>\d)\.((?P<part>\d)\.)?(?P<parameter>\w+)")
 _FPN_KINDS = {"inner": "fpn_lateral", "layer": "fpn_output"}
 _RPN_CONV = re.compile(r"rpn\.head\.conv\.((?P<index>\d+)\.0\.)?(?P<parameter>weight|bias)")
@@ -50,8 +52,8 @@ _BOX_CONV = re.compile(r"roi_heads\.box_head\.(?P<index>\d+)\.(?P<part>[01])\.(?
 _BOX_FC = re.compile(r"roi_heads\.box_head\.(?P<index>\d+)\.(?P<parameter>weight|bias)")
 _PARTS = {None: "", "0": "", "1": "norm."}  # of a convolution with its batch norm
 _LAYERS = {
-    "rpn.head.cls_logits.": "proposal_generator.rpn_head.objectness_logits.",
-    "rpn.head.bbox_pred.": "proposal_generator.rpn_head.anchor_deltas.",
+    "rpn.head.cls_logits.": f"{RPN_HEAD}objectness_logits.",
+    "rpn.head.bbox_pred.": f"{RPN_HEAD}anchor_deltas.",
     "roi_heads.box_head.fc6.": "roi_heads.box_head.fc1.",
     "roi_heads.box_head.fc7.": "roi_heads.box_head.fc2.",
 }
@@ -63,7 +65,7 @@ def is_torchvision_detector(names: Iterable[str]) -> bool:
 
 
 def from_torchvision_detector(
-    tensors: Mapping[str, Tensor], source: str | Path, *, norm_eps: float = EPS
+    tensors: Mapping[str, Tensor], source: str | Path, *, norm_eps: float = NORM_EPS
 ) -> dict[str, Tensor]:
     """A state dict in Detectron2's names and conventions. Names that no part of a Faster R-CNN has are kept.
 
@@ -85,11 +87,11 @@ def from_torchvision_detector(
     converted = {}
     for name, value in tensors.items():
         if name.startswith(f"{PREDICTOR}cls_score."):
-            value = torch.cat((value[1:], value[:1]))
+            value = background_last(value)
         elif name.startswith(f"{PREDICTOR}bbox_pred."):
             value = value[4:]
         converted[names[name]] = value
-    return converted if norm_eps == EPS else fold_norms(converted, norm_eps)
+    return converted if norm_eps == NORM_EPS else fold_norms(converted, norm_eps)
 
 
 def detector_names(names: Iterable[str]) -> dict[str, str]:
@@ -98,35 +100,30 @@ def detector_names(names: Iterable[str]) -> dict[str, str]:
     rpn_convs = {match["index"] for name in names if (match := _RPN_CONV.fullmatch(name))}
     box_fcs = sorted({int(match["index"]) for name in names if (match := _BOX_FC.fullmatch(name))})
     is_resnet = any(name.startswith(f"{BODY}layer") for name in names)
-    renamed = {}
-    for name in names:
-        new = name
-        if name.startswith(BODY) and not is_resnet:
-            new = name
-        elif name.startswith(BODY):
-            new = f"backbone.bottom_up.{trunk_name(name.removeprefix(BODY))}"
-        elif match := _FPN.fullmatch(name):
+
+    def detector_name(name: str) -> str:
+        if is_resnet and name.startswith(BODY):
+            return f"backbone.bottom_up.{trunk_name(name.removeprefix(BODY))}"
+        if match := _FPN.fullmatch(name):
             kind, level, part = match["kind"], int(match["map"]), match["part"]
             if is_resnet:
-                new = f"backbone.{_FPN_KINDS[kind]}{level + 2}.{_PARTS[part]}{match['parameter']}"
-            else:
-                new = f"backbone.fpn.{kind}_blocks.{level}.{part or 0}.{match['parameter']}"
-        elif match := _RPN_CONV.fullmatch(name):
+                return f"backbone.{_FPN_KINDS[kind]}{level + 2}.{_PARTS[part]}{match['parameter']}"
+            return f"backbone.fpn.{kind}_blocks.{level}.{part or 0}.{match['parameter']}"
+        if match := _RPN_CONV.fullmatch(name):
             layer = f"conv.conv{match['index']}" if len(rpn_convs) > 1 else "conv"
-            new = f"proposal_generator.rpn_head.{layer}.{match['parameter']}"
-        elif match := _BOX_CONV.fullmatch(name):
-            new = f"roi_heads.box_head.conv{int(match['index']) + 1}.{_PARTS[match['part']]}{match['parameter']}"
-        elif match := _BOX_FC.fullmatch(name):
-            new = f"roi_heads.box_head.fc{box_fcs.index(int(match['index'])) + 1}.{match['parameter']}"
-        else:
-            new = next((layer + name.removeprefix(old) for old, layer in _LAYERS.items() if name.startswith(old)), name)
-        renamed[name] = new
-    return renamed
+            return f"{RPN_HEAD}{layer}.{match['parameter']}"
+        if match := _BOX_CONV.fullmatch(name):
+            return f"roi_heads.box_head.conv{int(match['index']) + 1}.{_PARTS[match['part']]}{match['parameter']}"
+        if match := _BOX_FC.fullmatch(name):
+            return f"roi_heads.box_head.fc{box_fcs.index(int(match['index'])) + 1}.{match['parameter']}"
+        return next((layer + name.removeprefix(old) for old, layer in _LAYERS.items() if name.startswith(old)), name)
+
+    return {name: detector_name(name) for name in names}
 
 
 def trunk_name(name: str) -> str:
     """`layer1.0.bn1.weight` -> `res2.0.conv1.norm.weight`, `conv1.weight` -> `stem.conv1.weight`; others are kept."""
-    block = _BLOCK.fullmatch(name)
+    block = BLOCK.fullmatch(name)
     rest = re.sub(r"^bn(\d)\.", r"conv\1.norm.", block["rest"] if block else name)
     if block:
         rest = re.sub(r"^downsample\.1\.", "shortcut.norm.", re.sub(r"^downsample\.0\.", "shortcut.", rest))
@@ -147,3 +144,8 @@ def fold_norms(tensors: Mapping[str, Tensor], norm_eps: float) -> dict[str, Tens
             folded[weight] = tensors[weight] * (variance + norm_eps).rsqrt()
             folded[name] = torch.full_like(variance, FOLDED_VARIANCE)
     return folded
+
+
+def background_last(value: Tensor) -> Tensor:
+    """Move row 0 of [K + 1, ...] to the end."""
+    return torch.cat((value[1:], value[:1]))

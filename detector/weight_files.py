@@ -13,8 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from detector.download import cached_weights
-from detector.named_weights import NamedWeights, known_weights, resolve_weights
+from detector.config_groups import NORM_EPS
+from detector.download import cached_weights, remedy
+from detector.named_weights import NamedWeights, known_weights, resolve_weights, similar_names
 from detector.pickles import load_arrays
 
 # Where the detector is in a folder: a saved detector, a saved model, a run directory, a Detectron2 output directory.
@@ -29,7 +30,7 @@ class WeightsFile:
     path: Path
     tensors: dict[str, Tensor]
     matching_heuristics: bool = False  # Detectron2 may match its names with the ends of the model's
-    norm_eps: float = 1e-5  # epsilon of the frozen batch norms that the numbers are meant for
+    norm_eps: float = NORM_EPS  # epsilon of the frozen batch norms that the numbers are meant for
 
 
 def read_weights(path: str | Path) -> WeightsFile:
@@ -49,11 +50,11 @@ def read_weights(path: str | Path) -> WeightsFile:
         try:
             return WeightsFile(path, load_file(path))
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: cannot be read as weights: {str(error).splitlines()[0]}") from error
+            raise _unreadable(path, error) from error
     is_pickle = path.suffix == ".pkl" and not zipfile.is_zipfile(path)  # torch writes zip archives
-    loaded = load_arrays(path) if is_pickle else _load_torch(path)
+    loaded = _load_pickle(path) if is_pickle else _load_torch(path)
     if not isinstance(loaded, dict):
-        raise ValueError(f"{path}: expected weights by name, found {type(loaded).__name__}.")
+        raise ValueError(f"{path}: expected weights by name, found {type(loaded).__name__}; {remedy(path)}.")
     heuristics = bool(loaded.get("matching_heuristics")) or loaded.get("__author__") == "Caffe2"
     state = next((loaded[key] for key in ("model", "state_dict", "blobs") if isinstance(loaded.get(key), dict)), loaded)
     if is_pickle and "model" not in loaded:  # Detectron2 takes it for a file of Caffe2, too
@@ -63,7 +64,8 @@ def read_weights(path: str | Path) -> WeightsFile:
     for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise ValueError(
-                f"{path}: expected a state dict of tensors, bare or under the key `model`; {name!r} is not a tensor."
+                f"{path}: expected a state dict of tensors, bare or under the key `model`; {name!r} is not a tensor: "
+                f"{remedy(path)}."
             )
     return WeightsFile(path, tensors, heuristics, norm_eps)
 
@@ -92,16 +94,31 @@ def find_weights(path: str | Path) -> Path:
             raise FileNotFoundError(f"{path}: holds no detector's weights; expected one of {', '.join(IN_FOLDERS)}.")
         return found
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such weights file.")
+        similar = similar_names(path)
+        hint = f" Did you mean the published weights {' or '.join(similar)}?" if similar else ""
+        raise FileNotFoundError(f"{path}: no such weights file.{hint}")
     return path
+
+
+def _load_pickle(path: Path) -> Any:
+    try:
+        return load_arrays(path)
+    except ValueError as error:  # it names the file
+        raise ValueError(f"{str(error).rstrip('.')}; {remedy(path)}.") from error
 
 
 def _load_torch(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read as weights: {str(error).splitlines()[0]}") from error
+        raise _unreadable(path, error) from error
     except Exception as error:  # torch raises pickle errors of several kinds for a file that is not plain tensors
         raise ValueError(
-            f"{path}: not a plain file of tensors ({type(error).__name__}); nothing in it was executed."
+            f"{path}: not a plain file of tensors ({type(error).__name__}), and nothing in it was executed; "
+            f"{remedy(path)}."
         ) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    return ValueError(f"{path}: cannot be read as weights ({reason}); {remedy(path)}.")

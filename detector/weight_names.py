@@ -32,8 +32,12 @@ from torch import Tensor
 
 from detector.detector_config import DetectorConfig
 from detector.torchvision_names import (
+    BLOCK,
     BODY,
     FOLDED_VARIANCE,
+    PREDICTOR,
+    RPN_HEAD,
+    background_last,
     from_torchvision_detector,
     is_torchvision_detector,
     trunk_name,
@@ -42,8 +46,6 @@ from detector.weight_files import WeightsFile
 
 FULL_PREFIXES = ("backbone.", "proposal_generator.", "roi_heads.")
 MOBILENET = "features."  # torchvision's classifiers
-RPN_HEAD = "proposal_generator.rpn_head."
-PREDICTOR = "roi_heads.box_predictor."
 # Detectron2 saved these as buffers until May 2021, one per feature map. They repeat the config.
 CELL_ANCHORS = "proposal_generator.anchor_generator.cell_anchors."
 # Of Mask and Keypoint R-CNNs only the boxes are used; the last three are Caffe2's names.
@@ -95,7 +97,6 @@ _CAFFE_ATTENTION_LAYERS = {
     f"{PREDICTOR}attr_linear1": f"{PREDICTOR}fc_attr",
     f"{PREDICTOR}attr_linear2": f"{PREDICTOR}attr_score",
 }
-_TORCHVISION_BLOCK = re.compile(r"layer(?P<stage>[1-4])\.(?P<block>\d+)\.(?P<rest>.+)")
 
 
 class Renamed(NamedTuple):
@@ -130,13 +131,11 @@ def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: 
         return Renamed(tensors, "Detectron2")
     if any(_CAFFE2_BLOCK.match(name) for name in tensors):
         converted, layout = from_caffe2(tensors), "Caffe2"
-    elif any(_TORCHVISION_BLOCK.match(name) for name in tensors):
+    elif any(BLOCK.match(name) for name in tensors):
         converted, layout = {trunk_name(name): value for name, value in tensors.items()}, "torchvision"
     elif any(name.startswith(f"{MOBILENET}0.") for name in tensors):
-        converted, layout = (
-            {re.sub(f"^{MOBILENET}", BODY, name): value for name, value in tensors.items()},
-            "torchvision",
-        )
+        converted = {re.sub(f"^{MOBILENET}", BODY, name): value for name, value in tensors.items()}
+        layout = "torchvision"
     elif any(name.startswith(("stem.", "res2.")) for name in tensors):
         converted, layout = tensors, "Detectron2 without prefixes"
     else:
@@ -322,8 +321,3 @@ def from_caffe_attention(tensors: dict[str, Tensor], config: DetectorConfig, sou
         new_name = f"{_CAFFE_ATTENTION_LAYERS[layer]}.{parameter}" if layer in _CAFFE_ATTENTION_LAYERS else name
         converted[new_name] = conversions[layer](value) if layer in conversions else value
     return converted
-
-
-def background_last(value: Tensor) -> Tensor:
-    """Move row 0 of [K + 1, ...] to the end."""
-    return torch.cat((value[1:], value[:1]))

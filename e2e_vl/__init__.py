@@ -40,7 +40,14 @@ def load(source: str | Path, device: Any = None) -> TrainedModel:
     return load_trained(source, device)
 
 
-def load_detector(source: str | Path, config: str | Path | None = None, device: Any = None) -> TrainedDetector:
+def load_detector(
+    source: str | Path,
+    config: str | Path | None = None,
+    device: Any = None,
+    *,
+    class_names: str | Path | None = None,
+    attribute_names: str | Path | None = None,
+) -> TrainedDetector:
     """Load a detector to look at photos with.
 
     Args:
@@ -48,10 +55,13 @@ def load_detector(source: str | Path, config: str | Path | None = None, device: 
             folder, or a weights file (with `config`).
         config: Detectron2 YAML file of a weights file.
         device: where it runs; None = the GPU if there is one.
+        class_names: text file with a line for each class of the detector, for weights that come without names
+            (bottom-up attention's objects_vocab.txt).
+        attribute_names: the same for its attributes (attributes_vocab.txt); regions get attributes then.
 
     Raises:
         FileNotFoundError, ValueError: nothing there, or files that do not fit together.
     """
     from e2e_vl.api.trained_detector import load_detector as load_trained  # torch takes seconds to import
 
-    return load_trained(source, config, device)
+    return load_trained(source, config, device, class_names=class_names, attribute_names=attribute_names)

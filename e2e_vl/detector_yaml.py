@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from detector.detector_config import DetectorConfig
-from detector.named_weights import NamedWeights, resolve_weights
+from detector.named_weights import NamedWeights, resolve_weights, similar_names
 from e2e_vl.config import DetectorSettings
 
 
@@ -16,9 +16,11 @@ def read_detector_config(settings: DetectorSettings) -> DetectorConfig:
     published = resolve_weights(settings.config)
     path = published.config_path if isinstance(published, NamedWeights) else published
     if not path.is_file():
+        similar = similar_names(settings.config)
+        hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
         raise FileNotFoundError(
             f"Detector config {path} does not exist; set detector.config to a Detectron2 YAML file, or to the name of "
-            "published weights."
+            f"published weights.{hint}"
         )
     if not settings.overrides:
         return DetectorConfig.from_yaml(path)

@@ -63,7 +63,8 @@ LAYER_OF_NAME |= {name: name for name in MAY_IMPORT if name not in ("detector", 
 EVALUATION_EXTRA = "detector.boxes"
 THIRD_PARTY = {
     "detector": {
-        *("torch", "torchvision", "jaxtyping", "numpy", "cv2", "PIL", "yaml", "safetensors", "pycocotools", "tqdm")
+        *("torch", "torchvision", "jaxtyping", "numpy", "cv2", "PIL", "yaml", "safetensors", "pycocotools", "tqdm"),
+        "filelock",
     },
     "evaluation": {"numpy"},
 }

@@ -102,6 +102,7 @@ class FoundRegions(Picture):
     classes: np.ndarray  # int64 [R], 0 .. K-1
     names: list[str]  # R class names; numbers where the names are unknown
     features: np.ndarray  # float32 [R, D]
+    attributes: list[str]  # R most probable attributes; empty where the detector came without names of attributes
     image: ImageFile = dataclasses.field(repr=False)
     stamp: tuple[int, int] | None = dataclasses.field(repr=False)  # as `Answer.stamps`
 
@@ -111,7 +112,9 @@ class FoundRegions(Picture):
     def draw(self) -> Image.Image:
         """The regions with their classes and scores, without those that only fill up the number."""
         rows = np.flatnonzero(self.scores >= WORTH_DRAWING)
-        labels = [f"{self.names[row]} {self.scores[row]:.2f}" for row in rows]
+        attributes = self.attributes or [""] * len(self)
+        names = [f"{attribute} {name}".strip() for attribute, name in zip(attributes, self.names, strict=True)]
+        labels = [f"{names[row]} {self.scores[row]:.2f}" for row in rows]
         return _picture(self.image, self.stamp, self.boxes[rows], labels, None)
 
 

@@ -15,7 +15,8 @@ from detector.selection_rule import SelectionRule
 from e2e_vl.api.devices import chosen_device
 from e2e_vl.api.inputs import ImageFile, ImageInput, given_boxes, image_file, stamp_of
 from e2e_vl.api.results import FoundRegions
-from e2e_vl.extraction.detectors import LoadedDetector, find_detector
+from e2e_vl.extraction.detectors import LoadedDetector, find_detector, with_names
+from e2e_vl.extraction.settings import SHOWN
 from e2e_vl.extraction.single import extract_image
 from e2e_vl.samples import AnnotatedObjects
 
@@ -40,11 +41,15 @@ class TrainedDetector:
         image: ImageInput,
         *,
         boxes: Any = None,
-        min_score: float = 0.2,
-        min_regions: int = 10,
-        max_regions: int = 36,
+        min_score: float = SHOWN.min_score,
+        min_regions: int = SHOWN.min_regions,
+        max_regions: int = SHOWN.max_regions,
     ) -> FoundRegions:
         """What the detector finds, best score first, or what it says about given boxes, in their order.
+
+        Its own regions are chosen by the rule "score" (`ExtractionSettings`), as in bulk extraction and in training on
+        boxes that the detector finds. The numbers differ: these are for looking at a photo, 0.2 and 10 to 36, where
+        the others take 0.5 and 10 to 100 (VL-BERT, section 4.1).
 
         Args:
             image: a path, bytes, a PIL image or a uint8 array (`e2e_vl.api.inputs.image_file`).
@@ -70,7 +75,10 @@ class TrainedDetector:
         stamp = stamp_of(file)
         found = extract_image(file, self.source, rule, given).regions
         names = [self.name_of(number) for number in found.classes.tolist()]
-        return FoundRegions(found.boxes, found.scores, found.classes, names, found.features, file, stamp)
+        attributes = []
+        if found.attributes is not None:
+            attributes = [self.source.attribute_names[number] for number in found.attributes.tolist()]
+        return FoundRegions(found.boxes, found.scores, found.classes, names, found.features, attributes, file, stamp)
 
     def name_of(self, number: int) -> str:
         """The name of a class, or its number where the names are unknown."""
@@ -78,7 +86,12 @@ class TrainedDetector:
 
 
 def load_detector(
-    source: str | Path, config: str | Path | None = None, device: str | torch.device | None = None
+    source: str | Path,
+    config: str | Path | None = None,
+    device: str | torch.device | None = None,
+    *,
+    class_names: str | Path | None = None,
+    attribute_names: str | Path | None = None,
 ) -> TrainedDetector:
     """Load published weights by name, the detector of a run, or a file with its config; see `e2e_vl.load_detector`."""
-    return TrainedDetector(find_detector(source, config), device)
+    return TrainedDetector(with_names(find_detector(source, config), class_names, attribute_names), device)

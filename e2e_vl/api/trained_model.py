@@ -38,6 +38,7 @@ from e2e_vl.engine.asking import Reply, reply_to
 from e2e_vl.engine.build import named_parts
 from e2e_vl.engine.saving import load_model, save_model, saved_settings
 from e2e_vl.extraction.detectors import RANDOM_BOXES, LoadedDetector
+from e2e_vl.extraction.settings import SHOWN
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import is_shared_model
 from e2e_vl.samples import Question, Sample
@@ -155,9 +156,9 @@ class TrainedModel(
         image: ImageInput,
         *,
         boxes: Any = None,
-        min_score: float = 0.2,
-        min_regions: int = 10,
-        max_regions: int = 36,
+        min_score: float = SHOWN.min_score,
+        min_regions: int = SHOWN.min_regions,
+        max_regions: int = SHOWN.max_regions,
     ) -> FoundRegions:
         """What the model's detector finds, or says about given boxes; see `TrainedDetector.regions`.
 

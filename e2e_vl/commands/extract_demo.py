@@ -24,6 +24,7 @@ from detector.choices import BACKENDS
 from detector.selection_rule import SelectionRule
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.commands.named_detector import load_source
+from e2e_vl.extraction.settings import SHOWN
 from e2e_vl.samples import Question
 
 
@@ -38,9 +39,23 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=BACKENDS, help="detector (default: builtin, or the run's)")
     parser.add_argument("--run", type=Path, help="trained run directory: its detector is used, and it answers --text")
     parser.add_argument("--text", help="a phrase; the box that it refers to is drawn (needs --run)")
-    parser.add_argument("--min-score", type=float, default=0.2, help="least score of a region (default: 0.2) ...")
-    parser.add_argument("--min-regions", type=int, help="... but at least this many are kept (default: 10)")
-    parser.add_argument("--max-regions", type=int, default=36, help="and at most this many (default: 36)")
+    parser.add_argument("--class-names", type=Path, help="text file with a line for each class (objects_vocab.txt)")
+    parser.add_argument("--attribute-names", type=Path, help="the same for attributes, which are drawn then")
+    parser.add_argument(
+        "--min-score",
+        type=float,
+        default=SHOWN.min_score,
+        help=f"least score of a region (default: {SHOWN.min_score}) ...",
+    )
+    parser.add_argument(
+        "--min-regions", type=int, help=f"... but at least this many are kept (default: {SHOWN.min_regions})"
+    )
+    parser.add_argument(
+        "--max-regions",
+        type=int,
+        default=SHOWN.max_regions,
+        help=f"and at most this many (default: {SHOWN.max_regions})",
+    )
     parser.add_argument("--max-proposals", type=int, help="RPN proposals that are used (default: as the config says)")
     parser.add_argument("--seed", type=int, default=0, help="seed of random weights (default: 0)")
     return parser
@@ -56,13 +71,15 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     least, most = arguments.min_regions, arguments.max_regions
     if least is not None and least > most:
         raise ValueError(f"--min-regions {least} is more than --max-regions {most}; lower the one or raise the other.")
-    rule = SelectionRule(arguments.min_score, min(10, most) if least is None else least, most)
+    rule = SelectionRule(arguments.min_score, min(SHOWN.min_regions, most) if least is None else least, most)
     source = load_source(arguments)
-    if source.warning:
-        print(source.warning)
     from e2e_vl.api.inputs import image_file  # late: it imports torch
     from e2e_vl.api.trained_detector import TrainedDetector
+    from e2e_vl.extraction.detectors import with_names
 
+    source = with_names(source, arguments.class_names, arguments.attribute_names)
+    if source.warning:
+        print(source.warning)
     found = TrainedDetector(source).find(image_file(arguments.image), None, rule)
 
     path = arguments.output / "regions.npz"

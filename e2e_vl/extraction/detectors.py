@@ -12,6 +12,7 @@ from detector.checkpoint import CONFIG_NAME, load_checkpoint
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule
 from detector.named_weights import NamedWeights, known_weights, resolve_weights
+from detector.vocabulary import read_vocabulary
 from detector.weight_files import find_weights
 from e2e_vl.config import load_config
 from e2e_vl.plain_yaml import check_plain
@@ -29,6 +30,7 @@ class LoadedDetector:
     backend: str = "builtin"  # name of the detector's class
     weights: Path | None = None  # the file that was loaded; None = random values
     seed: int = 0  # of the random values
+    attribute_names: tuple[str, ...] | None = None  # A names; None: regions are described without attributes
     warning: str = ""  # one sentence for users if the boxes that the detector finds mean nothing
 
 
@@ -71,7 +73,7 @@ def open_detector(
     if weights is not None:
         load_checkpoint(detector, weights)
     resize = resize or ResizeRule(settings.input.min_size_test, settings.input.max_size_test, "detectron2")
-    return LoadedDetector(detector, resize, backend, weights, seed, RANDOM_WEIGHTS if weights is None else "")
+    return LoadedDetector(detector, resize, backend, weights, seed, warning=RANDOM_WEIGHTS if weights is None else "")
 
 
 def find_detector(
@@ -110,6 +112,30 @@ def find_detector(
         return open_detector(path / CONFIG_NAME, path, backend=backend or "builtin", max_proposals=max_proposals)
     find_weights(path)  # says in one sentence what is missing
     raise ValueError(f"{path}: weights alone do not say how the detector is built; give its Detectron2 YAML as config.")
+
+
+def with_names(
+    source: LoadedDetector, class_names: str | Path | None = None, attribute_names: str | Path | None = None
+) -> LoadedDetector:
+    """The same detector with the names of its classes and attributes from text files, see `read_vocabulary`.
+
+    The detector itself takes the class names.
+
+    Args:
+        class_names: a line for each class, in the order of the detector's classes; None = as they are.
+        attribute_names: a line for each attribute; None = none.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, another number of lines, or a detector without attributes.
+    """
+    if class_names is not None:
+        source.detector.class_names = read_vocabulary(class_names, source.detector.num_classes, "classes")
+    if attribute_names is None:
+        return source
+    number = source.detector.config.attributes.num_classes
+    if not number:
+        raise ValueError(f"The detector has no attribute head; leave out the attribute names of {attribute_names}.")
+    return dataclasses.replace(source, attribute_names=read_vocabulary(attribute_names, number, "attributes"))
 
 
 def _published_detector(

@@ -13,6 +13,7 @@ DEFAULTS = {  # VL-BERT section 4.1; bottom-up attention; the features that LXME
     "maxconf": SelectionRule(0.2, 10, 100),
     "maxnms": SelectionRule(0.0, 36, 36),
 }
+SHOWN = SelectionRule(0.2, 10, 36)  # of "score", where people look at the regions of a photo: fewer, and less sure ones
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,8 +34,8 @@ def extract_image(
 ) -> ImageRegions:
     """Find and describe the regions of an image file: the chain of bulk extraction with a batch of one.
 
-    The rule is "score". Features are the ones that a model with this detector sees: of the proposals or of the final
-    boxes, as the config's MODEL.ROI_HEADS.FEATURES_OF says.
+    The rule is "score". Attributes are found where the source names them. Features are the ones that a model with this
+    detector sees: of the proposals or of the final boxes, as the config's MODEL.ROI_HEADS.FEATURES_OF says.
 
     Args:
         rule: which of the detector's own boxes are kept.
@@ -52,10 +52,11 @@ def extract_image(
     else:
         name, path = Path(image).stem, Path(image)
         pixels, size = load_resized(image, source.resize, order)
-    settings, wanted = ExtractionSettings("score", rule, config.roi_heads.features_of), None
+    attributes = source.attribute_names is not None
+    settings, wanted = ExtractionSettings("score", rule, config.roi_heads.features_of, attributes), None
     if given is not None:
         require_inside(given.boxes, size, given.origin, str(path))
-        settings = ExtractionSettings("given")
+        settings = ExtractionSettings("given", attributes=attributes)
         wanted = [GivenBoxes(np.asarray(given.boxes, dtype=np.float64), np.arange(len(given)))]
     [regions] = RegionExtractor(source.detector, settings)([InputImage(name, path, pixels, size)], wanted)
     return ImageRegions(regions, pixels if order == "RGB" else np.ascontiguousarray(pixels[:, :, ::-1]))

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from detector.checkpoint import EXPECT, compare_keys, load_checkpoint, load_pretrained, load_weights, save_pretrained
 from detector.choices import EXPECTED_PARTS
@@ -126,6 +128,41 @@ def test_buffers_of_old_checkpoints_must_agree_with_the_config():
     tensors["pixel_mean"] = torch.tensor([1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match=r"x\.pth: its pixel_mean .* contradicts MODEL.PIXEL_MEAN"):
         load_weights(model, tensors, "x.pth")
+
+
+def spoiled(value: Tensor, number: float) -> Tensor:
+    value = value.clone()
+    value.view(-1)[:3] = number
+    return value
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (Tensor.long, r"x\.pth: backbone\.stem\.conv1\.weight holds int64 numbers instead of fractions"),
+        (Tensor.bool, "holds bool numbers instead of fractions"),
+        (lambda value: spoiled(value, float("nan")), r"conv1\.weight has 3 values that are NaN or infinite, of 1176;"),
+        (lambda value: spoiled(value, float("inf")).half(), "has 3 values that are NaN or infinite"),
+    ],
+)
+def test_weights_that_are_no_numbers_are_refused_before_anything_is_loaded(
+    change: Callable[[Tensor], Tensor], message: str
+):
+    model, tensors = make(), make().state_dict()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tensors["backbone.stem.conv1.weight"] = change(tensors["backbone.stem.conv1.weight"])
+    with pytest.raises(ValueError, match=message) as caught:
+        load_weights(model, tensors, "x.pth")
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_large_finite_weights_in_half_precision_are_numbers():
+    model, tensors = make(), make().state_dict()
+    name = "backbone.stem.conv1.weight"
+    tensors[name] = torch.full_like(tensors[name], 6e4).half()
+    load_weights(model, tensors, "x.pth")
+    assert torch.equal(model.get_parameter(name), tensors[name].float())
 
 
 class Bomb:

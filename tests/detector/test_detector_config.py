@@ -77,6 +77,13 @@ def test_keys_of_training_runs_are_ignored():
         ({"MODEL": {"RPN": {"BBOX_REG_WEIGHTS": [1, 1, 0, 1]}}}, "MODEL.RPN.BBOX_REG_WEIGHTS is"),
         ({"MODEL": {"RPN": {"SMOOTH_L1_BETA": -0.1}}}, "MODEL.RPN.SMOOTH_L1_BETA is -0.1; it must be 0 or more"),
         ({"MODEL": {"ROI_HEADS": {"BATCH_SIZE_PER_IMAGE": -2}}}, "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE is -2"),
+        ({"MODEL": {"ROI_HEADS": {"NMS_THRESH_TEST": 1.1}}}, "ROI_HEADS.NMS_THRESH_TEST is 1.1; it must be at most 1"),
+        (
+            {"MODEL": {"ROI_HEADS": {"NMS_THRESH_TEST": -0.1}}},
+            "NMS_THRESH_TEST is -0.1; it must be 0 or more",
+        ),
+        ({"MODEL": {"RPN": {"NMS_THRESH": 70}}}, "MODEL.RPN.NMS_THRESH is 70.0; it must be at most 1"),
+        ({"MODEL": {"RPN": {"SCORE_THRESH": 5}}}, "MODEL.RPN.SCORE_THRESH is 5.0; it must be at most 1"),
         ({"MODEL": {"ROI_HEADS": {"NMS_THRESH_TEST": float("nan")}}}, "MODEL.ROI_HEADS.NMS_THRESH_TEST is nan"),
         ({"MODEL": {"ROI_BOX_HEAD": {"POOLER_RESOLUTION": 0}}}, "POOLER_RESOLUTION is 0"),
         ({"MODEL": {"ROI_BOX_HEAD": {"ATTRIBUTES": {"NUM_CLASSES": -1}}}}, "ATTRIBUTES.NUM_CLASSES is -1"),

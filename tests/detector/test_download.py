@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import pickle
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -187,26 +189,79 @@ def test_an_interrupted_download_leaves_nothing(
 
 
 def fetch(address: str, folder: Path, results: multiprocessing.Queue) -> None:
+    results.put("begins")
     results.put(hashlib.sha256(cached_weights(entry(address), folder).read_bytes()).hexdigest())
 
 
-def test_two_processes_see_whole_files_only(server: Server, tmp_path: Path) -> None:
-    """Both are held in the middle of the file: until they go on, the file must not be there."""
+def start(number: int, server: Server, folder: Path) -> tuple[list[multiprocessing.Process], multiprocessing.Queue]:
+    """Processes that want the file; one of them is in the middle of it, held by the server's gate."""
     server.gate = threading.Event()
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    processes = [context.Process(target=fetch, args=(server.address("file"), tmp_path, results)) for _ in range(2)]
+    processes = [context.Process(target=fetch, args=(server.address("file"), folder, results)) for _ in range(number)]
     for process in processes:
         process.start()
-    while len([name for name in listing(tmp_path) if name.endswith(".part")]) < 2:
+    assert [results.get(timeout=60) for _ in processes] == ["begins"] * number
+    while not any(name.endswith(".part") for name in listing(folder)):
         assert all(process.is_alive() for process in processes)
+        time.sleep(0.01)
+    return processes, results
+
+
+def test_of_several_processes_one_downloads_and_all_see_the_whole_file(server: Server, tmp_path: Path) -> None:
+    processes, results = start(3, server, tmp_path)
+    time.sleep(0.5)  # the others would have asked the server by now
+    assert server.requests == ["/file"]
     assert not (tmp_path / "test.pth").exists()
     server.gate.set()
-    assert [results.get(timeout=60) for _ in processes] == [SHA256, SHA256]
+    assert [results.get(timeout=60) for _ in processes] == [SHA256] * 3
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
+    assert server.requests == ["/file"]
     assert listing(tmp_path) == ["test.pth"]
+
+
+def test_a_process_that_is_killed_holds_up_no_other(server: Server, tmp_path: Path) -> None:
+    [process], _ = start(1, server, tmp_path)
+    process.kill()
+    process.join(60)
+    server.gate.set()
+    path = cached_weights(entry(server.address("file")), tmp_path)
+    assert path.read_bytes() == CONTENT
+    assert server.requests == ["/file", "/file"]
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("bottom-up-attention/frcnn-vg-finetuned", "frcnn-vg-finetuned.bin"),
+        ("bottom-up-attention/faster_rcnn_from_caffe", "faster_rcnn_from_caffe.pkl"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["cut off", "no weights", "other content"])
+def test_a_damaged_file_in_the_cache_is_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, file: str, kind: str
+) -> None:
+    """Of weights without a published checksum."""
+    monkeypatch.setattr(torch.hub, "_hub_dir", None)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    path = cache_folder() / file
+    path.parent.mkdir(parents=True)
+    content = {"cut off": {"model": torch.ones(999)}, "no weights": [1], "other content": {"model": {"epoch": 3}}}[kind]
+    if file.endswith(".pkl"):
+        path.write_bytes(pickle.dumps(content if kind != "cut off" else list(range(999))))
+    else:
+        torch.save(content, path)
+    if kind == "cut off":
+        path.write_bytes(path.read_bytes()[:-100])
+    for given, remedy in ((name, f"delete it, and {name} is downloaded again"), (path, "delete it, and bottom-up-")):
+        with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*[;:] {re.escape(remedy)}") as caught:
+            read_weights(given)
+        assert "\n" not in str(caught.value)
+    own = path.rename(tmp_path / file)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(own))}: .*[;:] copy or download it again"):
+        read_weights(own)
 
 
 def test_the_cache_is_the_one_of_torch_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

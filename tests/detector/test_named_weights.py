@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -24,6 +25,7 @@ from detector.named_weights import (
     resolve_weights,
     settings_of,
 )
+from detector.weight_files import find_weights
 
 ROOT = Path(__file__).parents[2]
 BY_NAME = {weights.name: weights for weights in NAMED_WEIGHTS}
@@ -185,7 +187,62 @@ def test_address_of_a_detector_in_detectron2s_own_spelling() -> None:
     assert found is BY_NAME["detectron2/COCO-Detection/faster_rcnn_R_50_FPN_3x"]
 
 
-@pytest.mark.parametrize("name", ["weights.pth", "some/folder", "./torchvision/x.pth", "C:/weights/x.pth"])
+@pytest.mark.parametrize(
+    ("short", "name"),
+    [
+        ("fasterrcnn_resnet50_fpn_v2-coco", V2),
+        ("faster_rcnn_R_101_FPN_3x", "detectron2/COCO-Detection/faster_rcnn_R_101_FPN_3x"),
+        ("COCO-Detection/faster_rcnn_R_101_FPN_3x.yaml", "detectron2/COCO-Detection/faster_rcnn_R_101_FPN_3x"),
+        ("bua-caffe-frcn-r101-k36", "bottom-up-attention/bua-caffe-frcn-r101-k36"),
+    ],
+)
+def test_the_beginning_of_a_name_may_be_left_out(short: str, name: str) -> None:
+    assert resolve_weights(short) is known_weights(short) is BY_NAME[name]
+
+
+def test_the_end_of_two_names_is_refused() -> None:
+    twice = tuple(dataclasses.replace(BY_NAME[V2], name=f"{prefix}same") for prefix in PREFIXES[:2])
+    with pytest.raises(
+        ValueError, match=r"^same is the end of several names; write torchvision/same or detectron2/same"
+    ):
+        resolve_weights("same", twice)
+    assert known_weights("same", twice) is None
+    assert resolve_weights("torchvision/same", twice) is twice[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "says_how_boxes_are_read"),
+    [
+        ("torchvision/retinanet_resnet50_fpn-coco", False),
+        ("retinanet_R_50_FPN_3x", False),
+        ("torchvision/keypointrcnn_resnet50_fpn-coco", True),
+        ("COCO-Keypoints/keypoint_rcnn_R_50_FPN_3x.yaml", True),
+        ("detectron2/COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x", True),
+        ("maskrcnn_resnet50_fpn_v2-coco", True),
+        ("ssd300_vgg16-coco", False),
+        ("detectron2/COCO-Detection/rpn_R_50_C4_1x", False),
+    ],
+)
+def test_other_models_are_refused_with_what_there_is(name: str, says_how_boxes_are_read: bool) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is not supported: there are two-stage detectors of boxes") as caught:
+        resolve_weights(name)
+    message = str(caught.value)
+    assert V2 in message and "detectron2/COCO-Detection/faster_rcnn_R_101_FPN_3x" in message
+    assert R50 not in message and "r152" not in message
+    assert ("The boxes of a Mask or Keypoint R-CNN are read" in message) == says_how_boxes_are_read
+
+
+def test_a_missing_file_that_is_nearly_a_name_says_the_name() -> None:
+    with pytest.raises(FileNotFoundError, match=f"Did you mean the published weights {V2} or"):
+        find_weights("fasterrcnn_resnet50_fpn_v2")
+    with pytest.raises(FileNotFoundError, match=r"no such weights file\.$"):
+        find_weights("some/folder")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["weights.pth", "some/folder", "./torchvision/x.pth", "C:/weights/x.pth", "mask_rcnn/model.pth", "runs/ssd"],
+)
 def test_everything_else_is_a_path(name: str) -> None:
     assert resolve_weights(name) == Path(name)
     assert known_weights(name) is None
