@@ -136,6 +136,8 @@ def distribution(records: Iterable[Record]) -> float:
 def gqa_metrics(records: Iterable[Record]) -> dict[str, float]:
     """The same scores as fractions, 0 to 1, of records that hold prediction and truth.
 
+    Records without "types", such as those of LXMERT's files of balanced questions, have an accuracy alone.
+
     Returns:
         "count", and if there are balanced questions with answers "accuracy", "accuracy/binary" and "accuracy/open"
         where there are such questions, "accuracy_by_structure/<type>", "accuracy_by_meaning/<type>",
@@ -145,7 +147,10 @@ def gqa_metrics(records: Iterable[Record]) -> dict[str, float]:
     """
     records = list(records)
     metrics = {"count": float(len(records))}
-    if not any(record.get("answer") is not None and record["isBalanced"] for record in records):
+    answered = [record for record in records if record.get("answer") is not None]
+    if answered and not any("types" in record for record in answered):
+        return metrics | {"accuracy": _mean([is_hit(record) for record in answered])}
+    if not any(record["isBalanced"] for record in answered):
         return metrics
     known = {record["questionId"] for record in records}
     entailing = [entailed_ids(record) for record in records if record["isBalanced"]]

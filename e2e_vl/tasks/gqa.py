@@ -13,7 +13,7 @@ import numpy as np
 
 from e2e_vl.evaluation.gqa import belongs, gqa_metrics, is_hit, write_submission
 from e2e_vl.layout import TextWriter
-from e2e_vl.samples import RightAnswer
+from e2e_vl.samples import RightAnswer, ScoredAnswers
 from e2e_vl.structures import Batch, ModelOutput
 from e2e_vl.tasks.base import PredictionWords, Records
 from e2e_vl.tasks.choice import AnswerConfig, AnswerTargets, AnswerTask, AnswerWording
@@ -42,13 +42,20 @@ class GQAWording(AnswerWording):
     """In a mirrored image an answer "left" becomes "right" as the words of the question do."""
 
     def judged(self, truth: Any, *, mirrored: bool) -> tuple[GQATargets, dict[str, Any]]:
-        if not isinstance(truth, RightAnswer):
+        answer = right_answer(truth)
+        if answer is None:
             return GQATargets(), {}
-        answer = truth.answer
         if mirrored:
             answer = {"left": "right", "right": "left"}.get(answer, answer)
         best = np.int64(self.answers.class_of.get(answer, -1))
         return GQATargets(self.answers.targets_of({answer: 1.0}), best), {"answer": answer}
+
+
+def right_answer(truth: Any) -> str | None:
+    """The one right answer: the given one, or the one with the best score; None where it is unknown."""
+    if isinstance(truth, ScoredAnswers):
+        return max(truth.scores, key=truth.scores.get, default=None)
+    return truth.answer if isinstance(truth, RightAnswer) else None
 
 
 class GQATask(AnswerTask):
@@ -61,7 +68,8 @@ class GQATask(AnswerTask):
         return GQAWording(writer, self.answer_list)
 
     def best_class(self, truth: Any) -> int | None:
-        return self.answer_list.class_of.get(truth.answer, -1) if isinstance(truth, RightAnswer) else None
+        answer = right_answer(truth)
+        return None if answer is None else self.answer_list.class_of.get(answer, -1)
 
     def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """See `AnswerTask.predict`; the choices of a question become `is_valid` and `is_plausible` of its answer."""
