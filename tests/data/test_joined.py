@@ -45,9 +45,9 @@ def settings(tiny: TinyRefCOCO) -> DataSettings:
     return dataclasses.replace(vqa, name="joined", files={}, config={"parts": parts})
 
 
-def changed(settings: DataSettings, name: str, **changes: Any) -> DataSettings:
+def changed(settings: DataSettings, member: str, **changes: Any) -> DataSettings:
     parts = settings.config["parts"]
-    return dataclasses.replace(settings, config={"parts": parts | {name: parts[name] | changes}})
+    return dataclasses.replace(settings, config={"parts": parts | {member: parts[member] | changes}})
 
 
 def opened(settings: DataSettings, boxes: BoxSource | str = "online", split: str = "train") -> JoinedDataset:

@@ -8,3 +8,4 @@ from tests.parity.lxmert_encoder_checks import *  # noqa: F403
 from tests.parity.lxmert_files_checks import *  # noqa: F403
 from tests.parity.lxmert_finetuning_checks import *  # noqa: F403
 from tests.parity.lxmert_pretraining_checks import *  # noqa: F403
+from tests.parity.lxmert_training_checks import *  # noqa: F403
