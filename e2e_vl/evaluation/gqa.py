@@ -39,9 +39,9 @@ def gqa_scores(records: Iterable[Record], *, with_consistency: bool = True) -> d
 
     Returns:
         "accuracy", "binary", "open" and, where the choices are known, "validity" and "plausibility"; "grounding" where
-        it is known; "consistency"; the lower the better "distribution" (chi-square / 100); and "accuracyPerStructuralType", "accuracyPerSemanticType",
-        "accuracyPerLength" (words) and "accuracyPerSteps", each {type: {"accuracy", "count"}}. A score of no question
-        is 0, as in the script.
+        it is known; "consistency"; the lower the better "distribution" (chi-square / 100); and
+        "accuracyPerStructuralType", "accuracyPerSemanticType", "accuracyPerLength" (words) and "accuracyPerSteps", each
+        {type: {"accuracy", "count"}}. A score of no question is 0, as in the script.
 
     Raises:
         ValueError: there is no balanced question with an answer, or a question that another one entails has no
@@ -144,7 +144,7 @@ def gqa_metrics(records: Iterable[Record]) -> dict[str, float]:
         "count", and if there are balanced questions with answers "accuracy", "accuracy/binary" and "accuracy/open"
         where there are such questions, "accuracy_by_structure/<type>", "accuracy_by_meaning/<type>",
         "accuracy_by_words/<n>", "accuracy_by_steps/<n>", "distribution" (0 is best, it has no upper end), and where
-        they are known "validity", "plausibility", "grounding" and "consistency". The last one is left out where entailed
+        they are known "validity", "plausibility", "grounding" and "consistency", which is left out where entailed
         questions were not predicted.
     """
     records = list(records)

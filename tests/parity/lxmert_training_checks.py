@@ -21,8 +21,8 @@ golden = common.golden
 
 def values_of(model: VisionLanguageModel) -> dict[str, Tensor]:
     """All parameters by official names."""
-    encoder, task = ({name: value.detach() for name, value in part.named_parameters()}
-                     for part in (model.encoder, model.task))  # fmt: skip
+    parts = model.encoder, model.task
+    encoder, task = ({name: value.detach() for name, value in part.named_parameters()} for part in parts)
     return official_lxmert_state(ModelWeights({}, encoder, task, "pretraining"))
 
 
@@ -33,8 +33,7 @@ def test_updates_of_the_whole_model(golden):
     parameters = [*model.encoder.parameters(), *model.task.parameters()]
     group = {"params": parameters, "lr": options["lr"], "weight_decay": options["weight_decay"]}
     optimizer = BertAdam([group], tuple(options["betas"]), options["eps"], None)
-    settings = TrainSettings(optimizer=options["optimizer"].replace("BertAdam", "bert_adam"),
-                             warmup_share=options["warmup"])  # fmt: skip
+    settings = TrainSettings(optimizer="bert_adam", warmup_share=options["warmup"])
     schedule = build_schedule(optimizer, settings, options["t_total"], steps_done=0)
     assert len(recorded["loss"]) == options["updates"]
     for step in range(options["updates"]):
@@ -47,7 +46,6 @@ def test_updates_of_the_whole_model(golden):
         assert_near(norm, recorded["norm_before_clip"][step].double(), f"norm {step}")
         optimizer.step()
         schedule.step()
-    assert float(recorded["loss"][-1]) < float(recorded["loss"][0])
     ends = values_of(model)
     for name, value in golden.part("train", "end.").items():
         assert_near(ends[name], value.double(), f"end of {name}")
