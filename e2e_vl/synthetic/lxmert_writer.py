@@ -1,4 +1,4 @@
-"""Writer of the files of the official LXMERT code: sentences with labels, region features with what a detector found."""
+"""Writer of the files of the official LXMERT code: sentences with labels, and regions with what a detector found."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What is to be predicted cannot be read from the input: of every objective, with an encoder on saved features.
 
-Each test changes what is hidden and looks at the logits. With the hiding off they do change, so that the tests can fail.
+Each test changes what is hidden and looks at the logits. With the hiding off they do change, so the tests can fail.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def test_every_objective_is_learned(model):
     own = copy.deepcopy(model)
     batch = make_batch()
     optimiser = torch.optim.Adam(own.parameters(), lr=0.01)
-    before = {name: float(loss.mean) for name, loss in own(batch).losses.items()}
+    before = {name: loss.mean.item() for name, loss in own(batch).losses.items()}
     for _ in range(60):
         optimiser.zero_grad()
         sum(loss.mean for loss in own(batch).losses.values()).backward()
