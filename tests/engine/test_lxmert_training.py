@@ -105,9 +105,11 @@ def test_a_saved_model_keeps_the_answers_of_pretraining(config_of, tmp_path):
 
 
 def test_a_step_of_vcr(config_of, tmp_path):
-    """Words name regions, which this encoder does not read: the names alone say which person is meant."""
-    config = config_of("vcr", "data.synthetic.scenes={train: 3, val: 2}", "data.synthetic.formats=[vcr]")
-    metrics = train(config)
+    """Its words carry no regions: the names alone say which person is meant, and the task says so at once."""
+    words = ("data.synthetic.scenes={train: 3, val: 2}", "data.synthetic.formats=[vcr]")
+    with pytest.raises(ValueError, match="needs an encoder with words that carry the region they name"):
+        build_model(config_of("vcr", *words), vocab_size=50)
+    metrics = train(config_of("vcr", *words, "task.config.ground_words=false"))
     assert 0 <= metrics["val/accuracy_gt_boxes"] <= 1
     [losses, *_] = [line for line in read_log(tmp_path / "run" / "log.jsonl") if line["kind"] == "train"]
     assert 0 < losses["choice"] < 100 and 0 < losses["region_class"] < 100

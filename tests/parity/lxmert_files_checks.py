@@ -20,6 +20,7 @@ from e2e_vl.data.images.candidates import StoredBoxes
 from e2e_vl.data.listed_pairs import ListedPairDataset
 from e2e_vl.data.scored_questions import ScoredQuestionDataset
 from e2e_vl.data.storage.features.stores import TsvStore
+from e2e_vl.evaluation.vqa import record_accuracy
 from e2e_vl.samples import ScoredAnswers
 from e2e_vl.tasks.choice import AnswerTask
 from e2e_vl.tasks.gqa import GQAConfig, GQATask
@@ -162,3 +163,21 @@ def test_targets_of_fine_tuning(golden, rules, name):
                 np.testing.assert_array_equal(targets.scores, recorded)
                 labelled += 1
     assert labelled
+
+
+def test_accuracy_of_answers_in_pretraining(rules):
+    """The mean score of the predicted answers, over the items whose source has labels."""
+    recorded = rules.get("pretrain_qa_evaluation")
+    if recorded is None:
+        pytest.skip("the set has no evaluation of answers; it is optional")
+    scores: dict[str, list[float]] = {}
+    for item in rules["flattened"]:
+        if item["uid"] in recorded["predictions"]:
+            answer = recorded["predictions"][item["uid"]]
+            score = record_accuracy({"answer": answer, "answer_scores": item["label"]})
+            source = item["uid"].removeprefix(item["img_id"] + "_").rpartition("_")[0]
+            scores.setdefault(source, []).append(score)
+    together = [score for own in scores.values() for score in own]
+    assert len(together) == len(recorded["predictions"])
+    assert np.mean(together) == pytest.approx(recorded["accuracy"])
+    assert {source: np.mean(own) for source, own in scores.items()} == pytest.approx(recorded["per_source"])
