@@ -16,7 +16,7 @@ from e2e_vl.synthetic.format_writer import FormatWriter
 from e2e_vl.synthetic.nlvr2_writer import draw_set
 from e2e_vl.synthetic.relations import SceneFacts
 from e2e_vl.synthetic.scene_records import ATTRIBUTES, CATEGORIES, ObjectRecord, SceneRecord, by_split
-from e2e_vl.synthetic.vqa_writer import draw_vqa_questions
+from e2e_vl.synthetic.vqa_writer import SOURCE, draw_vqa_questions
 
 REGIONS = 36  # of every image
 FEATURE_DIM = 64
@@ -58,7 +58,7 @@ class LxmertWriter(FormatWriter[DescribedScene]):
             lines = (_line(scene) for scene in part)
             (folder / f"{split}_obj{REGIONS}.tsv").write_text("".join(lines), encoding="utf-8")
         listed = sorted(answers)
-        table = [{"ans": answer, "dsets": ["vqa"]} for answer in listed]
+        table = [{"ans": answer, "dsets": [SOURCE]} for answer in listed]
         for name, content in (("all_ans", table), ("trainval_label2ans", listed)):
             (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
         return {"sentences": count, "answers": len(listed)}
@@ -86,8 +86,8 @@ def _sentences(scene: SceneRecord[DescribedScene]) -> dict[str, Any]:
     asked = scene.drawn.questions
     return {
         "img_id": scene.image_file.stem,
-        "sentf": {"mscoco": scene.drawn.captions, "vqa": [one["question"] for one in asked]},
-        "labelf": {"vqa": [_label(one) for one in asked]},
+        "sentf": {"mscoco": scene.drawn.captions, SOURCE: [one["question"] for one in asked]},
+        "labelf": {SOURCE: [_label(one) for one in asked]},
     }
 
 
