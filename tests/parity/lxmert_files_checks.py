@@ -67,20 +67,21 @@ def opened(golden, kind: type[VLDataset], files: dict[str, str], sets: dict[str,
 
 
 def test_items_of_pretraining(golden, rules):
-    """In the official order: files one after the other, sources and sentences as they stand in them."""
+    """In the official order within each file: sources and sentences as they stand in it."""
     listed = list(dict.fromkeys(item["img_id"] for item in rules["flattened"]))
     files = {"sentences": "lxmert/{split}.json", "features": "{images}_obj36.tsv"}
     ours: dict[str, Any] = {}
+    order = [item["uid"] for item in rules["flattened"]]
     for split in IMAGE_SETS:
         if not (golden.folder / "data" / "lxmert" / f"{split}.json").is_file():
             continue
         dataset = opened(golden, ImageSentenceDataset, files, IMAGE_SETS, split)
-        for group in dataset.groups:
-            for text in dataset.sample(group).texts:
-                ours[text.facts["uid"]] = text
+        own = {text.facts["uid"]: text for group in dataset.groups for text in dataset.sample(group).texts}
+        own = {uid: text for uid, text in own.items() if text.facts["image_id"] in listed}
+        assert [uid for uid in order if uid in own] == list(own), split
+        ours |= own
+    assert set(ours) == set(order)
     answers = set(rules["answer_table"]["answers_in_order"])
-    known = [uid for uid in ours if ours[uid].facts["image_id"] in listed]
-    assert [item["uid"] for item in rules["flattened"]] == known
     for item in rules["flattened"]:
         text = ours[item["uid"]]
         assert (text.words, text.facts["image_id"]) == (item["sent"], item["img_id"])
