@@ -79,10 +79,9 @@ class VisionLanguageModel(nn.Module):
             `output_attentions` its attention maps too); detection losses when the batch carries detection targets.
 
         Raises:
-            ValueError: a text looks at several images, and the encoder cannot tell them apart.
+            ValueError: a text looks at several images, and the encoder cannot tell them apart, or has room for fewer.
         """
-        if batch.looks_at.shape[1] > 1:
-            self.encoder.require(Ability.IMAGE_PAIRS, "A text that looks at several images")
+        self.check_images(batch.looks_at.shape[1])
         batch = self.hide(batch)
         regions = self.detector(
             batch.images,
@@ -107,6 +106,16 @@ class VisionLanguageModel(nn.Module):
         task = self.task(batch, text_regions, encoded)
         names = self.detector.class_names
         return ModelOutput(task, regions, text_regions, encoded, batch, names)
+
+    def check_images(self, count: int) -> None:
+        """Raises ValueError unless the encoder can read texts that look at this number of images."""
+        if count > 1:
+            self.encoder.require(Ability.IMAGE_PAIRS, "A text that looks at several images")
+        room = self.encoder.max_images
+        if room is not None and count > room:
+            raise ValueError(
+                f"A text looks at {count} images, but encoder.config.image_slots is {room}; make them agree."
+            )
 
     def hide(self, batch: Batch) -> Batch:
         """The batch as the detector may see it; unchanged for a task that hides nothing."""

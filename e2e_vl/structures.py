@@ -57,7 +57,9 @@ class TextBatch(Movable):
     segment_ids: Int64[Tensor, "M L"]  # 0 or 1
     attend: Bool[Tensor, "M L"]  # True at real wordpieces
     summary: Int64[Tensor, " M"] | None = None  # where the summary of each text is read; None: the pooled vector
-    region_of_token: Int64[Tensor, "M L"] | None = None  # row of the candidate box a wordpiece names; -1 = none
+    # row of the candidate box of the (first) image that a wordpiece names; -1 = none. Boxes of further images cannot be
+    # named, which no data set of several images does.
+    region_of_token: Int64[Tensor, "M L"] | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

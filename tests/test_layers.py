@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 BASE = (
     *(
         "__init__",
+        "attention",
         "box_sources",
         "config",
         "converter",

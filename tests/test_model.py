@@ -253,6 +253,15 @@ def test_two_images_need_an_encoder_that_tells_them_apart(tiny_config):
         built.model(batch)
 
 
+def test_more_images_than_there_is_room_for_are_refused_before_anything_runs(tiny_config):
+    built = build(tiny_config("encoder.config.image_slots=2"))
+    batch = look_at_both(built.first_texts(images=2, texts=1))
+    three = dataclasses.replace(batch, looks_at=torch.tensor([[0, 1, 0], [1, 0, -1]]))
+    sentence = r"A text looks at 3 images, but encoder\.config\.image_slots is 2; make them agree\."
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        built.model(three)
+
+
 @pytest.mark.parametrize("in_sequence", [True, False])
 @pytest.mark.parametrize("pairwise", [True, False])
 def test_swapped_images_give_other_scores(tiny_config, in_sequence, pairwise):

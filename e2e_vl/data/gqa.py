@@ -6,12 +6,13 @@ before its first underscore, such as train)
     images        folder of the images
     choices       eval/{part}_choices.json: valid and plausible answers, for two of the scores; may be left out
     answers       list of possible answers; None: built from the balanced training questions
-    scene_graphs  sceneGraphs/{part}_sceneGraphs.json: boxes "gt"
+    scene_graphs  sceneGraphs/{part}_sceneGraphs.json: boxes "gt", and the grounding score
     instances     COCO instances of the same images, whose ids are numbers: boxes "gt" and detection losses
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from e2e_vl.data.formats.gqa_files import (
     GQAQuestions,
     check_question,
     find_entry,
+    named_boxes,
     pieces_of,
     question_facts,
     read_choices,
@@ -37,6 +39,14 @@ from e2e_vl.samples import RightAnswer, Sample, SampleImage, SampleText
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(frozen=True)
+class GQAOptions(ImageNames):
+    """Fields of `data.config`."""
+
+    # in evaluation, state where the objects are that a question and its answer name; needs `data.files.scene_graphs`
+    grounding: bool = False
+
+
 class GQADataset(VLDataset):
     """Questions of one or several splits, those of an image one after the other.
 
@@ -47,6 +57,7 @@ class GQADataset(VLDataset):
         parts: placeholder values of each split, see `VLDataset.parts`.
         choices, scene_graphs: files that together have all questions and images; empty: they are not needed.
         instances: annotated objects of all images.
+        grounds: scene graphs of all images, for the objects that questions name; empty: they are not needed.
 
     Raises:
         ValueError: an image that the instances or the scene graphs lack.
@@ -56,7 +67,7 @@ class GQADataset(VLDataset):
         *("images", "questions", "choices", "answers", "scene_graphs"),
         *("instances", "detections", "features"),
     )
-    options = ImageNames
+    options = GQAOptions
     annotation_files = ("instances", "scene_graphs")
 
     def __init__(
@@ -69,6 +80,7 @@ class GQADataset(VLDataset):
         choices: Sequence[EntryFile] = (),
         scene_graphs: Sequence[EntryFile] = (),
         instances: CocoInstances | None = None,
+        grounds: Sequence[EntryFile] = (),
     ) -> None:
         self.questions = questions
         self.folder = folder
@@ -77,6 +89,7 @@ class GQADataset(VLDataset):
         self.choices = choices
         self.scene_graphs = scene_graphs
         self.instances = instances
+        self.grounds = grounds
         self.groups = ConsecutiveGroups(questions.counts)
         if instances is not None:
             require_instances(instances, questions.image_ids)
@@ -86,7 +99,7 @@ class GQADataset(VLDataset):
                 find_entry(scene_graphs, image_id)
 
     @classmethod
-    def open(cls, files: DataFiles, options: ImageNames, split: str, wants: Wants) -> GQADataset:
+    def open(cls, files: DataFiles, options: GQAOptions, split: str, wants: Wants) -> GQADataset:
         """`split` names one split or several joined by "+"; the top of this file says which files there are."""
         parts = [{"split": name, "part": name.partition("_")[0]} for name in split_names(split)]
         more: dict[str, Any] = {}
@@ -104,17 +117,19 @@ class GQADataset(VLDataset):
             paths = dict.fromkeys(files.path("scene_graphs", **values) for values in parts)
             more["scene_graphs"] = [EntryFile(path, "scene graphs") for path in paths]
         if "choices" in files and not wants.training:
-            more["choices"] = _open_choices(files, parts)
+            more["choices"] = _open_parts(files, parts, "choices", "validity and plausibility are")
+        if options.grounding and not wants.training:
+            more["grounds"] = more.get("scene_graphs") or _open_parts(files, parts, "scene_graphs", "grounding is")
         return cls(GQAQuestions(_question_files(files, split)), files.path("images"), options, parts, **more)
 
     @classmethod
-    def reads(cls, options: ImageNames, split: str, wants: Wants) -> tuple[str, ...]:
+    def reads(cls, options: GQAOptions, split: str, wants: Wants) -> tuple[str, ...]:
         """Questions may lie in pieces, and not every split has choices; `open` looks for them."""
         unread = ("questions", "choices", "answers", "scene_graphs")
         return tuple(key for key in super().reads(options, split, wants) if key not in unread)
 
     @classmethod
-    def texts_of(cls, files: DataFiles, options: ImageNames, split: str) -> Iterable[str]:
+    def texts_of(cls, files: DataFiles, options: GQAOptions, split: str) -> Iterable[str]:
         """All questions of a split with their answers."""
         for path in _question_files(files, split):
             for entry in json_entries(path, "questions"):
@@ -124,7 +139,7 @@ class GQADataset(VLDataset):
                     yield entry.value["answer"]
 
     @classmethod
-    def answers_of(cls, files: DataFiles, options: ImageNames, split: str) -> dict[Any, str]:
+    def answers_of(cls, files: DataFiles, options: GQAOptions, split: str) -> dict[Any, str]:
         """Of the balanced questions: the table of 1,842 answers comes from train_balanced+val_balanced."""
         found = {}
         for path in _question_files(files, split):
@@ -166,6 +181,9 @@ class GQADataset(VLDataset):
         answer = facts.get("answer")
         if self.choices and answer is not None and facts["isBalanced"]:
             facts["choices"] = read_choices(find_entry(self.choices, question_id), question_id)
+        if self.grounds and answer is not None and facts["isBalanced"]:
+            where = f"question {question_id}"
+            facts["named_boxes"] = named_boxes(record, find_entry(self.grounds, record["imageId"]), where)
         return SampleText(index, facts["question"], facts, None if answer is None else RightAnswer(answer))
 
 
@@ -173,11 +191,12 @@ def _question_files(files: DataFiles, split: str) -> list[Path]:
     return [piece for name in split_names(split) for piece in pieces_of(files.path("questions", split=name))]
 
 
-def _open_choices(files: DataFiles, parts: Sequence[Mapping[str, str]]) -> list[EntryFile]:
-    """The choices of all parts; none if a part has no file, since a score needs all of them."""
-    paths = list(dict.fromkeys(files.path("choices", **values) for values in parts))
+def _open_parts(files: DataFiles, parts: Sequence[Mapping[str, str]], key: str, left_out: str) -> list[EntryFile]:
+    """A file for each part; none if a part has no file, since a score needs all of them."""
+    what = key.replace("_", " ")
+    paths = list(dict.fromkeys(files.path(key, **values) for values in parts))
     for path in paths:
-        if not path.is_file():  # the release has choices for train and val only
-            logger.warning("%s: there is no such file of choices, so validity and plausibility are left out.", path)
+        if not path.is_file():  # the release has them for train and val only
+            logger.warning("%s: there is no such file of %s, so %s left out.", path, what, left_out)
             return []
-    return [EntryFile(path, "choices") for path in paths]
+    return [EntryFile(path, what) for path in paths]

@@ -47,6 +47,11 @@ class Encoder(PreTrainedModel):
         """True if region 0 is a region like the others for tasks too. False: it only feeds other elements."""
         return self.uses_whole_image
 
+    @property
+    def max_images(self) -> int | None:
+        """Most images that one text may look at; None: as many as the ability to tell them apart allows."""
+        return getattr(self.config, "image_slots", None)
+
     def lacks(self, ability: Ability) -> str | None:
         """None if the encoder has the ability; else the remedy, such as "set encoder.config.with_pooler to true"."""
         return None if ability in self.abilities else "choose another encoder.name"

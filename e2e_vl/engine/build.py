@@ -28,9 +28,14 @@ from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco_detection import CocoDetectionDataset
 from e2e_vl.data.flickr30k import Flickr30KDataset
 from e2e_vl.data.gqa import GQADataset
+from e2e_vl.data.image_sentences import ImageSentenceDataset
+from e2e_vl.data.joined import JoinedDataset, JoinedOptions
+from e2e_vl.data.listed_pairs import ListedPairDataset
 from e2e_vl.data.nlvr2 import NLVR2Dataset
 from e2e_vl.data.refcoco import RefCOCODataset
+from e2e_vl.data.scored_questions import ScoredQuestionDataset
 from e2e_vl.data.vcr import VCRDataset
+from e2e_vl.data.visual_genome import VisualGenomeDataset
 from e2e_vl.data.vqa import VQADataset
 from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.encoders.base import Encoder
@@ -105,6 +110,18 @@ OBJECTIVES = {  # of pre-training; texts are changed in this order
     "region_features": (RegionFeaturesConfig, RegressedFeatures),
     "image_qa": (ImageQAConfig, ImageQA),
 }
+
+
+class AnyJoined(JoinedDataset):
+    """Some of the data sets below as one."""
+
+    options = JoinedOptions
+
+    @classmethod
+    def kind(cls, name: str) -> type[VLDataset]:
+        return _named(DATASETS, name, "data.config.parts.<part>.name")
+
+
 DATASETS: dict[str, type[VLDataset]] = {
     "refcoco": RefCOCODataset,
     "coco_detection": CocoDetectionDataset,
@@ -114,6 +131,11 @@ DATASETS: dict[str, type[VLDataset]] = {
     "gqa": GQADataset,
     "nlvr2": NLVR2Dataset,
     "flickr30k": Flickr30KDataset,
+    "image_sentences": ImageSentenceDataset,
+    "scored_questions": ScoredQuestionDataset,
+    "listed_pairs": ListedPairDataset,
+    "visual_genome": VisualGenomeDataset,
+    "joined": AnyJoined,
 }
 
 

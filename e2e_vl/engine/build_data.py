@@ -15,7 +15,7 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import DetectorSettings, RunConfig
 from e2e_vl.converter import check_keys, from_dict
 from e2e_vl.data.base import VLDataset, Wants, check_boxes_source, open_options
-from e2e_vl.data.images.candidates import open_boxes
+from e2e_vl.data.images.candidates import open_boxes_of
 from e2e_vl.data.images.loader import ImageLoader, ImageRules
 from e2e_vl.data.loading.collate import collate
 from e2e_vl.data.loading.example_dataset import ExampleDataset
@@ -170,12 +170,7 @@ def build_loader(
         mirror_precomputed=data.mirror_precomputed,
         mean_image_feature=data.mean_image_feature,
     )
-    key = next((key for key in boxes.needs if key != "instances"), None)
-    reader = None
-    if dataset is not None and key is not None and dataset.parts:
-        files, _ = open_options(type(dataset), data)
-        paths = list(dict.fromkeys(files.path(key, **values) for values in dataset.parts))
-        reader = open_boxes(paths, data.boxes.selection, with_features=boxes is BoxSource.PRECOMPUTED)
+    reader = None if dataset is None else open_boxes_of(dataset, data, boxes)
     return ImageLoader(rules, boxes, reader)
 
 

@@ -97,7 +97,7 @@ def evaluate(
     with torch.no_grad(), accelerator.autocast(), bar:
         for batch in bar:
             batch = batch.to(accelerator.device)
-            output = model(batch)
+            output = model(batch, output_attentions=model.task.reads_attention)
             records += model.task.predict(output.batch, output)
     model.train(was_training)
     records = gather_object(records)

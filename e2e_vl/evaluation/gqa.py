@@ -6,7 +6,7 @@ where a balanced question entails them (`consistency`).
 A record holds the keys of the official files: "questionId", "prediction", "question", "answer" (None or no key where it
 is unknown), "isBalanced", "types" {"structural", "semantic", "detailed"}, "group" (`groups.global`), "entailed" (ids)
 and "steps" (of reasoning in its program), and where the choices of the question are known the booleans "is_valid" and
-"is_plausible" (see `belongs`).
+"is_plausible" (see `belongs`), and where attention over regions is known "grounding" (see `grounding`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def gqa_scores(records: Iterable[Record], *, with_consistency: bool = True) -> d
         with_consistency: needs the predictions for all entailed questions.
 
     Returns:
-        "accuracy", "binary", "open" and, where the choices are known, "validity" and "plausibility"; "consistency"; the
-        lower the better "distribution" (chi-square / 100); and "accuracyPerStructuralType", "accuracyPerSemanticType",
-        "accuracyPerLength" (words) and "accuracyPerSteps", each {type: {"accuracy", "count"}}. A score of no question
-        is 0, as in the script.
+        "accuracy", "binary", "open" and, where the choices are known, "validity" and "plausibility"; "grounding" where
+        it is known; "consistency"; the lower the better "distribution" (chi-square / 100); and
+        "accuracyPerStructuralType", "accuracyPerSemanticType", "accuracyPerLength" (words) and "accuracyPerSteps", each
+        {type: {"accuracy", "count"}}. A score of no question is 0, as in the script.
 
     Raises:
         ValueError: there is no balanced question with an answer, or a question that another one entails has no
@@ -67,6 +67,8 @@ def gqa_scores(records: Iterable[Record], *, with_consistency: bool = True) -> d
         if all(key in record for record in scored):
             lists[name] = [record[key] for record in scored]
     scores: dict[str, Any] = {name: 100 * _mean(values) for name, values in lists.items()}
+    if all("grounding" in record for record in scored):
+        scores["grounding"] = 100 * _mean([record["grounding"] for record in scored])
     if with_consistency:
         shares = consistency_shares(records)
         scores["consistency"] = 100 * _mean(shares)
@@ -136,16 +138,21 @@ def distribution(records: Iterable[Record]) -> float:
 def gqa_metrics(records: Iterable[Record]) -> dict[str, float]:
     """The same scores as fractions, 0 to 1, of records that hold prediction and truth.
 
+    Records without "types", such as those of LXMERT's files of balanced questions, have an accuracy alone.
+
     Returns:
         "count", and if there are balanced questions with answers "accuracy", "accuracy/binary" and "accuracy/open"
         where there are such questions, "accuracy_by_structure/<type>", "accuracy_by_meaning/<type>",
         "accuracy_by_words/<n>", "accuracy_by_steps/<n>", "distribution" (0 is best, it has no upper end), and where
-        they are known "validity", "plausibility" and "consistency". The last one is left out where entailed questions
-        were not predicted.
+        they are known "validity", "plausibility", "grounding" and "consistency", which is left out where entailed
+        questions were not predicted.
     """
     records = list(records)
     metrics = {"count": float(len(records))}
-    if not any(record.get("answer") is not None and record["isBalanced"] for record in records):
+    answered = [record for record in records if record.get("answer") is not None]
+    if answered and not any("types" in record for record in answered):
+        return metrics | {"accuracy": _mean([is_hit(record) for record in answered])}
+    if not any(record["isBalanced"] for record in answered):
         return metrics
     known = {record["questionId"] for record in records}
     entailing = [entailed_ids(record) for record in records if record["isBalanced"]]
@@ -160,7 +167,8 @@ def gqa_metrics(records: Iterable[Record]) -> dict[str, float]:
     official = (*_KINDS, "accuracyPerLength", "accuracyPerSteps")
     for name, table in zip(names, official, strict=True):
         metrics |= {f"accuracy_by_{name}/{key}": row["accuracy"] / 100 for key, row in scores[table].items()}
-    metrics |= {name: scores[name] / 100 for name in ("validity", "plausibility", "consistency") if name in scores}
+    known_only = ("validity", "plausibility", "grounding", "consistency")
+    metrics |= {name: scores[name] / 100 for name in known_only if name in scores}
     return metrics | {"distribution": scores["distribution"]}
 
 

@@ -99,6 +99,19 @@ def answer_accuracy(prediction: str, answers: Sequence[str]) -> float:
     return sum(min(1.0, (total - matched) / 3.0) for matched in matches) / len(matches)
 
 
+def record_accuracy(record: Mapping[str, Any]) -> float | None:
+    """Score of one prediction with its truth, 0 to 1; None where the truth is unknown.
+
+    Args:
+        record: "answer" (predicted), and "answers" (of humans) or "answer_scores" {answer: score}. Scores count as
+            they are, and an answer without a score counts 0 (official LXMERT code).
+    """
+    if record.get("answers") is not None:
+        return answer_accuracy(record["answer"], record["answers"])
+    scores = record.get("answer_scores")
+    return None if scores is None else float(scores.get(record["answer"], 0.0))
+
+
 def vqa_accuracy(
     predictions: Iterable[Mapping[str, Any]], annotations: Iterable[Mapping[str, Any]], decimals: int = 2
 ) -> dict[str, Any]:
@@ -149,19 +162,19 @@ def vqa_metrics(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Mean accuracies, 0 to 1, of records that hold prediction and truth.
 
     Args:
-        records: "answer" (predicted), "answers" (of humans), maybe "answer_type" and "question_type". Records of a
-            split without annotations have no "answers".
+        records: as `record_accuracy` takes them, maybe with "answer_type" and "question_type". Records of a split
+            without annotations have no truth.
 
     Returns:
-        "count", and if there are human answers "accuracy", "accuracy/<answer type>" and
+        "count", and if the truth is known "accuracy", "accuracy/<answer type>" and
         "accuracy_by_question/<question type>".
     """
     records = list(records)
     scores: dict[str, list[float]] = defaultdict(list)
     for record in records:
-        if record.get("answers") is None:
+        score = record_accuracy(record)
+        if score is None:
             continue
-        score = answer_accuracy(record["answer"], record["answers"])
         scores["accuracy"].append(score)
         for metric, key in (("accuracy", "answer_type"), ("accuracy_by_question", "question_type")):
             if record.get(key) is not None:

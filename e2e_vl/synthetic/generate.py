@@ -39,6 +39,7 @@ from e2e_vl.synthetic.flickr30k_writer import EntitiesWriter
 from e2e_vl.synthetic.format_writer import IMAGE_FORMATS, FormatWriter, Recipe
 from e2e_vl.synthetic.gqa_writer import GQAWriter
 from e2e_vl.synthetic.imitated_detector import ImitatedDetectorConfig, draw_detections
+from e2e_vl.synthetic.lxmert_writer import LxmertWriter
 from e2e_vl.synthetic.nlvr2_writer import PairWriter
 from e2e_vl.synthetic.refcoco_writer import RefCOCOPlusWriter
 from e2e_vl.synthetic.references import LanguageConfig, draw_references
@@ -64,6 +65,7 @@ WRITERS: dict[str, type[FormatWriter[Any]]] = {
     "gqa": GQAWriter,
     "nlvr2": PairWriter,
     "flickr30k": EntitiesWriter,
+    "lxmert": LxmertWriter,
 }
 FORMATS = tuple(WRITERS)
 VERSION = 5  # raise it when the same settings give other files

@@ -24,6 +24,7 @@ from e2e_vl.synthetic.scene_records import SceneRecord, by_split
 from e2e_vl.synthetic.scenes import SceneConfig
 
 NUM_ANSWERS = 10
+SOURCE = "vqa"  # as other formats name these questions
 _WRONG = 0.08  # chance that a person is wrong
 _SPELLED = 0.1  # chance that a person writes a number as a word
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")

@@ -118,6 +118,7 @@ class Task(nn.Module, abc.ABC):
     needs: tuple[Ability, ...] = ()  # what the encoder must be able to do
     answers: Sequence[str] = ()  # the list that a part of it chooses from; it is saved with the model
     hiding: HidingRule | None = None  # how regions are hidden from the model; None: nothing is hidden
+    reads_attention: bool = False  # its predictions of a split need the encoder's attention maps
     mask_size: int | None = None  # side of the instance masks on the RoI maps; None: the task uses none
 
     @classmethod

@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -92,7 +92,7 @@ class PossibleAnswers:
     def __len__(self) -> int:
         return len(self.answers)
 
-    def targets_of(self, scores: dict[str, float]) -> Float[np.ndarray, " Y"]:
+    def targets_of(self, scores: Mapping[str, float]) -> Float[np.ndarray, " Y"]:
         """float32 targets of every possible answer from the scores of some; those that are not in the list are left
         out."""
         targets = np.zeros(len(self), dtype=np.float32)
@@ -100,6 +100,11 @@ class PossibleAnswers:
             if answer in self.class_of:
                 targets[self.class_of[answer]] = score
         return targets
+
+    def best_scored(self, scores: Mapping[str, float]) -> int:
+        """Class of the known answer with the highest score above 0, of several the first; -1 if none is known."""
+        known = [answer for answer, score in scores.items() if score > 0 and answer in self.class_of]
+        return self.class_of[max(known, key=scores.get)] if known else -1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from e2e_vl.evaluation.gqa import belongs, gqa_metrics, is_hit, write_submission
+from e2e_vl.attention import attention_to_regions
+from e2e_vl.evaluation.gqa import belongs, gqa_metrics, grounding, is_hit, write_submission
 from e2e_vl.layout import TextWriter
-from e2e_vl.samples import RightAnswer
+from e2e_vl.samples import RightAnswer, ScoredAnswers
 from e2e_vl.structures import Batch, ModelOutput
 from e2e_vl.tasks.base import PredictionWords, Records
 from e2e_vl.tasks.choice import AnswerConfig, AnswerTargets, AnswerTask, AnswerWording
@@ -30,6 +31,9 @@ class GQAConfig(AnswerConfig):
     initialise_from_words: bool = False
     head_width: int = 2
     new_layers: NewLayers = "normal"
+    # score how much of the attention over regions lies on the objects that a question and its answer name; needs
+    # `data.config.grounding`, which says where they are
+    grounding: bool = False
 
 
 @dataclasses.dataclass
@@ -42,13 +46,20 @@ class GQAWording(AnswerWording):
     """In a mirrored image an answer "left" becomes "right" as the words of the question do."""
 
     def judged(self, truth: Any, *, mirrored: bool) -> tuple[GQATargets, dict[str, Any]]:
-        if not isinstance(truth, RightAnswer):
+        answer = right_answer(truth)
+        if answer is None:
             return GQATargets(), {}
-        answer = truth.answer
         if mirrored:
             answer = {"left": "right", "right": "left"}.get(answer, answer)
         best = np.int64(self.answers.class_of.get(answer, -1))
         return GQATargets(self.answers.targets_of({answer: 1.0}), best), {"answer": answer}
+
+
+def right_answer(truth: Any) -> str | None:
+    """The one right answer: the given one, or the one with the best score; None where it is unknown."""
+    if isinstance(truth, ScoredAnswers):
+        return max(truth.scores, key=truth.scores.get, default=None)
+    return truth.answer if isinstance(truth, RightAnswer) else None
 
 
 class GQATask(AnswerTask):
@@ -57,22 +68,44 @@ class GQATask(AnswerTask):
     loss_name = "gqa"
     predicted = "prediction"  # as in the official files, where "answer" is the truth
 
+    @property
+    def reads_attention(self) -> bool:
+        return self.config.grounding
+
     def make_wording(self, writer: TextWriter) -> GQAWording:
         return GQAWording(writer, self.answer_list)
 
     def best_class(self, truth: Any) -> int | None:
-        return self.answer_list.class_of.get(truth.answer, -1) if isinstance(truth, RightAnswer) else None
+        answer = right_answer(truth)
+        return None if answer is None else self.answer_list.class_of.get(answer, -1)
 
     def predict(self, batch: Batch, output: ModelOutput) -> Records:
-        """See `AnswerTask.predict`; the choices of a question become `is_valid` and `is_plausible` of its answer."""
+        """See `AnswerTask.predict`; the choices of a question become `is_valid` and `is_plausible` of its answer, and
+        the boxes that it names become `grounding`."""
         records = super().predict(batch, output)
-        for record in records:
+        for record, attended in zip(records, self._attended(output), strict=True):
+            named = record.pop("named_boxes", None)
+            if named is not None and attended is not None:
+                record["grounding"] = grounding(named, attended)
             choices = record.pop("choices", None)
             if choices is not None:
                 answer, types = record[self.predicted], record["types"]
                 record["is_valid"] = belongs(answer, choices["valid"], types)
                 record["is_plausible"] = belongs(answer, choices["plausible"], types)
         return records
+
+    def _attended(self, output: ModelOutput) -> list[list[tuple[list[float], float]] | None]:
+        """Regions of each text, in shares of the image's width and height, with their attention; None without maps."""
+        texts, regions = output.batch.texts, output.text_regions
+        if not self.config.grounding or output.encoded.attentions is None:
+            return [None] * len(texts)
+        shares = regions.boxes / regions.image_sizes.flip(-1).repeat(1, 1, 2)
+        attention = attention_to_regions(output.encoded, texts, regions.attend)
+        has_area = regions.attend & (shares[..., 2:] > shares[..., :2]).all(dim=-1)
+        return [
+            list(zip(shares[row][kept].tolist(), attention[row][kept].tolist(), strict=True))
+            for row, kept in enumerate(has_area)
+        ]
 
     def correct(self, record: dict[str, Any]) -> float | None:
         """1 if the answer is the annotated one, letter by letter; None where it is unknown."""

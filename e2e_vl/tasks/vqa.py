@@ -16,8 +16,8 @@ from jaxtyping import Float
 
 from e2e_vl.evaluation.vqa import (
     UNKNOWN,
-    answer_accuracy,
     normalise_answer,
+    record_accuracy,
     soft_scores,
     strip_punctuation,
     vocabulary_answer,
@@ -25,7 +25,7 @@ from e2e_vl.evaluation.vqa import (
     write_submission,
 )
 from e2e_vl.layout import TextWriter
-from e2e_vl.samples import HumanAnswers
+from e2e_vl.samples import HumanAnswers, ScoredAnswers
 from e2e_vl.tasks.base import PredictionWords, Records
 from e2e_vl.tasks.choice import AnswerConfig, AnswerTargets, AnswerTask, AnswerWording, PossibleAnswers
 from e2e_vl.text import mirror_words
@@ -47,11 +47,17 @@ class VQATargets(AnswerTargets):
 
 @dataclasses.dataclass(frozen=True)
 class VQAWording(AnswerWording):
-    """In a mirrored image the answers change too (official code)."""
+    """In a mirrored image the answers change too (official code). Scores of answers are targets as they are."""
 
     answers: AnswerList
 
     def judged(self, truth: Any, *, mirrored: bool) -> tuple[VQATargets, dict[str, Any]]:
+        if isinstance(truth, ScoredAnswers):
+            scores = dict(truth.scores)
+            if mirrored:
+                scores = {" ".join(mirror_words(answer.split(" "))): score for answer, score in scores.items()}
+            best = np.int64(self.answers.best_scored(scores))
+            return VQATargets(self.answers.targets_of(scores), best), {"answer_scores": scores}
         if not isinstance(truth, HumanAnswers):
             return VQATargets(), {}
         given = truth.answers
@@ -112,13 +118,13 @@ class VQATask(AnswerTask):
         return VQAWording(writer, self.answer_list)
 
     def best_class(self, truth: Any) -> int | None:
+        if isinstance(truth, ScoredAnswers):
+            return self.answer_list.best_scored(truth.scores)
         return self.answer_list.most_frequent(truth.answers) if isinstance(truth, HumanAnswers) else None
 
     def correct(self, record: dict[str, Any]) -> float | None:
-        """The official accuracy of one prediction, 0 to 1; None for a question without human answers."""
-        if record.get("answers") is None:
-            return None
-        return answer_accuracy(record["answer"], record["answers"])
+        """The official accuracy of one prediction, 0 to 1; None for a question whose answers are unknown."""
+        return record_accuracy(record)
 
     def metrics(self, records: Records) -> dict[str, float]:
         """The official accuracy, over all and by type of answer and question; see `e2e_vl.evaluation.vqa`."""
@@ -127,11 +133,12 @@ class VQATask(AnswerTask):
     def describe(self, record: dict[str, Any]) -> PredictionWords:
         """The question with its type, the best answer, and what people said, the most frequent answer first."""
         said = Counter(record.get("answers") or ())
+        scored = record.get("answer_scores") or {}
         return PredictionWords(
             record["question"],
             record["answer"],
             record["score"],
-            record.get("multiple_choice_answer") or next(iter(said), ""),
+            record.get("multiple_choice_answer") or max(scored, key=scored.get, default=next(iter(said), "")),
             "people said: " + ", ".join(f"{answer} ({count})" for answer, count in said.most_common()) if said else "",
             record.get("question_type") or "",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from e2e_vl.config import DataSettings
@@ -52,6 +53,26 @@ def test_choices_of_balanced_questions_are_read_for_scores(settings, caplog):
     assert "test_choices.json: there is no such file of choices" in caplog.text
     [text] = dataset.sample((0,)).texts
     assert text.truth is None and "answer" not in text.facts and list(dataset.truths()) == [None]
+
+
+def test_boxes_that_a_question_names_are_stated_for_the_grounding_score(settings, tiny, caplog):
+    named = {"answer": {"0": "102"}, "question": {"1": "100", "3": "101"}, "fullAnswer": {"2": "100"}}
+    path = tiny.images_root.parent / "questions" / "named_questions.json"
+    put(path, {"8": question(7, "Is it?", annotations=named), "9": question(7, "So?", isBalanced=False)})
+    graphs = tiny.images_root.parent / "sceneGraphs"
+    (graphs / "train_sceneGraphs.json").rename(graphs / "named_sceneGraphs.json")
+    settings = dataclasses.replace(changed(settings, choices=None), config={"grounding": True})
+    first, second = make(settings, "named", "online", training=False).sample((0, 1)).texts
+    left = [0.1, 20 / 60, 0.3, 40 / 60]
+    np.testing.assert_allclose(first.facts["named_boxes"], [left, [0.6, 1 / 6, 0.9, 4 / 6], left])
+    assert "named_boxes" not in second.facts
+    assert "named_boxes" not in make(settings, "named", "online").sample((0,)).texts[0].facts
+    put(path, {"8": question(7, "Is it?", annotations={"question": {"0": "77"}})})
+    with pytest.raises(ValueError, match="question 8 names the object 77, which the scene graph of image 7 lacks"):
+        make(settings, "named", "online", training=False).sample((0,))
+    (graphs / "named_sceneGraphs.json").unlink()
+    make(settings, "named", "online", training=False)
+    assert "so grounding is left out" in caplog.text
 
 
 def test_splits_are_joined(settings):

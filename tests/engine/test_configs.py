@@ -15,6 +15,7 @@ from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.base import open_options
 from e2e_vl.engine.build import build_model, build_objectives, named_parts, resolve, task_config
 from e2e_vl.engine.build_data import build_examples
+from e2e_vl.samples import RightAnswer
 from e2e_vl.tasks.objectives.base import Objective, Sizes
 from e2e_vl.text import load_tokenizer
 
@@ -60,6 +61,10 @@ def without_files(config: RunConfig) -> RunConfig:
     task = config.task
     if named_parts(config).task[1].chooses_answers:
         task = dataclasses.replace(task, config={**task.config, "answers": ["yes", "no"]})
+    objectives = task.config.get("objectives", {})
+    if isinstance(objectives.get("image_qa"), dict):
+        objectives = objectives | {"image_qa": objectives["image_qa"] | {"answers": ["yes", "no"]}}
+        task = dataclasses.replace(task, config={**task.config, "objectives": objectives})
     return dataclasses.replace(
         config,
         detector=dataclasses.replace(config.detector, weights=None),
@@ -87,7 +92,7 @@ def test_the_model_of_a_run_can_be_built(path):
             groups=[[0], [1]],
             class_names=getattr(options, "class_names", None),
             corpus="corpus" if has_corpus else None,
-            truths=list,
+            truths=lambda: [RightAnswer("yes")],
         )
         model.task.check_data(facts, model.detector)
     frozen_copy = (

@@ -102,3 +102,14 @@ def test_a_saved_model_keeps_the_answers_of_pretraining(config_of, tmp_path):
     assert loaded.task.answers == ("dog", "red")
     theirs = loaded.task.state_dict()
     assert all(torch.equal(value, theirs[name]) for name, value in model.task.state_dict().items())
+
+
+def test_a_step_of_vcr(config_of, tmp_path):
+    """Its words carry no regions: the names alone say which person is meant, and the task says so at once."""
+    words = ("data.synthetic.scenes={train: 3, val: 2}", "data.synthetic.formats=[vcr]")
+    with pytest.raises(ValueError, match="needs an encoder with words that carry the region they name"):
+        build_model(config_of("vcr", *words), vocab_size=50)
+    metrics = train(config_of("vcr", *words, "task.config.ground_words=false"))
+    assert 0 <= metrics["val/accuracy_gt_boxes"] <= 1
+    [losses, *_] = [line for line in read_log(tmp_path / "run" / "log.jsonl") if line["kind"] == "train"]
+    assert 0 < losses["choice"] < 100 and 0 < losses["region_class"] < 100

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 
 from detector.structures import ImageBatch
 from e2e_vl.layout import TextWriter
-from e2e_vl.samples import Question, RightAnswer, SampleText
-from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch
+from e2e_vl.samples import Question, RightAnswer, SampleText, ScoredAnswers
+from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, TextRegions
 from e2e_vl.tasks.gqa import GQAConfig, GQATargets, GQATask
 from e2e_vl.tasks.heads import Sizes
+from tests.regions import regions_of_own_images
 from tests.tasks.wordings import make_tokenizer, photo, sample_of, spoken, word
 
 ANSWERS = ["yes", "no", "left", "right", "red"]
@@ -98,6 +99,45 @@ def test_choices_become_whether_the_answer_is_among_them():
     described = task.describe(record)
     assert (described.answer, described.truth, described.group) == ("yes", "red", "query")
     assert "not balanced" in task.describe(record | {"isBalanced": False}).note
+
+
+def regions_in_halves() -> TextRegions:
+    """The left and the right half of an image that is 20 pixels wide, and a box without area."""
+    boxes = torch.tensor([[[0.0, 0, 10, 10], [10, 0, 20, 10], [5, 5, 5, 9]]])
+    attend = torch.ones(1, 3, dtype=torch.bool)
+    return regions_of_own_images(
+        torch.zeros(1, 3, 2), boxes, torch.tensor([[[10.0, 20.0]] * 3]), attend, attend.long() * 0
+    )
+
+
+@pytest.mark.parametrize("grounding", [True, False])
+def test_attention_on_named_boxes_becomes_the_grounding_score(grounding):
+    task = make_task(grounding=grounding)
+    assert task.reads_attention == grounding
+    batch = make_batch("red", named_boxes=[[0.0, 0.0, 0.5, 1.0], [0.25, 0.0, 0.75, 1.0]])
+    attention = torch.zeros(1, 2, 6, 6)
+    attention[:, :, 0, 3:] = torch.tensor([0.6, 0.2, 0.2])
+    states = torch.zeros(1, 3, 8)
+    encoded = EncoderOutput(states, states, attentions=(attention,))
+    output = ModelOutput(TaskOutput({}, torch.zeros(1, 5)), None, regions_in_halves(), encoded, batch)
+    [record] = task.predict(batch, output)
+    assert "named_boxes" not in record and ("grounding" in record) == grounding
+    records = [record | {"steps": 1, "entailed": []}]
+    if grounding:
+        assert record["grounding"] == pytest.approx(0.6 * 1.5 + 0.2 * 0.5)
+        assert task.metrics(records)["grounding"] == record["grounding"]
+    else:
+        assert "grounding" not in task.metrics(records)
+
+
+def test_questions_with_scored_answers_have_an_accuracy_alone():
+    """LXMERT's files have no types of questions."""
+    task = make_task()
+    targets, said = task.make_wording(None).judged(ScoredAnswers({"no": 1.0}), mirrored=False)
+    assert targets.scores.tolist() == [0, 1, 0, 0, 0] and said == {"answer": "no"}
+    assert task.best_class(ScoredAnswers({"no": 1.0})) == 1 and task.best_class(ScoredAnswers({})) is None
+    records = [{"questionId": str(n), "prediction": "no", "answer": answer} for n, answer in enumerate(("no", "yes"))]
+    assert task.metrics(records) == {"count": 2, "accuracy": 0.5}
 
 
 def test_metrics_and_the_file_of_the_server(tmp_path):

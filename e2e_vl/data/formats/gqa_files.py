@@ -258,3 +258,27 @@ def scene_objects(file: EntryFile, image_id: str) -> tuple[tuple[int, int], Anno
         np.array(boxes, dtype=np.float64).reshape(-1, 4), where, ids=tuple(ids), names=tuple(names)
     )
     return (graph["height"], graph["width"]), objects
+
+
+def named_boxes(record: Mapping[str, Any], file: EntryFile, where: str) -> list[list[float]]:
+    """Boxes xyxy, in shares of the image's width and height, of the objects that a question and its full answer name.
+
+    As the official evaluation script takes them from `annotations`: an object that is named twice is there twice.
+
+    Raises:
+        ValueError: no annotations, or an object that the scene graph lacks; the question is named.
+    """
+    require_keys(record, ("annotations",), where)
+    named = [key for part in ("question", "fullAnswer") for key in record["annotations"].get(part, {}).values()]
+    image_id = record["imageId"]
+    graph = file[image_id]
+    require_keys(graph, ("width", "height", "objects"), f"{file.path}: scene graph of image {image_id}")
+    width, height, objects = graph["width"], graph["height"], graph["objects"]
+    boxes = []
+    for key in named:
+        if key not in objects:
+            raise ValueError(f"{where} names the object {key}, which the scene graph of image {image_id} lacks")
+        one = objects[key]
+        x1, y1, x2, y2 = corners_of([one[side] for side in ("x", "y", "w", "h")], f"{where}: object {key}")
+        boxes.append([x1 / width, y1 / height, x2 / width, y2 / height])
+    return boxes

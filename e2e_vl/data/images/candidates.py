@@ -13,6 +13,9 @@ import numpy as np
 
 from detector.selection import select_regions
 from detector.selection_rule import SelectionRule
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import DataSettings
+from e2e_vl.data.base import VLDataset, open_options
 from e2e_vl.data.formats.detections import DetectionsFile
 from e2e_vl.data.storage.features.record import RegionFeatures
 from e2e_vl.data.storage.features.stores import FeatureStore, open_features
@@ -114,6 +117,20 @@ def open_boxes(paths: Sequence[Path], selection: SelectionRule, *, with_features
     if with_features:
         raise ValueError(f"{paths[0]}: boxes in MAttNet's format have no features; give a file of region features")
     return DetectedBoxes([DetectionsFile(path) for path in paths], selection)
+
+
+def open_boxes_of(dataset: VLDataset, settings: DataSettings, boxes: BoxSource) -> BoxReader | None:
+    """The files of boxes or features of an opened split; None where the source reads none or boxes come along.
+
+    Raises:
+        FileNotFoundError, ValueError: see `open_boxes`.
+    """
+    key = next((key for key in boxes.needs if key != "instances"), None)
+    if key is None or not dataset.parts:
+        return None
+    files, _ = open_options(type(dataset), settings)
+    paths = list(dict.fromkeys(files.path(key, **values) for values in dataset.parts))
+    return open_boxes(paths, settings.boxes.selection, with_features=boxes is BoxSource.PRECOMPUTED)
 
 
 def _found(regions: RegionFeatures, rows: np.ndarray | slice) -> dict[str, np.ndarray]:

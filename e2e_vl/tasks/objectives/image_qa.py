@@ -16,9 +16,10 @@ from torch import Tensor
 
 from detector.interface import Detector
 from detector.structures import Loss
+from e2e_vl.evaluation.vqa import soft_scores
 from e2e_vl.hiding import HidingRule
 from e2e_vl.layout import LaidText, TextWriter
-from e2e_vl.samples import DataFacts, ScoredAnswers
+from e2e_vl.samples import DataFacts, HumanAnswers, RightAnswer, ScoredAnswers
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.heads import Head, Transform
@@ -73,13 +74,30 @@ class AnswerDraw(ObjectiveWording):
         """The text itself stays as it is: its answer is not in it."""
         if draft.sample.is_asked or not draft.is_match or draft.text is None:
             return
-        if isinstance(draft.text.truth, ScoredAnswers):
-            answer = draw_answer(draft.text.truth.scores, self.class_of, generator)
+        scores = scores_of(draft.text.truth)
+        if scores is not None:
+            answer = draw_answer(scores, self.class_of, generator)
             if answer is not None:
                 draft.record["drawn_answer"] = answer
 
     def targets(self, draft: Draft, laid: LaidText) -> DrawnAnswer:
         return DrawnAnswer(np.int64(self.class_of.get(draft.record.get("drawn_answer"), NO_LABEL)))
+
+
+def scores_of(truth: Any) -> Mapping[str, float] | None:
+    """How good each answer to a question is, whatever the data say of it; None for a text that is no question.
+
+    Human answers score as in VQA v2, normalised; the one right answer scores 1. Those are the scores in the files that
+    the official code learns from.
+    """
+    match truth:
+        case ScoredAnswers(scores=scores):
+            return scores
+        case HumanAnswers(answers=answers):
+            return soft_scores(answers, normalised=True)
+        case RightAnswer(answer=answer):
+            return {answer: 1.0}
+    return None
 
 
 def draw_answer(scores: Mapping[str, float], class_of: Mapping[str, int], generator: np.random.Generator) -> str | None:
@@ -119,9 +137,8 @@ class ImageQA(Objective):
         """Raises ValueError if no text of the data has an answer that is in the list."""
         if facts is None:
             return
-        truths = (truth.scores for truth in facts.truths() if isinstance(truth, ScoredAnswers))
         known = set(self.answers)
-        if not any(plain_answer(answer) in known for scores in truths for answer in scores):
+        if not any(plain_answer(answer) in known for truth in facts.truths() for answer in scores_of(truth) or ()):
             raise ValueError(
                 f"No text of the data has an answer that is in {self.config.key('answers')}; use data with questions, "
                 f"or set {self.config.key('weight')} to 0."

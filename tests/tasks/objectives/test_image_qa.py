@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from e2e_vl.samples import HumanAnswers, ScoredAnswers
-from e2e_vl.tasks.objectives.image_qa import DrawnAnswer, ImageQA, ImageQAConfig, draw_answer
+from e2e_vl.samples import HumanAnswers, ReferredBox, RightAnswer, ScoredAnswers
+from e2e_vl.tasks.objectives.image_qa import DrawnAnswer, ImageQA, ImageQAConfig, draw_answer, scores_of
 from tests.tasks.objectives.tiny_objectives import SIZES, make_inputs
 from tests.tasks.objectives.worded import make_task, make_wording
 from tests.tasks.wordings import make_tokenizer, sample_of, tokens, word
@@ -69,11 +69,20 @@ def test_only_questions_with_a_known_answer_are_learned_from(tokenizer):
         ScoredAnswers({"horse": 1.0}),
         ScoredAnswers({}),
         None,
-        HumanAnswers(("cat",)),
+        ReferredBox((0.0, 0.0, 1.0, 1.0)),
     )
     texts = worded(tokenizer, questions(*truths))
     assert [int(text.targets.parts["image_qa"].answer) for text in texts] == [1, -1, -1, -1, -1]
     assert texts[0].record["drawn_answer"] == "cat" and "drawn_answer" not in texts[1].record
+
+
+def test_answers_of_other_kinds_score_as_in_the_official_files(tokenizer):
+    """Visual question answering scores what ten people said, GQA has one right answer."""
+    people = HumanAnswers(("Cat",) * 3 + ("the dog",) + ("horse",) * 6)
+    assert scores_of(people) == pytest.approx({"cat": 0.9, "dog": 0.3, "horse": 1.0})
+    assert scores_of(RightAnswer("dog")) == {"dog": 1.0} and scores_of(None) is None
+    texts = worded(tokenizer, questions(RightAnswer("dog"), HumanAnswers(("gray",) * 10)))
+    assert [int(text.targets.parts["image_qa"].answer) for text in texts] == [2, 3]
 
 
 def test_the_answer_never_stands_in_the_text(tokenizer):

@@ -1,0 +1,148 @@
+"""Several data sets as one: whose texts come in which order, which images are the same, whose boxes are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import DataSettings
+from e2e_vl.data.joined import JoinedDataset, JoinedOptions
+from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
+from e2e_vl.engine.build import AnyJoined
+from e2e_vl.samples import HumanAnswers
+from tests.data.roads import examples, open_dataset
+from tests.data.tiny_refcoco import TinyRefCOCO
+from tests.data.tiny_vqa import write_vqa
+
+
+def part(name: str, files: dict[str, str], **more: Any) -> dict[str, Any]:
+    return {"name": name, "splits": {"train": "train2014"}, "files": files} | more
+
+
+@pytest.fixture
+def settings(tiny: TinyRefCOCO) -> DataSettings:
+    """Two captions of each of the photos 7, 3 and 9, and the questions about photos 7 and 3."""
+    vqa = write_vqa(tiny)
+    rows = [
+        {"image_id": image["id"], "id": 10 * image["id"] + number, "caption": f"caption {image['id']} {number}"}
+        for image in tiny.instances["images"]
+        for number in range(2)
+    ]
+    root = Path(vqa.root)
+    captions = {"images": tiny.instances["images"], "annotations": rows}
+    (root / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
+    parts = {
+        "said": part("captions", {"captions": "captions.json", "images": str(tiny.images_root)}, images="photos"),
+        "asked": part("vqa", dict(vqa.files), images="photos", config=dict(vqa.config)),
+    }
+    return dataclasses.replace(vqa, name="joined", files={}, config={"parts": parts})
+
+
+def changed(settings: DataSettings, member: str, **changes: Any) -> DataSettings:
+    parts = settings.config["parts"]
+    return dataclasses.replace(settings, config={"parts": parts | {member: parts[member] | changes}})
+
+
+def opened(settings: DataSettings, boxes: BoxSource | str = "online", split: str = "train") -> JoinedDataset:
+    return open_dataset(AnyJoined, settings, split, boxes, training=True)
+
+
+def test_texts_come_part_by_part(settings):
+    dataset = opened(settings)
+    captions, questions = (member.dataset for member in dataset.members)
+    assert len(dataset) == len(captions) + len(questions)
+    words = [dataset[number] for number in range(len(dataset))]
+    assert words[:6] == [f"caption {image} {number}" for image in (7, 3, 9) for number in range(2)]
+    assert words[6:] == [question.text for question in questions.questions]
+    assert sorted(text for group in dataset.groups for text in group) == list(range(len(dataset)))
+    truths = list(dataset.truths())
+    assert len(truths) == 0 or all(isinstance(truth, HumanAnswers) for truth in truths[-len(questions) :])
+    copy = pickle.loads(pickle.dumps(dataset))
+    for group in dataset.groups:
+        sample = copy.sample(group)
+        assert [text.index for text in sample.texts] == list(group)
+        assert [text.words for text in sample.texts] == [words[number] for number in group]
+    with pytest.raises(IndexError):
+        dataset[len(dataset)]
+
+
+def test_all_texts_about_an_image_are_its_own(settings):
+    dataset = opened(settings)
+    by_image: dict[str, set[int]] = {}
+    for group in dataset.groups:
+        by_image.setdefault(dataset.sample(group[:1]).images[0].id, set()).update(group)
+    assert set(by_image) == {"photos/7", "photos/3", "photos/9"}
+    assert len(by_image["photos/9"]) == 2 < len(by_image["photos/7"])
+    for group in dataset.groups:
+        sample = dataset.sample(group[:1])
+        assert sample.pool is dataset and set(sample.own) == by_image[sample.images[0].id]
+    apart = opened(changed(settings, "asked", images=None))
+    sample = apart.sample(apart.groups[-1])
+    assert set(sample.own) == set(apart.groups[-1]) and sample.images[0].id.startswith("of asked/")
+
+
+def test_images_may_be_left_out(settings):
+    root = Path(settings.root)
+    (root / "some.txt").write_text("7\n9\n")
+    for name, change, wanted in (
+        ("said", {"only_images": "some.txt"}, {"7", "9"}),
+        ("said", {"without_images": "some.txt"}, {"3"}),
+        ("asked", {"without_images": "some.txt"}, {"3"}),
+    ):
+        dataset = opened(changed(settings, name, **change))
+        number = list(settings.config["parts"]).index(name)
+        own = [group for group in dataset.groups if dataset._find(group[0])[0] is dataset.members[number]]
+        samples = [dataset.sample(group) for group in own]
+        assert {sample.images[0].id.partition("/")[2] for sample in samples} == wanted
+        everything = opened(settings)
+        known = {text.words for group in everything.groups for text in everything.sample(group).texts}
+        for group, sample in zip(own, samples, strict=True):
+            assert [text.words for text in sample.texts] == [dataset[text] for text in group]
+            assert {text.words for text in sample.texts} <= known
+        assert sorted(text for group in dataset.groups for text in group) == list(range(len(dataset)))
+        assert len(list(dataset.truths())) in (0, sum(len(m) for m in dataset.members if list(m.dataset.truths())))
+    (root / "some.txt").write_text("photo_7")
+    with pytest.raises(ValueError, match=r"parts\.said: no image is left .* such as 7"):
+        opened(changed(settings, "said", only_images="some.txt"))
+
+
+def test_each_part_reads_boxes_of_its_own(settings, tiny):
+    """The same id may name another image in another part."""
+    for name, value in (("said", 1.0), ("asked", 2.0)):
+        (Path(settings.root) / name).mkdir()
+        for image_id, size in (("7", (60, 100)), ("3", (80, 40)), ("9", (50, 50))):
+            features = RegionFeatures(
+                image_id, size, np.array([[1, 2, 11, 12]], np.float32), np.full((1, 3), value, np.float32)
+            )
+            save_npz(Path(settings.root) / name / f"{image_id}.npz", features)
+        files = settings.config["parts"][name]["files"]
+        settings = changed(settings, name, files=files | {"features": name}, images=None)
+    dataset = opened(settings, "precomputed")
+    made = examples(dataset, tiny.tokenizer, "precomputed")
+    for number, group in enumerate(dataset.groups):
+        [image] = [made.loader.load(one, made.loader.draw_augmentation(np.random.default_rng(0)))
+                   for one in dataset.sample(group).images]  # fmt: skip
+        assert image.features.tolist() == [[1.0 if number < 3 else 2.0] * 3]
+    (Path(settings.root) / "said" / "9.npz").unlink()
+    with pytest.raises(ValueError, match=r"no features of image 9 and 0 more of the split train of said"):
+        opened(settings, "precomputed")
+
+
+def test_what_does_not_fit(settings):
+    with pytest.raises(ValueError, match=r"no part of data\.config\.parts has the split val"):
+        opened(settings, split="val")
+    with pytest.raises(ValueError, match=r"parts\.asked: data\.files has the unknown key 'captoins'"):
+        opened(changed(settings, "asked", files={"captoins": "x"}))
+    with pytest.raises(ValueError, match=r"parts\.<part>\.name is 'vqaa'"):
+        opened(changed(settings, "asked", name="vqaa"))
+    with pytest.raises(ValueError, match=r"data\.config\.parts\.asked\.splits has no value"):
+        parts = settings.config["parts"] | {"asked": {"name": "vqa"}}
+        opened(dataclasses.replace(settings, config={"parts": parts}))
+    assert list(AnyJoined.reads(JoinedOptions({}), "train", None)) == []

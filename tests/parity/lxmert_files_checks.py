@@ -1,0 +1,184 @@
+"""The readers of the official LXMERT files against what the official code made of small ones: which items there are,
+their sentences, boxes, features, labels and targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.config import DataSettings
+from e2e_vl.data.base import VLDataset, Wants, open_options
+from e2e_vl.data.formats.answer_files import read_answers
+from e2e_vl.data.image_sentences import ImageSentenceDataset
+from e2e_vl.data.images.candidates import StoredBoxes
+from e2e_vl.data.listed_pairs import ListedPairDataset
+from e2e_vl.data.scored_questions import ScoredQuestionDataset
+from e2e_vl.data.storage.features.stores import TsvStore
+from e2e_vl.evaluation.vqa import record_accuracy
+from e2e_vl.samples import ScoredAnswers
+from e2e_vl.tasks.choice import AnswerTask
+from e2e_vl.tasks.gqa import GQAConfig, GQATask
+from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.text import plain_answer
+from tests.parity import lxmert_common as common
+from tests.parity import lxmert_data_checks as data_checks
+from tests.parity.lxmert_common import assert_near
+
+golden, rules = common.golden, data_checks.rules
+
+IMAGE_SETS = {  # the official code's own table
+    "mscoco_train": "mscoco_imgfeat/train2014",
+    "mscoco_minival": "mscoco_imgfeat/val2014",
+    "mscoco_nominival": "mscoco_imgfeat/val2014",
+    "vgnococo": "vg_gqa_imgfeat/vg_gqa",
+}
+OF_VQA = {
+    "train": "mscoco_imgfeat/train2014",
+    "nominival": "mscoco_imgfeat/val2014",
+    "minival": "mscoco_imgfeat/val2014",
+    "test": "mscoco_imgfeat/test2015",
+}
+OF_GQA = {
+    "train": "vg_gqa_imgfeat/vg_gqa",
+    "valid": "vg_gqa_imgfeat/vg_gqa",
+    "testdev": "vg_gqa_imgfeat/gqa_testdev",
+}
+KINDS: dict[str, tuple[type[VLDataset], dict[str, str], str]] = {
+    "vqa": (ScoredQuestionDataset, OF_VQA, "question_id"),
+    "gqa": (ScoredQuestionDataset, OF_GQA, "question_id"),
+    "nlvr2": (ListedPairDataset, {}, "identifier"),
+}
+ANSWERING: dict[str, Callable[[list[str]], AnswerTask]] = {
+    "vqa": lambda answers: VQATask(4, VQAConfig(answers=answers)),
+    "gqa": lambda answers: GQATask(4, GQAConfig(answers=answers)),
+}
+
+
+def opened(golden, kind: type[VLDataset], files: dict[str, str], sets: dict[str, str], split: str) -> VLDataset:
+    options = {"image_sets": sets, "leave_out_unseen": True}
+    settings = DataSettings(name="data", root=str(golden.folder / "data"), files=files, config=options)
+    return kind.open(*open_options(kind, settings), split, Wants(BoxSource.PRECOMPUTED))
+
+
+def test_items_of_pretraining(golden, rules):
+    """In the official order within each file: sources and sentences as they stand in it."""
+    listed = list(dict.fromkeys(item["img_id"] for item in rules["flattened"]))
+    files = {"sentences": "lxmert/{split}.json", "features": "{images}_obj36.tsv"}
+    ours: dict[str, Any] = {}
+    order = [item["uid"] for item in rules["flattened"]]
+    for split in IMAGE_SETS:
+        if not (golden.folder / "data" / "lxmert" / f"{split}.json").is_file():
+            continue
+        dataset = opened(golden, ImageSentenceDataset, files, IMAGE_SETS, split)
+        own = {text.facts["uid"]: text for group in dataset.groups for text in dataset.sample(group).texts}
+        own = {uid: text for uid, text in own.items() if text.facts["image_id"] in listed}
+        assert [uid for uid in order if uid in own] == list(own), split
+        ours |= own
+    assert set(ours) == set(order)
+    answers = set(rules["answer_table"]["answers_in_order"])
+    for item in rules["flattened"]:
+        text = ours[item["uid"]]
+        assert (text.words, text.facts["image_id"]) == (item["sent"], item["img_id"])
+        assert isinstance(text.truth, ScoredAnswers) == ("label" in item)
+        if "label" in item:
+            plain = {plain_answer(answer) for answer in text.truth.scores}
+            assert plain & answers == set(item["label"]), item["uid"]
+
+
+def items(rules) -> list[tuple[str, list[str]]]:
+    """Of each recorded set of items the data set and its splits."""
+    return [(name.partition(":")[0], name.partition(":")[2].split(",")) for name in rules["finetune_items"]]
+
+
+def open_items(golden, name: str, splits: list[str]) -> VLDataset:
+    kind, sets, _ = KINDS[name]
+    key = "examples" if kind is ListedPairDataset else "questions"
+    default = {split: f"{name}_imgfeat/{split}" for split in splits}
+    files = {key: f"{name}/{{split}}.json", "features": "{images}_obj36.tsv"}
+    return opened(golden, kind, files, default | sets, "+".join(splits))
+
+
+def features_of(golden, dataset: VLDataset) -> StoredBoxes:
+    paths = dict.fromkeys(golden.folder / "data" / f"{part['images']}_obj36.tsv" for part in dataset.parts)
+    return StoredBoxes([TsvStore(path) for path in paths], None, with_features=False)
+
+
+def test_items_of_fine_tuning(golden, rules):
+    """Also that items without features are left out, as the official code does."""
+    assert items(rules)
+    for name, splits in items(rules):
+        dataset = open_items(golden, name, splits)
+        recorded = rules["finetune_items"][f"{name}:{','.join(splits)}"]
+        texts = [dataset.sample([number]).texts[0] for number in range(len(dataset))]
+        assert [text.words for text in texts] == [one["sentence"] for one in recorded]
+        if name != "nlvr2":
+            assert [text.facts["question_id"] for text in texts] == [one["id"] for one in recorded]
+        else:
+            assert [text.truth.number for text in texts] == [one["label"] for one in recorded]
+            assert [pair.uid for pair in dataset.pairs] == [one["id"] for one in recorded]
+
+
+def test_boxes_and_features_of_fine_tuning(golden, rules):
+    arrays, seen = golden["data"], set()
+    for name, splits in items(rules):
+        dataset = open_items(golden, name, splits)
+        store = features_of(golden, dataset)
+        for number in range(len(dataset)):
+            prefix = f"{name}.{'+'.join(splits)}.{number}."
+            boxes, features = [], []
+            for image in dataset.sample([number]).images:
+                found = next(one for one in store.stores if image.id in one)[image.id]
+                height, width = found.image_size
+                boxes.append(found.boxes / np.array([width, height, width, height], dtype=np.float32))
+                features.append(found.features)
+            if name != "nlvr2":
+                [boxes] = boxes
+            else:
+                np.testing.assert_array_equal(np.stack(features), arrays[f"{prefix}feats"], prefix)
+            assert_near(torch.from_numpy(np.stack(boxes)), arrays[f"{prefix}boxes"], prefix)
+            seen |= {f"{prefix}boxes", f"{prefix}feats", f"{prefix}target"}
+    recorded = {key for key in arrays if key.startswith(tuple(f"{name}." for name in KINDS))}
+    assert recorded <= seen, "every recorded array is looked at"
+
+
+@pytest.mark.parametrize("name", ANSWERING)
+def test_targets_of_fine_tuning(golden, rules, name):
+    arrays = golden["data"]
+    task = ANSWERING[name](read_answers(golden.folder / "data" / name / "trainval_label2ans.json"))
+    by_class = read_answers(golden.folder / "data" / name / "trainval_ans2label.json")
+    assert task.answers == by_class
+    wording, labelled = task.make_wording(None), 0
+    for splits in (splits for kind, splits in items(rules) if kind == name):
+        dataset = open_items(golden, name, splits)
+        for number, truth in enumerate(dataset.truths()):
+            targets, _ = wording.judged(truth, mirrored=False)
+            recorded = arrays.get(f"{name}.{'+'.join(splits)}.{number}.target")
+            assert (targets.scores is None) == (recorded is None)
+            if recorded is not None:
+                np.testing.assert_array_equal(targets.scores, recorded)
+                labelled += 1
+    assert labelled
+
+
+def test_accuracy_of_answers_in_pretraining(rules):
+    """The mean score of the predicted answers, over the items whose source has labels."""
+    recorded = rules.get("pretrain_qa_evaluation")
+    if recorded is None:
+        pytest.skip("the set has no evaluation of answers; it is optional")
+    scores: dict[str, list[float]] = {}
+    for item in rules["flattened"]:
+        if item["uid"] in recorded["predictions"]:
+            answer = recorded["predictions"][item["uid"]]
+            score = record_accuracy({"answer": answer, "answer_scores": item["label"]})
+            source = item["uid"].removeprefix(item["img_id"] + "_").rpartition("_")[0]
+            scores.setdefault(source, []).append(score)
+    together = [score for own in scores.values() for score in own]
+    assert len(together) == len(recorded["predictions"])
+    assert np.mean(together) == pytest.approx(recorded["accuracy"])
+    assert {source: np.mean(own) for source, own in scores.items()} == pytest.approx(recorded["per_source"])

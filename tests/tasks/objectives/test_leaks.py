@@ -1,0 +1,200 @@
+"""What is to be predicted cannot be read from the input: of every objective, with an encoder on saved features.
+
+Each test changes what is hidden and looks at the logits. With the hiding off they do change, so the tests can fail.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from detector.detector_config import DetectorConfig
+from detector.precomputed import PrecomputedDetector
+from detector.structures import ImageBatch, PrecomputedFeatures
+from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
+from e2e_vl.engine.build import build_objectives
+from e2e_vl.hiding import choose_regions
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.structures import Batch, HiddenRegions, RegionLabels, TextBatch
+from e2e_vl.targets import Targets
+from e2e_vl.tasks.heads import Sizes
+from e2e_vl.tasks.objectives.image_qa import DrawnAnswer
+from e2e_vl.tasks.objectives.masked_words import WordLabels
+from e2e_vl.tasks.objectives.relationship import MatchTargets
+from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, PretrainingTask
+
+VOCABULARY, WIDTH, FEATURE, CLASSES, ATTRIBUTES = 20, 16, 6, 5, 4
+IMAGES, REGIONS, LENGTH = 2, 4, 5
+HIDDEN = (0, 1)  # image and region
+OTHER = (1, 2)
+SETTINGS = {
+    "masked_words": {"weight": 1.0, "whole_words": False},
+    "masked_text": 0.0,
+    "masked_regions": 0.0,
+    "relationship": 1.0,
+    "object_labels": {"weight": 1.0, "classes": CLASSES},
+    "attribute_labels": {"weight": 1.0, "classes": ATTRIBUTES},
+    "region_features": 1.0,
+    "image_qa": {"weight": 1.0, "answers": ["yes", "no", "two"]},
+}
+OBJECTIVES = [name for name, value in SETTINGS.items() if value]
+
+
+@pytest.fixture(scope="module")
+def model() -> VisionLanguageModel:
+    torch.manual_seed(0)
+    config = LxmertEncoderConfig(
+        vocab_size=VOCABULARY,
+        feature_dim=FEATURE,
+        hidden_size=WIDTH,
+        l_layers=1,
+        r_layers=1,
+        x_layers=1,
+        num_attention_heads=2,
+        intermediate_size=2 * WIDTH,
+        max_position_embeddings=LENGTH,
+        initializer_range=0.3,
+        hidden_region_feature=True,
+    )
+    detector = PrecomputedDetector(DetectorConfig())
+    detector.feature_dim = FEATURE
+    objectives = build_objectives(SETTINGS, Sizes(WIDTH, VOCABULARY, FEATURE, CLASSES))
+    task = PretrainingTask(
+        WIDTH, PretrainingConfig(vocab_size=VOCABULARY, teacher="file", hide_pixels=False, max_length=None), objectives
+    )
+    return VisionLanguageModel(detector, LxmertEncoder(config), task).eval()
+
+
+def make_batch(*, hides: bool = True, donors: bool = False) -> Batch:
+    """Two texts about an image each. `donors`: the chosen region has the feature of another one instead of none."""
+    generator = torch.Generator().manual_seed(1)
+    corners = torch.rand(IMAGES, REGIONS, 2, generator=generator) * 4
+    labelled = [torch.zeros(REGIONS, dtype=torch.bool) for _ in range(IMAGES)]
+    hidden = copy.deepcopy(labelled)
+    labelled[HIDDEN[0]][HIDDEN[1]] = True
+    hidden[HIDDEN[0]][HIDDEN[1]] = hides and not donors
+    given = [torch.full((REGIONS,), -1) for _ in range(IMAGES)]
+    if donors and hides:
+        given[HIDDEN[0]][HIDDEN[1]] = OTHER[0] * REGIONS + OTHER[1]
+    features = [torch.randn(REGIONS, FEATURE, generator=generator) for _ in range(IMAGES)]
+    ids = torch.randint(5, VOCABULARY, (IMAGES, LENGTH), generator=generator)
+    size = torch.full((IMAGES, 2), 10)
+    parts: dict[str, Targets] = {
+        "masked_words": WordLabels(torch.tensor([[-1, 7, -1, -1, -1], [-1, -1, 3, -1, -1]])),
+        "relationship": MatchTargets(torch.tensor([1, 1])),
+        "image_qa": DrawnAnswer(torch.tensor([0, 2])),
+        **{name: Targets() for name in ("object_labels", "attribute_labels", "region_features")},
+    }
+    return Batch(
+        images=ImageBatch(torch.zeros(IMAGES, 3, 0, 0), size, size, ["a", "b"], PrecomputedFeatures(features)),
+        boxes=list(torch.cat([corners, corners + 5], dim=2)),
+        texts=TextBatch(ids, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool)),
+        looks_at=torch.arange(IMAGES)[:, None],
+        targets=PretrainingTargets(parts),
+        hidden=HiddenRegions(labelled, hidden, given if donors else None),
+        region_labels=RegionLabels(
+            features=[rows.clone() for rows in features],
+            found_classes=[torch.tensor([0, 1, 2, 3])] * IMAGES,
+            found_scores=[torch.full((REGIONS,), 0.9)] * IMAGES,
+            found_attributes=[torch.tensor([3, 2, 1, 0])] * IMAGES,
+            found_attribute_scores=[torch.full((REGIONS,), 0.8)] * IMAGES,
+        ),
+    )
+
+
+def logits_of(model: VisionLanguageModel, batch: Batch) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return model(batch).task.parts
+
+
+def with_other_feature(batch: Batch, place: tuple[int, int]) -> Batch:
+    image, row = place
+    features = [rows.clone() for rows in batch.images.precomputed.features]
+    features[image][row] += 3.0
+    return dataclasses.replace(
+        batch, images=dataclasses.replace(batch.images, precomputed=PrecomputedFeatures(features))
+    )
+
+
+def with_other_labels(batch: Batch) -> Batch:
+    """Everything that is to be learned is another one."""
+    labels, parts = batch.region_labels, batch.targets.parts
+    words = parts["masked_words"].labels
+    return dataclasses.replace(
+        batch,
+        region_labels=dataclasses.replace(
+            labels,
+            features=[rows * -2 + 1 for rows in labels.features],
+            found_classes=[(rows + 1) % CLASSES for rows in labels.found_classes],
+            found_scores=[rows / 3 for rows in labels.found_scores],
+            found_attributes=[(rows + 1) % ATTRIBUTES for rows in labels.found_attributes],
+            found_attribute_scores=[rows / 3 for rows in labels.found_attribute_scores],
+        ),
+        targets=PretrainingTargets(
+            {
+                **parts,
+                "masked_words": WordLabels(torch.where(words >= 0, words + 1, words)),
+                "relationship": MatchTargets(1 - parts["relationship"].is_match),
+                "image_qa": DrawnAnswer(2 - parts["image_qa"].answer),
+            }
+        ),
+    )
+
+
+def differ(one: dict[str, Tensor], two: dict[str, Tensor]) -> set[str]:
+    return {name for name in OBJECTIVES if not torch.allclose(one[name], two[name], atol=1e-6)}
+
+
+def test_the_feature_of_a_hidden_region_reaches_no_logits(model):
+    batch = make_batch()
+    assert not differ(logits_of(model, batch), logits_of(model, with_other_feature(batch, HIDDEN)))
+    shown = make_batch(hides=False)
+    assert differ(logits_of(model, shown), logits_of(model, with_other_feature(shown, HIDDEN))) == set(OBJECTIVES)
+
+
+def test_a_swapped_region_shows_its_donor_and_not_itself(model):
+    batch = make_batch(donors=True)
+    before = logits_of(model, batch)
+    assert not differ(before, logits_of(model, with_other_feature(batch, HIDDEN)))
+    after = logits_of(model, with_other_feature(batch, OTHER))
+    text = model(batch).task.parts["relationship"][HIDDEN[0]], after["relationship"][HIDDEN[0]]
+    assert not torch.allclose(*text), "the donor is seen where it stands in"
+
+
+@pytest.mark.parametrize("change", [with_other_labels])
+def test_no_label_reaches_the_logits(model, change: Callable[[Batch], Batch]):
+    batch = make_batch()
+    before, after = model(batch).task, model(change(batch)).task
+    for name in OBJECTIVES:
+        torch.testing.assert_close(before.parts[name], after.parts[name])
+        assert not torch.isclose(before.losses[name].mean, after.losses[name].mean), f"{name} learns from its label"
+
+
+def test_every_objective_is_learned(model):
+    """All at once, on one batch: the losses fall, and what was hidden is found."""
+    own = copy.deepcopy(model)
+    batch = make_batch()
+    optimiser = torch.optim.Adam(own.parameters(), lr=0.01)
+    before = {name: loss.mean.item() for name, loss in own(batch).losses.items()}
+    for _ in range(60):
+        optimiser.zero_grad()
+        sum(loss.mean for loss in own(batch).losses.values()).backward()
+        optimiser.step()
+    output = own(batch).task
+    for name, loss in output.losses.items():
+        assert float(loss.mean) < 0.3 * before[name], name
+    for name in OBJECTIVES:
+        assert torch.equal(output.details[f"{name}_right"], output.details[name]), name
+
+
+def test_chosen_regions_are_hidden_or_swapped_never_both():
+    chosen, hidden, swapped = choose_regions(4000, np.random.default_rng(0), 0.5, 0.8, 0.1)
+    assert not (hidden & swapped).any() and not ((hidden | swapped) & ~chosen).any()
+    assert hidden[chosen].mean() == pytest.approx(0.8, abs=0.03)
+    assert swapped[chosen].mean() == pytest.approx(0.1, abs=0.03)
