@@ -79,13 +79,14 @@ HEADS = {
     "vcr": HeadNames(CLASSIFIER, "VisualBertForMultipleChoice"),
     "nlvr2": HeadNames(CLASSIFIER, "VisualBertForVisualReasoning", counts_labels=True),
     "flickr30k": HeadNames(
-        {"flickr_attention.query": "attention.query", "flickr_attention.key": "attention.key"},
+        {"flickr_attention.query": "query", "flickr_attention.key": "key"},
         "VisualBertForRegionToPhraseAlignment",
         unused=("cls", "flickr_attention.value"),
     ),
 }
 NO_HEAD = HeadNames({}, "VisualBertModel")
-CLASSIFIER_ROWS = {1: "vcr", 2: "nlvr2"}  # rows of `classifier` -> task; any other number is VQA's
+ANSWERS = "vqa"  # the task whose `classifier` may have any number of rows
+CLASSIFIER_ROWS = {1: "vcr", 2: "nlvr2"}  # rows of `classifier` -> task, unless a run of `ANSWERS` asks for it
 
 
 class OfficialVisualBert(WeightAdapter):
@@ -211,7 +212,14 @@ def converted(
     words = encoder.get(WORD_TABLE)
     if DECODER in head and (words is None or not torch.equal(_float(head[DECODER]), words)):
         raise ValueError(f"{source}: {DECODER} differs from {WORD_TABLE}; the file is damaged.")
-    return ModelWeights({}, encoder, task, task_name, lends=("",) if task_name == PRETRAINING else ())
+    return ModelWeights(
+        {},
+        encoder,
+        task,
+        task_name,
+        lends=("",) if task_name == PRETRAINING else (),
+        also_of=(ANSWERS,) if task_name in CLASSIFIER_ROWS.values() else (),
+    )
 
 
 def _float(value: Tensor) -> Tensor:
@@ -224,9 +232,8 @@ def _task_of(head: Mapping[str, Tensor]) -> str | None:
         return "flickr30k"
     if any(name.startswith("cls.") for name in head):
         return PRETRAINING
-    if "classifier.weight" in head:
-        return CLASSIFIER_ROWS.get(len(head["classifier.weight"]), "vqa")
-    return None
+    rows = {len(value) for name, value in head.items() if replace_module(name, CLASSIFIER) is not None}
+    return CLASSIFIER_ROWS.get(min(rows), ANSWERS) if rows else None
 
 
 def parts_of(model: VisionLanguageModel, task_name: str, path: Path, config: Mapping[str, Any]) -> ModelWeights:
