@@ -51,9 +51,9 @@ class AnswerConfig:
     min_answer_count: int = 9
     dropout: float = 0.1  # dropout before the last Linear
     # "binary": a binary cross entropy per answer with soft targets, summed over the answers (official). "softmax": a
-    # cross entropy with the best answer as truth; texts without a known answer are left out. "divergence": the divergence
-    # (Kullback-Leibler) of the softmax from the soft targets as they are, which need not sum to 1; the mean over all
-    # texts (official VisualBERT code).
+    # cross entropy with the best answer as truth; texts without a known answer are left out. "divergence": the
+    # divergence (Kullback-Leibler) of the softmax from the soft targets as they are, which need not sum to 1; the mean
+    # over all texts (official VisualBERT code).
     loss: Literal["binary", "softmax", "divergence"] = "binary"
     # each row of the last Linear starts as the mean word embedding of its answer's wordpieces (official)
     initialise_from_words: bool = True

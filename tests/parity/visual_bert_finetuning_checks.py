@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from detector.structures import ImageBatch
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
@@ -102,7 +102,11 @@ def answering(golden: Golden, **fields: Any) -> tuple[Answering, Batch]:
     target = optional(golden, "vqa", "in.label")
     answers = [UNKNOWN, *(f"answer {number}" for number in range(1, target.shape[1]))]
     config = VQAConfig(
-        answers=answers, hidden_layer=False, loss="divergence", initialise_from_words=False, **{"dropout": 0.1, **fields}
+        answers=answers,
+        hidden_layer=False,
+        loss="divergence",
+        initialise_from_words=False,
+        **{"dropout": 0.1, **fields},
     )
     model = Answering(golden, "vqa", VQATask(golden.meta["configs"]["encoder"]["hidden_size"], config))
     batch = batch_of(model.texts(), VQATargets(target, target.argmax(dim=1)))
@@ -149,7 +153,9 @@ class Choosing(FineTuned):
     """The four choices of a question read the same regions, whose places in the texts are recorded lists."""
 
     def texts(self) -> TextBatch:
-        flat = {name: self.arrays[name].flatten(0, 1) for name in ("in.input_ids", "in.token_type_ids", "in.input_mask")}
+        flat = {
+            name: self.arrays[name].flatten(0, 1) for name in ("in.input_ids", "in.token_type_ids", "in.input_mask")
+        }
         return recorded_texts(flat)
 
     def regions(self) -> TextRegions:
@@ -167,9 +173,7 @@ class Choosing(FineTuned):
 
 def choosing(golden: Golden) -> tuple[Choosing, Batch]:
     label = optional(golden, "vcr", "in.label")
-    task = VCRTask(
-        golden.meta["configs"]["encoder"]["hidden_size"], VCRConfig(loss="softmax", region_loss_weight=0.0)
-    )
+    task = VCRTask(golden.meta["configs"]["encoder"]["hidden_size"], VCRConfig(loss="softmax", region_loss_weight=0.0))
     model = Choosing(golden, "vcr", task)
     is_right = torch.nn.functional.one_hot(label, CHOICES).flatten().float()
     return model, batch_of(model.texts(), VCRTargets(is_right))
