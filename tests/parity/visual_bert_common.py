@@ -83,7 +83,7 @@ def recorded_encoder(golden: Golden, *files: str, **fields: Any) -> VisualBertEn
 def our_name(official: str) -> str:
     """Name of a parameter with its part, e.g. encoder.pooler.dense.bias."""
     parts = OfficialVisualBert().convert({official: torch.empty(0)}, "a name")
-    [ours] = [f"{part}.{name}" for part in ("encoder", "task") for name in getattr(parts, part)]
+    [ours] = [f"{part}.{name}" for part in ("detector", "encoder", "task") for name in getattr(parts, part)]
     return ours
 
 
