@@ -65,8 +65,8 @@ class VCRConfig:
     join_word: str | None = "and"  # between several objects; None leaves it out (R2C)
     # words that name an object carry its region's vector; False: every word carries the vector of the whole image
     ground_words: bool = True
-    # which words those are: "pieces", all wordpieces of an object's name. "word_number": one position, the number of the
-    # name among the words before they were split, see `rows_by_word_number` (official VisualBERT code).
+    # where those stand: "pieces", at all wordpieces of an object's name. "word_number": at one position, the number of
+    # the name among the words before they were split, see `rows_by_word_number` (official VisualBERT code).
     ground_at: Literal["pieces", "word_number"] = "pieces"
     # question and choice are cut to this number of wordpieces together, [CLS] and [SEP] not counted
     max_pieces: int = 64

@@ -1,4 +1,4 @@
-"""VCR's sentences as wordpieces that know which object they name, as the official VL-BERT and VisualBERT code make them.
+"""VCR's sentences as wordpieces that know which object they name, as the official codes of VL-BERT and VisualBERT do.
 
 ["Why", "is", [0, 2], "smiling", "?"]  ->  why is casey and riley smiling ?
                                                   0          2
