@@ -250,6 +250,10 @@ def _r2c_rules(config: DetectorConfig) -> Rules:
             "MODEL.BACKBONE.FREEZE_AT 4 or less",
         ),
         (
+            resnet.num_groups == 1 and resnet.res2_out_channels == 4 * resnet.width_per_group,
+            "MODEL.R2C.FEATURE_DIM needs MODEL.RESNETS.NUM_GROUPS 1 and RES2_OUT_CHANNELS 4 times WIDTH_PER_GROUP",
+        ),
+        (
             config.roi_heads.pooler_type != "ROIPool",
             "MODEL.R2C.FEATURE_DIM needs MODEL.ROI_BOX_HEAD.POOLER_TYPE ROIAlign",
         ),

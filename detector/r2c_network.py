@@ -50,8 +50,7 @@ class NetworkSizes(NamedTuple):
 
     @classmethod
     def of(cls, config: ResNetConfig) -> NetworkSizes:
-        first = config.num_groups * config.width_per_group
-        widths = tuple(first * 2**number for number in range(4))
+        widths = tuple(config.width_per_group * 2**number for number in range(4))
         return cls(config.stem_out_channels, BLOCKS_PER_STAGE[config.depth], widths)
 
 

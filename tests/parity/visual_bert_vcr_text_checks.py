@@ -1,4 +1,4 @@
-"""VCR's texts, places of named objects, boxes and pictures against the rules recorded from the official VisualBERT code.
+"""VCR's texts, places of named objects, boxes and pictures against rules recorded from the official VisualBERT code.
 
 The settings are the shipped ones, configs/vcr/visual_bert_q2a.yaml.
 """
