@@ -17,8 +17,7 @@ ROOT = Path(__file__).parents[2]
 NETWORK = {
     "MODEL": {
         "RESNETS": {"STEM_OUT_CHANNELS": 8, "RES2_OUT_CHANNELS": 16, "WIDTH_PER_GROUP": 4},
-        "R2C": {"FEATURE_DIM": 8, "MASK_CHANNELS": 4, "CLASS_DIM": 4, "CANVAS": [176, 176]},
-        "ROI_HEADS": {"NUM_CLASSES": 6},
+        "R2C": {"FEATURE_DIM": 8, "MASK_CHANNELS": 4, "CLASS_DIM": 4, "CANVAS": [192, 192]},
     }
 }
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
