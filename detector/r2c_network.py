@@ -74,10 +74,9 @@ class R2CTrunk(nn.Module):
         for number, name in enumerate(("res2", "res3", "res4")):
             self.add_module(name, _make_blocks(resnet, sizes, number, channels, stride=1 if number == 0 else 2))
             channels = EXPANSION * sizes.widths[number]
+        norm = BatchStatistics if config.r2c.frozen_statistics == "batch" else FrozenBatchNorm2d
         for name in ("stem", "res2", "res3", "res4")[: resnet.freeze_at]:
-            freeze(
-                getattr(self, name), BatchStatistics if config.r2c.frozen_statistics == "batch" else FrozenBatchNorm2d
-            )
+            freeze(getattr(self, name), norm)
 
     def forward(self, pixels: Float[Tensor, "N 3 H W"]) -> FeatureMap:
         """res4."""
