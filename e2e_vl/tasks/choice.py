@@ -163,6 +163,8 @@ class AnswerTask(Task):
         width = config.head_width * summary_size
         transform = Transform(summary_size, norm=True, width=width) if config.hidden_layer else None
         self.head = Head(width, len(self.answers), config.dropout, config.new_layers, transform=transform)
+        if transform is None:  # only a hidden layer is like one of pre-training
+            self.starts_from = None
 
     @classmethod
     def build(cls, sizes: Sizes, config: AnswerConfig) -> Self:

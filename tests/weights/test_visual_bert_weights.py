@@ -126,6 +126,12 @@ def test_a_head_of_one_or_two_answers_is_one_of_questions_where_a_run_of_questio
         load_task(make_task("flickr30k"), path, rules("flickr30k"))
 
 
+def test_a_head_of_answers_without_a_hidden_layer_starts_at_random(tmp_path):
+    export_official(make_model(make_task("pretraining")), "pretraining", tmp_path / "x.th")
+    with pytest.raises(ValueError, match=r"no rule says how the head of vqa starts from it; leave out task\.weights"):
+        load_task(answers_task(3), tmp_path / "x.th", rules("vqa"))
+
+
 def small_network(seed: int, **settings: Any) -> R2CNetwork:
     """With numbers of its own everywhere, counters of batches included."""
     flat = {f"MODEL.{key}": value for key, value in {**NETWORK, **settings}.items()} | INPUT
