@@ -29,7 +29,7 @@ def test_a_step_with_the_shipped_settings(tmp_path):
     shipped = load_config(ROOT / "configs/vcr/visual_bert_q2a.yaml", ["data.root=DATA"])
     words = [f"data.root={tmp_path / 'data'}", f"output={tmp_path / 'run'}", "train.max_steps=1"]
     words += ["train.schedule=constant", "train.warmup_steps=0", "eval.report_pictures=0", "data.flip=0"]
-    words += ["data.texts_per_image=1", "data.config.objects=r2c_all_texts"]
+    words += ["eval.boxes=[gt]", "data.texts_per_image=1", "data.config.objects=r2c_all_texts"]
     tiny = load_config(ROOT / "configs/tiny/vcr.yaml", words)
     config = replaced(
         tiny,

@@ -143,9 +143,9 @@ def test_the_test_split_has_no_targets(tiny):
         ({"ground_words": "maybe"}, r"task\.config\.ground_words is 'maybe'; it must be a bool"),
         ({"people_names": "Casey"}, r"task\.config\.people_names is 'Casey'; it must be a list"),
         ({"max_pieces": None}, r"task\.config\.max_pieces is None"),
-        ({"ground_at": "start"}, r'task\.config\.ground_at is "start"; it must be one of pieces, word_number'),
-        ({"names_by": "turn"}, r'task\.config\.names_by is "turn"'),
-        ({"cut": "front"}, r'task\.config\.cut is "front"'),
+        ({"ground_at": "start"}, r"task\.config\.ground_at is 'start'; it must be one of pieces, word_number"),
+        ({"names_by": "turn"}, r"task\.config\.names_by is 'turn'"),
+        ({"cut": "front"}, r"task\.config\.cut is 'front'"),
     ],
 )
 def test_wrong_options(options, message):
