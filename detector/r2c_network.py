@@ -175,7 +175,7 @@ class R2CNetwork(Detector):
         classes = [rows + 1 for rows in box_classes]
         if whole_image:
             corners = images.sizes.flip(1).to(boxes[0].dtype)
-            parts = prepend(torch.cat([torch.zeros_like(corners), corners], dim=1)[:, None], parts)
+            parts = prepend(list(torch.cat([torch.zeros_like(corners), corners], dim=1)[:, None]), parts)
             masks = [torch.cat([rows.new_ones(1, side, side), rows]) for rows in masks]
             classes = [F.pad(rows, (1, 0), value=WHOLE_IMAGE) for rows in classes]
             boxes = prepend(whole_image_boxes(images.sizes), boxes)

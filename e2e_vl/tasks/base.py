@@ -119,6 +119,7 @@ class Task(nn.Module, abc.ABC):
     answers: Sequence[str] = ()  # the list that a part of it chooses from; it is saved with the model
     hiding: HidingRule | None = None  # how regions are hidden from the model; None: nothing is hidden
     mask_size: int | None = None  # side of the instance masks on the RoI maps; None: the task uses none
+    mask_at: str = "corners"  # which points of the masks' cells are looked at: "corners" or "centres"
 
     @classmethod
     def build(cls, sizes: Sizes, config: Any) -> Self:

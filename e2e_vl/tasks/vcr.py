@@ -74,6 +74,8 @@ class VCRConfig:
     # first pieces of the choice, and what stands in front must fit (official VisualBERT code).
     cut: Literal["longer", "choice"] = "longer"
     mask_size: int | None = 14  # side of the instance masks and of the detector's RoI maps; None = no masks
+    # a mask's cell belongs to the object if its upper left corner does, or (R2C, official VisualBERT code) its centre
+    mask_at: Literal["corners", "centres"] = "corners"
     blank_question: bool = False  # control that reads the choices only
     dropout: float = 0.1  # on the summary, before the Linear that scores a choice
     # "sigmoid": a binary cross entropy per choice, mean over all choices (official). "softmax": a cross entropy over
@@ -247,6 +249,10 @@ class VCRTask(Task):
     @property
     def mask_size(self) -> int | None:
         return self.config.mask_size
+
+    @property
+    def mask_at(self) -> str:
+        return self.config.mask_at
 
     @classmethod
     def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:

@@ -163,10 +163,11 @@ def test_images_on_their_canvas(recorded, settings):
         assert torch.equal(pixels[0][:, outside], black[:, None].expand(3, int(outside.sum())))
 
 
-def test_masks_of_objects(recorded):
+def test_masks_of_objects(recorded, settings):
     case = recorded["vcr_mask"]
     outlines = [np.array(polygon) for polygon in case["polygons"]]
-    mask = instance_mask(outlines, np.array(case["box"][:4]), len(case["mask"]))
+    at = settings.task.config["mask_at"]
+    mask = instance_mask(outlines, np.array(case["box"][:4]), len(case["mask"]), at)
     np.testing.assert_array_equal(mask, np.array(case["mask"]))
 
 
