@@ -17,8 +17,8 @@ def instance_mask(outlines: Sequence[np.ndarray], box: np.ndarray, side: int = 1
 
     At "centres" (R2C, VisualBERT): a cell is 1 if its centre is inside of any outline, by the even-odd rule.
 
-    At "corners" (official VL-BERT code): coordinates relative to the box, times S / (width + 1) and S / (height + 1), clamped to
-    [0, S - 1]; then the grid points (column, row) = 0 .. S - 1 inside of an outline or on it are 1, as in
+    At "corners" (official VL-BERT code): coordinates relative to the box, times S / (width + 1) and S / (height + 1),
+    clamped to [0, S - 1]; then the grid points (column, row) = 0 .. S - 1 inside of an outline or on it are 1, as in
     `skimage.draw.polygon`. So the mask is a little narrower than the object: points, not cells, are looked at.
 
     Args:
