@@ -143,3 +143,19 @@ def check_boxes(boxes: Array, name: str, what: str = "box") -> None:
     raise ValueError(
         f"{name}: {what} {row} [{values}] is not finite or has no area; it must be [x1, y1, x2, y2], x1 < x2, y1 < y2."
     )
+
+
+def check_all_boxes(boxes: list[Tensor], names: list[str], what: str) -> None:
+    """`check_boxes` of the boxes of each image.
+
+    Raises:
+        ValueError: see `check_boxes`; or another number of lists than of images.
+    """
+    if len(boxes) != len(names):
+        raise ValueError(f"{len(boxes)} lists of boxes were given for {len(names)} images; give one list per image.")
+    if all(rows.ndim == 2 and rows.shape[1] == 4 for rows in boxes):  # one synchronisation for the whole batch
+        joined = torch.cat(boxes)
+        if bool((torch.isfinite(joined).all(dim=1) & is_larger(joined)).all()):
+            return
+    for rows, name in zip(boxes, names, strict=True):
+        check_boxes(rows, name, what)

@@ -347,3 +347,29 @@ class AttributeConfig(SettingsGroup):
     embedding_dim: int = setting("MODEL.ROI_BOX_HEAD.ATTRIBUTES.EMBEDDING_DIM", 256, ours=True, least=POSITIVE)
     hidden_dim: int = setting("MODEL.ROI_BOX_HEAD.ATTRIBUTES.HIDDEN_DIM", 512, ours=True, least=POSITIVE)
     loss_weight: float = setting("MODEL.ROI_BOX_HEAD.ATTRIBUTES.LOSS_WEIGHT", 0.2, ours=True, least=NOT_NEGATIVE)
+
+
+@dataclasses.dataclass(frozen=True)
+class R2CConfig(SettingsGroup):
+    """The network of R2C on VCR, see `detector.r2c_network`; `feature_dim` 0 = another detector.
+
+    `canvas` is the (height, width) in pixels of the black canvas on which every image is placed; empty = none.
+    `frozen_statistics` says what the batch norms of frozen stages normalise by: "stored" statistics, or the ones of the
+    "batch", in evaluation too (official VisualBERT code).
+    """
+
+    feature_dim: int = setting("MODEL.R2C.FEATURE_DIM", 0, ours=True, least=NOT_NEGATIVE)
+    mask_channels: int = setting("MODEL.R2C.MASK_CHANNELS", 32, ours=True, least=POSITIVE)
+    class_dim: int = setting("MODEL.R2C.CLASS_DIM", 128, ours=True, least=POSITIVE)
+    dropout: float = setting("MODEL.R2C.DROPOUT", 0.1, ours=True, least=NOT_NEGATIVE)
+    canvas: tuple[int, ...] = setting("MODEL.R2C.CANVAS", (), ours=True)
+    frozen_statistics: str = setting("MODEL.R2C.FROZEN_STATISTICS", "stored", ours=True, choices=("stored", "batch"))
+
+    def _rules(self) -> Rules:
+        return [
+            (self.dropout < 1, "MODEL.R2C.DROPOUT must be below 1"),
+            (
+                len(self.canvas) in (0, 2) and all(side > 0 for side in self.canvas),
+                "MODEL.R2C.CANVAS must hold the height and the width of the canvas, or nothing",
+            ),
+        ]

@@ -53,6 +53,7 @@ from detector.config_groups import (
     FPNConfig,
     InputConfig,
     MapShape,
+    R2CConfig,
     ResNetConfig,
     ROIHeadsConfig,
     RPNConfig,
@@ -76,6 +77,12 @@ class DetectorConfig(SettingsGroup):
     roi_heads: ROIHeadsConfig = dataclasses.field(default_factory=ROIHeadsConfig)
     box_head: BoxHeadConfig = dataclasses.field(default_factory=BoxHeadConfig)
     attributes: AttributeConfig = dataclasses.field(default_factory=AttributeConfig)
+    r2c: R2CConfig = dataclasses.field(default_factory=R2CConfig)
+
+    @property
+    def is_r2c(self) -> bool:
+        """Whether the settings are for the network of R2C, which has no RPN and no box predictor."""
+        return self.r2c.feature_dim > 0
 
     @property
     def is_fpn(self) -> bool:
@@ -114,14 +121,18 @@ class DetectorConfig(SettingsGroup):
 
     @property
     def map_size(self) -> int:
-        """Side of the RoI maps that masks multiply: the pooled maps of a box head, or the output of res5."""
+        """Side of the RoI masks: of the pooled maps of a box head, or of the output of res5, which they multiply."""
         side = self.roi_heads.pooler_resolution
+        if self.is_r2c:
+            return 2 * side
         return side if self.has_box_head or self.resnet.res5_dilation == 2 else (side + 1) // 2
 
     @property
     def feature_dim(self) -> int:
         """Width of a region feature."""
         head = self.box_head
+        if self.is_r2c:
+            return self.r2c.feature_dim
         if not self.has_box_head:
             return self.resnet.shapes["res5"].channels
         if head.region_feature == "mean":
@@ -131,6 +142,7 @@ class DetectorConfig(SettingsGroup):
     def _rules(self) -> Rules:
         rules = _box_head_rules(self) if self.has_box_head else _c4_rules(self)
         rules += _fpn_rules(self) if self.is_fpn else []
+        rules += _r2c_rules(self) if self.is_r2c else []
         if not all(holds for holds, _ in rules):
             return rules
         return rules + _map_rules(self) + _anchor_rules(self.anchors, len(self.rpn.in_features))
@@ -224,6 +236,26 @@ def _c4_rules(config: DetectorConfig) -> Rules:
             config.box_head.region_feature == "head",
             f"MODEL.ROI_BOX_HEAD.REGION_FEATURE {config.box_head.region_feature} needs MODEL.ROI_HEADS.NAME "
             f"{STANDARD_HEADS}",
+        ),
+    ]
+
+
+def _r2c_rules(config: DetectorConfig) -> Rules:
+    resnet = config.resnet
+    return [
+        (not config.has_box_head, f"MODEL.R2C.FEATURE_DIM needs MODEL.ROI_HEADS.NAME {RES5_HEADS}"),
+        (
+            resnet.depth >= 50 and resnet.freeze_at <= 4 and resnet.stride_in_1x1 and resnet.stem_pool == "max",
+            "MODEL.R2C.FEATURE_DIM needs MODEL.RESNETS.DEPTH 50 or more, STRIDE_IN_1X1 true, STEM_POOL max and "
+            "MODEL.BACKBONE.FREEZE_AT 4 or less",
+        ),
+        (
+            resnet.num_groups == 1 and resnet.res2_out_channels == 4 * resnet.width_per_group,
+            "MODEL.R2C.FEATURE_DIM needs MODEL.RESNETS.NUM_GROUPS 1 and RES2_OUT_CHANNELS 4 times WIDTH_PER_GROUP",
+        ),
+        (
+            config.roi_heads.pooler_type != "ROIPool",
+            "MODEL.R2C.FEATURE_DIM needs MODEL.ROI_BOX_HEAD.POOLER_TYPE ROIAlign",
         ),
     ]
 

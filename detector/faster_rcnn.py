@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from detector.boxes import check_boxes, is_larger, prepend, whole_image_boxes
+from detector.boxes import check_all_boxes, prepend, whole_image_boxes
 from detector.detector_config import DetectorConfig
 from detector.fpn import FPN
 from detector.interface import Detector
@@ -212,10 +212,10 @@ class TwoStageDetector(Detector):
         if roi_masks is not None and boxes is None:
             raise ValueError("roi_masks belong to given boxes: pass boxes too.")
         if boxes is not None:
-            _check_all_boxes(boxes, images.names, "box")
+            check_all_boxes(boxes, images.names, "box")
         if targets is None:
             return
-        _check_all_boxes(targets.boxes, images.names, "annotated box")
+        check_all_boxes(targets.boxes, images.names, "annotated box")
         _check_labels(targets.classes, targets.boxes, images.names, "class", 0, self.num_classes)
         if targets.attributes is not None and self.roi_heads.box_predictor.has_attributes:
             number = self.config.attributes.num_classes
@@ -223,12 +223,18 @@ class TwoStageDetector(Detector):
 
 
 class FasterRCNN(TwoStageDetector):
-    """Faster R-CNN with Detectron2's parameter names: its checkpoints load with `strict=True`."""
+    """Faster R-CNN with Detectron2's parameter names: its checkpoints load with `strict=True`.
+
+    Raises:
+        ValueError: settings of another detector.
+    """
 
     config_class = DetectorConfig
 
     def __init__(self, config: DetectorConfig) -> None:
         super().__init__()
+        if config.is_r2c:
+            raise ValueError("MODEL.R2C.FEATURE_DIM is for the network of R2C; set detector.backend to r2c.")
         self.config = config
         self.feature_dim = config.feature_dim
         self.num_classes = config.roi_heads.num_classes
@@ -284,17 +290,6 @@ def pad_to_multiple(pixels: Float[Tensor, "N 3 _H _W"], multiple: int) -> Float[
     height, width = pixels.shape[-2:]
     extra = (-width % multiple, -height % multiple)
     return F.pad(pixels, (0, extra[0], 0, extra[1])) if any(extra) else pixels
-
-
-def _check_all_boxes(boxes: list[Tensor], names: list[str], what: str) -> None:
-    if len(boxes) != len(names):
-        raise ValueError(f"{len(boxes)} lists of boxes were given for {len(names)} images; give one list per image.")
-    if all(rows.ndim == 2 and rows.shape[1] == 4 for rows in boxes):  # one synchronisation for the whole batch
-        joined = torch.cat(boxes)
-        if bool((torch.isfinite(joined).all(dim=1) & is_larger(joined)).all()):
-            return
-    for rows, name in zip(boxes, names, strict=True):
-        check_boxes(rows, name, what)
 
 
 def _check_labels(

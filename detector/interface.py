@@ -21,7 +21,8 @@ class Detector(nn.Module, abc.ABC):
     feature_dim: int  # D
     num_classes: int  # K
     class_names: tuple[str, ...] | None = None  # of the classes 0 .. K-1; None: unknown
-    map_size: int | None = None  # S of the last RoI map; None where it is unknown before the map is computed
+    map_size: int | None = None  # S of the RoI masks; None where it is unknown before a map is computed
+    reads_classes: ClassVar[bool] = False  # `forward` also takes `box_classes`, N entries, the class of each given box
 
     def recompute_activations(self) -> None:
         """Save memory in training: compute activations again in the backward pass instead of keeping them.
@@ -58,8 +59,8 @@ class Detector(nn.Module, abc.ABC):
             pixel_masks: N entries, boxes whose pixels become 0 in the network input (that is the mean colour) before
                 the backbone sees them.
             roi_masks: N entries, instance masks in 0..1 that multiply the last RoI map: the output of res5 before it is
-                averaged (the divisor stays S * S, as in VL-BERT on VCR), or the pooled map before a box head. Only
-                together with `boxes`.
+                averaged (the divisor stays S * S, as in VL-BERT on VCR), or the pooled map before a box head; other
+                networks may read them otherwise. Only together with `boxes`.
             whole_image: put the box [0, 0, width - 1, height - 1] in front of each image's regions as row 0.
 
         Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 from torchvision.ops.misc import FrozenBatchNorm2d
@@ -63,13 +64,27 @@ def make_norm(name: str, channels: int) -> nn.Module:
     raise ValueError(f"MODEL.RESNETS.NORM = {name!r} is not supported; use FrozenBN, BN, SyncBN or GN.")
 
 
-def freeze(module: nn.Module) -> None:
-    """Switch off all gradients of a module and turn its batch norms into FrozenBN, as Detectron2's `freeze`."""
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
+class BatchStatistics(nn.BatchNorm2d):
+    """Batch norm that normalises by the statistics of its batch in evaluation too, and keeps its own as they are.
+
+    (What torch 1.x did with `track_running_stats` switched off after a model was built.)
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)
+
+
+def freeze(module: nn.Module, norm: type[FrozenBatchNorm2d] | type[BatchStatistics] = FrozenBatchNorm2d) -> None:
+    """Switch off all gradients of a module and turn its batch norms into FrozenBN, as Detectron2's `freeze`.
+
+    Args:
+        norm: what the batch norms become instead.
+    """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, BATCH_NORMS):
-                frozen = FrozenBatchNorm2d(child.num_features, eps=child.eps).to(child.weight.device)
+                frozen = norm(child.num_features, eps=child.eps).to(child.weight.device)
                 frozen.load_state_dict(child.state_dict())
                 setattr(parent, name, frozen)
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)

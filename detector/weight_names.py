@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from detector.detector_config import DetectorConfig
+from detector.r2c_names import from_visual_bert, is_visual_bert
 from detector.torchvision_names import (
     BLOCK,
     BODY,
@@ -121,6 +122,8 @@ def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: 
         tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
     if any(name.startswith(VL_BERT) for name in tensors):
         return Renamed(from_vl_bert(tensors, source), "VL-BERT")
+    if is_visual_bert(tensors):
+        return Renamed(from_visual_bert(tensors, source), "VisualBERT")
     if is_torchvision_detector(tensors):
         return Renamed(from_torchvision_detector(tensors, source, norm_eps=weights.norm_eps), "torchvision")
     if any(name.startswith(FULL_PREFIXES) for name in tensors):

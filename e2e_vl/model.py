@@ -83,6 +83,7 @@ class VisionLanguageModel(nn.Module):
         """
         self.check_images(batch.looks_at.shape[1])
         batch = self.hide(batch)
+        classes = {"box_classes": batch.region_labels.classes} if self.detector.reads_classes else {}
         regions = self.detector(
             batch.images,
             batch.boxes,
@@ -90,6 +91,7 @@ class VisionLanguageModel(nn.Module):
             pixel_masks=batch.pixel_masks,
             roi_masks=batch.roi_masks,
             whole_image=self.encoder.uses_whole_image,
+            **classes,
         )
         regions = swap_features(regions, batch.hidden, whole_image=self.encoder.uses_whole_image)
         text_regions = gather_regions(

@@ -41,13 +41,14 @@ class VCROptions:
             leaderboard file wants it; a question is then four text indices, and there is nothing to learn.
         objects: which boxes there are. "all" of the image, in file order: its questions can share a detector pass.
             "mentioned": what question and choices name (for rationales what the answers name too), in the order of
-            first mention. "r2c": what R2C chooses of them, see `relevant_objects`, in file order.
+            first mention. "r2c": what R2C chooses of them, see `relevant_objects`, in file order. "r2c_all_texts": the
+            same for the question with all its answers and rationales together (official VisualBERT code).
         class_names: the classes of objects, in the order of the detector's classes.
     """
 
     question: Literal["answer", "rationale"] = "answer"
     condition_on: Literal["right", "each"] = "right"
-    objects: Literal["all", "mentioned", "r2c"] = "all"
+    objects: Literal["all", "mentioned", "r2c", "r2c_all_texts"] = "all"
     class_names: tuple[str, ...] = CLASS_NAMES
 
     def __post_init__(self) -> None:
@@ -184,6 +185,8 @@ class VCRDataset(VLDataset):
         sentences = [*self._query(question, answer), *choices]
         if self.settings.objects == "mentioned":
             sentences = [question.question, *question.answer_choices, *([] if is_answer else choices)]
+        if self.settings.objects == "r2c_all_texts":
+            sentences = [question.question, *question.answer_choices, *question.rationale_choices]
         return _kept_objects(self.settings.objects, question.objects, sentences)
 
     def _query(self, question: VCRQuestion, answer: int) -> tuple[Sentence, ...]:

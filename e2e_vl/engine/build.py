@@ -20,6 +20,7 @@ from detector.backends import BACKENDS, detector_class
 from detector.checkpoint import LoadReport, load_checkpoint
 from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
+from detector.r2c_network import R2CNetwork
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import ResizeSettings, RunConfig
 from e2e_vl.converter import check_choice, check_keys, from_dict
@@ -77,6 +78,7 @@ logger = logging.getLogger(__name__)
 
 DETECTORS: dict[str, Callable[[], type[Detector]]] = {
     **{name: partial(detector_class, name) for name in BACKENDS},
+    "r2c": lambda: R2CNetwork,
     "precomputed": lambda: PrecomputedDetector,
 }
 ENCODERS = {

@@ -120,6 +120,7 @@ class Task(nn.Module, abc.ABC):
     hiding: HidingRule | None = None  # how regions are hidden from the model; None: nothing is hidden
     reads_attention: bool = False  # its predictions of a split need the encoder's attention maps
     mask_size: int | None = None  # side of the instance masks on the RoI maps; None: the task uses none
+    mask_at: str = "corners"  # which points of the masks' cells are looked at: "corners" or "centres"
 
     @classmethod
     def build(cls, sizes: Sizes, config: Any) -> Self:

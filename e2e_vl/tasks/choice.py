@@ -43,26 +43,38 @@ class AnswerConfig:
 
     # the possible answers, the position in the list is the class. In settings also a file, see
     # `e2e_vl.data.formats.answer_files.read_answers`; None: `data.files.answers`, or built from the annotations of the
-    # training split. Of an answer that is listed twice the first counts; `<unk>` is never a target and never predicted.
+    # training split. Of an answer that is listed twice the first counts; `<unk>` is never a target, and predicted only
+    # with `unknown_can_win`.
     answers: list[str] | tuple[str, ...] | str | None = None
     # a list built from annotations holds what is the most frequent answer to at least this number of questions; 9 gives
     # the usual 3,129 answers of VQA v2's train and val
     min_answer_count: int = 9
     dropout: float = 0.1  # dropout before the last Linear
     # "binary": a binary cross entropy per answer with soft targets, summed over the answers (official). "softmax": a
-    # cross entropy with the best answer as truth; texts without a known answer are left out.
-    loss: Literal["binary", "softmax"] = "binary"
+    # cross entropy with the best answer as truth; texts without a known answer are left out. "divergence": the
+    # divergence (Kullback-Leibler) of the softmax from the soft targets as they are, which need not sum to 1; the mean
+    # over all texts (official VisualBERT code).
+    loss: Literal["binary", "softmax", "divergence"] = "binary"
     # each row of the last Linear starts as the mean word embedding of its answer's wordpieces (official)
     initialise_from_words: bool = True
-    head_width: int = 1  # the head's hidden layer is this number of times as wide as the summary (LXMERT: 2)
+    # the head has a hidden layer with GELU and LayerNorm; False: dropout and one Linear (official VisualBERT code)
+    hidden_layer: bool = True
+    head_width: int = 1  # that hidden layer is this number of times as wide as the summary (LXMERT: 2)
     new_layers: NewLayers = "official"  # start of the head's Linears, see `e2e_vl.tasks.heads.start_head`
     top_answers: int = 5  # how many of the best answers a prediction lists
+    # `<unk>` may be predicted, as in the test file of the official VisualBERT code (its validation leaves it out)
+    unknown_can_win: bool = False
 
     def __post_init__(self) -> None:
         check_choices(self)
         check_dropout("dropout", self.dropout)
         if self.min_answer_count < 1 or self.top_answers < 1 or self.head_width < 1:
             raise ValueError("min_answer_count, top_answers and head_width must be at least 1.")
+        if not self.hidden_layer and self.head_width > 1:
+            raise ValueError(
+                f"task.config.head_width is {self.head_width}, but the head has no hidden layer; set it to 1, or "
+                "task.config.hidden_layer to true."
+            )
 
 
 @dataclasses.dataclass
@@ -154,8 +166,10 @@ class AnswerTask(Task):
         self.config = config
         self.answer_list = self.make_list(config.answers)
         width = config.head_width * summary_size
-        transform = Transform(summary_size, norm=True, width=width)
+        transform = Transform(summary_size, norm=True, width=width) if config.hidden_layer else None
         self.head = Head(width, len(self.answers), config.dropout, config.new_layers, transform=transform)
+        if transform is None:  # only a hidden layer is like one of pre-training
+            self.starts_from = None
 
     @classmethod
     def build(cls, sizes: Sizes, config: AnswerConfig) -> Self:
@@ -246,7 +260,7 @@ class AnswerTask(Task):
 
         Returns:
             `logits` float32 [M, Y], and the task's loss if the answers are known. Its count is the number of texts
-            ("binary") or of texts with a known answer ("softmax").
+            ("binary", "divergence") or of texts with a known answer ("softmax").
         """
         logits = at_least_float32(self.head(encoded.summary))
         losses = {}
@@ -258,17 +272,21 @@ class AnswerTask(Task):
         if self.config.loss == "binary":
             total = F.binary_cross_entropy_with_logits(logits, targets.scores.to(logits), reduction="sum")
             return Loss(total=total, count=logits.new_tensor(float(len(logits))))
+        if self.config.loss == "divergence":  # a target of 0 adds nothing
+            total = F.kl_div(logits.log_softmax(dim=1), targets.scores.to(logits), reduction="sum")
+            return Loss(total=total, count=logits.new_tensor(float(len(logits))))
         total = F.cross_entropy(logits, targets.best, ignore_index=-1, reduction="sum")
         return Loss(total=total, count=(targets.best >= 0).sum().to(logits.dtype))
 
     def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """Add to each record the answer, its `score` and `top_answers` [[answer, score], ...], best first.
 
-        Scores are sigmoids of the logits; with the softmax loss shares among all answers.
+        Scores are sigmoids of the logits; with the losses on a softmax, shares among all answers.
         """
         logits = output.task.logits
         shares = logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)
-        unknown = torch.tensor([answer == UNKNOWN for answer in self.answers], device=logits.device)
+        is_barred = not self.config.unknown_can_win
+        unknown = torch.tensor([is_barred and answer == UNKNOWN for answer in self.answers], device=logits.device)
         number = min(self.config.top_answers, len(self.answers) - int(unknown.sum()))
         best = logits.masked_fill(unknown, -torch.inf).topk(number, dim=1).indices
         predictions = []

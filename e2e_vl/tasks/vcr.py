@@ -25,7 +25,7 @@ from e2e_vl.converter import check_numbers
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.evaluation.vcr import CHOICES, join_predictions, joint_metrics, write_submission
 from e2e_vl.examples import ImageExample, TextExample
-from e2e_vl.layout import TextWriter
+from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, DataFacts, Question, Sample, Sentence
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
@@ -36,11 +36,15 @@ from e2e_vl.tasks.vcr_sentences import (
     PERSON,
     Piece,
     cut_answers,
+    cut_choices,
     cut_rationales,
     encode_sentence,
+    names_by_mention,
     names_of,
+    number_of_words,
     plain_text,
     read_sentence,
+    rows_by_word_number,
 )
 from e2e_vl.wording import Draw, Wording
 
@@ -52,15 +56,26 @@ class VCRConfig:
     """The official VL-BERT code has the same defaults."""
 
     people_names: tuple[str, ...] = NEUTRAL_NAMES  # what people are called, in turn
-    # in training the turn begins with a random name (the official code goes on from question to question); otherwise
-    # always with the first
+    # "box": people take turns in the order of their boxes. "mention": in the order in which sentences name them; for
+    # people whom only a choice names the turn begins anew (R2C, official VisualBERT code).
+    names_by: Literal["box", "mention"] = "box"
+    # by boxes and in training the turn begins with a random name (the official code goes on from question to question);
+    # otherwise always with the first
     turn_names: bool = True
     join_word: str | None = "and"  # between several objects; None leaves it out (R2C)
     # words that name an object carry its region's vector; False: every word carries the vector of the whole image
     ground_words: bool = True
+    # where those stand: "pieces", at all wordpieces of an object's name. "word_number": at one position, the number of
+    # the name among the words before they were split, see `rows_by_word_number` (official VisualBERT code).
+    ground_at: Literal["pieces", "word_number"] = "pieces"
     # question and choice are cut to this number of wordpieces together, [CLS] and [SEP] not counted
     max_pieces: int = 64
+    # how: "longer" takes the last pieces of the longer text, see `cut_answers` and `cut_rationales`. "choice" takes the
+    # first pieces of the choice, and what stands in front must fit (official VisualBERT code).
+    cut: Literal["longer", "choice"] = "longer"
     mask_size: int | None = 14  # side of the instance masks and of the detector's RoI maps; None = no masks
+    # a mask's cell belongs to the object if its upper left corner does, or (R2C, official VisualBERT code) its centre
+    mask_at: Literal["corners", "centres"] = "corners"
     blank_question: bool = False  # control that reads the choices only
     dropout: float = 0.1  # on the summary, before the Linear that scores a choice
     # "sigmoid": a binary cross entropy per choice, mean over all choices (official). "softmax": a cross entropy over
@@ -103,11 +118,12 @@ class VCRWording(Wording):
     ) -> Iterable[TextExample]:
         [stated] = sample.images
         names, rows = self._names(text, stated.objects, stated.candidates, draw)
-        query, choices = self._pieces(text, names, rows)
-        join_word, grounded = self.config.join_word, self.config.ground_words
+        in_choices = self._names_in_choices(text, stated.objects, names)
+        query, choices = self._pieces(text, names, in_choices, rows)
+        join_word = self.config.join_word
         record = self.record(text, images) | {
             "sent": " ".join(plain_text(sentence, names, join_word) for sentence in text.query),
-            "choices": [plain_text(choice, names, join_word) for choice in text.choices],
+            "choices": [plain_text(*named, join_word) for named in zip(text.choices, in_choices, strict=True)],
             "named_boxes": [
                 [name, box.tolist()]
                 for name, row, box in zip(names, rows, stated.objects.boxes, strict=True)
@@ -124,13 +140,21 @@ class VCRWording(Wording):
                 text.looks_at,
                 record,
                 VCRTargets(None if text.truth is None else np.float32(number == text.truth.number)),
-                region_of_token=laid.place([piece.row for piece in (*query, *choice)]) if grounded else None,
+                region_of_token=self._regions_of_words(laid, query, choice),
             )
+
+    def _regions_of_words(self, laid: LaidText, query: list[Piece], choice: list[Piece]) -> np.ndarray | None:
+        """int64 [L]; None: words carry no region."""
+        if not self.config.ground_words:
+            return None
+        if self.config.ground_at == "word_number":
+            return rows_by_word_number(laid, query, choice)
+        return laid.place([piece.row for piece in (*query, *choice)])
 
     def _names(
         self, text: ChoiceText, objects: AnnotatedObjects, candidates: Sequence[int] | None, draw: Draw
     ) -> tuple[list[str], list[int]]:
-        """What each object of the question is called, and the row of its box (-1 = it has none)."""
+        """What each object of the question is called in front, and the row of its box (-1 = it has none)."""
         people, start = self.config.people_names, 0
         if self.writer.training and self.config.turn_names:
             # the third draw: the first two decide about the image
@@ -140,21 +164,44 @@ class VCRWording(Wording):
         called = names_of([objects.names[number] for number in kept], people, start)
         for row, (number, name) in enumerate(zip(kept, called, strict=True)):
             names[number], rows[number] = name, row
+        if self.config.names_by == "mention":
+            said = [token for sentence in text.query for token in sentence]
+            called = names_by_mention(said, objects.names, people, {})
+            names = [called.get(number, name) for number, name in enumerate(objects.names)]
         return names, rows
 
-    def _pieces(self, text: ChoiceText, names: list[str], rows: list[int]) -> tuple[list[Piece], list[list[Piece]]]:
-        """Wordpieces of what stands in front, and of the four choices, cut to their limit."""
+    def _names_in_choices(self, text: ChoiceText, objects: AnnotatedObjects, names: list[str]) -> list[list[str]]:
+        """What each object is called in each of the choices."""
+        if self.config.names_by == "box":
+            return [names] * len(text.choices)
+        said = {number for sentence in text.query for token in sentence if isinstance(token, list) for number in token}
+        known, people = {number: names[number] for number in said}, self.config.people_names
+        called = [names_by_mention(choice, objects.names, people, known) for choice in text.choices]
+        return [[own.get(number, name) for number, name in enumerate(names)] for own in called]
 
-        def encode(sentence: Sentence) -> list[Piece]:
+    def _pieces(
+        self, text: ChoiceText, names: list[str], in_choices: list[list[str]], rows: list[int]
+    ) -> tuple[list[Piece], list[list[Piece]]]:
+        """Wordpieces of what stands in front, and of the four choices, cut to their limit."""
+        join_word, limit = self.config.join_word, self.config.max_pieces
+
+        def encode(sentence: Sentence, names: list[str], first_word: int = 0) -> list[Piece]:
             if self.writer.is_blank:
                 return []
-            return encode_sentence(sentence, names, rows, self.writer.tokenizer, self.config.join_word)
+            return encode_sentence(sentence, names, rows, self.writer.tokenizer, join_word, first_word)
 
-        front = [[] if self.config.blank_question else encode(sentence) for sentence in text.query]
-        choices = [encode(choice) for choice in text.choices]
-        cut = cut_answers if len(front) == 1 else cut_rationales
-        cut(*front, choices, self.config.max_pieces)
-        return [piece for sentence in front for piece in sentence], choices
+        front, words = [], 0
+        for sentence in text.query:
+            front.append([] if self.config.blank_question else encode(sentence, names, words))
+            words += number_of_words(sentence, join_word)
+        choices = [encode(*named) for named in zip(text.choices, in_choices, strict=True)]
+        if self.config.cut == "longer":
+            cut = cut_answers if len(front) == 1 else cut_rationales
+            cut(*front, choices, limit)
+        query = [piece for sentence in front for piece in sentence]
+        if self.config.cut == "choice":
+            cut_choices(query, choices, limit)
+        return query, choices
 
 
 class VCRTask(Task):
@@ -202,6 +249,10 @@ class VCRTask(Task):
     @property
     def mask_size(self) -> int | None:
         return self.config.mask_size
+
+    @property
+    def mask_at(self) -> str:
+        return self.config.mask_at
 
     @classmethod
     def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:

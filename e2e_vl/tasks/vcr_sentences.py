@@ -1,17 +1,22 @@
-"""VCR's sentences as wordpieces that know which object they name, as the official VL-BERT code makes them.
+"""VCR's sentences as wordpieces that know which object they name, as the official codes of VL-BERT and VisualBERT do.
 
 ["Why", "is", [0, 2], "smiling", "?"]  ->  why is casey and riley smiling ?
                                                   0          2
+
+Shape legend: see `e2e_vl/structures.py`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from jaxtyping import Int64
 from transformers import PreTrainedTokenizerBase
 
+from e2e_vl.layout import LaidText
 from e2e_vl.samples import Sentence
 
 PERSON = "person"
@@ -39,6 +44,23 @@ def names_of(objects: Sequence[str], names: Sequence[str] = NEUTRAL_NAMES, start
     return result
 
 
+def names_by_mention(
+    sentence: Sentence, objects: Sequence[str], names: Sequence[str], known: Mapping[int, str]
+) -> dict[int, str]:
+    """What the text calls each object that is `known` or that a sentence names: people get the names in turn.
+
+    The turn begins with the first name, whoever is known already, so two people may share a name (R2C's code, which
+    VisualBERT uses).
+    """
+    called, person = dict(known), 0
+    for number in (one for token in sentence if isinstance(token, list) for one in token):
+        if number not in called:
+            is_person = objects[number] == PERSON
+            called[number] = names[person % len(names)] if is_person else objects[number]
+            person += is_person
+    return called
+
+
 def plain_text(sentence: Sentence, names: Sequence[str], join_word: str | None = "and") -> str:
     """The sentence in words, objects replaced by their names."""
     joint = f" {join_word} " if join_word else " "
@@ -51,6 +73,7 @@ def encode_sentence(
     rows: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
     join_word: str | None = "and",
+    first_word: int = 0,
 ) -> list[Piece]:
     """Split every token into wordpieces; pieces of an object's name carry the row of its box.
 
@@ -58,6 +81,7 @@ def encode_sentence(
         names: what each object is called.
         rows: candidate box of each object.
         join_word: between several objects, naming none; None leaves it out (R2C).
+        first_word: number of the sentence's first word.
     """
     words: list[tuple[str, int]] = []
     for token in sentence:
@@ -69,10 +93,47 @@ def encode_sentence(
                 words.append((join_word, -1))
             words.append((names[index], rows[index]))
     pieces = []
-    for number, (word, row) in enumerate(words):
+    for number, (word, row) in enumerate(words, start=first_word):
         ids = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(word))
         pieces += [Piece(piece, row, number) for piece in ids]
     return pieces
+
+
+def number_of_words(sentence: Sentence, join_word: str | None = "and") -> int:
+    """Words of a sentence as `encode_sentence` counts them, those without a wordpiece included."""
+    joints = int(bool(join_word))
+    return sum(1 if isinstance(token, str) else len(token) + joints * (len(token) - 1) for token in sentence)
+
+
+def rows_by_word_number(laid: LaidText, *texts: Sequence[Piece]) -> Int64[np.ndarray, " L"]:
+    """The row of each named object at the position that its word would have if no word were split; -1 elsewhere.
+
+    The number of a word counts from the start of its own text. So behind a split word, positions are too small, and at
+    a text whose front was cut off they are too large; what lies behind the end is left out (official VisualBERT code,
+    which mixes up words and wordpieces).
+    """
+    rows, first = np.full(len(laid.input_ids), -1, dtype=np.int64), 0
+    for pieces in texts:
+        for piece in pieces:
+            position = int(np.flatnonzero(laid.source == first)[0]) + piece.word
+            if piece.row >= 0 and position < len(rows):
+                rows[position] = piece.row
+        first += len(pieces)
+    return rows
+
+
+def cut_choices(front: Sequence[Piece], choices: list[list[Piece]], limit: int) -> None:
+    """Cut what stands in front + choice to `limit` wordpieces, in place: the choice loses its first pieces.
+
+    (The official VisualBERT code, which means to cut the front too, but takes the length of a pair for its length.)
+
+    Raises:
+        ValueError: what stands in front is too long by itself.
+    """
+    if len(front) > limit:
+        raise ValueError(f"The {len(front)} wordpieces in front of the choices are more than the limit, {limit}.")
+    for choice in choices:
+        del choice[: max(len(front) + len(choice) - limit, 0)]
 
 
 def cut_answers(question: list[Piece], answers: list[list[Piece]], limit: int) -> None:

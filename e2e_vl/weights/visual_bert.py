@@ -1,8 +1,8 @@
 """Names of official VisualBERT checkpoints (`*.th`) <-> names of our encoder and heads; and a BERT as its start.
 
 A file is a bare state dict: `bert.bert.` is the trunk, `bert.` in front of other names a head, and in files of VCR
-`detector.` the network of regions, which is not read here. Our encoder has the names of transformers' VisualBERT, see
-`e2e_vl.weights.visual_bert_transformers`.
+`detector.` the network of regions, whose names are in `detector.r2c_names`. Our encoder has the names of transformers'
+VisualBERT, see `e2e_vl.weights.visual_bert_transformers`.
 
 Facts from the official code (uclanlp/visualbert); the published files themselves were not seen.
 """
@@ -17,13 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from detector.interface import Detector
+from detector.r2c_names import PREFIX as REGION_NETWORK
+from detector.r2c_names import from_visual_bert, visual_bert_name
+from detector.r2c_network import R2CNetwork
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
 from e2e_vl.encoders.visual_bert_embeddings import BOX_NUMBERS
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
 from e2e_vl.weights.bert import WORD_HEAD, BertStart
 
-TRUNK, HEAD, REGION_NETWORK = "bert.bert.", "bert.", "detector."
+TRUNK, HEAD = "bert.bert.", "bert."
+MASK_FILTER = "roi_heads.mask_filter.weight"  # only the network of R2C has it
+OFFICIAL_NETWORK: dict[str, Any] = {  # settings of that network that no weight shows
+    "INPUT.FORMAT": "RGB",
+    "MODEL.PIXEL_MEAN": [123.675, 116.28, 103.53],
+    "MODEL.PIXEL_STD": [58.395, 57.12, 57.375],
+    "MODEL.ROI_BOX_HEAD.POOLER_TYPE": "ROIAlign",
+    "MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION": 7,
+    "MODEL.ROI_BOX_HEAD.POOLER_SAMPLING_RATIO": 0,
+}
 BERT_MODULES = (
     "embeddings.word_embeddings",
     "embeddings.position_embeddings",
@@ -79,13 +92,14 @@ HEADS = {
     "vcr": HeadNames(CLASSIFIER, "VisualBertForMultipleChoice"),
     "nlvr2": HeadNames(CLASSIFIER, "VisualBertForVisualReasoning", counts_labels=True),
     "flickr30k": HeadNames(
-        {"flickr_attention.query": "attention.query", "flickr_attention.key": "attention.key"},
+        {"flickr_attention.query": "query", "flickr_attention.key": "key"},
         "VisualBertForRegionToPhraseAlignment",
         unused=("cls", "flickr_attention.value"),
     ),
 }
 NO_HEAD = HeadNames({}, "VisualBertModel")
-CLASSIFIER_ROWS = {1: "vcr", 2: "nlvr2"}  # rows of `classifier` -> task; any other number is VQA's
+ANSWERS = "vqa"  # the task whose `classifier` may have any number of rows
+CLASSIFIER_ROWS = {1: "vcr", 2: "nlvr2"}  # rows of `classifier` -> task, unless a run of `ANSWERS` asks for it
 
 
 class OfficialVisualBert(WeightAdapter):
@@ -110,7 +124,9 @@ class OfficialVisualBert(WeightAdapter):
             for name, value in tensors.items()
             if not name.startswith((TRUNK, REGION_NETWORK))
         }
-        return converted(trunk, head, ENCODER, source)
+        network = {name: value for name, value in tensors.items() if name.startswith(REGION_NETWORK)}
+        found = converted(trunk, head, ENCODER, source)
+        return dataclasses.replace(found, detector=from_visual_bert(network, source) if network else {})
 
     def fit(
         self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
@@ -120,7 +136,7 @@ class OfficialVisualBert(WeightAdapter):
         return tensors, []
 
     def export(self, model: VisionLanguageModel, task_name: str, path: str | Path) -> list[str]:
-        """Write a `.th` file; returns what was left out: the detector, and what `head_of` leaves out.
+        """Write a `.th` file; returns what was left out, see `official_state`.
 
         Raises:
             ValueError: the official code has no such model, or the file's name does not end with `.th`.
@@ -128,6 +144,7 @@ class OfficialVisualBert(WeightAdapter):
         path = Path(path)
         if path.suffix != self.suffix:
             raise ValueError(f"{path}: official VisualBERT files are named *{self.suffix}.")
+        _check_network(model.detector, path)
         state, left_out = official_state(parts_of(model, task_name, path, ENCODER_CONFIG))
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({name: value.detach().cpu() for name, value in state.items()}, path)
@@ -211,7 +228,14 @@ def converted(
     words = encoder.get(WORD_TABLE)
     if DECODER in head and (words is None or not torch.equal(_float(head[DECODER]), words)):
         raise ValueError(f"{source}: {DECODER} differs from {WORD_TABLE}; the file is damaged.")
-    return ModelWeights({}, encoder, task, task_name, lends=("",) if task_name == PRETRAINING else ())
+    return ModelWeights(
+        {},
+        encoder,
+        task,
+        task_name,
+        lends=("",) if task_name == PRETRAINING else (),
+        also_of=(ANSWERS,) if task_name in CLASSIFIER_ROWS.values() else (),
+    )
 
 
 def _float(value: Tensor) -> Tensor:
@@ -224,9 +248,8 @@ def _task_of(head: Mapping[str, Tensor]) -> str | None:
         return "flickr30k"
     if any(name.startswith("cls.") for name in head):
         return PRETRAINING
-    if "classifier.weight" in head:
-        return CLASSIFIER_ROWS.get(len(head["classifier.weight"]), "vqa")
-    return None
+    rows = {len(value) for name, value in head.items() if replace_module(name, CLASSIFIER) is not None}
+    return CLASSIFIER_ROWS.get(min(rows), ANSWERS) if rows else None
 
 
 def parts_of(model: VisionLanguageModel, task_name: str, path: Path, config: Mapping[str, Any]) -> ModelWeights:
@@ -254,7 +277,8 @@ def official_state(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
     """The reverse of `OfficialVisualBert.convert`.
 
     Returns:
-        the weights by official names, and what was left out, see `head_of`.
+        the weights by official names, and what was left out: a detector other than the network of R2C, and what else
+        `head_of` leaves out.
 
     Raises:
         ValueError: no official model has such a task, or such a head for it.
@@ -268,7 +292,33 @@ def official_state(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
     state |= {f"{HEAD}{name}": value for name, value in head.items()}
     if any(name.startswith("cls.predictions.") for name in head):
         state[f"{HEAD}{DECODER}"] = parts.encoder[WORD_TABLE]
+    if MASK_FILTER in parts.detector:
+        state |= _official_network(parts.detector)
+        left_out = [name for name in left_out if not name.startswith("detector.")]
     return state, left_out
+
+
+def _official_network(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The network of R2C by official names; a frozen norm counts no batches, and official files have the counter."""
+    state = {visual_bert_name(name): value for name, value in tensors.items()}
+    counters = (name.removesuffix("running_var") for name in list(state) if name.endswith("running_var"))
+    for norm in counters:
+        state.setdefault(f"{norm}num_batches_tracked", torch.zeros((), dtype=torch.int64))
+    return state
+
+
+def _check_network(detector: Detector, path: Path) -> None:
+    """Raises ValueError if the network of R2C has other settings than the official one, that no weight shows."""
+    if not isinstance(detector, R2CNetwork):
+        return
+    own = detector.config.to_flat()
+    wrong = [key for key, value in OFFICIAL_NETWORK.items() if own[key] != value]
+    if wrong:
+        raise ValueError(
+            f"{path}: the official network of regions has {wrong[0]} {OFFICIAL_NETWORK[wrong[0]]}, not "
+            f"{own[wrong[0]]}, and would give other features from the same weights; train with "
+            "configs/detector/r2c_R_50.yaml."
+        )
 
 
 def head_of(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:

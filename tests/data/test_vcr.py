@@ -121,6 +121,12 @@ def test_objects_of_r2c(tiny):
     np.testing.assert_array_equal(load(dataset, 0, tiny).boxes[:, 0], [0, 30, 60])
     everyone = tiny.dataset(objects="r2c", question="rationale")
     assert everyone.sample((0,)).images[0].candidates == (0, 1, 2, 3)
+    assert tiny.dataset(objects="r2c_all_texts").sample((0,)).images[0].candidates == (0, 1, 2, 3)
+    tiny.lines[0]["rationale_choices"] = [["So", "."]] * 4
+    for question in ("answer", "rationale"):  # "rationale" alone names 1 and 2
+        dataset = tiny.dataset(objects="r2c_all_texts", question=question)
+        assert dataset.groups[0] == [0]
+        assert dataset.sample((0,)).images[0].candidates == (0, 1, 2)
 
 
 def test_rules_about_mentions():

@@ -21,7 +21,7 @@ from e2e_vl.structures import EncoderOutput, TextBatch, TextRegions
 from e2e_vl.tasks.objectives.base import WordHead
 from e2e_vl.weights.base import ModelWeights
 from e2e_vl.weights.visual_bert import OfficialVisualBert
-from tests.parity.vl_bert_common import Golden, assert_near
+from tests.parity.vl_bert_common import RELATIVE, Golden, assert_near
 from tests.regions import regions_of_own_images
 
 INPUTS = "embeddings"  # the file with the inputs of the encoder's cases
@@ -83,7 +83,7 @@ def recorded_encoder(golden: Golden, *files: str, **fields: Any) -> VisualBertEn
 def our_name(official: str) -> str:
     """Name of a parameter with its part, e.g. encoder.pooler.dense.bias."""
     parts = OfficialVisualBert().convert({official: torch.empty(0)}, "a name")
-    [ours] = [f"{part}.{name}" for part in ("encoder", "task") for name in getattr(parts, part)]
+    [ours] = [f"{part}.{name}" for part in ("detector", "encoder", "task") for name in getattr(parts, part)]
     return ours
 
 
@@ -201,3 +201,30 @@ def pretraining_losses(golden: Golden, model: PretrainingModel, features: Tensor
         "seq_relationship_logits": sentence,
     }
     return losses | {"loss": losses["masked_lm_loss"] + losses["next_sentence_loss"]}
+
+
+# Gradients
+
+
+def assert_gradients_near(golden: Golden, part: str, model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    """Compare the gradients of a float64 run with the recorded ones: some arrays, and the norms of all parameters.
+
+    Args:
+        model: has parts `encoder` and `task`, and perhaps `detector`.
+        inputs: by their recorded names, `in.*`.
+    """
+    gradients = {name: one.grad for name, one in (*model.named_parameters(), *inputs.items()) if one.grad is not None}
+
+    def find(official: str) -> str:
+        return official if official in inputs else our_name(official)
+
+    for prefix in ("grad.", "grad64."):
+        for name, recorded in golden.part(part, prefix).items():
+            assert_near(gradients[find(name)], recorded, f"{part}.{prefix}{name}")
+    norms, zero = golden.meta["grad_norms"][part], golden.meta["zero_gradients"][part]
+    assert set(gradients) - set(inputs) == {find(name) for name in (*norms, *zero) if not name.startswith("in.")}
+    for name, norm in norms.items():
+        if find(name) in gradients:  # norms of inputs that no check differentiates are recorded too
+            assert float(gradients[find(name)].norm()) == pytest.approx(norm, rel=RELATIVE), name
+    for name in zero:
+        assert float(gradients[find(name)].norm()) < RELATIVE * max(norms.values()), name

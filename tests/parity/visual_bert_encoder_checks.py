@@ -11,15 +11,15 @@ from torch import Tensor
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import (
+    assert_gradients_near,
     assert_slots_near,
     make_case,
     optional,
-    our_name,
     pretraining_losses,
     pretraining_model,
     recorded_encoder,
 )
-from tests.parity.vl_bert_common import RELATIVE, assert_near
+from tests.parity.vl_bert_common import assert_near
 
 visual_golden = common.visual_golden
 CASES = ("plain", "typed", "aligned", "text_only")
@@ -111,18 +111,4 @@ def test_losses_and_gradients(visual_golden, part, prefix):
     for name, ours in losses.items():
         assert_near(ours.float(), visual_golden[part][f"{prefix}{name}"], f"{part}.{name}")
     losses["loss"].backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    gradients["in.features"] = features.grad
-
-    def find(official: str) -> str:
-        return official if official.startswith("in.") else our_name(official)
-
-    for name, recorded in visual_golden.part(part, "grad.").items():
-        assert_near(gradients[find(name)], recorded, f"{part}.grad.{name}")
-    norms = visual_golden.meta["grad_norms"][part]
-    zero = visual_golden.meta["zero_gradients"][part]
-    assert set(gradients) - {"in.features"} == {find(name) for name in (*norms, *zero) if not name.startswith("in.")}
-    for name, norm in norms.items():
-        assert float(gradients[find(name)].norm()) == pytest.approx(norm, rel=RELATIVE), name
-    for name in zero:
-        assert float(gradients[find(name)].norm()) < RELATIVE * max(norms.values()), name
+    assert_gradients_near(visual_golden, part, model, {"in.features": features})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,14 @@ import torch
 import transformers
 from torch import Tensor
 
+from detector.detector_config import DetectorConfig
+from detector.r2c_network import R2CNetwork
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
+from e2e_vl.tasks.base import Task
+from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTask
+from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
+from e2e_vl.tasks.vcr import VCRConfig, VCRTask
+from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.weights.base import ModelWeights, replace_module
 from e2e_vl.weights.visual_bert import DECODER, HEAD, HEADS, PROJECTION, TRUNK, OfficialVisualBert, official_state
 from e2e_vl.weights.visual_bert_transformers import TransformersVisualBert, transformers_config, transformers_state
@@ -20,6 +28,7 @@ from tests.parity.vl_bert_common import Golden
 
 visual_golden = common.visual_golden
 NOT_NAMES = ("total_keys", "with_detector")  # keys of a recorded layout that are no parameters
+NETWORK = Path(__file__).parents[2] / "configs/detector/r2c_R_50.yaml"
 HEAD_SIZE = 64  # of base models
 
 
@@ -72,6 +81,25 @@ def encoder_of(layout: dict[str, list[int]], **fields: Any) -> VisualBertEncoder
         )
 
 
+def task_of(name: str, head: dict[str, Tensor], hidden_size: int) -> Task:
+    """Our task with a head as large as this one, as the shipped settings have it."""
+    with torch.device("meta"):
+        if name == "vqa":
+            answers = [str(number) for number in range(len(head["head.output.bias"]))]
+            return VQATask(hidden_size, VQAConfig(answers=answers, hidden_layer=False, initialise_from_words=False))
+        if name == "vcr":
+            return VCRTask(hidden_size, VCRConfig(region_loss_weight=0))
+        if name == "nlvr2":
+            return NLVR2Task(hidden_size, NLVR2Config())
+        return Flickr30KTask(hidden_size, Flickr30KConfig(head_size=len(head["query.bias"])))
+
+
+def network_shapes() -> dict[str, list[int]]:
+    """Of VCR's network of regions."""
+    with torch.device("meta"):
+        return shapes(R2CNetwork(DetectorConfig.from_yaml(NETWORK)).state_dict())
+
+
 def shapes(state: dict[str, Tensor]) -> dict[str, list[int]]:
     return {name: list(value.shape) for name, value in state.items()}
 
@@ -98,13 +126,14 @@ def test_a_published_layout_is_our_encoder_and_head(visual_golden, published, la
     assert parts.lends == (() if is_fine_tuned else ("",))
     rule = HEADS[wanted]
     assert all(any(replace_module(name, {ours: ours}) for name in parts.task) for ours in rule.names.values())
+    if is_fine_tuned:
+        assert shapes(parts.task) == shapes(task_of(wanted, parts.task, encoder.hidden_size).state_dict())
+    assert shapes(parts.detector) == (network_shapes() if task == "vcr" else {})
 
     state, left_out = official_state(parts)
     unread = tuple(f"{HEAD}{module}." for module in rule.unused)
     assert shapes(state) == {
-        name: shape
-        for name, shape in layout.items()
-        if not name.startswith(("detector.", *unread)) or name.startswith(TRUNK)
+        name: shape for name, shape in layout.items() if not name.startswith(unread) or name.startswith(TRUNK)
     }
     assert left_out == []
 

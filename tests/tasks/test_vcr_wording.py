@@ -143,6 +143,9 @@ def test_the_test_split_has_no_targets(tiny):
         ({"ground_words": "maybe"}, r"task\.config\.ground_words is 'maybe'; it must be a bool"),
         ({"people_names": "Casey"}, r"task\.config\.people_names is 'Casey'; it must be a list"),
         ({"max_pieces": None}, r"task\.config\.max_pieces is None"),
+        ({"ground_at": "start"}, r"task\.config\.ground_at is 'start'; it must be one of pieces, word_number"),
+        ({"names_by": "turn"}, r"task\.config\.names_by is 'turn'"),
+        ({"cut": "front"}, r"task\.config\.cut is 'front'"),
     ],
 )
 def test_wrong_options(options, message):
@@ -158,3 +161,48 @@ def test_options_that_may_be_left_open():
 def test_words_that_a_vocabulary_needs_beside_those_of_the_data():
     words = list(VCRTask.own_words(VCRConfig()))
     assert set(NEUTRAL_NAMES) <= set(words) and "and" in words
+
+
+def test_names_by_mention(tiny):
+    """In the question [1] comes first; in the choices the turn begins anew, so [0] has the same name."""
+    tiny.lines[0]["answer_choices"][1] = [[3, 0], "and", [1], [2], "."]
+    texts = texts_of(tiny, names_by="mention", join_word=None, training=True, epoch=5)
+    assert spoken(tiny, texts[0]) == "[CLS] why is casey chair there ? [SEP] no casey . [SEP]"
+    assert spoken(tiny, texts[1]).endswith("[SEP] casey riley and casey chair . [SEP]")
+    assert texts[1].region_of_token[[3, 4, 8, 9, 11, 12]].tolist() == [1, 2, 3, 0, 1, 2]
+    record = texts[0].record
+    assert record["choices"][:2] == ["No Casey .", "Casey Riley and Casey chair ."]
+    assert record["named_boxes"][1][0] == "Casey"
+
+
+def test_a_given_answer_goes_on_with_the_names(tiny):
+    tiny.lines[0]["answer_choices"][2] = [[3], "'", "s", "chair", "."]
+    texts = texts_of(tiny, question="rationale", names_by="mention")
+    assert spoken(tiny, texts[1]).startswith("[CLS] why is casey and chair there ? riley ' s chair . [SEP] riley is")
+
+
+def test_one_place_per_named_object_counted_before_wordpieces(tiny):
+    """ "chair's" is three wordpieces of one word, so what follows it is marked too early."""
+    tiny.lines[0]["question"] = ["Why", "chair's", [1], "there", "?"]
+    tiny.lines[0]["answer_choices"][0] = ["No", "chair's", [0, 2], "."]
+    first = texts_of(tiny, ground_at="word_number", join_word=None)[0]
+    assert spoken(tiny, first) == "[CLS] why chair ' s riley there ? [SEP] no chair ' s casey chair . [SEP]"
+    named = {position: row for position, row in enumerate(first.region_of_token.tolist()) if row >= 0}
+    # [CLS] is 0 and the second text begins at 9
+    assert named == {1 + 2: 1, 9 + 2: 0, 9 + 3: 2}
+
+
+def test_word_numbers_go_on_over_question_and_answer(tiny):
+    tiny.lines[0]["answer_choices"][2] = ["chair's", [3], "."]
+    first = texts_of(tiny, question="rationale", ground_at="word_number")[0]
+    assert spoken(tiny, first) == "[CLS] why is riley and chair there ? chair ' s jessie . [SEP] so . [SEP]"
+    named = {position: row for position, row in enumerate(first.region_of_token.tolist()) if row >= 0}
+    assert named == {3: 1, 5: 2, 9: 3}  # the answer's own words are number 7 and 8
+
+
+def test_only_the_choice_is_cut(tiny):
+    texts = texts_of(tiny, cut="choice", max_pieces=9)
+    assert spoken(tiny, texts[0]) == "[CLS] why is riley and chair there ? [SEP] casey . [SEP]"
+    assert spoken(tiny, texts[2]) == "[CLS] why is riley and chair there ? [SEP] chair . [SEP]"
+    with pytest.raises(ValueError, match="The 7 wordpieces in front of the choices are more than the limit, 6"):
+        texts_of(tiny, cut="choice", max_pieces=6)

@@ -203,3 +203,42 @@ def test_settings_that_do_not_fit(config, message):
 def test_what_the_encoder_must_be_able_to_do():
     assert make_task(initialise_from_words=False).needs == (Ability.SUMMARY_OF_QUESTION,)
     assert make_task().needs == (Ability.SUMMARY_OF_QUESTION, Ability.WORD_TABLE)
+
+
+def test_the_divergence_of_scores_that_need_not_sum_to_one():
+    """A text without a known answer costs nothing, but counts."""
+    scores = torch.tensor([[0.9, 0.9, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0.0]])
+    batch = make_batch(None, None, targets=VQATargets(scores, torch.tensor([0, -1])))
+    task = make_task(loss="divergence")
+    output, states = run(task, batch)
+    shares = output.task.logits[0].log_softmax(dim=0)
+    expected = (0.9 * (math.log(0.9) - shares[:2])).sum() / 2
+    torch.testing.assert_close(output.losses["vqa"].mean, expected)
+    output.losses["vqa"].mean.backward()
+    assert torch.isfinite(states.grad).all() and not states.grad[1].any()
+    record = task.predict(batch, output)[0]
+    known = [number for number, answer in enumerate(ANSWERS) if answer != "<unk>"]
+    assert record["score"] == pytest.approx(float(shares.exp()[known].max()))
+
+
+def test_a_head_without_a_hidden_layer():
+    task = make_task(hidden_layer=False)
+    assert {name: tuple(value.shape) for name, value in task.state_dict().items()} == {
+        "head.output.weight": (len(ANSWERS), HIDDEN),
+        "head.output.bias": (len(ANSWERS),),
+    }
+    output, states = run(task, make_batch(FIRST, SECOND))
+    summary = states[torch.arange(2), MASK]
+    torch.testing.assert_close(output.task.logits, task.head.output(summary))
+    with pytest.raises(ValueError, match=r"task\.config\.head_width is 2, but the head has no hidden layer"):
+        VQAConfig(hidden_layer=False, head_width=2)
+
+
+def test_the_unknown_answer_wins_only_where_it_may():
+    logits = torch.tensor([[0.0, 2.0, 1.0, 0, 9.0, 0], [0, 0, 3.0, 1.0, 0.0, 0]])
+    batch = make_batch(None, None, targets=VQATargets())
+    for may, expected in ((False, ["no", "2"]), (True, ["<unk>", "2"])):
+        task = make_task(unknown_can_win=may)
+        output, _ = run(task, batch)
+        scored = ModelOutput(TaskOutput({}, logits), output.regions, output.text_regions, output.encoded, batch)
+        assert [record["answer"] for record in task.predict(batch, scored)] == expected

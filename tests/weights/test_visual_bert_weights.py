@@ -19,16 +19,19 @@ from transformers import (
     VisualBertModel,
 )
 
+from detector.checkpoint import load_checkpoint
 from detector.detector_config import DetectorConfig
 from detector.precomputed import PrecomputedDetector
+from detector.r2c_network import NetworkSizes, R2CNetwork
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.engine.build import ADAPTERS, TASKS
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.tasks.heads import Head
+from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTask
 from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
 from e2e_vl.tasks.refcoco import ReferringTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
+from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.weights.start import StartRules, load_encoder, load_task
 from e2e_vl.weights.visual_bert import OfficialVisualBert, VisualBertFromBert, official_state
 from e2e_vl.weights.visual_bert_transformers import TransformersVisualBert
@@ -37,6 +40,11 @@ from tests.weights.starts import pretraining_task
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"intermediate_size": 24, "max_position_embeddings": 20}
 FEATURE_DIM = 8
+NETWORK = {"R2C.FEATURE_DIM": 8, "R2C.MASK_CHANNELS": 4, "R2C.CLASS_DIM": 3, "ROI_HEADS.NUM_CLASSES": 5}
+NETWORK |= {"RESNETS.NORM": "BN", "BACKBONE.FREEZE_AT": 0, "ROI_BOX_HEAD.POOLER_TYPE": "ROIAlign"}
+NETWORK |= {"ROI_BOX_HEAD.POOLER_RESOLUTION": 7, "PIXEL_MEAN": [123.675, 116.28, 103.53]}
+NETWORK |= {"PIXEL_STD": [58.395, 57.12, 57.375]}
+INPUT = {"INPUT.FORMAT": "RGB"}
 HEADS = {"masked_words": 1.0, "relationship": 1.0, "masked_regions": 0.0, "masked_text": 0.0}
 export_official, export_folder = OfficialVisualBert().export, TransformersVisualBert().export
 
@@ -49,14 +57,6 @@ def make_encoder(**fields: Any) -> VisualBertEncoder:
     return VisualBertEncoder(VisualBertEncoderConfig(**{**SIZES, "feature_dim": FEATURE_DIM, **fields}))
 
 
-class Answers(nn.Module):
-    """The official head of questions, by the names that such a task has here: dropout and one Linear."""
-
-    def __init__(self, answers: int) -> None:
-        super().__init__()
-        self.head = Head(SIZES["hidden_size"], answers, 0.1, "normal")
-
-
 def make_task(name: str) -> nn.Module:
     if name == "pretraining":
         return pretraining_task(SIZES["hidden_size"], SIZES["vocab_size"], HEADS)
@@ -64,7 +64,15 @@ def make_task(name: str) -> nn.Module:
         return NLVR2Task(SIZES["hidden_size"], NLVR2Config())
     if name == "vcr":
         return VCRTask(SIZES["hidden_size"], VCRConfig(region_loss_weight=0))
-    return Answers({"vqa": 7, "nlvr2": 2}[name])
+    if name == "flickr30k":
+        return Flickr30KTask(SIZES["hidden_size"], Flickr30KConfig(head_size=8))
+    return answers_task(7)
+
+
+def answers_task(count: int) -> VQATask:
+    answers = [str(number) for number in range(count)]
+    config = VQAConfig(answers=answers, hidden_layer=False, initialise_from_words=False)
+    return VQATask(SIZES["hidden_size"], config)
 
 
 def make_model(task: nn.Module, seed: int = 1, **fields: Any) -> VisionLanguageModel:
@@ -90,7 +98,7 @@ def state_of(path: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("name", ["pretraining", "vqa", "vcr", "nlvr2"])
+@pytest.mark.parametrize("name", ["pretraining", "vqa", "vcr", "nlvr2", "flickr30k"])
 def test_there_and_back_is_exact(tmp_path, name, late):
     model, other = (make_model(make_task(name), seed, bypass_transformer=late) for seed in (1, 2))
     path = tmp_path / "x.th"
@@ -101,19 +109,67 @@ def test_there_and_back_is_exact(tmp_path, name, late):
     report = load_encoder(other.encoder, path, rules(name))
     assert report.is_complete and report.layout == "VisualBERT"
     assert same(other.encoder.state_dict(), model.encoder.state_dict())
-    if name in TASKS and name != "vqa":  # the head of questions here has a transform in front
-        assert load_task(other.task, path, rules(name)).is_complete
-        assert same(other.task.state_dict(), model.task.state_dict())
+    assert load_task(other.task, path, rules(name)).is_complete
+    assert same(other.task.state_dict(), model.task.state_dict())
     parts = OfficialVisualBert().convert(state, path)
     assert parts.task_name == name
     assert same(official_state(parts)[0], state)
 
 
-def test_a_file_of_vcr_has_a_network_of_regions_that_is_not_read(tmp_path):
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_head_of_one_or_two_answers_is_one_of_questions_where_a_run_of_questions_asks(tmp_path, count):
+    model, other, path = make_model(answers_task(count)), answers_task(count), tmp_path / "x.th"
+    export_official(model, "vqa", path)
+    assert load_task(other, path, rules("vqa")).is_complete
+    assert same(other.state_dict(), model.task.state_dict())
+    with pytest.raises(ValueError, match="no rule says how the head of flickr30k starts"):
+        load_task(make_task("flickr30k"), path, rules("flickr30k"))
+
+
+def test_a_head_of_answers_without_a_hidden_layer_starts_at_random(tmp_path):
+    export_official(make_model(make_task("pretraining")), "pretraining", tmp_path / "x.th")
+    with pytest.raises(ValueError, match=r"no rule says how the head of vqa starts from it; leave out task\.weights"):
+        load_task(answers_task(3), tmp_path / "x.th", rules("vqa"))
+
+
+def small_network(seed: int, **settings: Any) -> R2CNetwork:
+    """With numbers of its own everywhere, counters of batches included."""
+    flat = {f"MODEL.{key}": value for key, value in {**NETWORK, **settings}.items()} | INPUT
+    torch.manual_seed(seed)
+    network = R2CNetwork(DetectorConfig.from_flat(flat), NetworkSizes(4, (1, 1, 1, 1), (2, 4, 4, 8)))
+    for value in network.state_dict().values():
+        value.copy_(torch.randint(1, 9, value.shape))
+    return network
+
+
+def test_a_file_of_vcr_has_its_network_of_regions(tmp_path):
+    model, path = make_model(make_task("vcr")), tmp_path / "x.th"
+    model.detector = small_network(1)
+    assert export_official(model, "vcr", path) == []
+    state = state_of(path)
+    assert sum(name.startswith("detector.") for name in state) == len(model.detector.state_dict())
+    assert load_encoder(make_encoder(), path, rules("vcr")).is_complete
+    other = small_network(2)
+    report = load_checkpoint(other, path)
+    assert report.is_complete and report.layout == "VisualBERT"
+    assert same(other.state_dict(), model.detector.state_dict())
+
+
+def test_a_frozen_network_is_written_with_counters(tmp_path):
+    model, path = make_model(make_task("vcr")), tmp_path / "x.th"
+    model.detector = small_network(1, **{"BACKBONE.FREEZE_AT": 2})
+    export_official(model, "vcr", path)
+    assert state_of(path)["detector.backbone.1.num_batches_tracked"] == 0
+    other = small_network(2)
+    load_checkpoint(other, path)
+    assert torch.equal(other.backbone.stem.conv1.weight, model.detector.backbone.stem.conv1.weight)
+
+
+def test_a_network_with_other_settings_is_not_written(tmp_path):
     model = make_model(make_task("vcr"))
-    export_official(model, "vcr", tmp_path / "x.th")
-    torch.save({**state_of(tmp_path / "x.th"), "detector.backbone.0.weight": torch.rand(2)}, tmp_path / "x.th")
-    assert load_encoder(make_encoder(), tmp_path / "x.th", rules("vcr")).is_complete
+    model.detector = small_network(1, **{"ROI_BOX_HEAD.POOLER_TYPE": "ROIAlignV2"})
+    with pytest.raises(ValueError, match=r"x.th: the official network of regions has .*POOLER_TYPE ROIAlign, not"):
+        export_official(model, "vcr", tmp_path / "x.th")
 
 
 def test_heads_that_nothing_reads_are_left_out_of_flickr30k(tmp_path):
@@ -123,7 +179,7 @@ def test_heads_that_nothing_reads_are_left_out_of_flickr30k(tmp_path):
     state |= {f"bert.flickr_attention.{one}.bias": torch.rand(8) for one in ("query", "key", "value")}
     parts = OfficialVisualBert().convert(state, "x.th")
     assert parts.task_name == "flickr30k"
-    assert parts.task.keys() == {"attention.query.bias", "attention.key.bias"}
+    assert parts.task.keys() == {"query.bias", "key.bias"}
 
 
 def test_pre_training_lends_its_heads_and_keeps_its_segments(tmp_path):

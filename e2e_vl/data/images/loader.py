@@ -38,6 +38,7 @@ class ImageRules:
         channel_order: "BGR" or "RGB".
         with_objects: add the annotated objects, without crowds, as targets of the detection losses.
         mask_size: S, side of the instance masks of the candidate boxes; None: no masks.
+        mask_at: see `instance_mask`.
         is_blank: every pixel is the mean colour, saved features are zero and instance masks one: the control that sees
             no image.
         blank_boxes: that control has no candidate boxes either, because their number and places tell the answer.
@@ -55,6 +56,7 @@ class ImageRules:
     channel_order: str = "BGR"
     with_objects: bool = False
     mask_size: int | None = None
+    mask_at: str = "corners"
     is_blank: bool = False
     blank_boxes: bool = False
     mirror_precomputed: bool = False
@@ -216,7 +218,8 @@ class ImageLoader:
         side, objects = self.rules.mask_size, image.objects
         if self.rules.is_blank:  # outlines tell shapes
             return np.ones((len(rows), side, side), dtype=np.float32)
-        masks = [instance_mask(objects.outlines[row], objects.boxes[row], side) for row in rows]
+        at = self.rules.mask_at
+        masks = [instance_mask(objects.outlines[row], objects.boxes[row], side, at) for row in rows]
         self._count_empty(image, [row for row, mask in zip(rows, masks, strict=True) if not mask.any()])
         joined = np.array(masks, dtype=np.float32).reshape(-1, side, side)
         return np.ascontiguousarray(joined[:, :, ::-1]) if placement.flipped else joined

@@ -51,3 +51,19 @@ def test_outlines_without_area(points):
     mask = instance_mask([np.array(points)], np.array([0, 0, 13, 13]))
     assert np.argwhere(mask)[:, ::-1].min(0).tolist() == [3, 3]
     assert np.argwhere(mask)[:, ::-1].max(0).tolist() == points[-1]
+
+
+def test_centres_of_cells():
+    """A triangle over half of its box, boxes, and an outline that runs round twice."""
+    triangle = np.array([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0]])
+    mask = instance_mask([triangle], np.array([0, 0, 4, 4]), side=4, at="centres")
+    inside = np.add.outer(np.arange(4), np.arange(4)) < 3  # the centres of the diagonal lie on the outline
+    np.testing.assert_array_equal(mask.astype(bool)[inside], True)
+    np.testing.assert_array_equal(mask[np.add.outer(np.arange(4), np.arange(4)) > 3], 0)
+    whole = np.array([[10.0, 20.0], [18.0, 20.0], [18.0, 24.0], [10.0, 24.0]])
+    assert instance_mask([whole], np.array([10, 20, 18, 24]), at="centres").all()
+    left = instance_mask([whole - [4, 0]], np.array([10, 20, 18, 24]), side=4, at="centres")
+    np.testing.assert_array_equal(left, [[1, 1, 0, 0]] * 4)
+    twice = np.concatenate([whole, whole])
+    assert not instance_mask([twice], np.array([10, 20, 18, 24]), at="centres").any()  # even-odd
+    assert not instance_mask([], np.array([0, 0, 4, 4]), at="centres").any()

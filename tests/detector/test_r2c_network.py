@@ -1,0 +1,193 @@
+"""The network of R2C: what it reads, its whole image, its canvas, and what is frozen. Its numbers: tests/parity."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torchvision.models.resnet import Bottleneck, ResNet
+
+from detector.checkpoint import load_checkpoint
+from detector.detector_config import DetectorConfig
+from detector.faster_rcnn import FasterRCNN
+from detector.norms import BatchStatistics
+from detector.r2c_network import NetworkSizes, R2CNetwork
+from detector.structures import DetectionTargets, ImageBatch, Regions
+
+SETTINGS = {"R2C.FEATURE_DIM": 6, "R2C.MASK_CHANNELS": 4, "R2C.CLASS_DIM": 3, "ROI_HEADS.NUM_CLASSES": 5}
+SETTINGS |= {"RESNETS.NORM": "BN", "BACKBONE.FREEZE_AT": 0, "ROI_BOX_HEAD.POOLER_RESOLUTION": 7}
+SETTINGS |= {"ROI_BOX_HEAD.POOLER_TYPE": "ROIAlign"}
+SIZES = NetworkSizes(4, (1, 1, 1, 1), (2, 4, 4, 8))
+HEIGHT, WIDTH = 48, 64
+BOXES = torch.tensor([[2.0, 3.0, 30.0, 40.0], [20.0, 5.0, 60.0, 44.0]])
+CLASSES = torch.tensor([0, 4])
+
+
+def config_of(**settings: Any) -> DetectorConfig:
+    return DetectorConfig.from_flat({f"MODEL.{key}": value for key, value in {**SETTINGS, **settings}.items()})
+
+
+def network(**settings: Any) -> R2CNetwork:
+    torch.manual_seed(0)
+    return R2CNetwork(config_of(**settings), SIZES).eval()
+
+
+def images(number: int = 1) -> ImageBatch:
+    torch.manual_seed(1)
+    sizes = torch.tensor([[HEIGHT, WIDTH]]).expand(number, 2)
+    return ImageBatch(torch.randn(number, 3, HEIGHT, WIDTH), sizes, sizes, [f"{n}.jpg" for n in range(number)])
+
+
+@torch.no_grad()
+def run(detector: R2CNetwork, batch: ImageBatch | None = None, **changes: Any) -> Regions:
+    given = {"boxes": [BOXES], "box_classes": [CLASSES], **changes}
+    return detector(images() if batch is None else batch, **given)
+
+
+def test_what_comes_back():
+    detector = network()
+    regions = run(detector, whole_image=True)
+    assert (detector.feature_dim, detector.map_size, detector.num_classes) == (6, 14, 5)
+    assert regions.features[0].shape == (3, 6) and (regions.features[0] >= 0).all()
+    assert regions.class_logits[0].shape == (3, 6)
+    assert regions.boxes[0].tolist() == [[0, 0, WIDTH - 1, HEIGHT - 1], *BOXES.tolist()]
+    assert not regions.losses
+
+
+def test_pixels_masks_and_classes_all_matter():
+    detector, batch = network(), images()
+    features = run(detector, batch).features[0]
+    full = torch.ones(2, 14, 14)
+    assert torch.equal(run(detector, batch, roi_masks=[full]).features[0], features)
+    full[1, 4:] = 0
+    for changed in (
+        run(detector, batch, roi_masks=[full]),
+        run(detector, batch, box_classes=[torch.tensor([0, 3])]),
+        run(detector, dataclasses.replace(batch, pixels=batch.pixels * 0.5), boxes=[BOXES]),
+    ):
+        assert not torch.allclose(changed.features[0][1], features[1])
+    assert torch.equal(run(detector, batch, roi_masks=[full]).features[0][0], features[0])
+
+
+def test_the_whole_image_has_a_box_without_the_last_pixel_missing_and_a_class_of_its_own():
+    detector = network()
+    whole = torch.tensor([[0.0, 0.0, WIDTH, HEIGHT]])
+    row = run(detector, boxes=[whole], box_classes=[torch.tensor([-1])]).features[0]
+    assert torch.allclose(run(detector, whole_image=True).features[0][:1], row, atol=1e-5)
+    assert not torch.allclose(run(detector, boxes=[whole - 1], box_classes=[torch.tensor([-1])]).features[0], row)
+
+
+def test_the_background_is_the_last_class():
+    detector = network()
+    with torch.no_grad():
+        detector.roi_heads.classifier.weight.zero_()
+        detector.roi_heads.classifier.bias.copy_(torch.arange(6.0))
+    assert run(detector).class_logits[0][0].tolist() == [1, 2, 3, 4, 5, 0]
+
+
+def test_a_canvas_is_black_and_boxes_move_with_the_image():
+    detector, batch = network(**{"R2C.CANVAS": [80, 96]}), images()
+    mean, std = (torch.tensor(values) for values in (detector.config.input.pixel_mean, detector.config.input.pixel_std))
+    pixels = (-mean / std)[:, None, None].expand(1, 3, 80, 96).clone()
+    pixels[0, :, 16:64, 16:80] = batch.pixels[0]
+    sizes = torch.tensor([[80, 96]])
+    pasted = ImageBatch(pixels, sizes, sizes, ["0.jpg"])
+    plain = network()
+    plain.load_state_dict(detector.state_dict())
+    expected = run(plain, pasted, boxes=[BOXES + 16]).features[0]
+    regions = run(detector, batch)
+    assert torch.allclose(regions.features[0], expected, atol=1e-5)
+    assert torch.equal(regions.boxes[0], BOXES)
+
+
+def test_in_training_the_place_on_the_canvas_is_random():
+    detector = network(**{"R2C.CANVAS": [80, 96]}).train()
+    batch = images(8)
+    pixels, shifts = detector.on_canvas(batch)
+    assert len(shifts.unique(dim=0)) > 4
+    assert (shifts >= 0).all() and (shifts <= torch.tensor([96 - WIDTH, 80 - HEIGHT])).all()
+    left, top = shifts[3].long().tolist()
+    assert torch.equal(pixels[3, :, top : top + HEIGHT, left : left + WIDTH], batch.pixels[3])
+
+
+def test_all_but_the_classifier_is_trained():
+    detector = network().train()
+    regions = detector(images(2), [BOXES, BOXES], box_classes=[CLASSES, CLASSES], whole_image=True)
+    sum((rows**2).sum() for rows in regions.features).backward()
+    without = {name for name, parameter in detector.named_parameters() if parameter.grad is None}
+    assert without == {"roi_heads.classifier.weight", "roi_heads.classifier.bias"}
+
+
+@pytest.mark.parametrize(("statistics", "moves"), [("stored", False), ("batch", True)])
+def test_frozen_stages(statistics, moves):
+    """`moves`: another image in the batch changes the features, because the batch's statistics normalise."""
+    detector = network(**{"BACKBONE.FREEZE_AT": 4, "R2C.FROZEN_STATISTICS": statistics})
+    trained = {name for name, one in detector.named_parameters() if one.requires_grad}
+    assert trained and not any(name.startswith("backbone.") for name in trained)
+    norms = [module for module in detector.backbone.modules() if isinstance(module, BatchStatistics)]
+    before = [norm.running_mean.clone() for norm in norms]
+    batch = images(2)
+    one = ImageBatch(batch.pixels[:1], batch.sizes[:1], batch.original_sizes[:1], batch.names[:1])
+    both = run(detector, batch, boxes=[BOXES, BOXES], box_classes=[CLASSES, CLASSES]).features[0]
+    assert torch.allclose(run(detector, one).features[0], both, atol=1e-5) != moves
+    detector.train()
+    run(detector, one)
+    assert bool(norms) == moves
+    assert all(torch.equal(norm.running_mean, old) for norm, old in zip(norms, before, strict=True))
+
+
+def test_it_starts_from_torchvision(tmp_path):
+    """Stages in which torchvision doubles the channels, one block each."""
+    theirs = ResNet(Bottleneck, [1, 1, 1, 1])
+    torch.save(theirs.state_dict(), tmp_path / "x.pth")
+    detector = R2CNetwork(config_of(), NetworkSizes(64, (1, 1, 1, 1), (64, 128, 256, 512)))
+    report = load_checkpoint(detector, tmp_path / "x.pth", expect="backbone")
+    assert report.layout == "torchvision" and set(report.unexpected) == {"fc.weight", "fc.bias"}
+    assert all(name.startswith("roi_heads.") and "res5" not in name for name in report.missing)
+    assert torch.equal(detector.roi_heads.res5[0].conv2.weight, theirs.layer4[0].conv2.weight)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"boxes": None}, "finds none"),
+        ({"box_classes": None}, "of known classes"),
+        ({"targets": DetectionTargets([BOXES], [CLASSES])}, "no detection losses"),
+        ({"roi_masks": [torch.ones(2, 7, 7)]}, r"masks are \[7, 7\], but the network of R2C reads \[14, 14\]"),
+        ({"box_classes": [CLASSES + 1]}, "has the class 5, but MODEL.ROI_HEADS.NUM_CLASSES is 5"),
+        ({"boxes": [BOXES.flip(1)]}, "0.jpg"),
+    ],
+)
+def test_what_it_cannot_describe(changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(network(), **changes)
+
+
+def test_an_image_larger_than_the_canvas():
+    with pytest.raises(ValueError, match=r"0.jpg: resized to 64 x 48 pixels it does not fit .* 60 x 48"):
+        run(network(**{"R2C.CANVAS": [48, 60]}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"R2C.CANVAS": [48]}, "MODEL.R2C.CANVAS must hold the height and the width"),
+        ({"R2C.DROPOUT": 1.0}, "MODEL.R2C.DROPOUT must be below 1"),
+        ({"RESNETS.STRIDE_IN_1X1": False}, "needs MODEL.RESNETS.DEPTH 50 or more, STRIDE_IN_1X1 true"),
+        ({"RESNETS.NUM_GROUPS": 2}, "NUM_GROUPS 1 and RES2_OUT_CHANNELS"),
+        ({"ROI_BOX_HEAD.POOLER_TYPE": "ROIPool"}, "POOLER_TYPE ROIAlign"),
+        ({"R2C.FROZEN_STATISTICS": "none"}, "FROZEN_STATISTICS must be one of"),
+    ],
+)
+def test_settings_from_which_it_cannot_be_built(settings, message):
+    with pytest.raises(ValueError, match=message):
+        config_of(**settings)
+
+
+def test_settings_of_another_detector():
+    with pytest.raises(ValueError, match=r"needs MODEL\.R2C\.FEATURE_DIM"):
+        R2CNetwork(DetectorConfig())
+    with pytest.raises(ValueError, match=r"set detector\.backend to r2c"):
+        FasterRCNN(config_of())

@@ -1,0 +1,52 @@
+"""A run on VCR with the network of R2C and VisualBERT, from drawn scenes to a saved model and an official file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from e2e_vl.config import load_config
+from e2e_vl.engine.saving import load_model
+from e2e_vl.engine.train import train
+from e2e_vl.weights.visual_bert import OfficialVisualBert
+from tests.weights.starts import replaced
+
+ROOT = Path(__file__).parents[2]
+NETWORK = {
+    "MODEL": {
+        "RESNETS": {"STEM_OUT_CHANNELS": 8, "RES2_OUT_CHANNELS": 16, "WIDTH_PER_GROUP": 4},
+        "R2C": {"FEATURE_DIM": 8, "MASK_CHANNELS": 4, "CLASS_DIM": 4, "CANVAS": [192, 192]},
+    }
+}
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+def test_a_step_with_the_shipped_settings(tmp_path):
+    shipped = load_config(ROOT / "configs/vcr/visual_bert_q2a.yaml", ["data.root=DATA"])
+    words = [f"data.root={tmp_path / 'data'}", f"output={tmp_path / 'run'}", "train.max_steps=1"]
+    words += ["train.schedule=constant", "train.warmup_steps=0", "eval.report_pictures=0", "data.flip=0"]
+    words += ["eval.boxes=[gt]", "data.texts_per_image=1", "data.config.objects=r2c_all_texts"]
+    tiny = load_config(ROOT / "configs/tiny/vcr.yaml", words)
+    config = replaced(
+        tiny,
+        detector={
+            "backend": shipped.detector.backend,
+            "config": str(ROOT / "configs/detector/r2c_R_50.yaml"),
+            "overrides": NETWORK,
+            "loss_weight": 0.0,
+            "loss_weights": {},
+        },
+        encoder={"name": shipped.encoder.name, "config": shipped.encoder.config | SMALL},
+        task={"config": shipped.task.config},
+    )
+    metrics = train(config)
+    assert 0 <= metrics["val/accuracy_gt_boxes"] <= 1
+    _, model, _ = load_model(tmp_path / "run")
+    assert type(model.detector).__name__ == "R2CNetwork"
+    assert OfficialVisualBert().export(model, "vcr", tmp_path / "x.th") == []
+    state = torch.load(tmp_path / "x.th", weights_only=True)
+    assert {"bert.classifier.weight", "detector.object_embed.weight"} <= state.keys()

@@ -1,0 +1,179 @@
+"""VCR's texts, places of named objects, boxes and pictures against rules recorded from the official VisualBERT code.
+
+The settings are the shipped ones, configs/vcr/visual_bert_q2a.yaml.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from detector.detector_config import DetectorConfig
+from detector.images import ResizeRule
+from detector.r2c_network import NetworkSizes, R2CNetwork
+from detector.structures import ImageBatch
+from e2e_vl.config import RunConfig, load_config
+from e2e_vl.converter import from_dict
+from e2e_vl.data.images.instance_masks import instance_mask
+from e2e_vl.data.vcr import VCRDataset, VCROptions, relevant_objects
+from e2e_vl.encoders.visual_bert import VisualBertEncoder
+from e2e_vl.examples import TextExample
+from e2e_vl.layout import TextWriter
+from e2e_vl.samples import AnnotatedObjects, ChoiceText, RightChoice, SampleImage
+from e2e_vl.tasks.vcr import VCRConfig, VCRTask
+from e2e_vl.tasks.vcr_sentences import Piece, cut_choices, plain_text
+from e2e_vl.text import load_tokenizer
+from tests.parity import visual_bert_common as common
+from tests.tasks.wordings import sample_of, tokens, word
+
+visual_golden = common.visual_golden
+ROOT = Path(__file__).parents[2]
+KINDS = ("answer", "rationale")
+
+
+@pytest.fixture(scope="module")
+def recorded(visual_golden) -> dict[str, Any]:
+    path = visual_golden.folder / "data.json"
+    if not path.is_file():
+        pytest.skip("the set has no data.json; it is optional")
+    return json.loads(path.read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(recorded, tmp_path_factory) -> PreTrainedTokenizerBase:
+    file = tmp_path_factory.mktemp("vocabulary") / "vocab.txt"
+    file.write_text("\n".join(recorded["vocab"]) + "\n", encoding="utf-8")
+    return load_tokenizer(file)
+
+
+@pytest.fixture(scope="module")
+def settings() -> RunConfig:
+    return load_config(ROOT / "configs/vcr/visual_bert_q2a.yaml", ["data.root=DATA"])
+
+
+def texts_of(recorded, tokenizer, settings, kind: str) -> list[TextExample]:
+    item, boxes = recorded["vcr"]["item"], recorded["vcr"]["boxes_used"]
+    is_answer = kind == "answer"
+    query = [item["question"]] if is_answer else [item["question"], item["answer_choices"][item["answer_label"]]]
+    label = item["answer_label" if is_answer else "rationale_label"]
+    choices = item["answer_choices" if is_answer else "rationale_choices"]
+    text = ChoiceText(0, "", {"label": label}, RightChoice(label), query=tuple(query), choices=tuple(choices))
+    number = len(item["objects"])
+    corners = np.tile([0.0, 0.0, 9.0, 9.0], (number, 1))
+    objects = AnnotatedObjects(corners, "recorded", names=tuple(item["objects"]))
+    image = SampleImage("7", Path("photo.jpg"), objects=objects, candidates=tuple(boxes))
+    config = from_dict(VCRConfig, dict(settings.task.config), "task.config")
+    wording = VCRTask(8, config).wording(TextWriter(tokenizer, VisualBertEncoder.layout, training=True))
+    return word(wording, sample_of(text, image=image), epoch=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_and_places_of_named_objects(recorded, tokenizer, settings, kind):
+    found = texts_of(recorded, tokenizer, settings, kind)
+    theirs = recorded["vcr"]["alignment"][kind]
+    assert len(found) == len(theirs)
+    for ours, one in zip(found, theirs, strict=True):
+        assert tokens(ours, tokenizer) == one["tokens"]
+        assert ours.laid.input_ids.tolist() == one["input_ids"]
+        assert ours.laid.segment_ids.tolist() == one["token_type_ids"]
+        assert bool(ours.targets.is_right) == one["is_correct"]
+        whole, *rows = one["positions"]
+        named = ours.region_of_token
+        assert whole == []
+        assert [np.flatnonzero(named == row).tolist() for row in range(len(rows))] == rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_people_have_recorded_names(recorded, tokenizer, settings, kind):
+    found = texts_of(recorded, tokenizer, settings, kind)[0].record
+    said = recorded["vcr"][kind]
+    assert found["sent"] == " ".join(said["context"])
+    assert found["choices"] == [plain_text(choice, []) for choice in said["choices"]]
+
+
+def test_boxes_of_all_texts(recorded):
+    item = recorded["vcr"]["item"]
+    sentences = [item["question"], *item["answer_choices"], *item["rationale_choices"]]
+    assert list(relevant_objects(item["objects"], sentences)) == recorded["vcr"]["boxes_used"]
+
+
+@pytest.mark.parametrize(("kind", "objects"), [("answer", "r2c_all_texts"), ("answer", "r2c"), ("rationale", "r2c")])
+def test_boxes_of_a_question(recorded, tmp_path, kind, objects):
+    """`add_all_features` off is "r2c"."""
+    item = recorded["vcr"]["item"]
+    line = {**item, "annot_id": "val-0", "img_fn": "a.png", "metadata_fn": "a.json", "movie": "film"}
+    (tmp_path / "val.jsonl").write_text(json.dumps(line) + "\n")
+    names = tuple(dict.fromkeys(item["objects"]))
+    options = VCROptions(question=kind, objects=objects, class_names=names)
+    dataset = VCRDataset(tmp_path, tmp_path / "val.jsonl", options)
+    [group] = dataset.groups
+    corners = [[0, 0, 9, 9, 0.9]] * len(item["objects"])
+    (tmp_path / "a.json").write_text(
+        json.dumps(
+            {
+                "boxes": corners,
+                "segms": [[[[0, 0], [9, 0], [9, 9]]]] * len(corners),
+                "names": item["objects"],
+                "width": 100,
+                "height": 60,
+            }
+        )
+    )
+    vcr = recorded["vcr"]
+    expected = vcr["boxes_used"] if objects == "r2c_all_texts" else vcr["add_all_features_off"][kind]
+    assert list(dataset.sample(group).images[0].candidates) == expected
+
+
+def test_the_choice_alone_is_cut(recorded):
+    for case in recorded["truncate_vcr"]:
+        front = [Piece(number, -1, number) for number in range(case["len_a"])]
+        choice = [Piece(number, -1, number) for number in range(case["len_b"])]
+        cut_choices(front, [choice], case["max_seq_length"] - 3)
+        assert len(front) == case["kept_a"] and case["first_a"] == 0
+        assert [piece.id for piece in choice] == list(range(case["len_b"]))[case["len_b"] - case["kept_b"] :]
+        assert case["first_b"] == (choice[0].id if choice else None)
+
+
+def test_images_on_their_canvas(recorded, settings):
+    """Images higher than the canvas allows are resized by another rule here; VCR's are wide."""
+    resize = settings.data.resize
+    rule = ResizeRule(resize.short_edge[-1], resize.long_edge, resize.rounding)
+    config = DetectorConfig.from_yaml(ROOT / "configs/detector/r2c_R_50.yaml")
+    network = R2CNetwork(config, NetworkSizes(8, (1, 1, 1, 1), (8, 8, 8, 8))).eval()
+    black = torch.tensor([-m / s for m, s in zip(config.input.pixel_mean, config.input.pixel_std, strict=True)])
+    for case in recorded["vcr_image"]:
+        left, top, right, bottom = case["window"]
+        size = (bottom - top, right - left)
+        if case["width"] >= case["height"]:
+            assert rule.target_size(case["height"], case["width"]) == size
+        sizes = torch.tensor([size])
+        pixels, shift = network.on_canvas(ImageBatch(torch.ones(1, 3, *size), sizes, sizes, ["image"]))
+        assert list(pixels.shape[:1:-1]) == case["result"]
+        assert shift.tolist() == [[left, top]]
+        assert (pixels[0, :, top:bottom, left:right] == 1).all()
+        outside = torch.ones(pixels.shape[2:], dtype=torch.bool)
+        outside[top:bottom, left:right] = False
+        assert torch.equal(pixels[0][:, outside], black[:, None].expand(3, int(outside.sum())))
+
+
+def test_masks_of_objects(recorded, settings):
+    case = recorded["vcr_mask"]
+    outlines = [np.array(polygon) for polygon in case["polygons"]]
+    at = settings.task.config["mask_at"]
+    mask = instance_mask(outlines, np.array(case["box"][:4]), len(case["mask"]), at)
+    np.testing.assert_array_equal(mask, np.array(case["mask"]))
+
+
+def test_the_shipped_settings_are_the_recorded_ones(settings):
+    network = DetectorConfig.from_yaml(ROOT / "configs/detector/r2c_R_50.yaml")
+    assert network.map_size == VCRTask(8, VCRConfig(**settings.task.config)).mask_size
+    second = load_config(ROOT / "configs/vcr/visual_bert_qa2r.yaml", ["data.root=DATA"])
+    assert (settings.train.epochs, second.train.epochs) == (8, 12)
+    assert dataclasses.replace(second.train, epochs=settings.train.epochs) == settings.train
