@@ -39,9 +39,11 @@ from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.engine.answer_lists import are_given, possible_answers, with_answers
+from e2e_vl.layout import TextWriter
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
+from e2e_vl.tasks.drawn_choices import ChoiceTextsConfig
 from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTask
 from e2e_vl.tasks.gqa import GQAConfig, GQATask
 from e2e_vl.tasks.heads import Sizes
@@ -66,6 +68,7 @@ from e2e_vl.weights.start import StartRules, check_vocabulary, load_encoder, loa
 from e2e_vl.weights.visual_bert import OfficialVisualBert, VisualBertFromBert
 from e2e_vl.weights.visual_bert_transformers import TransformersVisualBert
 from e2e_vl.weights.vl_bert import OfficialVLBert
+from e2e_vl.wording import Wording
 
 logger = logging.getLogger(__name__)
 
@@ -280,8 +283,17 @@ def build_task(config: RunConfig, sizes: Sizes) -> Task:
         answers = possible_answers(config, named_parts(config).dataset, task_class, settings.min_answer_count)
         settings = dataclasses.replace(settings, answers=answers)
     if task_class.sums_objectives:
-        return task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
+        task = task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
+        if settings.choices is not None:
+            task.choice_wording = _wording_of(settings.choices, sizes)
+        return task
     return task_class.build(sizes, settings)
+
+
+def _wording_of(settings: ChoiceTextsConfig, sizes: Sizes) -> Callable[[TextWriter], Wording]:
+    """How another task words its texts; nothing else of it is used."""
+    config_class, other = _named(TASKS, settings.task, "task.config.choices.task")
+    return other.build(sizes, from_dict(config_class, settings.config, "task.config.choices.config")).wording
 
 
 def build_objectives(settings: dict[str, Any], sizes: Sizes) -> dict[str, Objective]:
