@@ -137,28 +137,17 @@ class PretrainingWording(Wording):
     def _choice(
         self, draft: Draft, images: Sequence[ImageExample], draw: Draw, generator: np.random.Generator
     ) -> tuple[LaidText, Int64[np.ndarray, " L"] | None]:
-        """A question with one of its choices, masked, and the regions that its wordpieces name.
-
-        Each wordpiece is masked on its own, because words are known to the other task alone.
+        """A question with one of its choices, each wordpiece a word of its own, and the regions that they name.
 
         Raises:
-            ValueError: nobody words choices, or an objective puts other words in their place.
+            ValueError: nobody words choices.
         """
         if self.choices is None:
-            raise ValueError(
-                "The data have questions with several choices; set task.config.choices.task, which words them."
-            )
+            raise ValueError("The data have questions with choices; set task.config.choices.task, which words them.")
         example, draft.is_choice = self.choices(draft.text, draft.sample, images, draw, generator)
-        ids = given_pieces(example.laid)
-        draft.words = words = self.writer.tokenizer.decode(ids)
-        for part in self.parts.values():
-            part.exchange(draft, draft.text.index, generator)
-        if draft.words != words or draft.second is not None:
-            raise ValueError(
-                "Questions with choices stay as they are; set task.config.objectives.relationship.texts to stated, or "
-                "leave the objective out."
-            )
-        draft.pieces, draft.ids = [[int(piece)] for piece in ids], ids
+        draft.ids = given_pieces(example.laid)
+        draft.pieces = [[int(piece)] for piece in draft.ids]
+        draft.words = self.writer.tokenizer.decode(draft.ids)
         for part in self.parts.values():
             part.mask(draft, generator)
         return with_pieces(example.laid, draft.ids), example.region_of_token
@@ -201,7 +190,7 @@ class PretrainingTask(Task):
         if not objectives:
             raise ValueError("There is nothing to learn: every objective of task.config.objectives has the weight 0.")
         self.objectives = dict(objectives)  # registered below under their own names
-        # makes the wording of questions with choices; set when the task is built with `config.choices`
+        # how questions with choices are worded; set when the task is built
         self.choice_wording: Callable[[TextWriter], Wording] | None = None
         self.wordpieces = [f"wordpiece {number}" for number in range(config.vocab_size)]  # until there is a tokenizer
         self.word_head = None

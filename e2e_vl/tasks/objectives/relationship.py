@@ -1,8 +1,8 @@
 """Sentence-image relationship prediction: does the text belong to the image?
 
-Three kinds of it: a caption that may be another image's (VL-BERT, table 4, row c; LXMERT); a right caption with a second
-one that may be another image's (VisualBERT, section 3.3); a text of which the data say whether it is true (VisualBERT's
-code, pre-training on NLVR2 and VCR).
+Three kinds of it: a caption that may be another image's (VL-BERT, table 4, row c; LXMERT); a right caption with a
+second one that may be another image's (VisualBERT, section 3.3); a text of which the data say whether it is true
+(VisualBERT's code, pre-training on NLVR2 and VCR).
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -21,7 +21,7 @@ from detector.interface import Detector
 from detector.structures import Loss
 from e2e_vl.hiding import HidingRule
 from e2e_vl.layout import LaidText, TextWriter
-from e2e_vl.samples import DataFacts, RightChoice
+from e2e_vl.samples import ChoiceText, DataFacts, RightChoice
 from e2e_vl.structures import Ability, Batch, EncoderOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.heads import start_head
@@ -37,8 +37,8 @@ from e2e_vl.tasks.objectives.base import (
 
 FEW_IMAGES = "Captions of other images need at least two images."
 FEW_CAPTIONS = (
-    "task.config.objectives.relationship.texts is pair, but an image has one caption only; use data with several captions "
-    "per image, or set it to single."
+    "task.config.objectives.relationship.texts is pair, but an image has one caption only; use data with several "
+    "captions per image, or set it to single."
 )
 
 
@@ -74,14 +74,7 @@ class CaptionExchange(ObjectiveWording):
     config: RelationshipConfig = dataclasses.field(default_factory=RelationshipConfig)
 
     def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
-        if draft.sample.is_asked:
-            return
-        if self.config.texts == "stated":
-            if draft.is_choice is None:
-                truth = draft.text.truth
-                draft.is_match = bool(truth.number) if isinstance(truth, RightChoice) else None
-            else:
-                draft.is_match = draft.is_choice
+        if draft.sample.is_asked or self.config.texts == "stated":
             return
         if generator.random() < self.config.probability:
             found, draft.is_match = self._other_image(draft, index, generator), False
@@ -111,6 +104,15 @@ class CaptionExchange(ObjectiveWording):
         return draft.sample.pool[others[int(generator.integers(len(others)))]]
 
     def targets(self, draft: Draft, laid: LaidText) -> MatchTargets:
+        """Raises ValueError for a question with choices unless the data state which are right."""
+        if self.config.texts == "stated":
+            truth = None if draft.text is None else draft.text.truth
+            is_stated = draft.is_choice is None and isinstance(truth, RightChoice)
+            draft.is_match = bool(truth.number) if is_stated else draft.is_choice
+        elif isinstance(draft.text, ChoiceText):
+            raise ValueError(
+                "Questions with choices stay as they are; set task.config.objectives.relationship.texts to stated."
+            )
         draft.record["is_match"] = draft.is_match
         return MatchTargets(np.int64(-1 if draft.is_match is None or not draft.has_image else draft.is_match))
 
@@ -131,7 +133,7 @@ class Relationship(Objective):
         return CaptionExchange(writer, self.config)
 
     def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
-        """Raises ValueError if there are no other images, no second captions, or no truths where the data state them."""
+        """Raises ValueError if there are no other images, no second captions, or no stated truths."""
         if facts is None:
             return
         if self.config.texts == "stated":
