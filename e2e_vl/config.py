@@ -99,8 +99,10 @@ class BoxSettings:
 
     train: str = "gt"  # a value of BoxSource, see e2e_vl/box_sources.py
     selection: SelectionRule = field(default_factory=SelectionSettings)
+    max_precomputed: int | None = None  # of precomputed regions, only the first of each image, by falling score
 
     def __post_init__(self) -> None:
+        check_numbers(self, "data.boxes.", positive=["max_precomputed"])
         check_choice("data.boxes.train", self.train, BoxSource)
 
 

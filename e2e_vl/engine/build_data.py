@@ -175,7 +175,9 @@ def build_loader(
     if dataset is not None and key is not None and dataset.parts:
         files, _ = open_options(type(dataset), data)
         paths = list(dict.fromkeys(files.path(key, **values) for values in dataset.parts))
-        reader = open_boxes(paths, data.boxes.selection, with_features=boxes is BoxSource.PRECOMPUTED)
+        with_features = boxes is BoxSource.PRECOMPUTED
+        limit = data.boxes.max_precomputed if with_features else None
+        reader = open_boxes(paths, data.boxes.selection, with_features=with_features, limit=limit)
     return ImageLoader(rules, boxes, reader)
 
 

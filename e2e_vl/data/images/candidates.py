@@ -68,13 +68,22 @@ class StoredBoxes(BoxReader):
     Args:
         stores: the files.
         selection: which boxes are kept where there are scores.
-        with_features: give the features too, so that no detector has to run; then every box is kept.
+        with_features: give the features too, so that no detector has to run; then the first `limit` boxes are kept.
+        limit: see `with_features`; None keeps them all.
     """
 
-    def __init__(self, stores: Sequence[FeatureStore], selection: SelectionRule, *, with_features: bool) -> None:
+    def __init__(
+        self,
+        stores: Sequence[FeatureStore],
+        selection: SelectionRule,
+        *,
+        with_features: bool,
+        limit: int | None = None,
+    ) -> None:
         self.stores = stores
         self.selection = selection
         self.with_features = with_features
+        self.limit = limit
 
     def read(self, image_id: str) -> CandidateBoxes:
         store = next((store for store in self.stores if image_id in store), self.stores[0])
@@ -82,7 +91,8 @@ class StoredBoxes(BoxReader):
         origin = f"{store.path}: image {image_id}"
         is_scored = found.scores is not None and found.box_ids is None
         if self.with_features:
-            order = np.argsort(-found.scores, kind="stable") if is_scored else slice(None)
+            order = np.argsort(-found.scores, kind="stable") if is_scored else np.arange(len(found.boxes))
+            order = order[: self.limit]
             return CandidateBoxes(
                 found.boxes[order],
                 origin,
@@ -103,14 +113,17 @@ class StoredBoxes(BoxReader):
             )
 
 
-def open_boxes(paths: Sequence[Path], selection: SelectionRule, *, with_features: bool) -> BoxReader:
-    """Open files of one kind: `.json` is MAttNet's format, everything else region features.
+def open_boxes(
+    paths: Sequence[Path], selection: SelectionRule, *, with_features: bool, limit: int | None = None
+) -> BoxReader:
+    """Open files of one kind: `.json` is MAttNet's format, everything else region features; see `StoredBoxes`.
 
     Raises:
         FileNotFoundError, ValueError: see the readers; or features are wanted from a file that has none.
     """
     if paths[0].suffix != ".json":
-        return StoredBoxes([open_features(path) for path in paths], selection, with_features=with_features)
+        stores = [open_features(path) for path in paths]
+        return StoredBoxes(stores, selection, with_features=with_features, limit=limit)
     if with_features:
         raise ValueError(f"{paths[0]}: boxes in MAttNet's format have no features; give a file of region features")
     return DetectedBoxes([DetectionsFile(path) for path in paths], selection)
