@@ -3,6 +3,8 @@
 The checks are in files of their own, one for each part; here they are collected.
 """
 
+from tests.parity.visual_bert_data_checks import *  # noqa: F403
 from tests.parity.visual_bert_encoder_checks import *  # noqa: F403
 from tests.parity.visual_bert_keys_checks import *  # noqa: F403
 from tests.parity.visual_bert_optimiser_checks import *  # noqa: F403
+from tests.parity.visual_bert_pretraining_checks import *  # noqa: F403
