@@ -1,4 +1,4 @@
-"""The objectives of a run of pre-training against the official VisualBERT losses: together, alone, and without images."""
+"""The objectives of pre-training against the official VisualBERT losses: together, alone, and without images."""
 
 from __future__ import annotations
 
