@@ -224,10 +224,11 @@ def build_model(
         encoder.require(ability, f"The task {config.task.name}")
     if tokenizer is not None:
         task.initialise(tokenizer, encoder, detector)
-    if config.task.weights is not None:
-        knows_order = are_given(config) or not task.chooses_answers
-        report = load_task(task, config.task.weights, start_rules(config), knows_class_order=knows_order)
-        tell_start("task", config.task.weights, report)
+    for weights in (config.task.fallback_weights, config.task.weights):
+        if weights is not None:
+            knows_order = are_given(config) or not task.chooses_answers
+            report = load_task(task, weights, start_rules(config), knows_class_order=knows_order)
+            tell_start("task", weights, report)
     rule = task.hiding
     needs_copy = rule is not None and rule.hides and rule.teacher == "frozen"
     teacher = copy.deepcopy(detector) if needs_copy else None
