@@ -349,8 +349,7 @@ def test_heads_of_bert(tmp_path, bert):
 def test_an_objective_that_the_run_before_lacked_keeps_its_start(tmp_path, bert):
     """Such as the sentence head of a second phase: it comes from `task.fallback_weights`, or stays random."""
     words = pretraining_task(SIZES["hidden_size"], SIZES["vocab_size"], HEADS | {"relationship": 0.0})
-    torch.save(official_state(ModelWeights({}, make_encoder().state_dict(), words.state_dict(), "pretraining"))[0],
-               tmp_path / "first.th")  # fmt: skip
+    export_official(make_model(words), "pretraining", tmp_path / "first.th")
     task = make_task("pretraining")
     load_task(task, tmp_path / "bert", rules("pretraining"))
     report = load_task(task, tmp_path / "first.th", rules("pretraining"))
