@@ -91,8 +91,7 @@ class StoredBoxes(BoxReader):
         origin = f"{store.path}: image {image_id}"
         is_scored = found.scores is not None and found.box_ids is None
         if self.with_features:
-            order = np.argsort(-found.scores, kind="stable") if is_scored else np.arange(len(found.boxes))
-            order = order[: self.limit]
+            order = np.argsort(-found.scores, kind="stable")[: self.limit] if is_scored else slice(self.limit)
             return CandidateBoxes(
                 found.boxes[order],
                 origin,
