@@ -39,7 +39,6 @@ from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.engine.answer_lists import are_given, possible_answers, with_answers
-from e2e_vl.layout import TextWriter
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
@@ -68,7 +67,6 @@ from e2e_vl.weights.start import StartRules, check_vocabulary, load_encoder, loa
 from e2e_vl.weights.visual_bert import OfficialVisualBert, VisualBertFromBert
 from e2e_vl.weights.visual_bert_transformers import TransformersVisualBert
 from e2e_vl.weights.vl_bert import OfficialVLBert
-from e2e_vl.wording import Wording
 
 logger = logging.getLogger(__name__)
 
@@ -286,15 +284,16 @@ def build_task(config: RunConfig, sizes: Sizes) -> Task:
     if task_class.sums_objectives:
         task = task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
         if settings.choices is not None:
-            task.choice_wording = _wording_of(settings.choices, sizes)
+            words_choices = _task_of(settings.choices, sizes)
+            task.choice_wording, task.mask_size = words_choices.wording, words_choices.mask_size
         return task
     return task_class.build(sizes, settings)
 
 
-def _wording_of(settings: ChoiceTextsConfig, sizes: Sizes) -> Callable[[TextWriter], Wording]:
-    """How another task words its texts; nothing else of it is used."""
+def _task_of(settings: ChoiceTextsConfig, sizes: Sizes) -> Task:
+    """The task that words texts for another one, which uses nothing else of it but the size of its masks."""
     config_class, other = _named(TASKS, settings.task, "task.config.choices.task")
-    return other.build(sizes, from_dict(config_class, settings.config, "task.config.choices.config")).wording
+    return other.build(sizes, from_dict(config_class, settings.config, "task.config.choices.config"))
 
 
 def build_objectives(settings: dict[str, Any], sizes: Sizes) -> dict[str, Objective]:
