@@ -186,7 +186,7 @@ def test_missing_metadata_names_the_question(tiny):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"question": "both"}, "data.config.question is 'both'"),
+        ({"question": "all"}, "data.config.question is 'all'"),
         ({"objects": "some"}, "must be one of all, mentioned, r2c"),
         ({"condition_on": "each"}, "is about rationales"),
         ({"class_names": ["a", "a"]}, "must all be different"),

@@ -27,7 +27,9 @@ def tiny(tmp_path) -> TinyVCR:
     return TinyVCR(tmp_path)
 
 
-def task_of(tokenizer, drawn: str = "random", texts: str = "stated", **masking) -> PretrainingTask:
+def task_of(
+    tokenizer, drawn: str = "random", texts: str = "stated", mask_size: int | None = None, **masking
+) -> PretrainingTask:
     config = load_config(CONFIG)
     settings = {
         "objectives": {
@@ -36,7 +38,7 @@ def task_of(tokenizer, drawn: str = "random", texts: str = "stated", **masking) 
             "masked_regions": 0.0,
             "relationship": {"weight": 1.0, "texts": texts},
         },
-        "choices": {"task": "vcr", "config": WORDS, "drawn": drawn},
+        "choices": {"task": "vcr", "config": WORDS | {"mask_size": mask_size}, "drawn": drawn},
     }
     return build_task(replaced(config, task={"config": settings}), Sizes(8, len(tokenizer)))
 
@@ -61,6 +63,10 @@ def test_a_random_choice_is_read_as_the_other_task_words_it(tiny):
         assert int(text.targets.parts["relationship"].is_match) == (number == 2) == text.record["is_match"]
         shown.add(number)
     assert shown == {0, 1, 2, 3} and not [name for name, _ in task.named_modules() if "region_classifier" in name]
+
+
+def test_masks_of_objects_are_those_of_the_other_task(tiny):
+    assert [task_of(tiny.tokenizer, mask_size=size).mask_size for size in (None, 7)] == [None, 7]
 
 
 def test_choices_in_turn_are_the_same_in_every_epoch(tiny):
