@@ -28,7 +28,7 @@ VERSION = 2  # layout of the settings
 INPUTS = {  # section -> keys that name existing files or folders, see `load_config`
     "detector": ("config", "weights"),
     "encoder": ("weights", "fallback_weights"),
-    "task": ("weights",),
+    "task": ("weights", "fallback_weights"),
     "task.config": ("answers",),
     "data": ("vocabulary", "root"),
 }
@@ -74,6 +74,8 @@ class TaskSettings:
     name: str = MISSING  # a key of TASKS in e2e_vl/engine/build.py
     config: dict[str, Any] = field(default_factory=dict)  # fields of the task's config class
     weights: str | None = None  # start of the head: a run, a file of the official code or a BERT; None = random
+    # a BERT or a run for what `weights` lacks: objectives of pre-training that its run did not have
+    fallback_weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,10 @@ class BoxSettings:
 
     train: str = "gt"  # a value of BoxSource, see e2e_vl/box_sources.py
     selection: SelectionRule = field(default_factory=SelectionSettings)
+    max_precomputed: int | None = None  # of precomputed regions, only the first of each image, by falling score
 
     def __post_init__(self) -> None:
+        check_numbers(self, "data.boxes.", positive=["max_precomputed"])
         check_choice("data.boxes.train", self.train, BoxSource)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int64
@@ -19,6 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from e2e_vl.text import mirror_words
 
 Pieces = Sequence[int] | np.ndarray  # wordpiece ids, or values of wordpieces
+Cut = Literal["ends", "fronts"]  # how two texts that are too long together become shorter, see `TextWriter.pair`
+FIRST_KEPT = 32  # wordpieces of a first text that is not cut at its front
 CLS, SEP, MASK = "cls_token_id", "sep_token_id", "mask_token_id"  # attributes of a tokenizer
 
 
@@ -100,9 +103,17 @@ class TextWriter:
         """One text with a place for its answer; what is too long loses its last pieces."""
         return self._cut(self.layout.question, pieces)
 
-    def pair(self, first: Pieces, second: Pieces) -> LaidText:
-        """Two texts; while they are too long, the longer loses its last piece, of equally long ones the second."""
-        return self._cut(self.layout.pair, first, second)
+    def pair(self, first: Pieces, second: Pieces, cut: Cut = "ends") -> LaidText:
+        """Two texts, shortened where they are too long together.
+
+        With "ends" the longer loses its last piece until they fit, of equally long ones the second. With "fronts" both
+        lose their first pieces, see `cut_fronts`; a second text of which nothing is left leaves a single one.
+        """
+        if cut == "ends" or self.max_length is None:
+            return self._cut(self.layout.pair, first, second)
+        lost = cut_fronts(len(first), len(second), self.max_length - self.layout.pair.extra)
+        template = self.layout.single if len(second) and lost[1] == len(second) else self.layout.pair
+        return lay(template, (first, second), self.tokenizer, [slice(number, None) for number in lost])
 
     def bare(self, pieces: Pieces) -> LaidText:
         """Wordpieces without special ones; cutting them is the caller's business."""
@@ -120,15 +131,30 @@ class TextWriter:
         while self.max_length is not None and sum(kept) > max(self.max_length - template.extra, 0):
             longest = max(range(len(kept)), key=lambda number: (kept[number], number))
             kept[longest] -= 1
-        return lay(template, texts, self.tokenizer, kept)
+        return lay(template, texts, self.tokenizer, [slice(number) for number in kept])
+
+
+def cut_fronts(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many pieces two texts lose at their fronts, from their lengths and the room for both (official VisualBERT).
+
+    Of the surplus the first text loses half, rounded up, but not from its last `FIRST_KEPT` pieces. The second loses
+    the surplus and that number once more, where the difference would be enough: a wrong sign in the official code.
+    """
+    over = max(first + second - room, 0)
+    lost = min((over + 1) // 2, max(first - FIRST_KEPT, 0))
+    return lost, min(over + lost, second) if over else 0
 
 
 def lay(
-    template: Template, texts: Sequence[Pieces], tokenizer: PreTrainedTokenizerBase, kept: Sequence[int] | None = None
+    template: Template, texts: Sequence[Pieces], tokenizer: PreTrainedTokenizerBase, kept: Sequence[slice] | None = None
 ) -> LaidText:
-    """Fill a template with the pieces of its texts, or with the first `kept` pieces of each."""
+    """Fill a template with the pieces of its texts, or with the pieces that `kept` selects of each.
+
+    Further texts, for which the template has no place, must lose all of theirs.
+    """
     lengths = list(map(len, texts))
-    starts, kept = [0, *itertools.accumulate(lengths)], kept or lengths
+    numbers = [range(length) for length in lengths]
+    starts, kept = [0, *itertools.accumulate(lengths)], kept or [slice(None)] * len(texts)
     ids: list[int] = []
     segments: list[int] = []
     source: list[int] = []
@@ -137,8 +163,8 @@ def lay(
         if number == template.summary:
             summary = len(ids)
         is_special = isinstance(part, str)
-        ids.extend([getattr(tokenizer, part)] if is_special else texts[part][: kept[part]])  # `+=` would add an array
-        source.extend([-1] if is_special else range(starts[part], starts[part] + kept[part]))
+        ids.extend([getattr(tokenizer, part)] if is_special else texts[part][kept[part]])  # `+=` would add an array
+        source.extend([-1] if is_special else (starts[part] + number for number in numbers[part][kept[part]]))
         segments += [segment] * (len(ids) - len(segments))
     arrays = (np.array(values, dtype=np.int64) for values in (ids, segments, source))
-    return LaidText(*arrays, summary=summary, num_cut=sum(lengths) - sum(kept))
+    return LaidText(*arrays, summary=summary, num_cut=sum(lengths) - sum(place >= 0 for place in source))

@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from e2e_vl.layout import BARE, CLS, MASK, SEP, LaidText, Template, TextLayout, TextWriter, lay
+from e2e_vl.layout import BARE, CLS, MASK, SEP, LaidText, Template, TextLayout, TextWriter, cut_fronts, lay
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
 SLOT = Template((CLS, 0, SEP, MASK, SEP), (0, 0, 0, 1, 1), summary=3)  # an answer behind the text
@@ -187,3 +187,21 @@ def test_wordpieces_know_their_characters(tokenizer):
     swapped, same = TextWriter(tokenizer).located_pieces("left box", mirrored=True)
     assert swapped == pieces(tokenizer, "right box") and same.tolist() == [[0, 4], [5, 8]]
     assert TextWriter(tokenizer, is_blank=True).located_pieces(text)[1].shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "room", "lost"),
+    [(10, 10, 20, (0, 0)), (100, 60, 125, (18, 53)), (20, 120, 125, (0, 15)), (126, 2, 125, (2, 2))],
+)
+def test_fronts_lose_too_much(first, second, room, lost):
+    assert cut_fronts(first, second, room) == lost
+
+
+def test_a_pair_that_is_cut_at_its_fronts(tokenizer):
+    first, second = pieces(tokenizer, "red " * 33), pieces(tokenizer, "left or right of a box")
+    laid = TextWriter(tokenizer, max_length=41).pair(first, second, "fronts")
+    assert words(laid, tokenizer) == ["[CLS]", *["red"] * 32, "[SEP]", "right", "of", "a", "box", "[SEP]"]
+    assert laid.place(range(39)).tolist() == [-1, *range(1, 33), -1, 35, 36, 37, 38, -1] and laid.num_cut == 3
+    assert TextWriter(tokenizer).pair(first, second, "fronts").num_cut == 0
+    gone = TextWriter(tokenizer, max_length=37).pair(first, second[:2], "fronts")
+    assert words(gone, tokenizer) == ["[CLS]", *["red"] * 32, "[SEP]"] and not gone.segment_ids.any()

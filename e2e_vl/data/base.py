@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -195,6 +196,12 @@ def split_names(split: str) -> list[str]:
     if not all(names):
         raise ValueError(f"the split {split!r} has an empty name; join splits as in train2014+val2014")
     return names
+
+
+def coco_image_set(split: str | None) -> str | None:
+    """COCO's image set of a split: test2015 for test-dev2015, val2014 for valminusminival2014; None: it names none."""
+    found = re.match(r"(train|val|test|minival|nominival).*?(20\d\d)$", split or "")
+    return found[1].removeprefix("mini").removeprefix("nomini") + found[2] if found else None
 
 
 def check_boxes_source(dataset: type[VLDataset], name: str, boxes: BoxSource) -> None:

@@ -1,6 +1,7 @@
 """Captions for pre-training, and text without images.
 
-Files (`data.files`, relative to `data.root`; {split} is the split)
+Files (`data.files`, relative to `data.root`; {split} is the split, and {images} its COCO image set, such as val2014 for
+valminusminival2014; splits of source coco may be joined by "+")
     source coco      captions (JSON), images (folder)
     source shards    shards (folder, or a pattern such as cc3m/*.tar)
     source json_lines captions (JSON lines); these name images and detected boxes
@@ -14,15 +15,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from torch.utils.data import ConcatDataset
 
 from e2e_vl.box_sources import BoxSource
-from e2e_vl.data.base import DataFiles, VLDataset, Wants
-from e2e_vl.data.formats.caption_sources import CaptionSource, CocoCaptions
+from e2e_vl.data.base import DataFiles, VLDataset, Wants, coco_image_set, split_names
+from e2e_vl.data.formats.caption_sources import CaptionSource, CocoCaptions, JoinedCaptions
 from e2e_vl.data.formats.coco import CocoInstances, read_instances
 from e2e_vl.data.formats.conceptual import VLBertCaptions
 from e2e_vl.data.formats.shards import ShardCaptions
@@ -37,11 +38,13 @@ class CaptionOptions:
     Attributes:
         source: where captions come from: "coco", "shards" (img2dataset) or "json_lines" (VL-BERT's official code).
         use_corpus: False leaves `data.files.corpus` out.
+        use_images: False states captions without their images: the control that learns from words alone.
         cache: folder for the indices of large files; None = `index` in `data.root`.
     """
 
     source: Literal["coco", "shards", "json_lines"] = "coco"
     use_corpus: bool = True
+    use_images: bool = True
     cache: str | None = None
 
 
@@ -52,7 +55,8 @@ class CaptionDataset(VLDataset):
         source: images and captions.
         corpus: texts without images, for training.
         instances: annotated objects of the images.
-        split: name of the split.
+        parts: placeholder values of each split, see `VLDataset.parts`.
+        use_images: see `CaptionOptions`.
         boxes_come_along: the captions' own file has the boxes, so that no other one is read.
 
     Raises:
@@ -69,14 +73,16 @@ class CaptionDataset(VLDataset):
         *,
         corpus: TextPool | None = None,
         instances: CocoInstances | None = None,
-        split: str = "train",
+        parts: Sequence[Mapping[str, str]] = ({"split": "train"},),
         boxes_come_along: bool = False,
+        use_images: bool = True,
     ) -> None:
         self.source = source
         self.groups = source.groups
         self.corpus = corpus
         self.instances = instances
-        self.parts = [] if boxes_come_along else [{"split": split}]
+        self.parts = [] if boxes_come_along else list(parts)
+        self.looks_at = (0,) if use_images else ()
         if instances is not None:
             self.class_names = instances.class_names
             self._instance_ids = {str(image_id): image_id for image_id in instances.images}
@@ -94,13 +100,16 @@ class CaptionDataset(VLDataset):
         if wants.annotations:
             if options.source != "coco":
                 raise ValueError("annotated objects need data.config.source=coco and data.files.instances.")
+            if len(split_names(split)) > 1:
+                raise ValueError(f"annotated objects need a single split, not {split}; use other boxes.")
             instances = read_instances(files.path("instances", split=split), drop_empty_boxes=True)
         return cls(
             _source(files, options, split, wants.boxes),
             corpus=_corpus(files, options, split) if wants.training else None,
             instances=instances,
-            split=split,
+            parts=_parts(options, split),
             boxes_come_along=options.source == "json_lines",
+            use_images=options.use_images,
         )
 
     @classmethod
@@ -129,7 +138,7 @@ class CaptionDataset(VLDataset):
 
     def image_ids(self) -> Iterable[str]:
         """Only of COCO's captions: millions of names would take long to read."""
-        if not isinstance(self.source, CocoCaptions):
+        if not isinstance(self.source, CocoCaptions | JoinedCaptions):
             return ()
         return (self.source.name(group) for group in range(len(self.groups)))
 
@@ -145,16 +154,27 @@ class CaptionDataset(VLDataset):
             boxes=self.source.boxes(group),
         )
         stated = tuple(
-            SampleText(text, caption, {"image_id": name, "sent": caption})
+            SampleText(text, caption, {"image_id": name, "sent": caption}, looks_at=self.looks_at)
             for text, caption in ((text, self.source.caption(text)) for text in texts)
         )
         return Sample((image,), stated, pool=self, own=self.groups[group], corpus=self.corpus)
 
 
+def _parts(options: CaptionOptions, split: str) -> list[dict[str, str]]:
+    """Placeholder values of each of the joined splits."""
+    if options.source != "coco":
+        return [{"split": split}]
+    return [{"split": name, "images": coco_image_set(name) or name} for name in split_names(split)]
+
+
 def _source(files: DataFiles, options: CaptionOptions, split: str, boxes: BoxSource) -> CaptionSource:
     """Captions of a split, with the boxes that lie beside them if `boxes` asks for them."""
     if options.source == "coco":
-        return CocoCaptions(files.path("captions", split=split), files.path("images", split=split))
+        parts = [
+            CocoCaptions(files.path("captions", **values), files.path("images", **values))
+            for values in _parts(options, split)
+        ]
+        return parts[0] if len(parts) == 1 else JoinedCaptions(parts)
     if options.source == "shards":
         return ShardCaptions(files.path("shards", split=split), _index_folder(files, options))
     name = {BoxSource.DETECTIONS: "detections", BoxSource.PRECOMPUTED: "features"}.get(boxes, "captions")

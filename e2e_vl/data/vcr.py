@@ -36,7 +36,9 @@ class VCROptions:
     """Fields of `data.config`. The official VL-BERT code has the same defaults.
 
     Attributes:
-        question: "answer" (Q->A) or "rationale" (QA->R).
+        question: "answer" (Q->A) or "rationale" (QA->R). For pre-training: "both" states each question twice, for its
+            answer and for its rationale; "in_turn" (VisualBERT's code, by mistake) once, four questions for their
+            answers, the next four for their rationales, and so on.
         condition_on: "right": rationales are given the right answer. "each": given each of the four answers, as the
             leaderboard file wants it; a question is then four text indices, and there is nothing to learn.
         objects: which boxes there are. "all" of the image, in file order: its questions can share a detector pass.
@@ -46,7 +48,7 @@ class VCROptions:
         class_names: the classes of objects, in the order of the detector's classes.
     """
 
-    question: Literal["answer", "rationale"] = "answer"
+    question: Literal["answer", "rationale", "both", "in_turn"] = "answer"
     condition_on: Literal["right", "each"] = "right"
     objects: Literal["all", "mentioned", "r2c", "r2c_all_texts"] = "all"
     class_names: tuple[str, ...] = CLASS_NAMES
@@ -72,7 +74,7 @@ class VCRDataset(VLDataset):
 
     Attributes:
         questions: the questions, in file order. Text index i is question i; with `condition_on` "each" it is question
-            i // 4, given answer i % 4.
+            i // 4, given answer i % 4; with `question` "both" it is question i // 2, for its answer where i is even.
         groups: text indices of each image, images in order of first mention. Where the boxes depend on the text
             (`objects` other than "all"), every text index is a group of its own.
 
@@ -100,7 +102,7 @@ class VCRDataset(VLDataset):
         self.parts = [{}]
         self._check_questions(training)
         self._class_of = {name: number for number, name in enumerate(self.class_names)}
-        self.per_question = CHOICES if self.settings.condition_on == "each" else 1
+        self.per_question = CHOICES if self.settings.condition_on == "each" else 1 + (self.settings.question == "both")
         texts = range(len(self))
         if self.settings.objects != "all":
             self.groups = [[index] for index in texts]
@@ -124,7 +126,15 @@ class VCRDataset(VLDataset):
 
     @property
     def _needs_right_answer(self) -> bool:
-        return self.settings.question == "rationale" and self.settings.condition_on == "right"
+        return self.settings.question != "answer" and self.settings.condition_on == "right"
+
+    def _is_answer(self, index: int) -> bool:
+        """Whether a text index asks for an answer, not for a rationale."""
+        if self.settings.question == "both":
+            return index % 2 == 0
+        if self.settings.question == "in_turn":
+            return index % (2 * CHOICES) < CHOICES
+        return self.settings.question == "answer"
 
     @classmethod
     def open(cls, files: DataFiles, options: VCROptions, split: str, wants: Wants) -> VCRDataset:
@@ -159,6 +169,10 @@ class VCRDataset(VLDataset):
         """Number of text indices."""
         return len(self.questions) * self.per_question
 
+    def truths(self) -> Iterable[RightChoice | None]:
+        for index in range(len(self)):
+            yield self._truth(self.questions[index // self.per_question], index)
+
     def sample(self, texts: Sequence[int]) -> Sample:
         """Some questions about one image.
 
@@ -174,29 +188,34 @@ class VCRDataset(VLDataset):
             self.images_root / question.img_fn,
             size,
             objects=dataclasses.replace(objects, classes=classes),
-            candidates=self._candidates(question, texts[0] % self.per_question),
+            candidates=self._candidates(question, texts[0]),
         )
         return Sample((image,), tuple(self._text(index, question) for index in texts))
 
-    def _candidates(self, question: VCRQuestion, answer: int) -> tuple[int, ...] | None:
+    def _candidates(self, question: VCRQuestion, index: int) -> tuple[int, ...] | None:
         """Objects that are candidate boxes, in the order of the boxes; None: all of them."""
-        is_answer = self.settings.question == "answer"
+        is_answer = self._is_answer(index)
         choices = question.answer_choices if is_answer else question.rationale_choices
-        sentences = [*self._query(question, answer), *choices]
+        sentences = [*self._query(question, index), *choices]
         if self.settings.objects == "mentioned":
             sentences = [question.question, *question.answer_choices, *([] if is_answer else choices)]
         if self.settings.objects == "r2c_all_texts":
             sentences = [question.question, *question.answer_choices, *question.rationale_choices]
         return _kept_objects(self.settings.objects, question.objects, sentences)
 
-    def _query(self, question: VCRQuestion, answer: int) -> tuple[Sentence, ...]:
+    def _query(self, question: VCRQuestion, index: int) -> tuple[Sentence, ...]:
         """The sentences in front of a choice."""
-        if self.settings.question == "answer":
+        if self._is_answer(index):
             return (question.question,)
-        return (question.question, question.answer_choices[self._given_answer(question, answer)])
+        return (question.question, question.answer_choices[self._given_answer(question, index)])
 
-    def _given_answer(self, question: VCRQuestion, answer: int) -> int:
-        return question.answer_label if self._needs_right_answer else answer
+    def _given_answer(self, question: VCRQuestion, index: int) -> int:
+        return question.answer_label if self._needs_right_answer else index % self.per_question
+
+    def _truth(self, question: VCRQuestion, index: int) -> RightChoice | None:
+        if not self.questions.has_labels or self.settings.condition_on != "right":
+            return None
+        return RightChoice(question.answer_label if self._is_answer(index) else question.rationale_label)
 
     def _text(self, index: int, first: VCRQuestion) -> ChoiceText:
         """One text index; `first` is the question that the image was read for."""
@@ -206,26 +225,25 @@ class VCRDataset(VLDataset):
                 f"{self.questions.path}: {question.annot_id} and {first.annot_id} are about the same image but list "
                 "different objects; correct the file"
             )
-        is_answer = self.settings.question == "answer"
-        answer = self._given_answer(question, index % self.per_question)
+        is_answer = self._is_answer(index)
+        answer = self._given_answer(question, index)
         label = question.answer_label if is_answer else question.rationale_label
         if self.settings.condition_on == "each" and answer != question.answer_label:
             label = None  # rationales are written for the right answer
         facts: dict[str, Any] = {
             "annot_id": question.annot_id,
-            "kind": self.settings.question,
+            "kind": "answer" if is_answer else "rationale",
             "conditioned_on": None if is_answer else answer,
             "label": label,
         }
         if question.family is not None:
             facts["family"] = question.family
-        is_learned = self.questions.has_labels and self.settings.condition_on == "right"
-        query = self._query(question, index % self.per_question)
+        query = self._query(question, index)
         return ChoiceText(
             index,
             " ".join(t if isinstance(t, str) else str(t) for sentence in query for t in sentence),
             facts,
-            RightChoice(label) if is_learned else None,
+            self._truth(question, index),
             query=query,
             choices=tuple(question.answer_choices if is_answer else question.rationale_choices),
         )

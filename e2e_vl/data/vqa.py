@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts, split_names
+from e2e_vl.data.base import DataFiles, VLDataset, Wants, coco_image_set, group_texts, split_names
 from e2e_vl.data.formats.coco import CocoInstances, read_instances
 from e2e_vl.data.formats.vqa_files import VQAQuestion, read_questions
 from e2e_vl.samples import HumanAnswers, Sample, SampleImage, SampleText
@@ -175,9 +174,5 @@ def _read_split(files: DataFiles, name: str, *, annotated: bool) -> list[VQAQues
 
 
 def _image_set(question: VQAQuestion, split: str) -> str:
-    """COCO's image set of a split: test2015 for test-dev2015, val2014 for valminusminival2014."""
-    for name in (question.data_subtype, split):
-        found = re.match(r"(train|val|test|minival|nominival).*?(20\d\d)$", name or "")
-        if found:
-            return found[1].removeprefix("mini").removeprefix("nomini") + found[2]
-    return split
+    """COCO's image set of a split, or the split itself."""
+    return coco_image_set(question.data_subtype) or coco_image_set(split) or split

@@ -48,6 +48,7 @@ from e2e_vl.engine.answer_lists import are_given, possible_answers, with_answers
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
+from e2e_vl.tasks.drawn_choices import ChoiceTextsConfig
 from e2e_vl.tasks.flickr30k import Flickr30KConfig, Flickr30KTask
 from e2e_vl.tasks.gqa import GQAConfig, GQATask
 from e2e_vl.tasks.heads import Sizes
@@ -245,10 +246,11 @@ def build_model(
         encoder.require(ability, f"The task {config.task.name}")
     if tokenizer is not None:
         task.initialise(tokenizer, encoder, detector)
-    if config.task.weights is not None:
-        knows_order = are_given(config) or not task.chooses_answers
-        report = load_task(task, config.task.weights, start_rules(config), knows_class_order=knows_order)
-        tell_start("task", config.task.weights, report)
+    for weights in (config.task.fallback_weights, config.task.weights):
+        if weights is not None:
+            knows_order = are_given(config) or not task.chooses_answers
+            report = load_task(task, weights, start_rules(config), knows_class_order=knows_order)
+            tell_start("task", weights, report)
     rule = task.hiding
     needs_copy = rule is not None and rule.hides and rule.teacher == "frozen"
     teacher = copy.deepcopy(detector) if needs_copy else None
@@ -304,8 +306,18 @@ def build_task(config: RunConfig, sizes: Sizes) -> Task:
         answers = possible_answers(config, named_parts(config).dataset, task_class, settings.min_answer_count)
         settings = dataclasses.replace(settings, answers=answers)
     if task_class.sums_objectives:
-        return task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
+        task = task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
+        if settings.choices is not None:
+            words_choices = _task_of(settings.choices, sizes)
+            task.choice_wording, task.mask_size = words_choices.wording, words_choices.mask_size
+        return task
     return task_class.build(sizes, settings)
+
+
+def _task_of(settings: ChoiceTextsConfig, sizes: Sizes) -> Task:
+    """The task that words texts for another one, which uses nothing else of it but the size of its masks."""
+    config_class, other = _named(TASKS, settings.task, "task.config.choices.task")
+    return other.build(sizes, from_dict(config_class, settings.config, "task.config.choices.config"))
 
 
 def build_objectives(settings: dict[str, Any], sizes: Sizes) -> dict[str, Objective]:

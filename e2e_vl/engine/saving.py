@@ -43,7 +43,14 @@ from e2e_vl.weights.start import TEACHER, check_answers, check_vocabulary, today
 
 logger = logging.getLogger(__name__)
 # Settings that a trained model does not use.
-OWN_START = ("detector.config", "detector.weights", "encoder.weights", "encoder.fallback_weights", "task.weights")
+OWN_START = (
+    "detector.config",
+    "detector.weights",
+    "encoder.weights",
+    "encoder.fallback_weights",
+    "task.weights",
+    "task.fallback_weights",
+)
 
 
 def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -158,7 +165,9 @@ def _without_start(config: RunConfig, folder: Path, overrides: list[str]) -> Run
         config,
         detector=detector,
         encoder=dataclasses.replace(config.encoder, weights=None, fallback_weights=None),
-        task=dataclasses.replace(config.task, weights=None, config={**config.task.config, **own}),
+        task=dataclasses.replace(
+            config.task, weights=None, fallback_weights=None, config={**config.task.config, **own}
+        ),
     )
 
 

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
+from jaxtyping import Int64
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from detector.interface import Detector
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.hiding import HidingRule
-from e2e_vl.layout import LaidText, TextWriter
-from e2e_vl.samples import DataFacts, Question, Sample, SampleText
+from e2e_vl.layout import Cut, LaidText, TextWriter
+from e2e_vl.samples import ChoiceText, DataFacts, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.targets import Targets, by_name
 from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices
+from e2e_vl.tasks.drawn_choices import ChoiceDraw, ChoiceTextsConfig, given_pieces, with_pieces
 from e2e_vl.tasks.heads import Sizes, Transform, start_head
 from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectiveWording, WordHead
 from e2e_vl.text import word_pieces
@@ -58,6 +60,11 @@ class PretrainingConfig:
     background: Literal["last", "first"] = "last"
     max_own_regions: int | None = 100  # most boxes when the detector finds them itself; None = all its detections
     max_length: int | None = 64  # wordpieces and regions of a text together; None = no cut
+    # which wordpieces pairs of texts lose that are longer than data.max_text_length, see `TextWriter.pair`; "fronts" is
+    # VisualBERT's code
+    cut_pairs: Cut = "ends"
+    # data whose texts are questions with several choices: who words them, and which choice is read; None: other data
+    choices: ChoiceTextsConfig | None = None
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -90,36 +97,67 @@ class PretrainingWording(Wording):
     """
 
     parts: Mapping[str, ObjectiveWording] = dataclasses.field(default_factory=dict)
+    cut_pairs: Cut = "ends"
+    choices: ChoiceDraw | None = None
 
     def word(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
     ) -> Iterable[TextExample]:
         own, other = draw(text.index).spawn(2)
         draft = Draft("" if self.writer.is_blank else text.words, sample, text=text)
+        region_of_token = None
+        if isinstance(text, ChoiceText):
+            laid, region_of_token = self._choice(draft, images, draw, own)
+        else:
+            laid = self._written(draft, own)
+        targets = self._targets(draft, laid)
+        seed = int(own.integers(2**62))
+        sent = {"sent": draft.words} | ({} if draft.second is None else {"second": draft.second})
+        if self.writer.is_blank:
+            sent = dict.fromkeys(sent, "")
+        record = self.record(text, images, laid) | sent | draft.record
+        yield TextExample(laid, text.looks_at, record, targets, seed=seed, region_of_token=region_of_token)
         for part in self.parts.values():
-            part.exchange(draft, text.index, own)
+            for extra, extra_laid in part.beside(sample, other):
+                looks_at = text.looks_at if extra.has_image else ()
+                yield TextExample(extra_laid, looks_at, {}, self._targets(extra, extra_laid), seed=0)
+
+    def _written(self, draft: Draft, generator: np.random.Generator) -> LaidText:
+        """The words of the data, or what the objectives put in their place, masked."""
+        for part in self.parts.values():
+            part.exchange(draft, draft.text.index, generator)
         texts = [draft.words] if draft.second is None else [draft.words, draft.second]
         words = [word_pieces("" if self.writer.is_blank else one, self.writer.tokenizer) for one in texts]
         draft.pieces = list(itertools.chain(*words))
         draft.ids = np.array([piece for word in draft.pieces for piece in word], dtype=np.int64)
         for part in self.parts.values():
-            part.mask(draft, own)
-        laid = self._lay(draft, sum(map(len, words[0])))
-        targets = self._targets(draft, laid)
-        seed = int(own.integers(2**62))
-        record = self.record(text, images, laid) | {"sent": "" if self.writer.is_blank else draft.words} | draft.record
-        yield TextExample(laid, text.looks_at, record, targets, seed=seed)
+            part.mask(draft, generator)
+        return self._lay(draft, sum(map(len, words[0])))
+
+    def _choice(
+        self, draft: Draft, images: Sequence[ImageExample], draw: Draw, generator: np.random.Generator
+    ) -> tuple[LaidText, Int64[np.ndarray, " L"] | None]:
+        """A question with one of its choices, each wordpiece a word of its own, and the regions that they name.
+
+        Raises:
+            ValueError: nobody words choices.
+        """
+        if self.choices is None:
+            raise ValueError("The data have questions with choices; set task.config.choices.task, which words them.")
+        example, draft.is_choice = self.choices(draft.text, draft.sample, images, draw, generator)
+        draft.ids = given_pieces(example.laid)
+        draft.pieces = [[int(piece)] for piece in draft.ids]
+        draft.words = self.writer.tokenizer.decode(draft.ids)
         for part in self.parts.values():
-            for extra, extra_laid in part.beside(sample, other):
-                looks_at = text.looks_at if extra.has_image else ()
-                yield TextExample(extra_laid, looks_at, {}, self._targets(extra, extra_laid), seed=0)
+            part.mask(draft, generator)
+        return with_pieces(example.laid, draft.ids), example.region_of_token
 
     def _lay(self, draft: Draft, first: int) -> LaidText:
         """One text, or a pair whose first text has so many wordpieces."""
         if draft.second is None:
             return self.writer.single(draft.ids)
         self.writer.require_room(self.writer.layout.pair)
-        return self.writer.pair(draft.ids[:first], draft.ids[first:])
+        return self.writer.pair(draft.ids[:first], draft.ids[first:], self.cut_pairs)
 
     def _targets(self, draft: Draft, laid: LaidText) -> PretrainingTargets:
         return PretrainingTargets({name: part.targets(draft, laid) for name, part in self.parts.items()})
@@ -133,7 +171,9 @@ class PretrainingTask(Task):
     sums_objectives = True
     lends = ("",)
     starts_from = HeadStart(
-        copies={"word_head.": "word_head."}, random=("",), region_classes=("masked_regions.output.",)
+        copies={"word_head.": "word_head.", "relationship.": "relationship."},
+        random=("",),
+        region_classes=("masked_regions.output.",),
     )
     renamed: ClassVar[Mapping[str, str]] = {
         "mlm.": "word_head.",
@@ -150,6 +190,8 @@ class PretrainingTask(Task):
         if not objectives:
             raise ValueError("There is nothing to learn: every objective of task.config.objectives has the weight 0.")
         self.objectives = dict(objectives)  # registered below under their own names
+        # how questions with choices are worded; set when the task is built
+        self.choice_wording: Callable[[TextWriter], Wording] | None = None
         self.wordpieces = [f"wordpiece {number}" for number in range(config.vocab_size)]  # until there is a tokenizer
         self.word_head = None
         if any(objective.reads_words for objective in objectives.values()):
@@ -227,7 +269,10 @@ class PretrainingTask(Task):
     def wording(self, writer: TextWriter) -> PretrainingWording:
         writer.require_room(writer.layout.single)
         parts = {name: objective.wording(writer) for name, objective in self.objectives.items()}
-        return PretrainingWording(writer, parts)
+        choices = None
+        if self.choice_wording is not None:
+            choices = ChoiceDraw(self.choice_wording(writer), self.config.choices.drawn)
+        return PretrainingWording(writer, parts, self.config.cut_pairs, choices)
 
     def question(self, question: Question) -> Sample:
         """A user's text: words at [MASK] and hidden regions are to be named.
@@ -289,7 +334,7 @@ class PretrainingTask(Task):
         return [
             {**record, **{name: values[row] for name, values in details.items()}, **choices[row]}
             for row, record in enumerate(batch.records)
-            if record and int(batch.looks_at[row].max()) >= 0
+            if record
         ]
 
     def replies(self, output: ModelOutput, tokenizer: PreTrainedTokenizerBase) -> Records:

@@ -166,15 +166,22 @@ def _go_on(task: Task, source: Source) -> LoadReport:
         copied = [f"{prefix[:-1]}, background becomes the {place} class" for prefix in rule.region_classes]
     own = _modules(task.state_dict())
     off = [name for name in tensors if name.startswith(rule.parts) and name.split(".")[0] not in own]
-    report = load_weights(task, tensors, source.path, may_exceed=off, layout=source.layout)
+    # an objective that the other run lacked
+    new = [f"{name}." for name in own - _modules(tensors)] if task.sums_objectives else []
+    report = load_weights(task, tensors, source.path, may_miss=new, may_exceed=off, layout=source.layout)
     return dataclasses.replace(report, copied=copied)
 
 
 def _start_from_other(task: Task, source: Source, rule: HeadStart) -> LoadReport:
-    """Start from a head of another task. What is to be copied must be found, unless its part is switched off."""
+    """Start from a head of another task.
+
+    What is to be copied must be found, unless its part is switched off or the other head does not lend it.
+    """
     own = task.state_dict()
     modules = _modules(own)
-    copies = {start: to for start, to in rule.copies.items() if to.split(".")[0] in modules}
+    copies = {
+        start: to for start, to in rule.copies.items() if to.split(".")[0] in modules and start.startswith(source.lends)
+    }
     tensors: dict[str, Tensor] = {}
     copied = []
     for start, to in copies.items():

@@ -205,7 +205,7 @@ def test_boxes_of_a_features_file_by_image_id(root, tokenizer, tmp_path):
         record = RegionFeatures(str(image_id), (128, 128), boxes, np.eye(3, dtype=np.float32), scores)
         save_npz(tmp_path / f"{image_id}.npz", record)
     dataset = read(root, split="val", boxes="detections", training=False)
-    assert dataset.parts == [{"split": "val"}]
+    assert dataset.parts == [{"split": "val", "images": "val"}]
     found, whole = (open_boxes([tmp_path], RULE, with_features=value) for value in (False, True))
     found.require_images(dataset.image_ids(), "val")
     image = examples(dataset, tokenizer, "detections", found)[Request(0, (0,))].images[0]
@@ -214,6 +214,9 @@ def test_boxes_of_a_features_file_by_image_id(root, tokenizer, tmp_path):
     np.testing.assert_array_equal(image.features, np.eye(3)[[1, 2, 0]])
     np.testing.assert_allclose(image.boxes, boxes[[1, 2, 0]] * 60 / 128)
     assert image.pixels.shape == (60, 60, 3)
+    first = open_boxes([tmp_path], RULE, with_features=True, limit=2)
+    image = examples(dataset, tokenizer, "precomputed", first)[Request(0, (0,))].images[0]
+    np.testing.assert_array_equal(image.features, np.eye(3)[[1, 2]])
     with pytest.raises(ValueError, match=r"has no features of image \d+ and 5 more"):
         found.require_images(read(root).image_ids(), "train")
 
@@ -281,3 +284,40 @@ def test_annotations_of_another_image_size_are_an_error(root, tokenizer, tmp_pat
 def test_settings_that_make_no_sense(root, files, options, message):
     with pytest.raises(ValueError, match=message):
         read(root, files, **options)
+
+
+def test_joined_splits_are_read_one_after_the_other(root):
+    parts = [read(root, split=name) for name in SPLITS]
+    joined = read(root, split="+".join(SPLITS))
+    assert len(joined) == sum(map(len, parts)) and len(joined.groups) == sum(SPLITS.values())
+    assert list(joined.image_ids()) == [name for part in parts for name in part.image_ids()]
+    assert [joined[text] for text in range(len(joined))] == [part[text] for part in parts for text in range(len(part))]
+    text = len(parts[0]) + 1
+    sample, own = joined.sample((text,)), parts[1].sample((1,))
+    assert (sample.images[0].id, sample.images[0].locate()) == (own.images[0].id, own.images[0].locate())
+    assert sample.images[0].size == own.images[0].size and sample.texts[0].words == own.texts[0].words
+    assert text in sample.own and joined.sample((0,)).own == parts[0].sample((0,)).own
+    with pytest.raises(ValueError, match=r"image \d+ is in two of the files"):
+        read(root, split="train+train")
+    with pytest.raises(ValueError, match=r"annotated objects need a single split, not train\+val"):
+        read(root, split="train+val", boxes="gt")
+
+
+def test_folders_of_joined_splits_are_named_by_their_image_sets(root, tmp_path):
+    (tmp_path / "captions").mkdir()
+    for source, name in zip(SPLITS, ("train2014", "valminusminival2014"), strict=True):
+        content = (root / "captions" / f"captions_{source}.json").read_text(encoding="utf-8")
+        (tmp_path / "captions" / f"captions_{name}.json").write_text(content, encoding="utf-8")
+    files = COCO | {"images": "images/{images}"}
+    dataset = read(tmp_path, files, split="train2014+valminusminival2014", use_corpus=False)
+    assert dataset.parts == [
+        {"split": "train2014", "images": "train2014"},
+        {"split": "valminusminival2014", "images": "val2014"},
+    ]
+    folders = [dataset.sample((text,)).images[0].locate().parent.name for text in (0, len(dataset) - 1)]
+    assert folders == ["train2014", "val2014"]
+
+
+def test_captions_without_their_images(root):
+    assert read(root).sample((0,)).texts[0].looks_at == (0,)
+    assert read(root, use_images=False).sample((0,)).texts[0].looks_at == ()

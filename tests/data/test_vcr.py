@@ -192,7 +192,7 @@ def test_missing_metadata_names_the_question(tiny):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"question": "both"}, "data.config.question is 'both'"),
+        ({"question": "all"}, "data.config.question is 'all'"),
         ({"objects": "some"}, "must be one of all, mentioned, r2c"),
         ({"condition_on": "each"}, "is about rationales"),
         ({"class_names": ["a", "a"]}, "must all be different"),
@@ -236,3 +236,26 @@ def test_a_users_boxes_are_narrowed_as_the_options_say(which: str, kept: tuple[i
     narrowed = VCRDataset.narrowed(sample, VCROptions(objects=which))
     assert narrowed.images[0].candidates == kept
     assert narrowed.texts == sample.texts
+
+
+def test_both_questions_for_pretraining(tiny):
+    dataset = tiny.dataset(question="both", objects="r2c", training=True)
+    alone = {kind: tiny.dataset(question=kind, objects="r2c") for kind in ("answer", "rationale")}
+    assert len(dataset) == 6 and dataset.groups == [[index] for index in range(6)]
+    for index in range(6):
+        kind = ("answer", "rationale")[index % 2]
+        sample, own = dataset.sample((index,)), alone[kind].sample((index // 2,))
+        assert sample.images[0].candidates == own.images[0].candidates
+        [text], [expected] = sample.texts, own.texts
+        assert (text.query, text.choices, text.truth) == (expected.query, expected.choices, expected.truth)
+        assert text.facts == expected.facts and text.facts["kind"] == kind
+    assert [truth.number for truth in dataset.truths()] == [2, 1] * 3
+
+
+def test_questions_in_turn(tiny):
+    """Four for their answers, four for their rationales."""
+    tiny.lines = [{**tiny.lines[0], "annot_id": f"val-{number}"} for number in range(9)]
+    dataset = tiny.dataset(question="in_turn", training=True)
+    kinds = [dataset.sample((index,)).texts[0].facts["kind"] for index in range(len(dataset))]
+    assert kinds == ["answer"] * 4 + ["rationale"] * 4 + ["answer"]
+    assert [truth.number for truth in dataset.truths()] == [2] * 4 + [1] * 4 + [2]

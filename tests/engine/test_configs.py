@@ -15,7 +15,7 @@ from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.base import open_options
 from e2e_vl.engine.build import build_model, build_objectives, named_parts, resolve, task_config
 from e2e_vl.engine.build_data import build_examples
-from e2e_vl.samples import RightAnswer
+from e2e_vl.samples import HumanAnswers, RightAnswer, RightChoice
 from e2e_vl.tasks.objectives.base import Objective, Sizes
 from e2e_vl.text import load_tokenizer
 
@@ -65,6 +65,7 @@ def without_files(config: RunConfig) -> RunConfig:
     if isinstance(objectives.get("image_qa"), dict):
         objectives = objectives | {"image_qa": objectives["image_qa"] | {"answers": ["yes", "no"]}}
         task = dataclasses.replace(task, config={**task.config, "objectives": objectives})
+    task = dataclasses.replace(task, weights=None)
     return dataclasses.replace(
         config,
         detector=dataclasses.replace(config.detector, weights=None),
@@ -89,10 +90,10 @@ def test_the_model_of_a_run_can_be_built(path):
         options = open_options(named_parts(config).dataset, config.data)[1]
         has_corpus = "corpus" in config.data.files and getattr(options, "use_corpus", False)
         facts = types.SimpleNamespace(
-            groups=[[0], [1]],
+            groups=[[0, 1], [2, 3]],
             class_names=getattr(options, "class_names", None),
             corpus="corpus" if has_corpus else None,
-            truths=lambda: [RightAnswer("yes")],
+            truths=lambda: [RightAnswer("yes"), RightChoice(1), HumanAnswers(("yes",))],
         )
         model.task.check_data(facts, model.detector)
     frozen_copy = (

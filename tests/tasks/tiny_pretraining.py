@@ -109,7 +109,7 @@ def make_batch(seed: int = 0, masks: bool = True, boxes: bool = True) -> Batch:
             }
         ),
         seeds=torch.tensor([11, 12, 13, 14]),
-        records=[{"text_index": index} for index in range(4)],
+        records=[*({"text_index": index} for index in range(3)), {}],
     )
 
 

@@ -397,7 +397,21 @@ def test_heads_of_bert(tmp_path, bert):
     parts = VisualBertFromBert().convert(dict(bert.state_dict()), "bert")
     assert torch.equal(parts.task["relationship.head.weight"], bert.cls.seq_relationship.weight)
     assert parts.lends == ("word_head.", "relationship.")
-    assert "relationship.head.weight" in (*report.missing, *report.matched)
+    assert report.copied == ["word_head -> word_head", "relationship -> relationship"] and not report.missing
+    assert torch.equal(task.relationship.head.weight, bert.cls.seq_relationship.weight)  # as it is, although 1 = fits
+    assert torch.equal(task.relationship.head.bias, bert.cls.seq_relationship.bias)
+
+
+def test_an_objective_that_the_run_before_lacked_keeps_its_start(tmp_path, bert):
+    """Such as the sentence head of a second phase: it comes from `task.fallback_weights`, or stays random."""
+    words = pretraining_task(SIZES["hidden_size"], SIZES["vocab_size"], HEADS | {"relationship": 0.0})
+    export_official(make_model(words), "pretraining", tmp_path / "first.th")
+    task = make_task("pretraining")
+    load_task(task, tmp_path / "bert", rules("pretraining"))
+    report = load_task(task, tmp_path / "first.th", rules("pretraining"))
+    assert report.missing == ["relationship.head.weight", "relationship.head.bias"]
+    assert torch.equal(task.relationship.head.weight, bert.cls.seq_relationship.weight)
+    assert torch.equal(task.word_head.bias, words.word_head.bias)
 
 
 def test_another_vocabulary_is_refused(tmp_path, bert):

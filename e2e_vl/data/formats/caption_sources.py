@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import abc
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.data.storage.files import checked_records, read_json
@@ -103,3 +106,44 @@ class CocoCaptions(CaptionSource):
     def image_size(self, group: int) -> tuple[int, int] | None:
         row = self._rows[group]
         return (row["height"], row["width"]) if "height" in row and "width" in row else None
+
+
+class JoinedCaptions(CaptionSource):
+    """Captions of several files, one after the other.
+
+    Raises:
+        ValueError: an image in two of the files.
+    """
+
+    def __init__(self, parts: Sequence[CocoCaptions]) -> None:
+        self.parts = parts
+        self.path = parts[0].path
+        self.groups = ConsecutiveGroups(np.concatenate([np.diff(part.groups.starts) for part in parts]))
+        self.image_ids = [image_id for part in parts for image_id in part.image_ids]
+        self._first = np.cumsum([0, *(len(part.groups) for part in parts)])  # group of each part
+        seen: set[int] = set()
+        for image_id in self.image_ids:
+            if image_id in seen:
+                files = ", ".join(str(part.path) for part in parts)
+                raise ValueError(f"{files}: image {image_id} is in two of the files; name each image once")
+            seen.add(image_id)
+
+    def _of_group(self, group: int) -> tuple[CocoCaptions, int]:
+        number = int(np.searchsorted(self._first, group, side="right")) - 1
+        return self.parts[number], group - int(self._first[number])
+
+    def caption(self, text: int) -> str:
+        group = self.groups.of_text(text)
+        part, own = self._of_group(group)
+        return part.caption(part.groups[own][text - self.groups[group][0]])
+
+    def name(self, group: int) -> str:
+        return str(self.image_ids[group])
+
+    def image(self, group: int) -> Path:
+        part, own = self._of_group(group)
+        return part.image(own)
+
+    def image_size(self, group: int) -> tuple[int, int] | None:
+        part, own = self._of_group(group)
+        return part.image_size(own)

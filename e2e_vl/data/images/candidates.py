@@ -71,13 +71,22 @@ class StoredBoxes(BoxReader):
     Args:
         stores: the files.
         selection: which boxes are kept where there are scores.
-        with_features: give the features too, so that no detector has to run; then every box is kept.
+        with_features: give the features too, so that no detector has to run; then the first `limit` boxes are kept.
+        limit: see `with_features`; None keeps them all.
     """
 
-    def __init__(self, stores: Sequence[FeatureStore], selection: SelectionRule, *, with_features: bool) -> None:
+    def __init__(
+        self,
+        stores: Sequence[FeatureStore],
+        selection: SelectionRule,
+        *,
+        with_features: bool,
+        limit: int | None = None,
+    ) -> None:
         self.stores = stores
         self.selection = selection
         self.with_features = with_features
+        self.limit = limit
 
     def read(self, image_id: str) -> CandidateBoxes:
         store = next((store for store in self.stores if image_id in store), self.stores[0])
@@ -85,7 +94,7 @@ class StoredBoxes(BoxReader):
         origin = f"{store.path}: image {image_id}"
         is_scored = found.scores is not None and found.box_ids is None
         if self.with_features:
-            order = np.argsort(-found.scores, kind="stable") if is_scored else slice(None)
+            order = np.argsort(-found.scores, kind="stable")[: self.limit] if is_scored else slice(self.limit)
             return CandidateBoxes(
                 found.boxes[order],
                 origin,
@@ -106,14 +115,17 @@ class StoredBoxes(BoxReader):
             )
 
 
-def open_boxes(paths: Sequence[Path], selection: SelectionRule, *, with_features: bool) -> BoxReader:
-    """Open files of one kind: `.json` is MAttNet's format, everything else region features.
+def open_boxes(
+    paths: Sequence[Path], selection: SelectionRule, *, with_features: bool, limit: int | None = None
+) -> BoxReader:
+    """Open files of one kind: `.json` is MAttNet's format, everything else region features; see `StoredBoxes`.
 
     Raises:
         FileNotFoundError, ValueError: see the readers; or features are wanted from a file that has none.
     """
     if paths[0].suffix != ".json":
-        return StoredBoxes([open_features(path) for path in paths], selection, with_features=with_features)
+        stores = [open_features(path) for path in paths]
+        return StoredBoxes(stores, selection, with_features=with_features, limit=limit)
     if with_features:
         raise ValueError(f"{paths[0]}: boxes in MAttNet's format have no features; give a file of region features")
     return DetectedBoxes([DetectionsFile(path) for path in paths], selection)
@@ -130,7 +142,9 @@ def open_boxes_of(dataset: VLDataset, settings: DataSettings, boxes: BoxSource) 
         return None
     files, _ = open_options(type(dataset), settings)
     paths = list(dict.fromkeys(files.path(key, **values) for values in dataset.parts))
-    return open_boxes(paths, settings.boxes.selection, with_features=boxes is BoxSource.PRECOMPUTED)
+    with_features = boxes is BoxSource.PRECOMPUTED
+    limit = settings.boxes.max_precomputed if with_features else None
+    return open_boxes(paths, settings.boxes.selection, with_features=with_features, limit=limit)
 
 
 def _found(regions: RegionFeatures, rows: np.ndarray | slice) -> dict[str, np.ndarray]:

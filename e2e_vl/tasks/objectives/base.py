@@ -64,7 +64,8 @@ class Draft:
     pieces: list[list[int]] = dataclasses.field(default_factory=list)
     ids: Int64[np.ndarray, " pieces"] | None = None  # after masking
     labels: Int64[np.ndarray, " pieces"] | None = None  # the masked wordpieces; `NO_LABEL` elsewhere
-    is_match: bool = True  # the text belongs to its image
+    is_match: bool | None = True  # the text belongs to its image, or is true of it; None: nobody says
+    is_choice: bool | None = None  # of a text that is one of several choices: it is the right one; None: it is none
     record: dict[str, Any] = dataclasses.field(default_factory=dict)  # what the objectives add to the record
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch.nn.functional as F
@@ -15,9 +15,11 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from detector.interface import Detector
 from detector.structures import Loss
 from e2e_vl.hiding import HidingRule
 from e2e_vl.layout import LaidText, TextWriter
+from e2e_vl.samples import DataFacts, HumanAnswers
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, per_wordpiece
 from e2e_vl.tasks.objectives.base import (
@@ -43,7 +45,11 @@ class MaskedWordsConfig(ObjectiveConfig):
     weight: float = 1.0
     probability: float = 0.15  # chance of a word to be masked
     always_mask: bool = False  # every chosen word becomes [MASK] (paper), not 80 % of them (official code)
-    whole_words: bool = True  # all wordpieces of a word or none (VL-BERT); False: each on its own (LXMERT)
+    # all wordpieces of a word or none (VL-BERT); False: each on its own (VisualBERT, LXMERT)
+    whole_words: bool = True
+    # one of the human answers to a question, drawn anew in each epoch, stands behind it and is masked with it
+    # (VisualBERT). "letters": its letters as words of their own, as VisualBERT's code has it by mistake.
+    answer: Literal["left_out", "words", "letters"] = "left_out"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,6 +71,17 @@ class WordMasking(ObjectiveWording):
 
     of_images: ClassVar[bool] = True  # it masks texts that have an image; False: texts that have none
     config: MaskedWordsConfig = dataclasses.field(default_factory=MaskedWordsConfig)
+
+    def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
+        """Put the answer behind a question, with one question mark between them."""
+        if self.config.answer == "left_out" or draft.sample.is_asked or draft.has_image != self.of_images:
+            return
+        if isinstance(draft.text.truth, HumanAnswers):
+            given = draft.text.truth.answers
+            answer = given[int(generator.integers(len(given)))]
+            draft.words = (
+                f"{draft.words.rstrip(' ?')} ? {' '.join(answer) if self.config.answer == 'letters' else answer}"
+            )
 
     def mask(self, draft: Draft, generator: np.random.Generator) -> None:
         if draft.has_image != self.of_images:
@@ -147,6 +164,16 @@ class MaskedWords(Objective):
 
     def wording(self, writer: TextWriter) -> WordMasking:
         return WordMasking(writer, self.config)
+
+    def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
+        """Raises ValueError if answers are to be masked, and the data have none."""
+        if facts is None or self.config.answer == "left_out":
+            return
+        if not any(isinstance(truth, HumanAnswers) for truth in facts.truths()):
+            raise ValueError(
+                f"{self.config.key('answer')} is {self.config.answer}, but no text of the data has human answers; set "
+                "it to left_out."
+            )
 
     def forward(
         self, targets: WordLabels, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead

@@ -1,4 +1,8 @@
-"""Sentence-image relationship prediction (VL-BERT, table 4, row c): does the text belong to the image?
+"""Sentence-image relationship prediction: does the text belong to the image?
+
+Three kinds of it: a caption that may be another image's (VL-BERT, table 4, row c; LXMERT); a right caption with a
+second one that may be another image's (VisualBERT, section 3.3); a text of which the data say whether it is true
+(VisualBERT's code, pre-training on NLVR2 and VCR).
 
 Shape legend: see `e2e_vl/structures.py`.
 """
@@ -6,6 +10,7 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 import torch.nn.functional as F
@@ -16,7 +21,7 @@ from detector.interface import Detector
 from detector.structures import Loss
 from e2e_vl.hiding import HidingRule
 from e2e_vl.layout import LaidText, TextWriter
-from e2e_vl.samples import DataFacts
+from e2e_vl.samples import ChoiceText, DataFacts, RightChoice
 from e2e_vl.structures import Ability, Batch, EncoderOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.heads import start_head
@@ -30,13 +35,23 @@ from e2e_vl.tasks.objectives.base import (
     WordHead,
 )
 
+FEW_IMAGES = "Captions of other images need at least two images."
+FEW_CAPTIONS = (
+    "task.config.objectives.relationship.texts is pair, but an image has one caption only; use data with several "
+    "captions per image, or set it to single."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class RelationshipConfig(ObjectiveConfig):
     """How often texts and images are exchanged."""
 
     name = "relationship"
-    probability: float = 0.5  # chance that a text is the caption of another image; the official option uses 0.5
+    # chance that a text is the caption of another image; the official codes use 0.5
+    probability: float = 0.5
+    # "single": each caption by itself. "pair": each caption is followed by a second one, which is judged; otherwise it
+    # is another caption of the same image. "stated": texts stay as they are, and the data say which are true.
+    texts: Literal["single", "pair", "stated"] = "single"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,39 +63,69 @@ class RelationshipConfig(ObjectiveConfig):
 class MatchTargets(Targets):
     """Whether each text belongs to its image."""
 
-    # 1 = its own caption, 0 = another image's, -1 = no image
+    # 1 = its own caption, or true; 0 = another image's, or false; -1 = no image, or nobody says
     is_match: int | np.int64 | Int64[Tensor, " M"] | None = stacked()
 
 
 @dataclasses.dataclass(frozen=True)
 class CaptionExchange(ObjectiveWording):
-    """Puts captions of other images in the place of some."""
+    """Puts captions of other images in the place of some, or a second caption behind each."""
 
     config: RelationshipConfig = dataclasses.field(default_factory=RelationshipConfig)
 
     def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
-        sample = draft.sample
-        if sample.is_asked or not generator.random() < self.config.probability:
+        if draft.sample.is_asked or self.config.texts == "stated":
             return
-        if len(sample.own) >= len(sample.pool):
-            raise ValueError("Captions of other images need at least two images.")
-        while index in sample.own:
-            index = int(generator.integers(len(sample.pool)))
-        draft.words, draft.is_match = sample.pool[index], False
+        if generator.random() < self.config.probability:
+            found, draft.is_match = self._other_image(draft, index, generator), False
+        elif self.config.texts == "pair":
+            found = self._same_image(draft, index, generator)
+        else:
+            return
+        if self.config.texts == "pair":
+            draft.second = found
+        else:
+            draft.words = found
+
+    def _other_image(self, draft: Draft, index: int, generator: np.random.Generator) -> str:
+        """A caption of another image, drawn from all captions."""
+        own, pool = draft.sample.own, draft.sample.pool
+        if len(own) >= len(pool):
+            raise ValueError(FEW_IMAGES)
+        while index in own:
+            index = int(generator.integers(len(pool)))
+        return pool[index]
+
+    def _same_image(self, draft: Draft, index: int, generator: np.random.Generator) -> str:
+        """Another caption of the same image."""
+        others = [number for number in draft.sample.own if number != index]
+        if not others:
+            raise ValueError(FEW_CAPTIONS)
+        return draft.sample.pool[others[int(generator.integers(len(others)))]]
 
     def targets(self, draft: Draft, laid: LaidText) -> MatchTargets:
+        """Raises ValueError for a question with choices unless the data state which are right."""
+        if self.config.texts == "stated":
+            truth = None if draft.text is None else draft.text.truth
+            is_stated = draft.is_choice is None and isinstance(truth, RightChoice)
+            draft.is_match = bool(truth.number) if is_stated else draft.is_choice
+        elif isinstance(draft.text, ChoiceText):
+            raise ValueError(
+                "Questions with choices stay as they are; set task.config.objectives.relationship.texts to stated."
+            )
         draft.record["is_match"] = draft.is_match
-        return MatchTargets(np.int64(draft.is_match if draft.has_image else -1))
+        return MatchTargets(np.int64(-1 if draft.is_match is None or not draft.has_image else draft.is_match))
 
 
 class Relationship(Objective):
-    """A Linear on the summary, two classes; cross entropy over the texts that have an image."""
+    """A Linear on the summary, two classes; cross entropy over the texts that are judged."""
 
-    needs = (Ability.SUMMARY_OF_SINGLE,)
     config: RelationshipConfig
 
     def __init__(self, sizes: Sizes, config: RelationshipConfig):
         super().__init__(sizes, config)
+        is_pair = config.texts == "pair"
+        self.needs = (Ability.SUMMARY_OF_PAIR if is_pair else Ability.SUMMARY_OF_SINGLE,)
         self.head = nn.Linear(sizes.summary_size, 2)
         start_head([self.head], "normal")
 
@@ -88,17 +133,28 @@ class Relationship(Objective):
         return CaptionExchange(writer, self.config)
 
     def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
-        """Raises ValueError if there are no other images."""
-        if facts is not None and len(facts.groups) < 2:
-            raise ValueError("Captions of other images need at least two images.")
+        """Raises ValueError if there are no other images, no second captions, or no stated truths."""
+        if facts is None:
+            return
+        if self.config.texts == "stated":
+            if not any(isinstance(truth, RightChoice) for truth in facts.truths()):
+                raise ValueError(
+                    f"{self.config.key('texts')} is stated, but the data do not say which texts are true; use other "
+                    f"data, or set {self.config.key('weight')} to 0."
+                )
+            return
+        if len(facts.groups) < 2:
+            raise ValueError(FEW_IMAGES)
+        if self.config.texts == "pair" and any(len(texts) < 2 for texts in facts.groups):
+            raise ValueError(FEW_CAPTIONS)
 
     def forward(
         self, targets: MatchTargets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead
     ) -> ObjectiveOutput:
-        """Its logits are float32 [texts with an image, 2], no match and match."""
-        has_image = (batch.looks_at >= 0).any(dim=1)
-        logits = at_least_float32(self.head(encoded.summary[has_image]))
-        truth = targets.is_match[has_image]
+        """Its logits are float32 [judged texts, 2], no match and match."""
+        is_judged = targets.is_match >= 0
+        logits = at_least_float32(self.head(encoded.summary[is_judged]))
+        truth = targets.is_match[is_judged]
         total = F.cross_entropy(logits, truth, reduction="sum")
-        loss = Loss(self.config.weight * total, has_image.sum().to(logits.dtype))
-        return ObjectiveOutput(loss, has_image.nonzero()[:, 0], logits.argmax(dim=1) == truth, logits)
+        loss = Loss(self.config.weight * total, is_judged.sum().to(logits.dtype))
+        return ObjectiveOutput(loss, is_judged.nonzero()[:, 0], logits.argmax(dim=1) == truth, logits)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from e2e_vl.samples import Question
+from e2e_vl.samples import HumanAnswers, Question, SampleText
 from e2e_vl.tasks.objectives.base import Draft
 from e2e_vl.tasks.objectives.masked_words import MaskedWordsConfig, mask_words
 from tests.tasks.objectives.worded import make_task, make_wording, word_labels
@@ -169,3 +170,35 @@ def test_without_the_objective_no_word_is_masked(tokenizer):
         [text] = word(wording, sample_of(CAPTION, own=range(1), pool=[CAPTION] * 9), epoch=epoch)
         assert tokenizer.mask_token_id not in text.laid.input_ids
         assert list(text.targets.parts) == ["relationship"]
+
+
+# Answers behind questions
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [("words", {"red box", "blue"}), ("letters", {"r e d b o x", "b l u e"}), ("left_out", {""})],
+)
+@pytest.mark.parametrize("question", ["what is it", "what is it?", "what is it ?"])
+def test_one_of_the_answers_stands_behind_a_question(tmp_path, form, expected, question):
+    tokenizer = make_tokenizer(tmp_path, "what is it ? red box blue", " ".join("redboxblue"))
+    wording = make_wording(tokenizer, masked_words={"answer": form, "probability": 0.0})
+    asked = SampleText(0, question, {}, HumanAnswers(("red box", "blue", "blue")))
+    shown = set()
+    for epoch in range(20):
+        [text] = word(wording, sample_of(asked), epoch=epoch)
+        line = " ".join(tokens(text, tokenizer)[1:-1])
+        start = "what is it ?" if form != "left_out" or "?" in question else "what is it"
+        assert line.startswith(start) and not text.laid.segment_ids.any()
+        shown.add(line.removeprefix(start).strip())
+    assert shown == expected
+
+
+def test_answers_that_nobody_gave_cannot_be_masked(tmp_path):
+    tokenizer = make_tokenizer(tmp_path, "what is it")
+    task = make_task(tokenizer, masked_words={"answer": "words"})
+    facts = SimpleNamespace(groups=[[0]], corpus=None, truths=lambda: [HumanAnswers(("red",))])
+    task.check_data(facts, None)
+    facts.truths = lambda: [None]
+    with pytest.raises(ValueError, match=r"masked_words\.answer is words, but no text of the data has human answers"):
+        task.check_data(facts, None)

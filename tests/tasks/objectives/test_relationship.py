@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from e2e_vl.samples import Question
+from e2e_vl.samples import Question, RightChoice, SampleText
 from e2e_vl.tasks.objectives.relationship import RelationshipConfig
 from tests.tasks.objectives.worded import make_task, make_wording
 from tests.tasks.wordings import make_tokenizer, sample_of, tokens, word
@@ -20,8 +20,8 @@ def tokenizer(tmp_path):
     return make_tokenizer(tmp_path, "caption 0 1 2 3 4 5 6 7 8 9 a b")
 
 
-def exchanging(tokenizer, probability: float = 0.5, **options):
-    relationship = {"weight": 1.0, "probability": probability}
+def exchanging(tokenizer, probability: float = 0.5, texts: str = "single", **options):
+    relationship = {"weight": 1.0, "probability": probability, "texts": texts}
     return make_wording(tokenizer, masked_words=0.0, relationship=relationship, **options)
 
 
@@ -82,3 +82,71 @@ def test_a_users_text_is_never_exchanged(tokenizer, tmp_path):
 def test_probabilities_that_make_no_sense(probability):
     with pytest.raises(ValueError, match="it must be above 0 and below 1"):
         RelationshipConfig(probability=probability)
+
+
+# A second caption
+
+
+def test_a_second_caption_is_judged(tokenizer):
+    """Half of the second captions are of the same image and never the first one; the others are of other images."""
+    wording = exchanging(tokenizer, texts="pair")
+    matches, shown = [], set()
+    for epoch in range(60):
+        for number, text in enumerate(word(wording, sample_of(*POOL[:3], pool=POOL, own=range(3)), epoch=epoch)):
+            is_match, second = int(text.targets.parts["relationship"].is_match), text.record["second"]
+            assert text.record["sent"] == POOL[number] and second != POOL[number]
+            assert (second in POOL[:3]) == bool(is_match) == text.record["is_match"]
+            assert tokens(text, tokenizer) == ["[CLS]", *POOL[number].split(), "[SEP]", *second.split(), "[SEP]"]
+            assert text.laid.segment_ids.tolist() == [0] * 4 + [1] * 3
+            matches.append(is_match)
+            shown.add(second)
+    assert 0.35 < np.mean(matches) < 0.65
+    assert shown == set(POOL)
+
+
+def test_wordpieces_of_both_captions_are_masked(tokenizer):
+    relationship = {"weight": 1.0, "texts": "pair"}
+    wording = make_wording(tokenizer, masked_words={"probability": 1.0}, relationship=relationship)
+    [text] = word(wording, sample_of(POOL[0], pool=POOL, own=range(2)))
+    labels = text.targets.parts["masked_words"].labels
+    assert (labels >= 0).tolist() == [False, True, True, False, True, True, False]
+
+
+def test_a_label_cannot_be_read_from_the_text(tokenizer):
+    """The same two captions are right for one image and wrong for another: only the image tells them apart."""
+    pool, wording = ["caption a", "caption b", "caption a", "caption 0"], exchanging(tokenizer, texts="pair")
+    labels = {}
+    for own in ((0, 1), (2, 3)):
+        sample = sample_of(SampleText(own[0], pool[own[0]], {}), pool=pool, own=own)
+        for epoch in range(60):
+            [text] = word(wording, sample, epoch=epoch)
+            if text.record["second"] == "caption b":
+                labels.setdefault(own, (text.laid.input_ids.tolist(), int(text.targets.parts["relationship"].is_match)))
+    (first, right), (second, wrong) = labels[0, 1], labels[2, 3]
+    assert first == second and (right, wrong) == (1, 0)
+
+
+def test_an_only_caption_has_no_second_one(tokenizer):
+    wording = exchanging(tokenizer, 0.01, texts="pair")
+    with pytest.raises(ValueError, match="texts is pair, but an image has one caption only"):
+        word(wording, sample_of(POOL[0], pool=POOL, own=[0]))
+
+
+def test_a_users_text_is_alone(tokenizer, tmp_path):
+    relationship = {"weight": 1.0, "texts": "pair"}
+    sample = make_task(tokenizer, relationship=relationship).question(
+        Question(tmp_path / "photo.jpg", "caption [MASK]")
+    )
+    [text] = word(exchanging(tokenizer, 0.9, texts="pair"), sample)
+    assert "second" not in text.record and text.record["sent"] == "caption [MASK]"
+
+
+# Stated truths
+
+
+@pytest.mark.parametrize(("truth", "label"), [(RightChoice(1), 1), (RightChoice(0), 0), (None, -1)])
+def test_stated_truths_are_the_labels(tokenizer, truth, label):
+    wording = make_wording(tokenizer, relationship={"weight": 1.0, "texts": "stated"})
+    for epoch in range(5):
+        [text] = word(wording, sample_of(SampleText(0, POOL[0], {}, truth), pool=POOL, own=[0]), epoch=epoch)
+        assert text.record["sent"] == POOL[0] and int(text.targets.parts["relationship"].is_match) == label

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from e2e_vl.samples import RightChoice
+from e2e_vl.structures import Ability
 from e2e_vl.tasks.heads import Sizes
 from e2e_vl.tasks.objectives.relationship import MatchTargets, Relationship, RelationshipConfig
 from tests.tasks.objectives.tiny_objectives import SIZES, make_inputs
@@ -37,6 +39,11 @@ def test_a_text_of_two_images_counts_once():
     assert output.loss.count == 2 and output.text.tolist() == [0, 1]
 
 
+def test_texts_of_the_data_without_images_are_judged_too():
+    inputs = make_inputs([[-1], [-1], [-1]])
+    assert inputs.run(make_objective(), MatchTargets(torch.tensor([1, 0, -1]))).loss.count == 2
+
+
 def test_texts_without_images_alone_are_loss_zero():
     inputs = make_inputs([[-1], [-1], [-1]])
     output = inputs.run(make_objective(), MatchTargets(torch.tensor([-1, -1, -1])))
@@ -63,3 +70,23 @@ def test_some_texts_must_match_and_some_not(probability):
     message = rf"relationship\.probability is {probability}; it must be above 0 and below 1"
     with pytest.raises(ValueError, match=message):
         RelationshipConfig(probability=probability)
+
+
+def test_each_kind_of_text_needs_its_data():
+    def check(texts: str, groups: list[list[int]], *truths: RightChoice | None) -> None:
+        objective = Relationship(SIZES, RelationshipConfig(weight=1.0, texts=texts))
+        objective.check(SimpleNamespace(groups=groups, truths=lambda: truths), None, None)
+
+    check("pair", [[0, 1], [2, 3]])
+    check("stated", [[0]], None, RightChoice(0))
+    with pytest.raises(ValueError, match="texts is pair, but an image has one caption only"):
+        check("pair", [[0, 1], [2]])
+    with pytest.raises(ValueError, match=r"relationship\.texts is stated, but the data do not say"):
+        check("stated", [[0], [1]], None)
+
+
+@pytest.mark.parametrize(
+    ("texts", "ability"), [("single", Ability.SUMMARY_OF_SINGLE), ("pair", Ability.SUMMARY_OF_PAIR)]
+)
+def test_pairs_need_a_summary_of_pairs(texts, ability):
+    assert Relationship(SIZES, RelationshipConfig(weight=1.0, texts=texts)).needs == (ability,)

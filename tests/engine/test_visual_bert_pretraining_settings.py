@@ -1,0 +1,165 @@
+"""The shipped settings of VisualBERT's pre-training equal its official code, and its ablation differs in its switches.
+
+The official values are those of configs/ of uclanlp/visualbert; the ablation is table 7 of the ACL paper.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e_vl.config import RunConfig, differences, load_config
+from e2e_vl.encoders.visual_bert import VisualBertEncoderConfig
+from e2e_vl.engine.build import build_objectives, resolve, task_config
+from e2e_vl.tasks.objectives.base import Sizes
+
+ROOT = Path(__file__).parents[2]
+PRETRAINING, ABLATION = (ROOT / "configs" / folder for folder in ("pretraining", "visual_bert_ablation"))
+# batch, rate, epochs, share of warm-up, first regions that are kept
+OFFICIAL = {
+    "coco_vqa": (48, 5e-5, 10, 0.1, None),
+    "coco_nlvr2": (64, 5e-5, 10, 0.1, 144),
+    "coco_flickr30k": (32, 5e-5, 10, 0.1, None),
+    "coco_vcr": (128, 1e-4, 10, 0.1, None),
+    "vqa": (64, 5e-5, 10, 0.1, None),
+    "nlvr2": (64, 5e-5, 10, 0.1, 144),
+    "flickr30k": (32, 5e-5, 10, 0.1, None),
+    "vcr": (32, 5e-5, 8, 0.1879, None),  # one epoch of eight texts per question
+}
+JUDGED = {"coco": "pair", "vqa": None, "nlvr2": "stated", "flickr30k": None, "vcr": "stated"}
+
+
+def load(path: Path, *words: str) -> RunConfig:
+    return resolve(load_config(path, ["data.root=DATA", *words]))
+
+
+def load_phase(name: str) -> RunConfig:
+    return load(PRETRAINING / f"visual_bert_{name}.yaml")
+
+
+def objectives_of(config: RunConfig) -> dict[str, Any]:
+    return build_objectives(task_config(config).objectives, Sizes(hidden_size=8, vocab_size=10))
+
+
+def test_every_phase_is_there():
+    files = {path.stem.removeprefix("visual_bert_") for path in PRETRAINING.glob("visual_bert_*.yaml")}
+    assert files == {*OFFICIAL, "common"}
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_batch_rate_and_schedule(name):
+    batch, rate, epochs, warmup, regions = OFFICIAL[name]
+    config = load_phase(name)
+    train = config.train
+    assert (train.images_per_batch, train.accumulate, config.data.texts_per_image) == (batch, 1, 1)
+    assert (train.lr, train.detector_lr, train.head_lr) == (rate, None, None)
+    assert (train.epochs, train.max_steps, train.warmup_share, train.warmup_steps) == (epochs, None, warmup, 0)
+    assert (train.optimizer, train.schedule, train.schedule_first) == ("bert_adam", "linear", False)
+    assert (train.betas, train.eps, train.weight_decay) == ([0.9, 0.999], 1e-6, 0.01)
+    assert (train.clip_norm, train.clip_tensor_norm) == (None, 1.0)
+    assert (train.decay_norm_and_bias, train.decay_bn_scales) == (False, True)
+    assert (train.mixed_precision, train.patience) == ("no", 3)
+    assert config.data.boxes.max_precomputed == regions
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_texts_and_encoder(name):
+    config = load_phase(name)
+    task, objectives = task_config(config), objectives_of(config)
+    judged = JUDGED[name.split("_")[0]]
+    assert list(objectives) == ["masked_words", "relationship"] if judged else ["masked_words"]
+    assert all(objective.config.weight == 1 for objective in objectives.values())
+    if judged:
+        assert objectives["relationship"].config.texts == judged
+        assert objectives["relationship"].config.probability == 0.5
+    words = objectives["masked_words"].config
+    assert (words.probability, words.whole_words, words.always_mask) == (0.15, False, False)
+    assert words.answer == ("letters" if name == "vqa" else "left_out")
+    assert (task.cut_pairs, task.max_length) == ("fronts", None)
+    if name == "vcr":  # 128 with [CLS] and two [SEP]
+        assert task.choices.config["max_pieces"] == 125
+        assert (task.choices.drawn, config.data.config["question"]) == ("in_turn", "in_turn")
+    else:
+        assert (config.data.max_text_length, task.choices) == (128, None)
+    encoder = VisualBertEncoderConfig(**config.encoder.config)
+    sizes = (encoder.hidden_size, encoder.num_hidden_layers, encoder.num_attention_heads, encoder.intermediate_size)
+    assert sizes == (768, 12, 12, 3072)
+    assert (encoder.hidden_dropout_prob, encoder.attention_probs_dropout_prob) == (0.1, 0.1)
+    assert (encoder.train_pooler, encoder.special_visual_initialize, encoder.bypass_transformer) == (False, True, False)
+    assert encoder.with_box_numbers == name.endswith("flickr30k")
+    assert encoder.uses_whole_image == name.endswith("vcr")
+    assert config.data.vocabulary == "bert-base-uncased" and config.data.flip == 0
+
+
+@pytest.mark.parametrize("name", OFFICIAL)
+def test_a_phase_starts_from_the_one_before(name):
+    config = load_phase(name)
+    if name.startswith("coco_"):
+        assert (config.encoder.weights, config.task.weights) == ("bert-base-uncased", "bert-base-uncased")
+        return
+    before = load_phase(f"coco_{name}")
+    assert (config.encoder.weights, config.task.weights) == (f"{before.output}/best", f"{before.output}/best")
+    assert before.train.keep_best is not None  # writes that folder
+    assert config.encoder.config == before.encoder.config
+    assert config.detector.config == before.detector.config
+
+
+# The ablation: file -> what differs from the full model's phase, but for outputs and the runs that it starts from
+ROWS = {
+    "no_grounding_coco": {"data.config.use_images: None -> False"},
+    "no_coco_task": {
+        "encoder.weights: runs/visual_bert_ablation_full_coco/best -> bert-base-uncased",
+        "task.weights: runs/visual_bert_ablation_full_coco/best -> bert-base-uncased",
+    },
+    "late_fusion_coco": {"encoder.config.bypass_transformer: None -> True"},
+    "late_fusion_task": {"encoder.config.bypass_transformer: None -> True"},
+    "late_fusion_nlvr2": {"encoder.config.bypass_transformer: None -> True"},
+    "no_bert_coco": {
+        "encoder.weights: bert-base-uncased -> None",
+        "task.weights: bert-base-uncased -> None",
+    },
+    "no_objective2_coco": {"task.config.objectives.relationship: 0.0"},
+}
+FULL = {"full_coco": "visual_bert_coco_nlvr2", "full_task": "visual_bert_nlvr2"}  # but for the number of regions
+
+
+def of_rows(lines: list[str], row: str) -> set[str]:
+    """Differences without outputs, and without starts from the same row's phase before."""
+    own = f"runs/visual_bert_ablation_{row}_"
+    return {line for line in lines if not line.startswith("output:") and not line.partition(" -> ")[2].startswith(own)}
+
+
+def test_every_row_of_the_ablation_is_there():
+    assert {path.stem for path in ABLATION.glob("*.yaml")} == {*ROWS, *FULL, "full_nlvr2"}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_of_the_ablation_differs_in_its_switch_only(name):
+    row, _, phase = name.rpartition("_")
+    full, own = load(ABLATION / f"full_{phase}.yaml"), load(ABLATION / f"{name}.yaml")
+    assert own.output == f"runs/visual_bert_ablation_{name}"
+    changed = of_rows(differences(full, own), row)
+    if row == "no_objective2":
+        assert list(objectives_of(full)) == ["masked_words", "relationship"]
+        assert list(objectives_of(own)) == ["masked_words"]
+        assert {line.partition(":")[0] for line in changed} == {"task.config.objectives.relationship"}
+    else:
+        assert changed == ROWS[name]
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_the_full_model_of_the_ablation_is_the_official_one_with_36_regions(name):
+    official, own = load(PRETRAINING / f"{FULL[name]}.yaml"), load(ABLATION / f"{name}.yaml")
+    changed = [line for line in differences(official, own) if "weights: runs/" not in line]
+    assert changed == ["data.boxes.max_precomputed: 144 -> 36", f"output: {official.output} -> {own.output}"]
+
+
+def test_fine_tuning_of_the_ablation():
+    config = load(ABLATION / "full_nlvr2.yaml")
+    pretraining = load(ABLATION / "full_task.yaml")
+    assert config.encoder.weights == f"{pretraining.output}/best" and config.task.weights is None
+    assert config.data.boxes == pretraining.data.boxes and config.data.files == pretraining.data.files
+    changed = {line for line in differences(pretraining.train, config.train) if not line.startswith("keep_best")}
+    assert changed == {"lr: 5e-05 -> 2e-05"}
