@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,3 +114,13 @@ def test_a_step_of_vcr(config_of, tmp_path):
     assert 0 <= metrics["val/accuracy_gt_boxes"] <= 1
     [losses, *_] = [line for line in read_log(tmp_path / "run" / "log.jsonl") if line["kind"] == "train"]
     assert 0 < losses["choice"] < 100 and 0 < losses["region_class"] < 100
+
+
+def test_a_step_of_gqa_with_the_score_of_its_attention(config_of, tmp_path):
+    words = ("data.synthetic.scenes={train: 3, val: 2}", "data.synthetic.formats=[gqa, refcoco+, detections]")
+    words += ("data.config.grounding=true", "task.config.grounding=true", "task.config.initialise_from_words=false")
+    metrics = train(config_of("gqa", *words, "data.files.scene_graphs=gqa/sceneGraphs/{part}_sceneGraphs.json"))
+    records = json.loads((tmp_path / "run" / "predictions_val_all_gt.json").read_text())
+    scored = [record["grounding"] for record in records if record["isBalanced"]]
+    assert metrics["val_all/grounding_gt_boxes"] == pytest.approx(sum(scored) / len(scored))
+    assert any(scored) and all("named_boxes" not in record for record in records)

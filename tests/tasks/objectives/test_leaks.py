@@ -188,7 +188,7 @@ def test_every_objective_is_learned(model):
         optimiser.step()
     output = own(batch).task
     for name, loss in output.losses.items():
-        assert float(loss.mean) < 0.3 * before[name], name
+        assert loss.mean.item() < 0.3 * before[name], name
     for name in OBJECTIVES:
         assert torch.equal(output.details[f"{name}_right"], output.details[name]), name
 
