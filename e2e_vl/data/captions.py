@@ -94,7 +94,7 @@ class CaptionDataset(VLDataset):
         if wants.annotations:
             if options.source != "coco":
                 raise ValueError("annotated objects need data.config.source=coco and data.files.instances.")
-            instances = read_instances(files.path("instances", split=split), drop_empty_boxes=True)
+            instances = read_instances(files.path("instances", split=split), drop_empty_boxes=True, errors=files.errors)
         return cls(
             _source(files, options, split, wants.boxes),
             corpus=_corpus(files, options, split) if wants.training else None,
@@ -154,7 +154,7 @@ class CaptionDataset(VLDataset):
 def _source(files: DataFiles, options: CaptionOptions, split: str, boxes: BoxSource) -> CaptionSource:
     """Captions of a split, with the boxes that lie beside them if `boxes` asks for them."""
     if options.source == "coco":
-        return CocoCaptions(files.path("captions", split=split), files.path("images", split=split))
+        return CocoCaptions(files.path("captions", split=split), files.path("images", split=split), files.errors)
     if options.source == "shards":
         return ShardCaptions(files.path("shards", split=split), _index_folder(files, options))
     name = {BoxSource.DETECTIONS: "detections", BoxSource.PRECOMPUTED: "features"}.get(boxes, "captions")

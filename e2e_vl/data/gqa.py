@@ -58,6 +58,7 @@ class GQADataset(VLDataset):
     )
     options = ImageNames
     annotation_files = ("instances", "scene_graphs")
+    id_space = "visual_genome"
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class GQADataset(VLDataset):
             paths = {files.path("instances", **values) for values in parts}
             if len(paths) > 1:
                 raise ValueError("data.files.instances must be one file for splits that are joined.")
-            more["instances"] = read_instances(paths.pop(), drop_empty_boxes=True)
+            more["instances"] = read_instances(paths.pop(), drop_empty_boxes=True, errors=files.errors)
         elif wants.objects:
             raise ValueError(
                 "The names in scene graphs are no classes of a detector; give an instances file as "
@@ -105,7 +106,8 @@ class GQADataset(VLDataset):
             more["scene_graphs"] = [EntryFile(path, "scene graphs") for path in paths]
         if "choices" in files and not wants.training:
             more["choices"] = _open_choices(files, parts)
-        return cls(GQAQuestions(_question_files(files, split)), files.path("images"), options, parts, **more)
+        questions = GQAQuestions(_question_files(files, split), files.errors)
+        return cls(questions, files.path("images"), options, parts, **more)
 
     @classmethod
     def reads(cls, options: ImageNames, split: str, wants: Wants) -> tuple[str, ...]:
@@ -130,11 +132,12 @@ class GQADataset(VLDataset):
         for path in _question_files(files, split):
             for entry in json_entries(path, "questions"):
                 where = f"{path}: question {entry.key}"
-                check_question(entry.value, where)
-                if entry.value["isBalanced"]:
-                    if entry.value.get("answer") is None:
-                        raise ValueError(f"{where} has no answer; build the list of answers from another split")
-                    found[entry.key] = entry.value["answer"]
+                with files.errors.about(where):
+                    check_question(entry.value, where)
+                    if entry.value["isBalanced"]:
+                        if entry.value.get("answer") is None:
+                            raise ValueError(f"{where} has no answer; build the list of answers from another split")
+                        found[entry.key] = entry.value["answer"]
         return found
 
     def __len__(self) -> int:

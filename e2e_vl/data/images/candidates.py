@@ -16,6 +16,7 @@ from detector.selection_rule import SelectionRule
 from e2e_vl.data.formats.detections import DetectionsFile
 from e2e_vl.data.storage.features.record import RegionFeatures
 from e2e_vl.data.storage.features.stores import FeatureStore, open_features
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.samples import FOUND, CandidateBoxes
 
 _OTHER_BOXES = "use the detections of this data set, or another box source (gt or online)"
@@ -103,8 +104,13 @@ class StoredBoxes(BoxReader):
             )
 
 
-def open_boxes(paths: Sequence[Path], selection: SelectionRule, *, with_features: bool) -> BoxReader:
+def open_boxes(
+    paths: Sequence[Path], selection: SelectionRule, *, with_features: bool, errors: RecordErrors = RAISE
+) -> BoxReader:
     """Open files of one kind: `.json` is MAttNet's format, everything else region features.
+
+    Args:
+        errors: what becomes of an error about one detection.
 
     Raises:
         FileNotFoundError, ValueError: see the readers; or features are wanted from a file that has none.
@@ -113,7 +119,7 @@ def open_boxes(paths: Sequence[Path], selection: SelectionRule, *, with_features
         return StoredBoxes([open_features(path) for path in paths], selection, with_features=with_features)
     if with_features:
         raise ValueError(f"{paths[0]}: boxes in MAttNet's format have no features; give a file of region features")
-    return DetectedBoxes([DetectionsFile(path) for path in paths], selection)
+    return DetectedBoxes([DetectionsFile(path, errors) for path in paths], selection)
 
 
 def _found(regions: RegionFeatures, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
