@@ -137,9 +137,10 @@ class CaptionDataset(VLDataset):
         """Some captions of one image."""
         group = self.groups.of_text(texts[0])
         name = self.source.name(group)
+        is_loose = isinstance(self.source, CocoCaptions)  # its images are files, which need no looking for
         image = SampleImage(
             name,
-            functools.partial(self.source.image, group),
+            self.source.image(group) if is_loose else functools.partial(self.source.image, group),
             self.source.image_size(group),
             objects=None if self.instances is None else self.instances.objects(self._instance_ids[name]),
             boxes=self.source.boxes(group),

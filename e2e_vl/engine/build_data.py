@@ -15,10 +15,11 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import DetectorSettings, RunConfig
 from e2e_vl.converter import check_keys, from_dict
 from e2e_vl.data.base import VLDataset, Wants, check_boxes_source, open_options
-from e2e_vl.data.images.candidates import open_boxes
+from e2e_vl.data.images.candidates import BoxReader, open_boxes
 from e2e_vl.data.images.loader import ImageLoader, ImageRules
 from e2e_vl.data.loading.collate import collate
 from e2e_vl.data.loading.example_dataset import ExampleDataset
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.engine.build import named_parts, task_config
 from e2e_vl.layout import TextWriter
 from e2e_vl.model import VisionLanguageModel
@@ -112,8 +113,13 @@ def wants_of(config: RunConfig, boxes: BoxSource, *, training: bool) -> Wants:
     return Wants(boxes, objects=training and config.detector.loss_weight > 0, training=training)
 
 
-def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: bool) -> VLDataset:
+def open_split(
+    config: RunConfig, split: str, boxes: BoxSource, *, training: bool, errors: RecordErrors = RAISE
+) -> VLDataset:
     """The facts of one split, read from its files.
+
+    Args:
+        errors: what becomes of an error about one record of a file.
 
     Raises:
         ValueError: precomputed features for a detector that needs pixels, or the other way round; boxes or a file that
@@ -127,7 +133,7 @@ def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: boo
     kind = named_parts(config).dataset
     check_boxes_source(kind, config.data.name, boxes)
     wants = wants_of(config, boxes, training=training)
-    files, options = open_options(kind, config.data)
+    files, options = open_options(kind, config.data, errors)
     sources = [key for key in kind.annotation_files if key in kind.known_files]
     if wants.annotations and sources and not any(key in files for key in sources):
         wanted = "the targets of the detection losses" if wants.objects else f"boxes '{boxes}'"
@@ -170,13 +176,27 @@ def build_loader(
         mirror_precomputed=data.mirror_precomputed,
         mean_image_feature=data.mean_image_feature,
     )
+    return ImageLoader(rules, boxes, None if dataset is None else open_box_files(config, dataset, boxes))
+
+
+def open_box_files(
+    config: RunConfig, dataset: VLDataset, boxes: BoxSource, errors: RecordErrors = RAISE
+) -> BoxReader | None:
+    """The files of a split's candidate boxes; None where boxes come from elsewhere.
+
+    Args:
+        errors: what becomes of an error about one detection.
+
+    Raises:
+        FileNotFoundError, ValueError: see `open_boxes`.
+    """
     key = next((key for key in boxes.needs if key != "instances"), None)
-    reader = None
-    if dataset is not None and key is not None and dataset.parts:
-        files, _ = open_options(type(dataset), data)
-        paths = list(dict.fromkeys(files.path(key, **values) for values in dataset.parts))
-        reader = open_boxes(paths, data.boxes.selection, with_features=boxes is BoxSource.PRECOMPUTED)
-    return ImageLoader(rules, boxes, reader)
+    if key is None or not dataset.parts:
+        return None
+    files, _ = open_options(type(dataset), config.data)
+    paths = list(dict.fromkeys(files.path(key, **values) for values in dataset.parts))
+    with_features = boxes is BoxSource.PRECOMPUTED
+    return open_boxes(paths, config.data.boxes.selection, with_features=with_features, errors=errors)
 
 
 def build_collate(config: RunConfig, model: VisionLanguageModel) -> Callable[..., Batch]:
