@@ -5,7 +5,7 @@
     python tools/experiments/pairs.py --output runs/pairs --tasks refcoco --steps 300 refcoco=500 --dry-run
 
 A cell is one run of tools/train.py in a process of its own, in OUTPUT/<task>_<encoder>_<variant>_<seed>: the config of
-the task (configs/demo, and configs/pairs/pretraining.yaml) with the encoder of configs/pairs/encoders.yaml. The variants:
+the task (configs/demo, and configs/pairs/pretraining.yaml) with the encoder of configs/pairs/encoders.yaml. Variants:
 
     joint        detector and encoder trained together; several seeds for the tasks of --seeded
     frozen       the detector keeps its start, which is random but for VCR's
