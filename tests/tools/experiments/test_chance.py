@@ -46,13 +46,8 @@ def test_one_of_four_texts(guess):
 
 
 def test_the_usual_label(guess):
-    train, val = (
-        [
-            json.loads(line)["label"]
-            for line in (guess.root / "nlvr2" / "data" / f"{name}.json").read_text().splitlines()
-        ]
-        for name in ("train", "val")
-    )
+    files = (guess.root / "nlvr2" / "data" / f"{name}.json" for name in ("train", "val"))
+    train, val = ([json.loads(line)["label"] for line in path.read_text().splitlines()] for path in files)
     assert guess("nlvr2") == pytest.approx(val.count(usual(train)) / len(val))
 
 
