@@ -42,18 +42,19 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         "--with",
         dest="others",
         type=Path,
-        nargs="+",
+        action="append",
         default=[],
         metavar="FILE",
-        help="YAML files of other runs, such as pre-training, whose training images are compared",
+        help="YAML file of another run, such as pre-training, whose training images are compared; may be repeated",
     )
     parser.add_argument(
         "--detector-images",
         type=Path,
-        nargs="+",
+        action="append",
         default=[],
         metavar="FILE",
-        help="training images of the detector: COCO's JSON, Visual Genome's image_data.json, or a list of paths or ids",
+        help="training images of the detector: COCO's JSON, Visual Genome's image_data.json, or a list of paths or ids; "
+        "may be repeated",
     )
     parser.add_argument(
         "--detector-ids",

@@ -197,7 +197,8 @@ class _Check:
             photos[split] = self._read(facts[-1], sources)
         places: dict[str, set[PhotoId]] = {}
         train = self.config.data.train_split
-        places[f"the training split {train}"] = _joined(photos[train])
+        own = f"the training split {train}"
+        places[own] = _joined(photos[train])
         for name, other in others:
             places[f"the training split {other.data.train_split} of {name}"] = self._photos_of(name, other)
         if detector_photos is not None:
@@ -206,7 +207,7 @@ class _Check:
             overlap
             for split in dict.fromkeys(self.config.data.eval_splits)
             for place, known in places.items()
-            if split != train and (overlap := _overlap(split, photos[split], place, known))
+            if (split, place) != (train, own) and (overlap := _overlap(split, photos[split], place, known))
         ]
         problems = [sentence for sentence in self.errors.sentences if not self._is_repeated(sentence, found)]
         return DataReport(facts, overlaps, problems, counts_words=self.tokenizer is None)

@@ -66,8 +66,8 @@ def test_intact_data_have_sizes_and_no_problem(name, drawn):
     assert report.problems == [] and report.overlaps == []
     train, val = report.splits
     assert train.is_trained and not val.is_trained
-    pair = 2 if name == "nlvr2" else 1
-    assert (train.images, val.images) == (12 * pair, 6 * pair)
+    numbers = {"nlvr2": (48, 24), "vcr": (10, 4)}  # two images for each scene's pairs; scenes without a question
+    assert (train.images, val.images) == numbers.get(name, (12, 6))
     assert train.missing_images == val.missing_images == train.boxes_outside == train.empty_boxes == 0
     assert train.texts >= 12 and train.boxes > 12
     if name != "detection":
@@ -85,8 +85,8 @@ def break_refcoco(root: Path) -> None:
     change_json(root / "refcoco+" / "instances.json", change)
     path = root / "refcoco+" / "refs(unc).p"
     refs = pickle.loads(path.read_bytes())
-    refs[3]["sentences"][0].pop("sent")
-    refs[4]["sentences"][0]["sent"] = " "
+    refs[8]["sentences"][0].pop("sent")
+    refs[9]["sentences"][0]["sent"] = " "
     refs[-1]["sentences"] = []
     path.write_bytes(pickle.dumps(refs, protocol=2))
     change_json(root / "detections" / "refcoco+_unc" / DETECTIONS, lambda rows: rows[2].pop("score"))
