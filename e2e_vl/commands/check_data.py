@@ -53,8 +53,8 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="FILE",
-        help="training images of the detector: COCO's JSON, Visual Genome's image_data.json, or a list of paths or ids; "
-        "may be repeated",
+        help="training images of the detector: COCO's JSON, Visual Genome's image_data.json, or a list of paths or "
+        "ids; may be repeated",
     )
     parser.add_argument(
         "--detector-ids",

@@ -57,7 +57,13 @@ def test_only_joint_runs_of_the_seeded_tasks_have_several_seeds():
 
 @pytest.mark.parametrize("folder", [None, ROOT / "configs" / "tiny"])
 def test_every_cell_is_a_run_of_its_task_with_its_encoder(folder, tmp_path):
-    cells = tool.plan(ALL, list(tool.VARIANTS), [0], ())
+    variants = list(tool.VARIANTS)
+    pairs = [*ALL[:3], *ALL[3::2]] if folder is None else ALL[-2:]  # all encoders, all tasks
+    cells = [
+        cell
+        for n, pair in enumerate(pairs)
+        for cell in tool.plan([pair], [variants[n % 4], "joint"][: 1 + n % 2], [0], ())
+    ]
     jobs, configs = tool.make_jobs(cells, ENCODERS, tmp_path, folder, {"vqa": 3}, ["train.log_every=7"])
     assert set(jobs) - {tool.DETECTOR} == {cell.name for cell in cells}
     for cell in cells:
@@ -72,7 +78,7 @@ def test_every_cell_is_a_run_of_its_task_with_its_encoder(folder, tmp_path):
         also = {"seed", "output", "loss_weight", "weights", "resize"}
         assert set(changed) - also == set(wanted[cell.variant])
     if folder is None:
-        [job] = [jobs["vcr_lxmert_joint_0"]]
+        job = jobs[next(cell.name for cell in cells if cell.task == "vcr")]
         assert job.after == (tmp_path / tool.DETECTOR,)
         assert f"detector.weights={tmp_path / tool.DETECTOR / 'model'}" in job.words
 
@@ -117,13 +123,11 @@ def pairs(tmp_path, monkeypatch) -> Pairs:
 
 
 def test_finished_cells_are_not_run_again_and_failures_stop_nothing_else(pairs, capsys):
-    words = ("--pairs", "lxmert:vqa", "vl_bert:gqa", "--only", "joint", "image_blind", "text_blind")
-    words += ("--seeds", "0", "1")
+    words = ("--pairs", "lxmert:vqa", "--only", "joint", "text_blind", "image_blind", "--seeds", "0", "1")
     assert pairs(*words, "--steps", "5", "vqa=6") == 2
     assert "vqa_lxmert_text_blind_0 failed with exit status 1" in capsys.readouterr().err
     assert pairs.started == [
-        *("vqa_lxmert_joint_0", "vqa_lxmert_joint_1", "vqa_lxmert_image_blind_0", "vqa_lxmert_text_blind_0"),
-        *("gqa_vl_bert_joint_0", "gqa_vl_bert_image_blind_0", "gqa_vl_bert_text_blind_0"),
+        *("vqa_lxmert_joint_0", "vqa_lxmert_joint_1", "vqa_lxmert_text_blind_0", "vqa_lxmert_image_blind_0"),
     ]
     table = pairs.table
     assert table["vqa"]["chance"] == 0.25
@@ -133,7 +137,6 @@ def test_finished_cells_are_not_run_again_and_failures_stop_nothing_else(pairs, 
     columns = ["detector trained", "chance", "detector frozen", "without the image", "without the text"]
     assert lines[0].startswith(f"| | {' | '.join(columns)} |")
     assert "| VQA, lxmert | 0.750 ± 0.071 | 0.250 | – | 0.100 | – | 6 | 2 |" in lines
-    assert "| GQA, vl_bert | 0.700 | 0.250 | – | 0.100 | 0.700 | 5 | 2 |" in lines
     number = len(pairs.started)
     assert pairs(*words, "--steps", "5", "vqa=6") == 2
     assert pairs.started[number:] == ["vqa_lxmert_text_blind_0"], "only the failed one is run again"
