@@ -55,15 +55,9 @@ def test_only_joint_runs_of_the_seeded_tasks_have_several_seeds():
     assert not [name for name in names if name.startswith("pretraining") and "text_blind" in name]
 
 
-@pytest.mark.parametrize("folder", [None, ROOT / "configs" / "tiny"])
-def test_every_cell_is_a_run_of_its_task_with_its_encoder(folder, tmp_path):
-    variants = list(tool.VARIANTS)
-    pairs = [*ALL[:3], *ALL[3::2]] if folder is None else ALL[-2:]  # all encoders, all tasks
-    cells = [
-        cell
-        for n, pair in enumerate(pairs)
-        for cell in tool.plan([pair], [variants[n % 4], "joint"][: 1 + n % 2], [0], ())
-    ]
+@pytest.mark.parametrize(("folder", "pairs"), [(None, ALL[::2]), (ROOT / "configs" / "tiny", ALL[-2:])])
+def test_every_cell_is_a_run_of_its_task_with_its_encoder(folder, pairs, tmp_path):
+    cells = tool.plan(pairs, ["joint"], [0], ()) + tool.plan(pairs[:1], list(tool.VARIANTS)[1:], [0], ())
     jobs, configs = tool.make_jobs(cells, ENCODERS, tmp_path, folder, {"vqa": 3}, ["train.log_every=7"])
     assert set(jobs) - {tool.DETECTOR} == {cell.name for cell in cells}
     for cell in cells:
@@ -78,7 +72,7 @@ def test_every_cell_is_a_run_of_its_task_with_its_encoder(folder, tmp_path):
         also = {"seed", "output", "loss_weight", "weights", "resize"}
         assert set(changed) - also == set(wanted[cell.variant])
     if folder is None:
-        job = jobs[next(cell.name for cell in cells if cell.task == "vcr")]
+        job = jobs["vcr_lxmert_joint_0"]
         assert job.after == (tmp_path / tool.DETECTOR,)
         assert f"detector.weights={tmp_path / tool.DETECTOR / 'model'}" in job.words
 
