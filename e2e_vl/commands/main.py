@@ -17,6 +17,7 @@ from e2e_vl.command_line import make_parser
 
 # Name -> its module in this package, and what it does. A module is imported when it is called.
 COMMANDS = {
+    "check-data": ("check_data", "problems and sizes of a run's annotation files, and images seen before"),
     "train": ("train", "train detector, encoder and task together"),
     "evaluate": ("evaluate", "evaluate a trained run on a split"),
     "predict": ("predict", "predictions of a whole split as a file, or (predict ask) one answer"),

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import DataSettings
 from e2e_vl.converter import check_keys, from_dict
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.samples import Sample
 
 
@@ -46,6 +47,8 @@ class VLDataset(abc.ABC):
         options: dataclass of `data.config`.
         box_sources: the sources of candidate boxes that make sense.
         annotation_files: keys of `data.files`, any one of which gives the annotated objects; those of `known_files`.
+        id_space: whose ids the images have, such as "visual_genome"; None: COCO's where file names are COCO's, else no
+            one's. See `e2e_vl/data/photo_ids.py`.
         groups: text indices of each image (or pair of images).
         parts: placeholders of `data.files` that name the files of boxes of this split, such as {"split": "val"};
             several where splits are joined.
@@ -57,6 +60,7 @@ class VLDataset(abc.ABC):
     options: ClassVar[type] = NoOptions
     box_sources: ClassVar[tuple[BoxSource, ...]] = tuple(BoxSource)
     annotation_files: ClassVar[tuple[str, ...]] = ("instances",)
+    id_space: ClassVar[str | None] = None
     groups: Sequence[Sequence[int]]
     parts: Sequence[Mapping[str, str]]
     class_names: Sequence[str] | None = None
@@ -139,12 +143,16 @@ class VLDataset(abc.ABC):
 class DataFiles:
     """The files of `data.files`, relative to `data.root`; {split} and other placeholders stand in their names.
 
+    Attributes:
+        errors: what becomes of an error about one record of a file; readers of such files are given it.
+
     Raises:
         ValueError: a key that is not among the `known` ones of the data set.
     """
 
-    def __init__(self, settings: DataSettings, known: Sequence[str]) -> None:
+    def __init__(self, settings: DataSettings, known: Sequence[str], errors: RecordErrors = RAISE) -> None:
         check_keys(known, settings.files, "data.files", who=settings.name)
+        self.errors = errors
         self.root = Path(settings.root).expanduser()
         self.settings = settings
 
@@ -169,13 +177,15 @@ class DataFiles:
         return name
 
 
-def open_options(dataset: type[VLDataset], settings: DataSettings) -> tuple[DataFiles, Any]:
-    """The files and the options of a data set.
+def open_options(
+    dataset: type[VLDataset], settings: DataSettings, errors: RecordErrors = RAISE
+) -> tuple[DataFiles, Any]:
+    """The files and the options of a data set; `errors` says what becomes of an error about one record.
 
     Raises:
         ValueError: an unknown key, or a value of a wrong type.
     """
-    return DataFiles(settings, dataset.known_files), from_dict(dataset.options, settings.config, "data.config")
+    return DataFiles(settings, dataset.known_files, errors), from_dict(dataset.options, settings.config, "data.config")
 
 
 def group_texts(images: Iterable[Any]) -> list[list[int]]:

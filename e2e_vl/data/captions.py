@@ -102,7 +102,7 @@ class CaptionDataset(VLDataset):
                 raise ValueError("annotated objects need data.config.source=coco and data.files.instances.")
             if len(split_names(split)) > 1:
                 raise ValueError(f"annotated objects need a single split, not {split}; use other boxes.")
-            instances = read_instances(files.path("instances", split=split), drop_empty_boxes=True)
+            instances = read_instances(files.path("instances", split=split), drop_empty_boxes=True, errors=files.errors)
         return cls(
             _source(files, options, split, wants.boxes),
             corpus=_corpus(files, options, split) if wants.training else None,
@@ -146,9 +146,10 @@ class CaptionDataset(VLDataset):
         """Some captions of one image."""
         group = self.groups.of_text(texts[0])
         name = self.source.name(group)
+        is_loose = isinstance(self.source, CocoCaptions)  # its images are files, which need no looking for
         image = SampleImage(
             name,
-            functools.partial(self.source.image, group),
+            self.source.image(group) if is_loose else functools.partial(self.source.image, group),
             self.source.image_size(group),
             objects=None if self.instances is None else self.instances.objects(self._instance_ids[name]),
             boxes=self.source.boxes(group),
@@ -171,7 +172,7 @@ def _source(files: DataFiles, options: CaptionOptions, split: str, boxes: BoxSou
     """Captions of a split, with the boxes that lie beside them if `boxes` asks for them."""
     if options.source == "coco":
         parts = [
-            CocoCaptions(files.path("captions", **values), files.path("images", **values))
+            CocoCaptions(files.path("captions", **values), files.path("images", **values), files.errors)
             for values in _parts(options, split)
         ]
         return parts[0] if len(parts) == 1 else JoinedCaptions(parts)

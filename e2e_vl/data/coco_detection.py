@@ -13,6 +13,7 @@ from typing import Any
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants
 from e2e_vl.data.formats.coco import CocoAnnotation, read_instances
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.samples import Categories, Sample, SampleText
 
 
@@ -24,6 +25,7 @@ class CocoDetectionDataset(VLDataset):
         instances_file: COCO instances file. Annotations without width or height, which COCO's own files have a few of,
             are left out and logged.
         keep_empty_images: False leaves out the images that have no object, or only crowds.
+        errors: what becomes of an error about one record.
 
     Raises:
         FileNotFoundError, ValueError: see `read_instances`; or no image is left.
@@ -32,9 +34,16 @@ class CocoDetectionDataset(VLDataset):
     known_files = ("images", "instances")
     box_sources = (BoxSource.ONLINE,)  # it is about the boxes that the detector finds
 
-    def __init__(self, images_root: str | Path, instances_file: str | Path, *, keep_empty_images: bool = True) -> None:
+    def __init__(
+        self,
+        images_root: str | Path,
+        instances_file: str | Path,
+        *,
+        keep_empty_images: bool = True,
+        errors: RecordErrors = RAISE,
+    ) -> None:
         self.images_root = Path(images_root).expanduser()
-        self.instances = read_instances(instances_file, drop_empty_boxes=True)
+        self.instances = read_instances(instances_file, drop_empty_boxes=True, errors=errors)
         self.images = list(self.instances.images.values())
         self.groups = [
             [index]
@@ -51,7 +60,8 @@ class CocoDetectionDataset(VLDataset):
     def open(cls, files: DataFiles, options: NoOptions, split: str, wants: Wants) -> CocoDetectionDataset:
         """`data.files` holds `images` and `instances`; in evaluation every image counts."""
         keep = files.settings.keep_empty_images or not wants.training
-        return cls(files.path("images", split=split), files.path("instances", split=split), keep_empty_images=keep)
+        images, instances = (files.path(key, split=split) for key in ("images", "instances"))
+        return cls(images, instances, keep_empty_images=keep, errors=files.errors)
 
     @classmethod
     def reads(cls, options: NoOptions, split: str, wants: Wants) -> tuple[str, ...]:

@@ -78,6 +78,7 @@ class Flickr30KDataset(VLDataset):
     )
     options = Flickr30KOptions
     annotation_files = ("instances", "annotations")
+    id_space = "flickr"
 
     def __init__(
         self,
@@ -115,20 +116,20 @@ class Flickr30KDataset(VLDataset):
             )
         instances = None
         if wants.annotations and "instances" in files:
-            instances = read_instances(files.path("instances", split=split), drop_empty_boxes=True)
+            path = files.path("instances", split=split)
+            instances = read_instances(path, drop_empty_boxes=True, errors=files.errors)
         sentences, boxes = files.path("sentences"), files.path("annotations")
         captions: dict[str, list[Caption]] = {}
         annotations: dict[str, AnnotatedImage] = {}
         for image_id in _image_ids(files, split):
-            annotated = read_annotation(boxes / f"{image_id}.xml")
-            known = {chain for names in annotated.names for chain in names}
-            own = []
-            for line, sentence in enumerate(read_sentences(sentences / f"{image_id}.txt")):
-                phrases = tuple(phrase for phrase in sentence.phrases if phrase.chain in known)
-                if phrases:
-                    own.append(Caption(line, sentence, phrases))
-            if own:
-                captions[image_id], annotations[image_id] = own, annotated
+            with files.errors.about(f"{sentences / image_id}.txt"):
+                own = read_sentences(sentences / f"{image_id}.txt", files.errors)
+                annotated = read_annotation(boxes / f"{image_id}.xml")
+                known = {chain for names in annotated.names for chain in names}
+                phrases = [tuple(phrase for phrase in one.phrases if phrase.chain in known) for one in own]
+                kept = [Caption(line, *pair) for line, pair in enumerate(zip(own, phrases, strict=True)) if pair[1]]
+                if kept:
+                    captions[image_id], annotations[image_id] = kept, annotated
         return cls(captions, annotations, files.path("images"), boxes, options, parts, instances)
 
     @classmethod
@@ -183,7 +184,7 @@ def _image_ids(files: DataFiles, split: str) -> list[str]:
     """The images of one or several splits. Raises ValueError for an image in two of them."""
     found: dict[str, str] = {}
     for name in split_names(split):
-        for image_id in read_image_ids(files.path("ids", split=name)):
+        for image_id in read_image_ids(files.path("ids", split=name), files.errors):
             if image_id in found:
                 raise ValueError(
                     f"image {image_id} is in the splits {found[image_id]} and {name}; name each split once"

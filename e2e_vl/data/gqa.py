@@ -69,6 +69,7 @@ class GQADataset(VLDataset):
     )
     options = GQAOptions
     annotation_files = ("instances", "scene_graphs")
+    id_space = "visual_genome"
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class GQADataset(VLDataset):
             paths = {files.path("instances", **values) for values in parts}
             if len(paths) > 1:
                 raise ValueError("data.files.instances must be one file for splits that are joined.")
-            more["instances"] = read_instances(paths.pop(), drop_empty_boxes=True)
+            more["instances"] = read_instances(paths.pop(), drop_empty_boxes=True, errors=files.errors)
         elif wants.objects:
             raise ValueError(
                 "The names in scene graphs are no classes of a detector; give an instances file as "
@@ -120,7 +121,8 @@ class GQADataset(VLDataset):
             more["choices"] = _open_parts(files, parts, "choices", "validity and plausibility are")
         if options.grounding and not wants.training:
             more["grounds"] = more.get("scene_graphs") or _open_parts(files, parts, "scene_graphs", "grounding is")
-        return cls(GQAQuestions(_question_files(files, split)), files.path("images"), options, parts, **more)
+        questions = GQAQuestions(_question_files(files, split), files.errors)
+        return cls(questions, files.path("images"), options, parts, **more)
 
     @classmethod
     def reads(cls, options: GQAOptions, split: str, wants: Wants) -> tuple[str, ...]:
@@ -145,11 +147,12 @@ class GQADataset(VLDataset):
         for path in _question_files(files, split):
             for entry in json_entries(path, "questions"):
                 where = f"{path}: question {entry.key}"
-                check_question(entry.value, where)
-                if entry.value["isBalanced"]:
-                    if entry.value.get("answer") is None:
-                        raise ValueError(f"{where} has no answer; build the list of answers from another split")
-                    found[entry.key] = entry.value["answer"]
+                with files.errors.about(where):
+                    check_question(entry.value, where)
+                    if entry.value["isBalanced"]:
+                        if entry.value.get("answer") is None:
+                            raise ValueError(f"{where} has no answer; build the list of answers from another split")
+                        found[entry.key] = entry.value["answer"]
         return found
 
     def __len__(self) -> int:

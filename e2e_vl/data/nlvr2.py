@@ -43,6 +43,7 @@ class NLVR2Dataset(VLDataset):
 
     known_files = ("images", "examples", "instances", "detections", "features")
     options = NLVR2Options
+    id_space = "nlvr2"
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class NLVR2Dataset(VLDataset):
         examples: dict[str, PairStatement] = {}
         folders, parts, instances = {}, [], {}
         for name in split_names(split):
-            own = read_examples(files.path("examples", split=name))
+            own = read_examples(files.path("examples", split=name), files.errors)
             double = next((one.identifier for one in own if one.identifier in examples), None)
             if double is not None:
                 raise ValueError(f"example {double} is in two of the splits {split}; name each split once")
@@ -82,7 +83,8 @@ class NLVR2Dataset(VLDataset):
             examples |= {one.identifier: one for one in own}
             folders[values["images"]] = files.path("images", **values)
             if wants.annotations:
-                instances[values["images"]] = read_instances(files.path("instances", **values), drop_empty_boxes=True)
+                path = files.path("instances", **values)
+                instances[values["images"]] = read_instances(path, drop_empty_boxes=True, errors=files.errors)
             parts.append(values)
         labelled = {one.label is not None for one in examples.values()}
         if len(labelled) > 1:

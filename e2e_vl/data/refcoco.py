@@ -7,6 +7,7 @@ from pathlib import Path
 
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants, group_texts
 from e2e_vl.data.formats.refer import ReferFiles
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.samples import ReferredBox, Sample, SampleText
 
 
@@ -18,6 +19,7 @@ class RefCOCODataset(VLDataset):
         instances_file: COCO instances file with all annotations of the images.
         refs_file: REFER file.
         split: name of a split, by the rules of `refer.split_contains`.
+        errors: what becomes of an error about one record.
 
     Attributes:
         expressions: the texts, in file order; their indices are text indices.
@@ -28,9 +30,16 @@ class RefCOCODataset(VLDataset):
 
     known_files = ("images", "instances", "refs", "detections", "features")
 
-    def __init__(self, images_root: str | Path, instances_file: str | Path, refs_file: str | Path, split: str) -> None:
+    def __init__(
+        self,
+        images_root: str | Path,
+        instances_file: str | Path,
+        refs_file: str | Path,
+        split: str,
+        errors: RecordErrors = RAISE,
+    ) -> None:
         self.images_root = Path(images_root).expanduser()
-        self.refer = ReferFiles(refs_file, instances_file)
+        self.refer = ReferFiles(refs_file, instances_file, errors)
         self.instances = self.refer.instances
         self.expressions = self.refer.in_split(split)
         self.groups = group_texts(expression.image_id for expression in self.expressions)
@@ -40,7 +49,7 @@ class RefCOCODataset(VLDataset):
     @classmethod
     def open(cls, files: DataFiles, options: NoOptions, split: str, wants: Wants) -> RefCOCODataset:
         """`data.files` holds `images`, `instances` and `refs`."""
-        return cls(files.path("images"), files.path("instances"), files.path("refs"), split)
+        return cls(files.path("images"), files.path("instances"), files.path("refs"), split, files.errors)
 
     @classmethod
     def reads(cls, options: NoOptions, split: str, wants: Wants) -> tuple[str, ...]:

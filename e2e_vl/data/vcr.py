@@ -12,6 +12,7 @@ import numpy as np
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts
 from e2e_vl.data.formats.vcr_files import CHOICES, VCRFile, VCRQuestion, read_metadata
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.samples import ChoiceText, RightChoice, Sample, SampleImage, Sentence
 
 PERSON = "person"
@@ -71,6 +72,7 @@ class VCRDataset(VLDataset):
         questions_file: jsonl file of the split.
         options: see `VCROptions`.
         training: needs labels.
+        errors: what becomes of an error about one record.
 
     Attributes:
         questions: the questions, in file order. Text index i is question i; with `condition_on` "each" it is question
@@ -85,6 +87,7 @@ class VCRDataset(VLDataset):
 
     known_files = ("images", "questions")
     options = VCROptions
+    id_space = "vcr"
     box_sources = (BoxSource.GT,)  # the sentences name the boxes that are given
 
     def __init__(
@@ -94,13 +97,14 @@ class VCRDataset(VLDataset):
         options: VCROptions | None = None,
         *,
         training: bool = False,
+        errors: RecordErrors = RAISE,
     ) -> None:
         self.images_root = Path(images_root).expanduser()
-        self.questions = VCRFile(questions_file)
+        self.questions = VCRFile(questions_file, errors)
         self.settings = options or VCROptions()
         self.class_names = self.settings.class_names
         self.parts = [{}]
-        self._check_questions(training)
+        self._check_questions(training, errors)
         self._class_of = {name: number for number, name in enumerate(self.class_names)}
         self.per_question = CHOICES if self.settings.condition_on == "each" else 1 + (self.settings.question == "both")
         texts = range(len(self))
@@ -109,7 +113,7 @@ class VCRDataset(VLDataset):
         else:
             self.groups = group_texts(self.questions.image_names[index // self.per_question] for index in texts)
 
-    def _check_questions(self, training: bool) -> None:
+    def _check_questions(self, training: bool, errors: RecordErrors) -> None:
         path = self.questions.path
         if training and self.settings.condition_on == "each":
             raise ValueError("data.config.condition_on=each makes prediction files; train with condition_on=right.")
@@ -119,10 +123,11 @@ class VCRDataset(VLDataset):
         known = set(self.class_names)
         for name, annot_id in self.questions.class_names.items():
             if name not in known:
-                raise ValueError(
-                    f"{path} ({annot_id}): the object class '{name}' is none of the {len(known)} classes; correct it "
-                    "or give your own list as data.config.class_names."
-                )
+                with errors:
+                    raise ValueError(
+                        f"{path} ({annot_id}): the object class '{name}' is none of the {len(known)} classes; correct "
+                        "it or give your own list as data.config.class_names."
+                    )
 
     @property
     def _needs_right_answer(self) -> bool:
@@ -140,7 +145,7 @@ class VCRDataset(VLDataset):
     def open(cls, files: DataFiles, options: VCROptions, split: str, wants: Wants) -> VCRDataset:
         """`data.files` holds `images` and `questions`, in which {split} is the split."""
         images, questions = files.path("images", split=split), files.path("questions", split=split)
-        return cls(images, questions, options, training=wants.training)
+        return cls(images, questions, options, training=wants.training, errors=files.errors)
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: VCROptions, split: str) -> Iterable[str]:

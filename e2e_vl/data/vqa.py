@@ -116,7 +116,7 @@ class VQADataset(VLDataset):
             if wants.annotations and "instances" in files:
                 path = files.path("instances", **values)
                 if path not in instances:
-                    instances[path] = read_instances(path, drop_empty_boxes=True)
+                    instances[path] = read_instances(path, drop_empty_boxes=True, errors=files.errors)
                 part.instances = instances[path]
             parts.append(part)
             names.append(values)
@@ -170,7 +170,7 @@ def _read_split(files: DataFiles, name: str, *, annotated: bool) -> list[VQAQues
         annotations = files.path("annotations", split=name)
         if not annotated and "test" in name and not annotations.is_file():
             annotations = None
-    return read_questions(files.path("questions", split=name), annotations)
+    return read_questions(files.path("questions", split=name), annotations, files.errors)
 
 
 def _image_set(question: VQAQuestion, split: str) -> str:

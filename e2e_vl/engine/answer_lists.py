@@ -11,6 +11,7 @@ from typing import Any
 from e2e_vl.config import RunConfig
 from e2e_vl.data.base import VLDataset, open_options
 from e2e_vl.data.formats.answer_files import read_answers
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.tasks.base import Task
 
 OFFICIAL_SUFFIX = ".answers.txt"
@@ -29,12 +30,15 @@ def answers_path(config: RunConfig) -> Path | None:
     return Path(given).expanduser() if isinstance(given, str) else None
 
 
-def possible_answers(config: RunConfig, dataset: type[VLDataset], task: type[Task], min_count: int) -> list[str]:
+def possible_answers(
+    config: RunConfig, dataset: type[VLDataset], task: type[Task], min_count: int, errors: RecordErrors = RAISE
+) -> list[str]:
     """Answers in the order of their classes.
 
     `task.config.answers` (a list or a file) or the file `data.files.answers`, under data.root, gives them. Without
     either they are built from the annotations of the training split, where each must answer at least `min_count`
-    questions. The task spells the answers of annotations and of text files.
+    questions. The task spells the answers of annotations and of text files. `errors` says what becomes of an error
+    about one annotation.
 
     Raises:
         FileNotFoundError, ValueError: see `read_answers`, the data set's reader and `frequent_answers`.
@@ -46,7 +50,7 @@ def possible_answers(config: RunConfig, dataset: type[VLDataset], task: type[Tas
     if path is not None:
         answers = read_answers(path)
         return [task.official_answer(answer) for answer in answers] if path.suffix == ".txt" else answers
-    given = dataset.answers_of(*open_options(dataset, config.data), config.data.train_split)
+    given = dataset.answers_of(*open_options(dataset, config.data, errors), config.data.train_split)
     return frequent_answers(given, min_count, task.spell_answer)
 
 

@@ -19,6 +19,7 @@ from e2e_vl.data.images.candidates import open_boxes_of
 from e2e_vl.data.images.loader import ImageLoader, ImageRules
 from e2e_vl.data.loading.collate import collate
 from e2e_vl.data.loading.example_dataset import ExampleDataset
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.engine.build import named_parts, task_config
 from e2e_vl.layout import TextWriter
 from e2e_vl.model import VisionLanguageModel
@@ -112,8 +113,13 @@ def wants_of(config: RunConfig, boxes: BoxSource, *, training: bool) -> Wants:
     return Wants(boxes, objects=training and config.detector.loss_weight > 0, training=training)
 
 
-def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: bool) -> VLDataset:
+def open_split(
+    config: RunConfig, split: str, boxes: BoxSource, *, training: bool, errors: RecordErrors = RAISE
+) -> VLDataset:
     """The facts of one split, read from its files.
+
+    Args:
+        errors: what becomes of an error about one record of a file.
 
     Raises:
         ValueError: precomputed features for a detector that needs pixels, or the other way round; boxes or a file that
@@ -127,7 +133,7 @@ def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: boo
     kind = named_parts(config).dataset
     check_boxes_source(kind, config.data.name, boxes)
     wants = wants_of(config, boxes, training=training)
-    files, options = open_options(kind, config.data)
+    files, options = open_options(kind, config.data, errors)
     sources = [key for key in kind.annotation_files if key in kind.known_files]
     if wants.annotations and sources and not any(key in files for key in sources):
         wanted = "the targets of the detection losses" if wants.objects else f"boxes '{boxes}'"

@@ -205,7 +205,7 @@ def _read_data(config: RunConfig, found: Findings) -> DataSets:
     with found.noting():
         will_be_drawn = bool(config.data.synthetic.scenes) and not is_drawn(config)
         kind = named_parts(config).dataset
-        _find_files(config, kind, found, will_be_drawn)
+        find_files(config, kind, found, will_be_drawn)
     if will_be_drawn or len(found) > before:
         return {}
     datasets: DataSets = {}
@@ -220,7 +220,7 @@ def _read_data(config: RunConfig, found: Findings) -> DataSets:
     return datasets
 
 
-def _find_files(config: RunConfig, kind: type[VLDataset], found: Findings, will_be_drawn: bool) -> None:
+def find_files(config: RunConfig, kind: type[VLDataset], found: Findings, will_be_drawn: bool) -> None:
     """Look for the files of `data.files`; those that will be drawn need not be there yet."""
     root = Path(config.data.root).expanduser()
     files, options = open_options(kind, config.data)

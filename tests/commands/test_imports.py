@@ -63,6 +63,7 @@ def test_help_of_a_script(name):
 
 
 REQUIRED = {
+    "check-data": "--config x",
     "train": "--config x",
     "evaluate": "--run x",
     "predict split": "--run x --split x --boxes gt --output x",
@@ -108,6 +109,8 @@ def run(tmp_path_factory) -> Path:
         (f"train --config {TINY} detector.config=nowhere.yaml", "Detector config nowhere.yaml does not exist"),
         ("train --config nowhere.yaml", "Config file nowhere.yaml does not exist."),
         ("train --config pyproject.toml", "pyproject.toml"),
+        (f"check-data --config {TINY} train.learning_rate=1", NEAR),
+        (f"check-data --config {TINY} --with nowhere.yaml", "Config file nowhere.yaml does not exist."),
         ("evaluate --run RUN train.learning_rate=1", NEAR),
         ("evaluate --run nowhere", "nowhere holds no trained model"),
         ("predict split --run RUN --split val --boxes gt --output x train.learning_rate=1", NEAR),

@@ -4,10 +4,12 @@
     python tools/benchmarks/benchmark.py train --preset base --json FILE
     python tools/benchmarks/benchmark.py train --config configs/demo/refcoco.yaml data.texts_per_image=8
     python tools/benchmarks/benchmark.py train --preset base --sweep --json FILE
+    python tools/benchmarks/benchmark.py train --preset base_lxmert --sweep --no-checkpointing --rois 100
     python tools/benchmarks/benchmark.py detector --json FILE
     python tools/benchmarks/benchmark.py detector --detector-config configs/detector/R_101_C4.yaml --image-size 600 1000
     python tools/benchmarks/benchmark.py memory --folder DIR --corpus-mib 2048 --records 200000 --json FILE
     python tools/benchmarks/benchmark.py memory --folder DIR --steps 2000 --against 16 2000 --picture FILE --json FILE
+    python tools/benchmarks/benchmark.py check --folder DIR --json FILE
     python tools/benchmarks/benchmark.py ask --run runs/demo_refcoco --image IMAGE --text "the small red circle"
 
 `train` times whole training steps (forward, backward, optimiser) with several texts of each image in one batch
@@ -15,8 +17,9 @@
 one optimiser step), so both are the same update. `ratios.grouped_5_over_1` is the median time of the grouped step
 divided by the median time of the ungrouped one, for the same texts: below 1, grouping is faster. The two ways take
 turns. Before that it checks that both give the same loss and gradients; if not, the exit status is 1. With `--sweep` it
-times single steps instead and shows their peak memory: one text per image and several, float32 and bfloat16, with and
-without activation checkpointing.
+times single steps instead and shows their peak memory: one text per image and several, float32 and bfloat16, without
+and (unless `--no-checkpointing`) with activation checkpointing. The presets base, base_visual_bert and base_lxmert are
+the three encoders of BASE size on the same detector, images and texts.
 
 `detector` times features of given boxes and training steps of the built-in detector and, where Detectron2 is installed,
 of Detectron2's model with the same config and weights. `ratio` is Detectron2's median time divided by ours: above 1,
@@ -27,6 +30,8 @@ batches of them as pre-training does; with `--steps` it pre-trains for that many
 included. It shows the memory of the main process and of each worker early (from 20 to 30 % of the steps, when caches
 have filled) and late (the last 10 %): RSS is all resident memory, PSS divides pages that processes share among them,
 USS leaves them out. `--against` does the same on smaller files.
+
+`check` times `e2e-vl check-data` on generated files as large as those of RefCOCO+ (expressions) and VQA v2 (questions).
 
 `ask` times the answers of a trained run: the first one with imports and loading, further ones, and one command each.
 """
@@ -41,6 +46,7 @@ from pathlib import Path
 from typing import Any
 
 import asking_speed
+import check_speed
 import detector_speed
 import grouped_steps
 import process_memory
@@ -53,6 +59,8 @@ SHAPE: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.Raw
 PRESETS = {  # name -> config file, image size (height, width), boxes per image
     "small": (CONFIGS / "train.yaml", (320, 416), (16,)),
     "base": (CONFIGS / "train_base.yaml", (600, 800), (36, 100)),
+    "base_visual_bert": (CONFIGS / "train_base_visual_bert.yaml", (600, 800), (36, 100)),
+    "base_lxmert": (CONFIGS / "train_base_lxmert.yaml", (600, 800), (36, 100)),
 }
 Measured = tuple[dict[str, Any], Callable[[dict[str, Any]], int]]  # the numbers, and what shows them
 
@@ -65,6 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     add_train_options(train)
     add_detector_options(commands.add_parser("detector", help="built-in detector against Detectron2", **SHAPE))
     add_memory_options(commands.add_parser("memory", help="memory of pre-training on large files", **SHAPE))
+    add_check_options(commands.add_parser("check", help="the check of annotation files", **SHAPE))
     add_ask_options(commands.add_parser("ask", help="answers of a trained run", **SHAPE))
     for command in commands.choices.values():
         command.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
@@ -91,10 +100,12 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         choices=tuple(PRESETS),
         default="small",
         help="small: ResNet-50 C4 and 4 layers, 16 boxes, 320 x 416 pixels, about two minutes on two CPU cores "
-        "(default); base: ResNet-101 C4 and BASE (12 layers of 768), 36 and 100 boxes, 600 x 800 pixels",
+        "(default); base: ResNet-101 C4 and BASE (12 layers of 768), 36 and 100 boxes, 600 x 800 pixels; "
+        "base_visual_bert, base_lxmert: the same with these encoders",
     )
     parser.add_argument("--config", type=Path, help="YAML file of a run instead of a preset, with its own sizes")
     parser.add_argument("--sweep", action="store_true", help="precision, checkpointing and memory of single steps")
+    parser.add_argument("--no-checkpointing", action="store_true", help="with --sweep: no activation checkpointing")
     add_step_options(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that beat the file")
     parser.set_defaults(measure=measure_train)
@@ -153,6 +164,13 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(measure=measure_memory)
 
 
+def add_check_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", type=Path, required=True, metavar="DIR", help="the files are written there")
+    parser.add_argument("--kinds", nargs="+", choices=tuple(check_speed.WRITERS), default=list(check_speed.WRITERS))
+    parser.add_argument("--share", type=float, default=1.0, help="of the full size (default: 1)")
+    parser.set_defaults(measure=measure_check)
+
+
 def add_ask_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", type=Path, required=True, help="run directory, or a saved model")
     parser.add_argument("--image", type=Path, required=True, help="JPEG or PNG file")
@@ -176,7 +194,13 @@ def measure_train(arguments: argparse.Namespace) -> Measured:
     if arguments.sweep:
         if None in common["rois"]:
             raise ValueError("Give the boxes per image with --rois, such as --rois 36,100.")
-        kind, show, result = "steps", single_steps.show, single_steps.benchmark_steps(config, **common)
+        kind, show, result = (
+            "steps",
+            single_steps.show,
+            single_steps.benchmark_steps(
+                config, **common, checkpointing=(False,) if arguments.no_checkpointing else (False, True)
+            ),
+        )
     else:
         kind, show, result = "train", grouped_steps.show, grouped_steps.benchmark_training(config, **common)
     return {"benchmark": kind, "config": name, "overrides": arguments.overrides, **result}, show
@@ -193,6 +217,13 @@ def measure_detector(arguments: argparse.Namespace) -> Measured:
         training=not arguments.no_train,
     )
     return {"benchmark": "detector", **result}, detector_speed.show
+
+
+def measure_check(arguments: argparse.Namespace) -> Measured:
+    if not 0 < arguments.share <= 1:
+        raise ValueError(f"--share is {arguments.share}; give a share of the full size, up to 1.")
+    result = check_speed.benchmark_check(arguments.folder.resolve(), arguments.kinds, arguments.share)
+    return {"benchmark": "check", **result}, check_speed.show
 
 
 def measure_asking(arguments: argparse.Namespace) -> Measured:

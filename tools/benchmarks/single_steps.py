@@ -28,7 +28,13 @@ SAMPLE_SECONDS = 0.005
 
 
 def benchmark_steps(
-    config: RunConfig, *, rois: Sequence[int], image_size: tuple[int, int] | None, repetitions: int, warm_up: int
+    config: RunConfig,
+    *,
+    rois: Sequence[int],
+    image_size: tuple[int, int] | None,
+    repetitions: int,
+    warm_up: int,
+    checkpointing: Sequence[bool] = (False, True),
 ) -> dict[str, Any]:
     """Time forward, backward and optimiser step of every combination; the model is the same one throughout.
 
@@ -38,6 +44,7 @@ def benchmark_steps(
         rois: boxes per image.
         image_size: pad images to this (height, width), pixels.
         repetitions, warm_up: measured steps of each combination, and steps before the measured ones.
+        checkpointing: without and with activation checkpointing, in this order.
 
     Returns:
         `machine`, `settings`, and `cases`: each with `rois`, `texts_per_image` (1 and k), `precision`,
@@ -49,9 +56,9 @@ def benchmark_steps(
     model = run.model.to(device).train()
     optimizer = build_optimizer(model, config.train)
     texts, cases = {1: singles[0], config.data.texts_per_image: grouped}, []
-    combinations = list(itertools.product((False, True), PRECISIONS, rois, texts))
-    for checkpointing, precision, number, k in tqdm(combinations, desc="combinations"):
-        if checkpointing:  # the last half: it is never switched off again
+    combinations = list(itertools.product(checkpointing, PRECISIONS, rois, texts))
+    for is_checkpointed, precision, number, k in tqdm(combinations, desc="combinations"):
+        if is_checkpointed:  # the last half: it is never switched off again
             model.recompute_activations()
         (batch,) = with_rois([texts[k]], number, config.seed)
         seconds, peak = measure_steps(model, optimizer, batch.to(device), precision, repetitions, warm_up)
@@ -60,7 +67,7 @@ def benchmark_steps(
                 "rois": number,
                 "texts_per_image": k,
                 "precision": precision,
-                "activation_checkpointing": checkpointing,
+                "activation_checkpointing": is_checkpointed,
                 "seconds": statistics.median(whole for whole, _ in seconds),
                 "seconds_forward_backward": statistics.median(part for _, part in seconds),
                 "peak_gib": peak / 2**30,

@@ -74,22 +74,25 @@ class Job:
             )
 
 
-def run_jobs(jobs: Sequence[Job], *, launch: str, parallel: int = 1) -> None:
+def run_jobs(jobs: Sequence[Job], *, launch: str, parallel: int = 1, keep_going: bool = False) -> None:
     """Run all unfinished jobs. An interrupted run goes on, so the same call can be made until all are done.
 
     Args:
         jobs: in an order in which each job comes after those that it needs.
         launch: see `Job.command`.
         parallel: runs at a time; on the CPU they share the cores evenly.
+        keep_going: after a failure the runs that do not need the failed one are run all the same.
 
     Raises:
-        ValueError: a folder holds a run with other settings, or a run failed; the message names the run, or its log.
+        ValueError: a folder holds a run with other settings, or a run failed; the message names the run, or its log,
+            and counts the failed runs.
     """
     for job in jobs:
         job.check()
     waiting = [job for job in jobs if job.metrics is None]
     environment = {**os.environ, "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // parallel, 1))}
     running: dict[concurrent.futures.Future[None], Job] = {}
+    failures: list[ValueError] = []
     with (
         concurrent.futures.ThreadPoolExecutor(parallel) as pool,
         tqdm(total=len(jobs), initial=len(jobs) - len(waiting), desc="runs", unit="run") as bar,
@@ -100,11 +103,23 @@ def run_jobs(jobs: Sequence[Job], *, launch: str, parallel: int = 1) -> None:
             for job in ready[: parallel - len(running)]:
                 waiting.remove(job)
                 running[pool.submit(_run, job, launch, environment)] = job
+                bar.set_postfix_str(job.run.name)
             done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
             for future in done:
-                running.pop(future)
-                future.result()  # an error starts nothing more; the pool waits for the other running jobs
+                lost = {running.pop(future).run}
+                try:
+                    future.result()  # an error starts nothing more; the pool waits for the other running jobs
+                except ValueError as error:
+                    if not keep_going:
+                        raise
+                    failures.append(error)
+                    while more := [job for job in waiting if lost.intersection(job.after)]:  # they never can start
+                        waiting = [job for job in waiting if job not in more]
+                        lost.update(job.run for job in more)
                 bar.update()
+    if failures:
+        also = f" ({len(failures)} runs failed.)" if len(failures) > 1 else ""
+        raise ValueError(f"{failures[0]}{also}")
 
 
 def _run(job: Job, launch: str, environment: dict[str, str]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.data.storage.files import checked_records, read_json
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.samples import CandidateBoxes, EncodedImage
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,10 @@ class CaptionSource(abc.ABC):
 class CocoCaptions(CaptionSource):
     """COCO's `captions_*.json`: about five captions per image.
 
+    Args:
+        captions_file, images_root: the file, and the folder of the images that it names.
+        errors: what becomes of an error about one record.
+
     Attributes:
         image_ids: ids of the images with captions, in file order. Images without a caption are left out and counted in
             the log.
@@ -69,22 +74,25 @@ class CocoCaptions(CaptionSource):
             no caption at all; file and record are named.
     """
 
-    def __init__(self, captions_file: str | Path, images_root: str | Path) -> None:
+    def __init__(self, captions_file: str | Path, images_root: str | Path, errors: RecordErrors = RAISE) -> None:
         self.path = Path(captions_file).expanduser()
         self.images_root = Path(images_root).expanduser()
         content = read_json(self.path, "captions", ("images", "annotations"))
         rows: dict[int, dict[str, Any]] = {}
-        for _, row in checked_records(content["images"], ("id", "file_name"), f"{self.path}: image"):
-            if row["id"] in rows:
-                raise ValueError(f"{self.path}: image {row['id']} is listed twice; image ids must be unique")
-            rows[row["id"]] = row
+        for _, row in checked_records(content["images"], ("id", "file_name"), f"{self.path}: image", errors=errors):
+            with errors:
+                if row["id"] in rows:
+                    raise ValueError(f"{self.path}: image {row['id']} is listed twice; image ids must be unique")
+                rows[row["id"]] = row
         captions: dict[int, list[str]] = {image_id: [] for image_id in rows}
-        for where, row in checked_records(content["annotations"], ("image_id", "caption"), f"{self.path}: caption"):
-            if row["image_id"] not in rows:
-                raise ValueError(f"{where} is about image {row['image_id']}, which is not among the file's images")
-            if not isinstance(row["caption"], str) or not row["caption"].strip():
-                raise ValueError(f"{where} (of image {row['image_id']}) is empty; remove it")
-            captions[row["image_id"]].append(row["caption"])
+        keys, what = ("image_id", "caption"), f"{self.path}: caption"
+        for where, row in checked_records(content["annotations"], keys, what, errors=errors):
+            with errors:
+                if row["image_id"] not in rows:
+                    raise ValueError(f"{where} is about image {row['image_id']}, which is not among the file's images")
+                if not isinstance(row["caption"], str) or not row["caption"].strip():
+                    raise ValueError(f"{where} (of image {row['image_id']}) is empty; remove it")
+                captions[row["image_id"]].append(row["caption"])
         self.image_ids = [image_id for image_id in rows if captions[image_id]]
         if not self.image_ids:
             raise ValueError(f"{self.path}: there are no captions in the file")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from e2e_vl.data.storage.files import checked_records, corners_of, read_json
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.samples import AnnotatedObjects, SampleImage
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class CocoInstances:
         return np.array([annotation.box for annotation in self.by_image[image_id]], dtype=np.float64).reshape(-1, 4)
 
 
-def read_instances(path: str | Path, *, drop_empty_boxes: bool = False) -> CocoInstances:
+def read_instances(path: str | Path, *, drop_empty_boxes: bool = False, errors: RecordErrors = RAISE) -> CocoInstances:
     """Read an instances file; boxes become continuous corners (x2 = x + w), class indices follow sorted category ids.
 
     Besides COCO's own keys, annotations may carry `attribute_ids` that point into a top-level list `attributes`
@@ -88,6 +89,7 @@ def read_instances(path: str | Path, *, drop_empty_boxes: bool = False) -> CocoI
     Args:
         drop_empty_boxes: leave out annotations without width or height and log how many. Off by default: an empty box
             is an error. (COCO's own files are known to hold a few.)
+        errors: what becomes of an error about one record.
 
     Raises:
         FileNotFoundError: no such file.
@@ -96,30 +98,34 @@ def read_instances(path: str | Path, *, drop_empty_boxes: bool = False) -> CocoI
     """
     path = Path(path).expanduser()
     content = read_json(path, "instances", ("images", "annotations", "categories"))
-    category_ids, class_names = _names(content["categories"], f"{path}: category")
-    attribute_ids, attribute_names = _names(content.get("attributes", []), f"{path}: attribute")
+    category_ids, class_names = _names(content["categories"], f"{path}: category", errors)
+    attribute_ids, attribute_names = _names(content.get("attributes", []), f"{path}: attribute", errors)
     class_of = {category: index for index, category in enumerate(category_ids)}
     attribute_of = {attribute: index for index, attribute in enumerate(attribute_ids)}
 
     keys = ("id", "file_name", "width", "height")
-    rows = checked_records(content["images"], keys, f"{path}: image", "id", unique="image ids")
-    images = {row["id"]: _image(row, where) for where, row in rows}
+    rows = checked_records(content["images"], keys, f"{path}: image", "id", unique="image ids", errors=errors)
+    images: dict[int, CocoImage] = {}
+    for where, row in rows:
+        with errors:
+            images[row["id"]] = _image(row, where)
     annotations: dict[int, CocoAnnotation] = {}
     by_image: dict[int, list[CocoAnnotation]] = {image_id: [] for image_id in images}
     dropped = []
     keys = ("id", "image_id", "category_id", "bbox")
-    rows = checked_records(content["annotations"], keys, f"{path}: annotation", "id", unique="annotation ids")
-    for where, row in rows:
-        if row["image_id"] not in images:
-            raise ValueError(f"{where} belongs to image {row['image_id']}, which is not in the file's images")
-        if row["category_id"] not in class_of:
-            raise ValueError(f"{where} has category {row['category_id']}, which is not in the file's categories")
-        if drop_empty_boxes and _is_empty(row["bbox"]):
-            dropped.append(row["id"])
-            continue
-        annotation = _annotation(row, where, images[row["image_id"]], class_of, attribute_of)
-        annotations[annotation.id] = annotation
-        by_image[annotation.image_id].append(annotation)
+    what = f"{path}: annotation"
+    for where, row in checked_records(content["annotations"], keys, what, "id", unique="annotation ids", errors=errors):
+        with errors:
+            if row["image_id"] not in images:
+                raise ValueError(f"{where} belongs to image {row['image_id']}, which is not in the file's images")
+            if row["category_id"] not in class_of:
+                raise ValueError(f"{where} has category {row['category_id']}, which is not in the file's categories")
+            if drop_empty_boxes and _is_empty(row["bbox"]):
+                dropped.append(row["id"])
+                continue
+            annotation = _annotation(row, where, images[row["image_id"]], class_of, attribute_of)
+            annotations[annotation.id] = annotation
+            by_image[annotation.image_id].append(annotation)
     if dropped:
         logger.warning("%s: left out %d annotations with empty boxes: %s", path, len(dropped), dropped)
     return CocoInstances(path, images, annotations, by_image, category_ids, class_names, attribute_names)
@@ -175,7 +181,8 @@ def _is_empty(box: Any) -> bool:
     return numbers and (box[2] <= 0 or box[3] <= 0)
 
 
-def _names(rows: list[dict[str, Any]], what: str) -> tuple[list[int], list[str]]:
-    names = {row["id"]: row["name"] for _, row in checked_records(rows, ("id", "name"), what, "id", unique="ids")}
+def _names(rows: list[dict[str, Any]], what: str, errors: RecordErrors) -> tuple[list[int], list[str]]:
+    records = checked_records(rows, ("id", "name"), what, "id", unique="ids", errors=errors)
+    names = {row["id"]: row["name"] for _, row in records}
     ids = sorted(names)
     return ids, [names[key] for key in ids]

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from e2e_vl.data.storage.files import corners_of, read_json, require_keys
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +27,17 @@ class ImageDetections:
 class DetectionsFile:
     """`*_dets.json`: a list of {`image_id`, `box` [x, y, w, h], `category_id`, `score`, ...}, in no particular order.
 
+    Args:
+        path: the file.
+        errors: what becomes of an error about one detection.
+
     Raises:
         FileNotFoundError: no such file.
         ValueError: the older layout with a key `dets`, a missing key, a box that is empty, inverted or not finite, or a
             score that is not finite; the file and the detection are named.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, errors: RecordErrors = RAISE) -> None:
         self.path = Path(path).expanduser()
         rows = read_json(self.path, "detections")
         if isinstance(rows, dict) and "dets" in rows:
@@ -45,11 +50,12 @@ class DetectionsFile:
         boxes, scores = defaultdict(list), defaultdict(list)
         for index, row in enumerate(rows):
             where = f"{self.path}: detection {row['det_id'] if isinstance(row, dict) and 'det_id' in row else index}"
-            require_keys(row, ("image_id", "box", "category_id", "score"), where)
-            if not isinstance(row["score"], int | float) or not math.isfinite(row["score"]):
-                raise ValueError(f"{where}: the score {row['score']} is not a finite number")
-            boxes[row["image_id"]].append(corners_of(row["box"], where))
-            scores[row["image_id"]].append(row["score"])
+            with errors.about(where):
+                require_keys(row, ("image_id", "box", "category_id", "score"), where)
+                if not isinstance(row["score"], int | float) or not math.isfinite(row["score"]):
+                    raise ValueError(f"{where}: the score {row['score']} is not a finite number")
+                boxes[row["image_id"]].append(corners_of(row["box"], where))
+                scores[row["image_id"]].append(row["score"])
         self.by_image = {
             image_id: ImageDetections(np.array(rows, dtype=np.float64), np.array(scores[image_id], dtype=np.float32))
             for image_id, rows in boxes.items()

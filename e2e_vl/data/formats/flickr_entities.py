@@ -21,6 +21,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from e2e_vl.data.storage.files import require_file
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 
 _PHRASE = re.compile(r"\[/EN#(\d+)((?:/[^\s/\]]+)+)\s([^\]]*)\]")
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
@@ -80,8 +81,11 @@ def parse_sentence(line: str, where: str = "the sentence") -> EntitySentence:
     return EntitySentence(words, tuple(phrases))
 
 
-def read_sentences(path: str | Path) -> list[EntitySentence]:
+def read_sentences(path: str | Path, errors: RecordErrors = RAISE) -> list[EntitySentence]:
     """The captions of one image, a line each; blank lines are left out.
+
+    Args:
+        errors: what becomes of an error about one line.
 
     Raises:
         FileNotFoundError: no such file.
@@ -92,7 +96,11 @@ def read_sentences(path: str | Path) -> list[EntitySentence]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a UTF-8 text file; copy or download it again") from error
-    found = [parse_sentence(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    found = []
+    for number, line in enumerate(lines, start=1):
+        with errors.about(f"{path}, line {number}"):
+            if line.strip():
+                found.append(parse_sentence(line, f"{path}, line {number}"))
     if not found:
         raise ValueError(f"{path}: there is no sentence in the file; copy or download it again")
     return found
@@ -139,8 +147,11 @@ def _whole(text: str | None, where: str) -> int:
         raise ValueError(f"{where} is {text!r}; it must be a whole number, repair the file") from error
 
 
-def read_image_ids(path: str | Path) -> list[str]:
+def read_image_ids(path: str | Path, errors: RecordErrors = RAISE) -> list[str]:
     """The image ids of a split file, one per line; blank lines are left out.
+
+    Args:
+        errors: what becomes of an error about one line.
 
     Raises:
         FileNotFoundError: no such file.
@@ -152,15 +163,16 @@ def read_image_ids(path: str | Path) -> list[str]:
         name = line.strip()
         if not name:
             continue
-        if not name.isdigit():
-            raise ValueError(
-                f"{path}, line {number}: {name!r} is no image id such as 1000092795; one per line is expected"
-            )
-        if name in ids:
-            raise ValueError(
-                f"{path}, line {number}: image {name} is there twice, first on line {ids[name]}; remove one"
-            )
-        ids[name] = number
+        with errors.about(f"{path}, line {number}"):
+            if not name.isdigit():
+                raise ValueError(
+                    f"{path}, line {number}: {name!r} is no image id such as 1000092795; one per line is expected"
+                )
+            if name in ids:
+                raise ValueError(
+                    f"{path}, line {number}: image {name} is there twice, first on line {ids[name]}; remove one"
+                )
+            ids[name] = number
     if not ids:
         raise ValueError(f"{path}: there is no image id in the file; copy or download it again")
     return list(ids)

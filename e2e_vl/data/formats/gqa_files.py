@@ -19,6 +19,7 @@ import numpy as np
 from e2e_vl.data.storage.files import corners_of, require_keys
 from e2e_vl.data.storage.index_files import OpenFiles
 from e2e_vl.data.storage.json_entries import json_entries, read_entry
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.samples import AnnotatedObjects
 
 _KEYS = ("question", "imageId", "isBalanced")
@@ -100,6 +101,7 @@ class GQAQuestions(Sequence):
 
     Args:
         paths: question files, such as the pieces of one split or several splits.
+        errors: what becomes of an error about one question.
 
     Attributes:
         image_ids: of every image, in the order of its first question.
@@ -111,7 +113,7 @@ class GQAQuestions(Sequence):
             some without in one file, or no question at all. File and question are named.
     """
 
-    def __init__(self, paths: Iterable[Path]) -> None:
+    def __init__(self, paths: Iterable[Path], errors: RecordErrors = RAISE) -> None:
         self.paths = list(paths)
         self._files = OpenFiles()
         file_of, starts, sizes, images, answers, names = (array(kind) for kind in "HqIiiQ")
@@ -119,19 +121,26 @@ class GQAQuestions(Sequence):
         answer_numbers: dict[str, int] = {}
         for number, path in enumerate(self.paths):
             first: bool | None = None
-            for entry in json_entries(path, "questions"):
-                where = f"{path}: question {entry.key}"
-                check_question(entry.value, where)
-                answer = entry.value.get("answer")
-                first = answer is not None if first is None else first
-                if first != (answer is not None):
-                    raise ValueError(f"{where} has {'no' if first else 'an'} answer, unlike the first; repair the file")
-                file_of.append(number)
-                starts.append(entry.start)
-                sizes.append(entry.size)
-                images.append(image_numbers.setdefault(entry.value["imageId"], len(image_numbers)))
-                answers.append(-1 if answer is None else answer_numbers.setdefault(answer, len(answer_numbers)))
-                names.append(_number_of(entry.key))
+            with errors.about(str(path)):
+                for entry in json_entries(path, "questions"):
+                    where = f"{path}: question {entry.key}"
+                    with errors.about(where):
+                        check_question(entry.value, where)
+                        answer = entry.value.get("answer")
+                        first = answer is not None if first is None else first
+                        if first != (answer is not None):
+                            raise ValueError(
+                                f"{where} has {'no' if first else 'an'} answer, unlike the first; repair the file"
+                            )
+                        file_of.append(number)
+                        starts.append(entry.start)
+                        sizes.append(entry.size)
+                        images.append(image_numbers.setdefault(entry.value["imageId"], len(image_numbers)))
+                        number_of_answer = -1
+                        if answer is not None:
+                            number_of_answer = answer_numbers.setdefault(answer, len(answer_numbers))
+                        answers.append(number_of_answer)
+                        names.append(_number_of(entry.key))
         if not starts:
             raise ValueError(f"{', '.join(map(str, self.paths))}: there is no question in it")
         self.image_ids, self._answers = list(image_numbers), list(answer_numbers)
@@ -141,7 +150,7 @@ class GQAQuestions(Sequence):
         self._file_of, self._starts, self._sizes, self._answer_of, hashes = (
             np.asarray(values)[order] for values in (file_of, starts, sizes, answers, names)
         )
-        self._check_unique(hashes)
+        self._check_unique(hashes, errors)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -157,15 +166,16 @@ class GQAQuestions(Sequence):
         """The answer to every question; None where it is unknown."""
         return (None if number < 0 else self._answers[number] for number in self._answer_of)
 
-    def _check_unique(self, hashes: np.ndarray) -> None:
+    def _check_unique(self, hashes: np.ndarray, errors: RecordErrors) -> None:
         order = np.argsort(hashes, kind="stable")
         for row in np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]]):
             (first, _), (second, _) = (self[int(order[row + step])] for step in (0, 1))
             if first == second:
                 files = {str(self.paths[self._file_of[order[row + step]]]) for step in (0, 1)}
-                raise ValueError(
-                    f"{' and '.join(sorted(files))}: question {first} is there twice; name each split once"
-                )
+                with errors:
+                    raise ValueError(
+                        f"{' and '.join(sorted(files))}: question {first} is there twice; name each split once"
+                    )
 
 
 class EntryFile:

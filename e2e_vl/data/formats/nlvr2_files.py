@@ -11,9 +11,9 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 from e2e_vl.data.storage.files import require_file, require_keys
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 
 LABELS = ("False", "True")  # as they are written; the index is the class
 _KEYS = ("identifier", "sentence")
@@ -42,8 +42,11 @@ class PairStatement:
         return f"{self.pair}-img0", f"{self.pair}-img1"
 
 
-def read_examples(path: str | Path) -> list[PairStatement]:
+def read_examples(path: str | Path, errors: RecordErrors = RAISE) -> list[PairStatement]:
     """The examples of a file, in its order.
+
+    Args:
+        errors: what becomes of an error about one line.
 
     Raises:
         FileNotFoundError: no such file.
@@ -58,30 +61,30 @@ def read_examples(path: str | Path) -> list[PairStatement]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            try:
-                record = json.loads(line)
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
-                raise ValueError(
-                    f"{path}, line {number} is not valid JSON ({error}); one object per line is expected, copy or "
-                    "download the file again"
-                ) from error
-            example = _example(record, f"{path}, line {number}")
-            where = f"{path}, line {number} ({example.identifier})"
-            if example.identifier in seen:
-                raise ValueError(f"{where}: the identifier is there twice; remove one of the lines")
-            if examples and (example.label is None) != (examples[0].label is None):
-                raise ValueError(
-                    f"{where} has {'no' if example.label is None else 'a'} label, unlike the lines before; do not mix "
-                    "splits with and without labels"
-                )
-            seen.add(example.identifier)
-            examples.append(example)
+            with errors.about(f"{path}, line {number}"):
+                example = _parse(line, f"{path}, line {number}")
+                where = f"{path}, line {number} ({example.identifier})"
+                if example.identifier in seen:
+                    raise ValueError(f"{where}: the identifier is there twice; remove one of the lines")
+                if examples and (example.label is None) != (examples[0].label is None):
+                    raise ValueError(
+                        f"{where} has {'no' if example.label is None else 'a'} label, unlike the lines before; do not "
+                        "mix splits with and without labels"
+                    )
+                seen.add(example.identifier)
+                examples.append(example)
     if not examples:
         raise ValueError(f"{path}: there is no example in the file; copy or download it again")
     return examples
 
 
-def _example(record: Any, where: str) -> PairStatement:
+def _parse(line: bytes, where: str) -> PairStatement:
+    try:
+        record = json.loads(line)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{where} is not valid JSON ({error}); one object per line is expected, copy or download the file again"
+        ) from error
     require_keys(record, _KEYS, where)
     identifier = record["identifier"]
     for key in _KEYS:

@@ -15,6 +15,7 @@ from typing import Any
 
 from e2e_vl.data.formats.coco import read_instances
 from e2e_vl.data.storage.files import checked_records, read_json, require_file, require_keys
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class ReferFiles:
     Args:
         refs_file: `refs(...).p` or the same content as `.json`.
         instances_file: holds all annotations of the images.
+        errors: what becomes of an error about one record.
 
     Raises:
         FileNotFoundError: no such file.
@@ -43,27 +45,31 @@ class ReferFiles:
             sentences, or a ref whose annotation or image is not in the instances file.
     """
 
-    def __init__(self, refs_file: str | Path, instances_file: str | Path) -> None:
+    def __init__(self, refs_file: str | Path, instances_file: str | Path, errors: RecordErrors = RAISE) -> None:
         self.path = Path(refs_file).expanduser()
-        self.instances = read_instances(instances_file)
+        self.instances = read_instances(instances_file, errors=errors)
         self.expressions: list[Expression] = []  # in file order
-        sent_ids: set[int] = set()
+        self._sent_ids: set[int] = set()
         keys = ("ref_id", "ann_id", "image_id", "split", "sentences")
-        for where, ref in checked_records(read_refs(self.path), keys, f"{self.path}: ref", "ref_id", unique="ref ids"):
-            self._check_target(ref, where)
-            if not ref["sentences"]:
-                raise ValueError(f"{where} has no sentences; every ref needs at least one")
-            for sentence in ref["sentences"]:
-                require_keys(sentence, ("sent_id", "sent"), f"{where}: a sentence")
-                if sentence["sent_id"] in sent_ids:
-                    raise ValueError(
-                        f"{where}: sentence {sentence['sent_id']} occurs twice; sentence ids must be unique"
-                    )
-                sent_ids.add(sentence["sent_id"])
-                facts = {key: ref[key] for key in ("ref_id", "ann_id", "image_id", "split")}
-                family = sentence.get("family", ref.get("family"))
-                expression = Expression(**facts, sent_id=sentence["sent_id"], sentence=sentence["sent"], family=family)
-                self.expressions.append(expression)
+        what = f"{self.path}: ref"
+        for where, ref in checked_records(read_refs(self.path), keys, what, "ref_id", unique="ref ids", errors=errors):
+            with errors:
+                self._check_target(ref, where)
+                if not ref["sentences"]:
+                    raise ValueError(f"{where} has no sentences; every ref needs at least one")
+                for sentence in ref["sentences"]:
+                    with errors:
+                        self._add(ref, sentence, where)
+
+    def _add(self, ref: dict[str, Any], sentence: Any, where: str) -> None:
+        require_keys(sentence, ("sent_id", "sent"), f"{where}: a sentence")
+        if sentence["sent_id"] in self._sent_ids:
+            raise ValueError(f"{where}: sentence {sentence['sent_id']} occurs twice; sentence ids must be unique")
+        self._sent_ids.add(sentence["sent_id"])
+        facts = {key: ref[key] for key in ("ref_id", "ann_id", "image_id", "split")}
+        family = sentence.get("family", ref.get("family"))
+        expression = Expression(**facts, sent_id=sentence["sent_id"], sentence=sentence["sent"], family=family)
+        self.expressions.append(expression)
 
     def _check_target(self, ref: dict[str, Any], where: str) -> None:
         annotation = self.instances.annotations.get(ref["ann_id"])

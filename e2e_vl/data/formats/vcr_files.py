@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from e2e_vl.data.storage.files import is_box, read_json, require_file, require_keys
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.samples import AnnotatedObjects, Sentence
 
 CHOICES = 4
@@ -46,6 +47,10 @@ class VCRFile:
     They are held as one block of bytes and parsed when they are asked for, so that forked workers share the memory of
     200,000 questions instead of copying it.
 
+    Args:
+        path: the file.
+        errors: what becomes of an error about one line.
+
     Attributes:
         annot_ids: of all questions, in file order.
         image_names: `img_fn` of all questions.
@@ -59,7 +64,7 @@ class VCRFile:
             The message names file, line and annot_id.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, errors: RecordErrors = RAISE) -> None:
         self.path = require_file(path, "VCR questions")
         self.annot_ids: list[str] = []
         self.image_names: list[str] = []
@@ -70,23 +75,25 @@ class VCRFile:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
-                record = self._parse(line, number)
-                if lines and (record["answer_label"] is not None) != self.has_labels:
-                    raise ValueError(
-                        f"{self._where(number, record)} {'has no' if self.has_labels else 'has'} labels, unlike the "
-                        "lines before; do not mix the test split with the others"
-                    )
-                self.has_labels = record["answer_label"] is not None
-                self.annot_ids.append(record["annot_id"])
-                self.image_names.append(sys.intern(record["img_fn"]))
-                for name in record["objects"]:
-                    self.class_names.setdefault(name, record["annot_id"])
-                lines.append(json.dumps(record, separators=(",", ":")).encode())
+                with errors.about(f"{self.path}, line {number}"):
+                    record = self._parse(line, number)
+                    if lines and (record["answer_label"] is not None) != self.has_labels:
+                        raise ValueError(
+                            f"{self._where(number, record)} {'has no' if self.has_labels else 'has'} labels, unlike "
+                            "the lines before; do not mix the test split with the others"
+                        )
+                    self.has_labels = record["answer_label"] is not None
+                    self.annot_ids.append(record["annot_id"])
+                    self.image_names.append(sys.intern(record["img_fn"]))
+                    for name in record["objects"]:
+                        self.class_names.setdefault(name, record["annot_id"])
+                    lines.append(json.dumps(record, separators=(",", ":")).encode())
         if not lines:
             raise ValueError(f"{self.path}: there is no question in the file; copy or download it again")
         double = [name for name, count in collections.Counter(self.annot_ids).items() if count > 1]
-        if double:
-            raise ValueError(f"{self.path}: the annot_id {double[0]} is there twice; remove one of the lines")
+        for name in double:
+            with errors:
+                raise ValueError(f"{self.path}: the annot_id {name} is there twice; remove one of the lines")
         self._ends = np.cumsum([len(line) for line in lines])
         self._bytes = b"".join(lines)
 

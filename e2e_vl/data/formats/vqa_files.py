@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e_vl.data.storage.files import checked_records, read_json, require_keys
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,12 +37,15 @@ class VQAQuestion:
         return record
 
 
-def read_questions(questions_file: str | Path, annotations_file: str | Path | None = None) -> list[VQAQuestion]:
+def read_questions(
+    questions_file: str | Path, annotations_file: str | Path | None = None, errors: RecordErrors = RAISE
+) -> list[VQAQuestion]:
     """Read a question file, joined with its annotation file on `question_id`; the questions are in file order.
 
     Args:
         questions_file: `v2_OpenEnded_mscoco_<split>_questions.json`.
         annotations_file: `v2_mscoco_<split>_annotations.json`; None for a split without answers (test).
+        errors: what becomes of an error about one record.
 
     Raises:
         FileNotFoundError: no such file.
@@ -50,60 +54,72 @@ def read_questions(questions_file: str | Path, annotations_file: str | Path | No
     """
     path = Path(questions_file).expanduser()
     content = read_json(path, "questions", ("questions",))
-    annotations = None if annotations_file is None else _read_annotations(Path(annotations_file).expanduser())
+    annotations = None
+    if annotations_file is not None:
+        with errors.about(str(annotations_file)):
+            annotations = _read_annotations(Path(annotations_file).expanduser(), errors)
     questions: dict[int, VQAQuestion] = {}
     rows, keys = _list(content["questions"], f"{path}: questions"), ("question_id", "image_id", "question")
-    for where, row in checked_records(rows, keys, f"{path}: question", "question_id", unique="question ids"):
-        number = row["question_id"]
-        if not isinstance(row["question"], str) or not row["question"].strip():
-            raise ValueError(f"{where} has the text {row['question']!r}; a question must be a text")
-        annotated = {}
-        if annotations is not None:
-            annotated = annotations.get(number)
-            if annotated is None:
-                raise ValueError(
-                    f"{where} has no annotation in {annotations_file}; use the two files of the same split"
-                )
-            if annotated.pop("image_id") != row["image_id"]:
-                raise ValueError(f"{where} is about image {row['image_id']}, but in {annotations_file} about another")
-        questions[number] = VQAQuestion(
-            number, row["image_id"], row["question"], content.get("data_subtype"), **annotated
-        )
+    what = f"{path}: question"
+    for where, row in checked_records(rows, keys, what, "question_id", unique="question ids", errors=errors):
+        with errors:
+            if not isinstance(row["question"], str) or not row["question"].strip():
+                raise ValueError(f"{where} has the text {row['question']!r}; a question must be a text")
+            annotated = {} if annotations is None else _annotated(row, annotations, where, annotations_file)
+            number = row["question_id"]
+            questions[number] = VQAQuestion(
+                number, row["image_id"], row["question"], content.get("data_subtype"), **annotated
+            )
     if not questions:
         raise ValueError(f"{path} has no questions")
-    if annotations is not None and len(annotations) > len(questions):
-        extra = next(number for number in annotations if number not in questions)
-        raise ValueError(
-            f"{annotations_file}: annotation of question {extra} (and {len(annotations) - len(questions) - 1} more), "
-            f"which {path} does not have; use the two files of the same split"
-        )
+    asked = {row.get("question_id") for row in rows if isinstance(row, dict)}
+    extra = [number for number in annotations or () if number not in asked]
+    if extra:
+        with errors.about(str(annotations_file)):
+            raise ValueError(
+                f"{annotations_file}: annotation of question {extra[0]} (and {len(extra) - 1} more), which {path} does "
+                "not have; use the two files of the same split"
+            )
     return list(questions.values())
 
 
-def _read_annotations(path: Path) -> dict[int, dict[str, Any]]:
+def _annotated(
+    row: dict[str, Any], annotations: dict[int, dict[str, Any]], where: str, annotations_file: str | Path
+) -> dict[str, Any]:
+    """Fields of `VQAQuestion` that the annotation of a question gives."""
+    annotated = annotations.get(row["question_id"])
+    if annotated is None:
+        raise ValueError(f"{where} has no annotation in {annotations_file}; use the two files of the same split")
+    if annotated.pop("image_id") != row["image_id"]:
+        raise ValueError(f"{where} is about image {row['image_id']}, but in {annotations_file} about another")
+    return annotated
+
+
+def _read_annotations(path: Path, errors: RecordErrors) -> dict[int, dict[str, Any]]:
     """Fields of `VQAQuestion` by question id, and `image_id`."""
     rows = _list(read_json(path, "annotations", ("annotations",))["annotations"], f"{path}: annotations")
     found: dict[int, dict[str, Any]] = {}
     keys = ("question_id", "image_id", "answers", "multiple_choice_answer", "answer_type", "question_type")
     what = f"{path}: annotation of question"
-    for where, row in checked_records(rows, keys, what, "question_id", unique="question ids"):
-        for key in keys[3:]:
-            if not isinstance(row[key], str):
-                raise ValueError(f"{where}: {key} is {row[key]!r}; it must be a text")
-        answers = _list(row["answers"], f"{where}: answers")
-        for number, answer in enumerate(answers, start=1):
-            require_keys(answer, ("answer",), f"{where}: answer {number}")
-            if not isinstance(answer["answer"], str):
-                raise ValueError(f"{where}: answer {number} is {answer['answer']!r}; an answer must be a text")
-        if not answers:
-            raise ValueError(f"{where} has no answers; leave the annotation file out for a split without answers")
-        found[row["question_id"]] = {
-            "image_id": row["image_id"],
-            "answers": tuple(sys.intern(answer["answer"]) for answer in answers),  # 4.4 million, but few different
-            "most_frequent": sys.intern(row["multiple_choice_answer"]),
-            "answer_type": sys.intern(row["answer_type"]),
-            "question_type": sys.intern(row["question_type"]),
-        }
+    for where, row in checked_records(rows, keys, what, "question_id", unique="question ids", errors=errors):
+        with errors:
+            for key in keys[3:]:
+                if not isinstance(row[key], str):
+                    raise ValueError(f"{where}: {key} is {row[key]!r}; it must be a text")
+            answers = _list(row["answers"], f"{where}: answers")
+            for number, answer in enumerate(answers, start=1):
+                require_keys(answer, ("answer",), f"{where}: answer {number}")
+                if not isinstance(answer["answer"], str):
+                    raise ValueError(f"{where}: answer {number} is {answer['answer']!r}; an answer must be a text")
+            if not answers:
+                raise ValueError(f"{where} has no answers; leave the annotation file out for a split without answers")
+            found[row["question_id"]] = {
+                "image_id": row["image_id"],
+                "answers": tuple(sys.intern(answer["answer"]) for answer in answers),  # 4.4 million, few different
+                "most_frequent": sys.intern(row["multiple_choice_answer"]),
+                "answer_type": sys.intern(row["answer_type"]),
+                "question_type": sys.intern(row["question_type"]),
+            }
     return found
 
 

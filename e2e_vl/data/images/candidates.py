@@ -19,6 +19,7 @@ from e2e_vl.data.base import VLDataset, open_options
 from e2e_vl.data.formats.detections import DetectionsFile
 from e2e_vl.data.storage.features.record import RegionFeatures
 from e2e_vl.data.storage.features.stores import FeatureStore, open_features
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.samples import FOUND, CandidateBoxes
 
 _OTHER_BOXES = "use the detections of this data set, or another box source (gt or online)"
@@ -116,9 +117,17 @@ class StoredBoxes(BoxReader):
 
 
 def open_boxes(
-    paths: Sequence[Path], selection: SelectionRule, *, with_features: bool, limit: int | None = None
+    paths: Sequence[Path],
+    selection: SelectionRule,
+    *,
+    with_features: bool,
+    limit: int | None = None,
+    errors: RecordErrors = RAISE,
 ) -> BoxReader:
     """Open files of one kind: `.json` is MAttNet's format, everything else region features; see `StoredBoxes`.
+
+    Args:
+        errors: what becomes of an error about one detection.
 
     Raises:
         FileNotFoundError, ValueError: see the readers; or features are wanted from a file that has none.
@@ -128,11 +137,16 @@ def open_boxes(
         return StoredBoxes(stores, selection, with_features=with_features, limit=limit)
     if with_features:
         raise ValueError(f"{paths[0]}: boxes in MAttNet's format have no features; give a file of region features")
-    return DetectedBoxes([DetectionsFile(path) for path in paths], selection)
+    return DetectedBoxes([DetectionsFile(path, errors) for path in paths], selection)
 
 
-def open_boxes_of(dataset: VLDataset, settings: DataSettings, boxes: BoxSource) -> BoxReader | None:
+def open_boxes_of(
+    dataset: VLDataset, settings: DataSettings, boxes: BoxSource, errors: RecordErrors = RAISE
+) -> BoxReader | None:
     """The files of boxes or features of an opened split; None where the source reads none or boxes come along.
+
+    Args:
+        errors: what becomes of an error about one detection.
 
     Raises:
         FileNotFoundError, ValueError: see `open_boxes`.
@@ -144,7 +158,7 @@ def open_boxes_of(dataset: VLDataset, settings: DataSettings, boxes: BoxSource) 
     paths = list(dict.fromkeys(files.path(key, **values) for values in dataset.parts))
     with_features = boxes is BoxSource.PRECOMPUTED
     limit = settings.boxes.max_precomputed if with_features else None
-    return open_boxes(paths, settings.boxes.selection, with_features=with_features, limit=limit)
+    return open_boxes(paths, settings.boxes.selection, with_features=with_features, limit=limit, errors=errors)
 
 
 def _found(regions: RegionFeatures, rows: np.ndarray | slice) -> dict[str, np.ndarray]:

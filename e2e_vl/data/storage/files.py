@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+
 
 def require_file(path: str | Path, what: str) -> Path:
     """Return the path if it is a file; `what` names its content in the error."""
@@ -40,24 +42,38 @@ def require_keys(record: Any, keys: tuple[str, ...], where: str) -> None:
 
 
 def checked_records(
-    records: Iterable[Any], keys: tuple[str, ...], what: str, key: str = "", *, unique: str = ""
+    records: Iterable[Any],
+    keys: tuple[str, ...],
+    what: str,
+    key: str = "",
+    *,
+    unique: str = "",
+    errors: RecordErrors = RAISE,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Records of a list, each with its name for errors and checked to be a dict with `keys`.
 
     Args:
         what: names file and kind of record; the record's `key` is added to it, or its number where it has none.
         unique: what `key` is, such as "image ids", if two records may not share it.
+        errors: what becomes of a record that is not as it should be; the work on a record belongs within `with errors`,
+            which names the record.
     """
+    if not isinstance(records, Iterable):
+        raise ValueError(f"{what}: expected a list of records, found a {type(records).__name__}")
     seen = set()
     for number, record in enumerate(records):
         has_key = isinstance(record, dict) and key in record
         where = f"{what} {record[key] if has_key else f'number {number}'}"
-        require_keys(record, keys, where)
-        if unique:
-            if record[key] in seen:
-                raise ValueError(f"{where} is listed twice; {unique} must be unique")
-            seen.add(record[key])
-        yield where, record
+        is_good = False
+        with errors.about(where):
+            require_keys(record, keys, where)
+            if unique:
+                if record[key] in seen:
+                    raise ValueError(f"{where} is listed twice; {unique} must be unique")
+                seen.add(record[key])
+            is_good = True
+        if is_good:
+            yield where, record
 
 
 def is_box(value: Any) -> bool:

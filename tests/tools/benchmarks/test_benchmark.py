@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 import benchmark as tool
 import grouped_steps
-from e2e_vl.config import load_config
+from e2e_vl.config import differences, load_config
 from e2e_vl.engine.run import build_run
 
 ROOT = Path(__file__).parents[3]
@@ -204,13 +204,21 @@ def test_bad_settings_are_one_sentence(config_file, capsys, words, message):
     assert message in last
 
 
-@pytest.mark.parametrize("name", ["small", "base"])
+@pytest.mark.parametrize("name", tool.PRESETS)
 def test_presets_load(name):
     file, (height, width), _ = tool.PRESETS[name]
     config = load_config(file)
     assert config.data.texts_per_image == 5
     assert config.data.resize.short_edge[-1] <= height
     assert config.data.resize.long_edge >= width
+
+
+def test_presets_of_base_size_differ_in_the_encoder_only():
+    configs = [load_config(tool.PRESETS[name][0]) for name in ("base", "base_visual_bert", "base_lxmert")]
+    assert len({config.encoder.name for config in configs}) == 3
+    for config in configs[1:]:
+        assert all(line.startswith("encoder.") for line in differences(configs[0], config))
+        assert config.encoder.config["hidden_size"] == configs[0].encoder.config["hidden_size"]
 
 
 def test_sweep_over_precision_checkpointing_and_texts(config_file, tmp_path, capsys):
@@ -227,5 +235,7 @@ def test_sweep_over_precision_checkpointing_and_texts(config_file, tmp_path, cap
     ]
     assert all(0 < case["seconds_forward_backward"] < case["seconds"] and case["peak_gib"] > 0.05 for case in cases)
     assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("| 6 |")]) == 8
+    assert tool.main(["train", "--config", str(config_file), *options, *words, "--no-checkpointing"]) == 0
+    assert json.loads(output.read_text(encoding="utf-8"))["cases"][-1]["activation_checkpointing"] is False
     assert tool.main(["train", "--config", str(config_file), "--sweep"]) == 2
     assert "--rois" in capsys.readouterr().err

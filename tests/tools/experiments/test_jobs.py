@@ -80,3 +80,12 @@ def test_an_interrupted_run_goes_on(tmp_path):
     one.run.mkdir()
     assert one.command("accelerate launch") == [*start, "--resume", "seed=1", f"output={one.run}"]
     assert TRAIN.is_file()
+
+
+def test_what_does_not_need_a_failed_run_is_run_all_the_same(launch, tmp_path):
+    jobs = [job(tmp_path, "bad", seed=13), job(tmp_path, "next", ("bad",)), job(tmp_path, "last", ("next",))]
+    jobs += [job(tmp_path, "other"), job(tmp_path, "worse", seed=13)]
+    with pytest.raises(ValueError, match=r"bad failed with exit status 2.*2 runs failed"):
+        run_jobs(jobs, launch=launch, keep_going=True)
+    assert [one.metrics is not None for one in jobs] == [False, False, False, True, False]
+    assert "start next" not in (tmp_path / "order.txt").read_text()

@@ -1,0 +1,131 @@
+"""Which photo an image of a data set is, so that the same photo is found again in other data sets.
+
+Data sets share photos under different names: RefCOCO, VQA and COCO's captions have photos of COCO; GQA has photos of
+Visual Genome, about half of which are COCO's too (its `image_data.json` says which). A photo is known by one or several
+`PhotoId`s; two images are the same photo if they have one in common.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from e2e_vl.data.storage.files import checked_records, read_json, require_file
+
+COCO, VISUAL_GENOME, FLICKR = "coco", "visual_genome", "flickr"
+SPACES = (COCO, VISUAL_GENOME)
+# COCO_train2014_000000581857.jpg, or 000000581857.jpg of the release of 2017
+_COCO_NAME = re.compile(r"(?:COCO_[a-z]+20\d\d_)?(\d{12})")
+_VISUAL_GENOME_FOLDER = re.compile(r"VG_100K(_2)?")
+
+
+class PhotoId(NamedTuple):
+    """Whose id it is, and the id."""
+
+    space: str
+    name: str
+
+
+class PhotoIds:
+    """Finds the ids of photos.
+
+    Args:
+        also: further ids of a photo of Visual Genome, see `read_visual_genome`.
+    """
+
+    def __init__(self, also: Mapping[str, tuple[PhotoId, ...]] | None = None) -> None:
+        self._also = also or {}
+
+    def of_image(self, image_id: str, file: Path | None, space: str | None) -> tuple[PhotoId, ...]:
+        """The ids of an image of a data set.
+
+        Args:
+            image_id: as the data set calls it.
+            file: None if it lies in an archive.
+            space: see `VLDataset.id_space`.
+        """
+        found = None if file is None else _COCO_NAME.fullmatch(file.stem)
+        if found:
+            return (PhotoId(COCO, str(int(found[1]))),)
+        if space is not None:
+            return self.in_space(space, image_id)
+        return (PhotoId("file", image_id if file is None else str(file.absolute())),)
+
+    def in_space(self, space: str, name: str) -> tuple[PhotoId, ...]:
+        """The ids of a photo by one of them."""
+        return (PhotoId(space, name), *(self._also.get(name, ()) if space == VISUAL_GENOME else ()))
+
+    def of_list(self, path: Path, space: str | None = None) -> Iterator[tuple[PhotoId, ...]]:
+        """The ids of all photos in a list, such as the training images of a detector.
+
+        Known are COCO's JSON files (`images` with `id` and `file_name`), Visual Genome's `image_data.json` or a part of
+        it, a JSON list of ids, and text files whose lines begin with a path or an id, as those of bottom-up attention
+        (`VG_100K_2/2400861.jpg xml/2400861.xml`).
+
+        Args:
+            space: whose ids are meant where a name does not tell: "coco" or "visual_genome".
+
+        Raises:
+            FileNotFoundError, ValueError: no such file, another content, or a name that does not tell whose it is.
+        """
+        if path.suffix != ".json":
+            yield from (self._named(name, path, space) for name in _first_words(path))
+            return
+        content = read_json(path, "list of photos")
+        if isinstance(content, dict):
+            rows = content.get("images", [])
+            for _, row in checked_records(rows, ("id",), f"{path}: image"):
+                yield self._of_row(row, path, space)
+        else:
+            for row in content:
+                if isinstance(row, dict) and "image_id" in row:
+                    yield (*self.in_space(VISUAL_GENOME, str(row["image_id"])), *_other_ids(row))
+                else:
+                    yield self._named(str(row), path, space)
+
+    def _of_row(self, row: dict[str, Any], path: Path, space: str | None) -> tuple[PhotoId, ...]:
+        name = str(row.get("file_name", row["id"]))
+        if _COCO_NAME.fullmatch(Path(name).stem) or space is None:
+            return self._named(name, path, space)
+        return self.in_space(space, str(row["id"]))
+
+    def _named(self, name: str, path: Path, space: str | None) -> tuple[PhotoId, ...]:
+        place = Path(name)
+        found = _COCO_NAME.fullmatch(place.stem)
+        if found:
+            return (PhotoId(COCO, str(int(found[1]))),)
+        if any(_VISUAL_GENOME_FOLDER.fullmatch(folder) for folder in place.parts[:-1]):
+            return self.in_space(VISUAL_GENOME, place.stem)
+        if space is None:
+            raise ValueError(
+                f"{path}: {name!r} does not tell whose photo it is; add --detector-ids with one of {', '.join(SPACES)}"
+            )
+        return self.in_space(space, place.stem)
+
+
+def _first_words(path: Path) -> Iterator[str]:
+    with require_file(path, "list of photos").open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.strip():
+                yield line.split()[0]
+
+
+def read_visual_genome(path: Path) -> dict[str, tuple[PhotoId, ...]]:
+    """COCO's and Flickr's ids of the photos in Visual Genome's `image_data.json`, by Visual Genome's id.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no JSON, or a record without `image_id` and `coco_id`; file and record are named.
+    """
+    rows = read_json(path, "image data of Visual Genome")
+    if not isinstance(rows, list):
+        raise ValueError(f"{path}: holds a {type(rows).__name__}, expected the list of Visual Genome's image_data.json")
+    records = checked_records(rows, ("image_id", "coco_id"), f"{path}: image", "image_id")
+    return {str(row["image_id"]): _other_ids(row) for _, row in records}
+
+
+def _other_ids(row: Mapping[str, Any]) -> tuple[PhotoId, ...]:
+    pairs = ((COCO, row.get("coco_id")), (FLICKR, row.get("flickr_id")))
+    return tuple(PhotoId(space, str(number)) for space, number in pairs if number is not None)

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+
+from e2e_vl.data.storage.files import checked_records
+from e2e_vl.data.storage.record_errors import RAISE, NotedErrors
+
+ROWS = [{"id": 1, "n": 2}, {"n": 3}, {"id": 1, "n": 4}, {"id": 5, "n": "x"}, {"id": 6, "n": None}, {"id": [], "n": 1}]
+
+
+def total(errors) -> int:
+    found = 0
+    for where, row in checked_records(ROWS, ("id", "n"), "file: row", "id", unique="ids", errors=errors):
+        with errors:
+            if row["n"] == "x":
+                raise ValueError(f"{where}: n is no number")
+            found += row["n"]
+    return found
+
+
+def test_all_errors_are_noted_and_their_records_left_out():
+    errors = NotedErrors()
+    assert total(errors) == 2
+    assert total(errors) == 2
+    noted = list(errors.sentences)
+    assert noted[:3] == [
+        "file: row number 1 has no 'id'",
+        "file: row 1 is listed twice; ids must be unique",
+        "file: row 5: n is no number",
+    ]
+    assert noted[3].startswith("file: row 6: a field has another type than expected (TypeError: unsupported operand")
+    assert noted[4].startswith("file: row []: a field has another type than expected (TypeError: unhashable")
+    assert len(noted) == 5, "each is noted once"
+
+
+def test_readers_raise_at_the_first_error():
+    with pytest.raises(ValueError, match="row number 1 has no 'id'"):
+        total(RAISE)
+
+
+def test_mistakes_of_programmers_are_not_noted():
+    with pytest.raises(ZeroDivisionError), NotedErrors():
+        _ = 1 / 0
+
+
+def test_something_that_is_no_list_is_one_sentence():
+    with pytest.raises(ValueError, match="file: row: expected a list of records, found a int"):
+        list(checked_records(3, (), "file: row"))

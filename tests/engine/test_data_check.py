@@ -1,0 +1,262 @@
+"""All problems of drawn data that were broken in several places, sizes, and photos that are shared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from e2e_vl.config import RunConfig, load_config
+from e2e_vl.data.photo_ids import PhotoId
+from e2e_vl.engine.data_check import DataReport, check_data
+
+ROOT = Path(__file__).parents[2]
+TINY = ("refcoco", "vqa", "vcr", "gqa", "nlvr2", "flickr30k", "pretraining")
+DETECTION = ROOT / "configs" / "demo" / "detection.yaml"
+
+
+@pytest.fixture(scope="session")
+def drawn(tiny_words) -> Path:
+    """The drawn data of all formats; tests change copies of it."""
+    return Path(next(word.removeprefix("data.root=") for word in tiny_words if word.startswith("data.root=")))
+
+
+@pytest.fixture
+def data(drawn, tmp_path) -> Path:
+    return shutil.copytree(drawn, tmp_path / "data")
+
+
+def settings(name: str, root: Path, *words: str) -> RunConfig:
+    path = DETECTION if name == "detection" else ROOT / "configs" / "tiny" / f"{name}.yaml"
+    detector = f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}"
+    return load_config(path, [detector, f"data.root={root}", "output=unused", *words])
+
+
+def as_photos(config: RunConfig, **changes) -> RunConfig:
+    """The data as if they had not been drawn, whose names are then names of COCO."""
+    synthetic = dataclasses.replace(config.data.synthetic, scenes={})
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, synthetic=synthetic, **changes))
+
+
+def change_json(path: Path, change: Callable[[dict], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def change_lines(path: Path, change: Callable[[list[str]], object]) -> None:
+    lines = path.read_text().splitlines()
+    change(lines)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def has_all(report: DataReport, *fragments: str) -> None:
+    lost = [part for part in fragments if not any(part in sentence for sentence in report.problems)]
+    assert not lost, f"{lost} in none of {report.problems}"
+
+
+@pytest.mark.parametrize("name", [*TINY, "detection"])
+def test_intact_data_have_sizes_and_no_problem(name, drawn):
+    report = check_data(settings(name, drawn))
+    assert report.problems == [] and report.overlaps == []
+    train, val = report.splits
+    assert train.is_trained and not val.is_trained
+    numbers = {"nlvr2": (48, 24), "vcr": (10, 4)}  # two images for each scene's pairs; scenes without a question
+    assert (train.images, val.images) == numbers.get(name, (12, 6))
+    assert train.missing_images == val.missing_images == train.boxes_outside == train.empty_boxes == 0
+    assert train.texts >= 12 and train.boxes > 12
+    if name != "detection":
+        assert train.longest > train.mean_length > 1
+    assert (train.answers is not None) == (name in ("vqa", "gqa"))
+    assert report.counts_words
+
+
+def break_refcoco(root: Path) -> None:
+    def change(content: dict) -> None:
+        content["annotations"][0]["bbox"][2] = 0
+        content["annotations"][1]["category_id"] = 999
+        content["annotations"][-1]["bbox"][0] = "far"
+
+    change_json(root / "refcoco+" / "instances.json", change)
+    path = root / "refcoco+" / "refs(unc).p"
+    refs = pickle.loads(path.read_bytes())
+    refs[8]["sentences"][0].pop("sent")
+    refs[9]["sentences"][0]["sent"] = " "
+    refs[-1]["sentences"] = []
+    path.write_bytes(pickle.dumps(refs, protocol=2))
+    change_json(root / "detections" / "refcoco+_unc" / DETECTIONS, lambda rows: rows[2].pop("score"))
+
+
+def break_vqa(root: Path) -> None:
+    def change(content: dict) -> None:
+        content["questions"][0]["question"] = ""
+        content["questions"][3].pop("image_id")
+
+    change_json(root / "vqa" / "v2_OpenEnded_mscoco_train_questions.json", change)
+    change_json(
+        root / "vqa" / "v2_mscoco_val_annotations.json", lambda content: content["annotations"][1].update(answers=[])
+    )
+
+
+def break_vcr(root: Path) -> None:
+    def change(lines: list[str]) -> None:
+        lines[0] = lines[0][:20]
+        lines[2] = json.dumps(json.loads(lines[2]) | {"answer_label": 7})
+
+    change_lines(root / "vcr" / "train.jsonl", change)
+    question = json.loads((root / "vcr" / "val.jsonl").read_text().splitlines()[0])
+    change_json(root / "vcr" / "vcr1images" / question["metadata_fn"], lambda content: content["boxes"].pop())
+
+
+def break_gqa(root: Path) -> None:
+    def change(content: dict) -> None:
+        first, second, *_ = content.values()
+        first.pop("imageId")
+        second["isBalanced"] = "yes"
+
+    change_json(root / "gqa" / "questions" / "train_balanced_questions.json", change)
+
+
+def break_nlvr2(root: Path) -> None:
+    def change(lines: list[str]) -> None:
+        lines[0] = json.dumps(json.loads(lines[0]) | {"label": "maybe"})
+        lines[3] = json.dumps(json.loads(lines[3]) | {"identifier": "x"})
+
+    change_lines(root / "nlvr2" / "data" / "train.json", change)
+
+
+def break_flickr30k(root: Path) -> None:
+    first, second, *_ = (root / "flickr30k" / "train.txt").read_text().split()
+    path = root / "flickr30k" / "Annotations" / f"{first}.xml"
+    path.write_text(path.read_text().replace("<xmax>", "<xmax>-", 1))
+    change_lines(root / "flickr30k" / "Sentences" / f"{second}.txt", lambda lines: lines.append("[/EN#1 a man]"))
+
+
+def break_pretraining(root: Path) -> None:
+    def change(content: dict) -> None:
+        content["annotations"][0]["caption"] = ""
+        content["annotations"][2]["image_id"] = -5
+
+    change_json(root / "captions" / "captions_train.json", change)
+    change_json(root / "detection" / "instances_train.json", lambda content: content["annotations"][1].pop("bbox"))
+
+
+DETECTIONS = "res101_coco_minus_refer_notime_dets.json"
+BROKEN = {
+    "refcoco": (
+        break_refcoco,
+        [
+            *("is empty or inverted", "has category 999", "is not four finite numbers", "a sentence has no 'sent'"),
+            *("has no sentences", "the split train: text", "is empty (", "has no 'score'"),
+        ],
+    ),
+    "vqa": (break_vqa, ["has the text ''", "has no 'image_id'", "val_annotations.json: annotation of question"]),
+    "vcr": (break_vcr, ["line 1 is not valid JSON", "line 3", "the labels are [7,", "boxes must hold one entry"]),
+    "gqa": (break_gqa, ["has no 'imageId'", "isBalanced is 'yes'"]),
+    "nlvr2": (break_nlvr2, ["line 1", "the label is 'maybe'", "line 4 (x): the identifier"]),
+    "flickr30k": (break_flickr30k, ["is inverted", "'[/EN#1 a man]' is no phrase"]),
+    "pretraining": (break_pretraining, ["is empty; remove it", "is about image -5", "has no 'bbox'"]),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_every_broken_record_is_named(name, data):
+    break_it, fragments = BROKEN[name]
+    break_it(data)
+    report = check_data(settings(name, data))
+    has_all(report, *fragments)
+    assert len(set(report.problems)) == len(report.problems)
+    assert all(facts.images for facts in report.splits), "the other records are read"
+
+
+def test_a_broken_file_does_not_hide_the_others(data):
+    (data / "vqa" / "v2_OpenEnded_mscoco_train_questions.json").write_text("[")
+    change_json(data / "vqa" / "v2_mscoco_val_annotations.json", lambda content: content["annotations"][1].clear())
+    report = check_data(settings("vqa", data))
+    has_all(report, "train_questions.json: the questions are not valid JSON", "val_annotations.json: annotation of")
+
+
+def test_all_missing_files_are_named_once(data):
+    for name in ("train", "val"):
+        (data / "nlvr2" / "data" / f"{name}.json").unlink()
+    report = check_data(settings("nlvr2", data))
+    assert len(report.problems) == 2
+    has_all(report, "train.json: cannot read the examples", "val.json: cannot read the examples")
+
+
+def test_missing_images_are_counted(data):
+    files = sorted((data / "images" / "train2014").iterdir())
+    for path in files[:2]:
+        path.unlink()
+    report = check_data(settings("refcoco", data))
+    assert sum(facts.missing_images for facts in report.splits) == 2
+    assert str(files[0]) in [name for facts in report.splits for name in facts.missing_examples]
+    has_all(report, "images of the split train that were looked at are missing")
+    config = settings("refcoco", data, "data.skip_broken=true")
+    assert check_data(config).problems == [], "training leaves them out"
+
+
+def test_boxes_that_leave_their_image_and_long_texts_are_counted(data):
+    change_json(
+        data / "refcoco+" / "instances.json", lambda content: content["annotations"][0]["bbox"].__setitem__(2, 9999)
+    )
+    report = check_data(settings("refcoco", data, "data.max_text_length=4"))
+    train, val = report.splits
+    assert report.problems == []
+    assert train.boxes_outside + val.boxes_outside == 1
+    [shown] = filter(None, (train.boxes_outside_example, val.boxes_outside_example))
+    assert "instances.json: image" in shown and "pixels" in shown
+    assert 0 < train.too_long < train.texts and len(train.too_long_example.split()) > 2
+    assert train.longest > 4
+
+
+def test_problems_that_differ_in_values_only_are_of_one_kind():
+    problems = ["a.json: row 1 is '2'", "a.json: row 30 is 'x y'", "b.json: row 1 is '2'", "c: [1, 2] is no box"]
+    assert [len(kind) for kind in DataReport([], [], problems, True).alike()] == [2, 1, 1]
+
+
+def test_photos_of_other_splits_and_data_sets_are_found(drawn):
+    config = as_photos(settings("refcoco", drawn), train_split="val")
+    [overlap] = check_data(as_photos(settings("refcoco", drawn), eval_splits=["val"])).overlaps or [None]
+    assert overlap is None
+    other = as_photos(settings("vqa", drawn), train_split="val")
+    report = check_data(
+        as_photos(settings("refcoco", drawn)), others=[("other.yaml", other)], detector_photos={PhotoId("coco", "1")}
+    )
+    [overlap] = [one for one in report.overlaps if "other.yaml" in one.elsewhere]
+    assert (overlap.split, overlap.number, overlap.of) == ("val", 6, 6)
+    assert overlap.elsewhere == "the training split val of other.yaml"
+    assert len(overlap.examples) == 3 and config.data.train_split == "val"
+
+
+def test_training_images_of_the_detector_are_found(drawn):
+    config = as_photos(settings("refcoco", drawn))
+    images = json.loads((drawn / "refcoco+" / "instances.json").read_text())["images"]
+    photos = {PhotoId("coco", str(row["id"])) for row in images}
+    [overlap] = check_data(config, detector_photos=photos).overlaps
+    assert (overlap.number, overlap.elsewhere) == (6, "the training images of the detector")
+
+
+def test_drawn_scenes_are_the_same_only_in_the_same_folder(drawn, data):
+    others = [("a", settings("vqa", drawn)), ("b", settings("vqa", data))]
+    report = check_data(settings("refcoco", drawn), others=others)
+    assert report.overlaps == []
+    swapped = settings("vqa", drawn, "data.train_split=val")
+    [overlap] = check_data(settings("refcoco", drawn), others=[("a", swapped)]).overlaps
+    assert overlap.number == 6
+
+
+def test_some_images_only(drawn):
+    report = check_data(settings("refcoco", drawn), max_images=3)
+    assert [facts.images for facts in report.splits] == [3, 3]
+    assert report.splits[0].looked_at == 0.25 and report.splits[0].texts >= 12
+
+
+def test_scenes_that_are_not_drawn_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="are not drawn yet"):
+        check_data(settings("refcoco", tmp_path / "nothing"))

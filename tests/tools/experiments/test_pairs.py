@@ -1,0 +1,179 @@
+"""The cells of the table, their settings, what is run again, and two real cells of two steps."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+import jobs as jobs_module
+import pairs as tool
+from e2e_vl.commands import train as train_command
+from e2e_vl.config import differences, load_config
+from e2e_vl.engine.build import named_parts, resolve, task_config
+from tests.conftest import cpu_with_one_thread
+
+ROOT = Path(__file__).parents[3]
+ENCODERS = yaml.safe_load(tool.ENCODERS.read_text(encoding="utf-8"))
+ALL = [(encoder, task) for task in tool.TASKS for encoder in ENCODERS]
+# Stands in for tools/train.py; text-blind runs of VQA fail.
+FAKE = """
+import json, sys
+from pathlib import Path
+from e2e_vl.config import load_config, save_config
+
+words = sys.argv[2:]
+config = load_config(words[words.index("--config") + 1], [word for word in words if "=" in word])
+run = Path(config.output)
+with (run.parent / "order.txt").open("a") as log:
+    log.write(run.name + "\\n")
+if config.task.name == "vqa" and config.data.blank_text:
+    sys.exit("error: nothing is learned")
+run.mkdir(exist_ok=True)
+save_config(config, run / "config.yaml")
+value = 0.1 if config.data.blank_image else 0.7 + 0.1 * config.seed
+metrics = {f"{config.data.eval_splits[0]}/{name}_gt_boxes": value for name in ("accuracy", "masked_words")}
+(run / "metrics.json").write_text(json.dumps({**metrics, "steps": config.train.max_steps, "seconds_training": 30}))
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_only_joint_runs_of_the_seeded_tasks_have_several_seeds():
+    cells = tool.plan(ALL, list(tool.VARIANTS), [0, 1, 2], tool.SEEDED)
+    names = [cell.name for cell in cells]
+    assert len(names) == len(set(names)) == 3 * (3 * 6 + 3 * 4 + 3)
+    assert "vqa_lxmert_joint_2" in names and "vqa_lxmert_frozen_2" not in names and "gqa_lxmert_joint_1" not in names
+    assert not [name for name in names if name.startswith("pretraining") and "text_blind" in name]
+
+
+@pytest.mark.parametrize(("folder", "pairs"), [(None, ALL[::2]), (ROOT / "configs" / "tiny", ALL[-2:])])
+def test_every_cell_is_a_run_of_its_task_with_its_encoder(folder, pairs, tmp_path):
+    cells = tool.plan(pairs, ["joint"], [0], ()) + tool.plan(pairs[:1], list(tool.VARIANTS)[1:], [0], ())
+    jobs, configs = tool.make_jobs(cells, ENCODERS, tmp_path, folder, {"vqa": 3}, ["train.log_every=7"])
+    assert set(jobs) - {tool.DETECTOR} == {cell.name for cell in cells}
+    for cell in cells:
+        config = resolve(load_config(jobs[cell.name].config, jobs[cell.name].settings))
+        parts = named_parts(config)
+        assert parts is not None and task_config(config) is not None
+        assert (config.task.name, config.encoder.name) == (cell.task, cell.encoder)
+        parts.encoder[0](vocab_size=9, feature_dim=8, **config.encoder.config)
+        assert (config.train.max_steps == 3) == (cell.task == "vqa") and config.train.log_every == 7
+        wanted = {"joint": (), "frozen": ("freeze",), "image_blind": ("blank_image",), "text_blind": ("blank_text",)}
+        changed = [line.split(":")[0].split(".")[-1] for line in differences(configs[cell.task, cell.encoder], config)]
+        also = {"seed", "output", "loss_weight", "weights", "resize"}
+        assert set(changed) - also == set(wanted[cell.variant])
+    if folder is None:
+        job = jobs["vcr_lxmert_joint_0"]
+        assert job.after == (tmp_path / tool.DETECTOR,)
+        assert f"detector.weights={tmp_path / tool.DETECTOR / 'model'}" in job.words
+
+
+def test_encoders_have_the_sizes_of_the_task():
+    own = tool.load_task("nlvr2", None, [])
+    settings = {name: tool.with_encoder(own, name, ENCODERS[name], "nlvr2") for name in ENCODERS}
+    assert {one.encoder.config["hidden_size"] for one in settings.values()} == {96}
+    assert settings["vl_bert"].encoder == own.encoder
+    assert settings["visual_bert"].encoder.config["num_hidden_layers"] == 3
+    assert settings["lxmert"].encoder.config["image_slots"] == 2
+    assert "geometry_dim" not in settings["lxmert"].encoder.config
+
+
+class Pairs:
+    """Calls the tool with the fake run and a fixed chance."""
+
+    def __init__(self, folder: Path):
+        self.output = folder / "runs"
+        fake = folder / "fake.py"
+        fake.write_text(FAKE, encoding="utf-8")
+        self.launch = shlex.join([sys.executable, str(fake)])
+
+    def __call__(self, *words: str) -> int:
+        folder = str(ROOT / "configs" / "tiny")
+        return tool.main(["--output", str(self.output), "--configs", folder, "--launch", self.launch, *words])
+
+    @property
+    def started(self) -> list[str]:
+        path = self.output / "order.txt"
+        return path.read_text().split() if path.is_file() else []
+
+    @property
+    def table(self) -> dict:
+        return json.loads((self.output / "pairs.json").read_text())
+
+
+@pytest.fixture
+def pairs(tmp_path, monkeypatch) -> Pairs:
+    monkeypatch.setattr(tool, "chance_of", lambda config, split: 0.25)
+    return Pairs(tmp_path)
+
+
+def test_finished_cells_are_not_run_again_and_failures_stop_nothing_else(pairs, capsys):
+    words = ("--pairs", "lxmert:vqa", "--only", "joint", "text_blind", "image_blind", "--seeds", "0", "1")
+    assert pairs(*words, "--steps", "5", "vqa=6") == 2
+    assert "vqa_lxmert_text_blind_0 failed with exit status 1" in capsys.readouterr().err
+    assert pairs.started == [
+        *("vqa_lxmert_joint_0", "vqa_lxmert_joint_1", "vqa_lxmert_text_blind_0", "vqa_lxmert_image_blind_0"),
+    ]
+    table = pairs.table
+    assert table["vqa"]["chance"] == 0.25
+    joint = table["vqa"]["encoders"]["lxmert"]["joint"]
+    assert joint["seeds"] == [0, 1] and joint["mean"] == pytest.approx(0.75) and joint["steps"] == 6
+    lines = (pairs.output / "pairs.md").read_text().splitlines()
+    columns = ["detector trained", "chance", "detector frozen", "without the image", "without the text"]
+    assert lines[0].startswith(f"| | {' | '.join(columns)} |")
+    assert "| VQA, lxmert | 0.750 ± 0.071 | 0.250 | – | 0.100 | – | 6 | 2 |" in lines
+    number = len(pairs.started)
+    assert pairs(*words, "--steps", "5", "vqa=6") == 2
+    assert pairs.started[number:] == ["vqa_lxmert_text_blind_0"], "only the failed one is run again"
+    assert pairs(*words, "--steps", "5", "vqa=6", "--table") == 0 and len(pairs.started) == number + 1
+
+
+def test_a_dry_run_starts_nothing(pairs, capsys):
+    assert pairs("--tasks", "nlvr2", "--encoders", "lxmert", "--only", "frozen", "--dry-run") == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 1 and "detector.freeze=true" in printed[0] and printed[0].endswith("nlvr2_lxmert_frozen_0")
+    assert pairs.started == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--pairs", "bert:vqa"], "--pairs has 'bert:vqa'; write ENCODER:TASK with vl_bert"),
+        (["--pairs", "lxmert"], "--pairs has 'lxmert'"),
+        (["--steps", "many"], "--steps has 'many'"),
+        (["--steps", "vqaa=3"], "--steps has 'vqaa=3'"),
+        (["--jobs", "0"], "--jobs is 0"),
+    ],
+)
+def test_bad_words_are_one_sentence(pairs, capsys, words, message):
+    assert pairs(*words) == 2
+    assert message in capsys.readouterr().err and pairs.started == []
+
+
+def test_two_real_cells(tiny_words, tmp_path, monkeypatch, capsys):
+    """In this process, whose imports are done; tests of jobs.py start processes."""
+
+    def run(command, **_):
+        words = command[command.index("--config") :]
+        with cpu_with_one_thread():
+            return SimpleNamespace(returncode=train_command.main(words))
+
+    monkeypatch.setattr(jobs_module, "subprocess", SimpleNamespace(run=run))
+    words = ["--output", str(tmp_path / "runs"), "--configs", str(ROOT / "configs" / "tiny"), "--steps", "2"]
+    words += ["--pairs", "visual_bert:refcoco", "lxmert:refcoco", "--only", "text_blind", "--set", *tiny_words]
+    assert tool.main([*words, "eval.boxes=[gt]", "eval.report_pictures=0"]) == 0
+    table = json.loads((tmp_path / "runs" / "pairs.json").read_text())["refcoco"]
+    assert 1 / 6 <= table["chance"] < 0.5
+    assert set(table["encoders"]) == {"visual_bert", "lxmert"}
+    for variants in table["encoders"].values():
+        assert variants["text_blind"]["steps"] == 2 and 0 <= variants["text_blind"]["mean"] <= 1
+    assert "RefCOCO+, lxmert" in capsys.readouterr().out

@@ -1,0 +1,283 @@
+"""Every encoder on every task, from scratch on drawn data: accuracy, chance, blind controls, and the frozen detector.
+
+    python tools/experiments/pairs.py --output runs/pairs
+    python tools/experiments/pairs.py --output runs/pairs --pairs lxmert:vqa visual_bert:nlvr2 --only joint image_blind
+    python tools/experiments/pairs.py --output runs/pairs --tasks refcoco --steps 300 refcoco=500 --dry-run
+
+A cell is one run of tools/train.py in a process of its own, in OUTPUT/<task>_<encoder>_<variant>_<seed>: the config of
+the task (configs/demo, and configs/pairs/pretraining.yaml) with the encoder of configs/pairs/encoders.yaml. Variants:
+
+    joint        detector and encoder trained together; several seeds for the tasks of --seeded
+    frozen       the detector keeps its start, which is random but for VCR's
+    image_blind  data.blank_image=true: every pixel is the mean colour; boxes that would tell the answer are left out
+    text_blind   data.blank_text=true: every text is empty
+
+Chance is computed from the data, see tools/experiments/chance.py. Writes OUTPUT/pairs.json and pairs.md with what is
+finished, also after a failure. A finished cell is not run again and an interrupted one goes on, so the same command can
+be given until all are done; --table only writes the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from chance import chance_of
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.command_line import make_parser, says_errors
+from e2e_vl.config import EncoderSettings, RunConfig, load_config, save_config
+from e2e_vl.metric_names import MetricName
+from jobs import Job, add_common_options, made_by, markdown_table, run_jobs, write_table
+
+ROOT = Path(__file__).resolve().parents[2]
+ENCODERS = ROOT / "configs" / "pairs" / "encoders.yaml"
+TASKS = {  # name -> what it is called, its metric, and its config if it is not configs/demo/<name>.yaml
+    "refcoco": ("RefCOCO+", "accuracy", None),
+    "vqa": ("VQA", "accuracy", None),
+    "vcr": ("VCR Q -> A", "accuracy", None),
+    "gqa": ("GQA", "accuracy", None),
+    "nlvr2": ("NLVR2", "accuracy", None),
+    "flickr30k": ("Flickr30K Entities", "accuracy", None),
+    "pretraining": ("pre-training: masked words", "masked_words", ROOT / "configs" / "pairs" / "pretraining.yaml"),
+}
+VARIANTS = {  # name -> heading and settings
+    "joint": ("detector trained", ()),
+    "frozen": ("detector frozen", ("detector.freeze=true",)),
+    "image_blind": ("without the image", ("data.blank_image=true",)),
+    "text_blind": ("without the text", ("data.blank_text=true",)),
+}
+NO_CELL = {("pretraining", "text_blind")}  # without words there are none to find
+SEEDED = ("refcoco", "vqa", "nlvr2")
+SIZES = ("hidden_size", "num_attention_heads", "intermediate_size")  # that every encoder has
+DETECTOR = "detector"  # the run that VCR's detector starts from
+FIRST_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run of the table."""
+
+    task: str
+    encoder: str
+    variant: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}_{self.encoder}_{self.variant}_{self.seed}"
+
+
+@says_errors
+def main(argv: list[str] | None = None) -> int:
+    encoders = yaml.safe_load(ENCODERS.read_text(encoding="utf-8"))
+    parser = make_parser(__doc__)
+    parser.add_argument("--encoders", nargs="+", choices=tuple(encoders), default=list(encoders), help="default: all")
+    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS), help="default: all")
+    parser.add_argument("--pairs", nargs="+", metavar="ENCODER:TASK", help="these pairs, in place of all of the above")
+    parser.add_argument("--only", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS), help="variants")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of seeded tasks (default: 0 1 2)")
+    parser.add_argument(
+        "--seeded", nargs="*", choices=tuple(TASKS), default=list(SEEDED), help=f"default: {' '.join(SEEDED)}"
+    )
+    parser.add_argument(
+        "--steps", nargs="+", default=[], metavar="[TASK=]N", help="training steps of all tasks, or of one"
+    )
+    parser.add_argument("--configs", type=Path, metavar="DIR", help="folder of the tasks' configs (default: see above)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--dry-run", action="store_true", help="only show the commands of unfinished cells")
+    parser.add_argument("--table", action="store_true", help="only write the table of finished cells")
+    add_common_options(parser)
+    arguments = parser.parse_args(argv)
+    if arguments.jobs < 1:
+        raise ValueError(f"--jobs is {arguments.jobs}; give a positive number.")
+    pairs = read_pairs(arguments.pairs, encoders) or [(e, t) for t in arguments.tasks for e in arguments.encoders]
+    cells = plan(pairs, arguments.only, arguments.seeds, arguments.seeded)
+    steps = read_steps(arguments.steps)
+    jobs, configs = make_jobs(cells, encoders, arguments.output, arguments.configs, steps, arguments.set)
+    if arguments.dry_run:
+        unfinished = [job for job in jobs.values() if job.metrics is None]
+        print("\n".join(" ".join(job.command(arguments.launch)) for job in unfinished))
+        return 0
+    failure = None
+    if not arguments.table:
+        try:
+            run_jobs(list(jobs.values()), launch=arguments.launch, parallel=arguments.jobs, keep_going=True)
+        except ValueError as error:  # the other cells belong into the table all the same
+            failure = error
+    table = collect(cells, jobs, configs)
+    lines = as_markdown(table)
+    write_table(arguments.output / "pairs", table, [*lines, "", made_by(__file__, argv)])
+    if failure is not None:
+        raise failure
+    return 0
+
+
+def read_pairs(words: Sequence[str] | None, encoders: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(encoder, task) of `encoder:task` words. Raises ValueError for other words."""
+    pairs = []
+    for word in words or ():
+        encoder, _, task = word.partition(":")
+        if encoder not in encoders or task not in TASKS:
+            raise ValueError(
+                f"--pairs has '{word}'; write ENCODER:TASK with {', '.join(encoders)} and {', '.join(TASKS)}."
+            )
+        pairs.append((encoder, task))
+    return list(dict.fromkeys(pairs))
+
+
+def read_steps(words: Sequence[str]) -> dict[str, int]:
+    """Task -> training steps, of `N` and `TASK=N` words. Raises ValueError for other words."""
+    common, own = {}, {}
+    for word in words:
+        task, _, number = word.rpartition("=")
+        if (task and task not in TASKS) or not number.isdigit() or int(number) < 1:
+            raise ValueError(f"--steps has '{word}'; write a number of steps, or TASK=NUMBER.")
+        if task:
+            own[task] = int(number)
+        else:
+            common = dict.fromkeys(TASKS, int(number))
+    return common | own
+
+
+def plan(
+    pairs: Sequence[tuple[str, str]], variants: Sequence[str], seeds: Sequence[int], seeded: Sequence[str]
+) -> list[Cell]:
+    """The cells, pair after pair. All seeds are for the joint runs of the tasks of `seeded`; others have the first."""
+    return [
+        Cell(task, encoder, variant, seed)
+        for encoder, task in pairs
+        for variant in variants
+        if (task, variant) not in NO_CELL
+        for seed in (seeds if variant == "joint" and task in seeded else seeds[:1])
+    ]
+
+
+def make_jobs(
+    cells: Sequence[Cell],
+    encoders: Mapping[str, Any],
+    output: Path,
+    folder: Path | None,
+    steps: Mapping[str, int],
+    settings: Sequence[str],
+) -> tuple[dict[str, Job], dict[tuple[str, str], RunConfig]]:
+    """All runs by name, the detector first if one starts from it, and the settings of each pair.
+
+    Writes the settings of each pair as OUTPUT/configs/<task>_<encoder>.yaml.
+    """
+    jobs: dict[str, Job] = {}
+    configs: dict[tuple[str, str], RunConfig] = {}
+    written = output / "configs"
+    written.mkdir(parents=True, exist_ok=True)
+    for cell in cells:
+        pair = (cell.task, cell.encoder)
+        name = f"{cell.task}_{cell.encoder}"
+        if pair not in configs:
+            own = encoders[cell.encoder]
+            words = [*own.get("words", ()), *settings]
+            if cell.task in steps:
+                words.append(f"train.max_steps={steps[cell.task]}")
+            configs[pair] = with_encoder(load_task(cell.task, folder, words), cell.encoder, own, cell.task)
+            save_config(configs[pair], written / f"{name}.yaml")
+        words, after = [f"seed={cell.seed}", *VARIANTS[cell.variant][1]], ()
+        if cell.variant == "image_blind" and configs[pair].data.boxes.train != BoxSource.ONLINE:
+            words.append("detector.loss_weight=0")  # there is nothing to detect
+        start = configs[pair].detector.weights
+        if start is not None and not Path(start).exists() and Path(start).parent.name == DETECTOR:
+            run = output / DETECTOR
+            jobs.setdefault(
+                DETECTOR, Job(ROOT / "configs" / "table4" / "detector.yaml", (f"data.root={output / 'drawn'}",), run)
+            )
+            words.append(f"detector.weights={run / 'model'}")
+            after = (run,)
+        jobs[cell.name] = Job(written / f"{name}.yaml", tuple(words), output / cell.name, after)
+    return jobs, configs
+
+
+def load_task(task: str, folder: Path | None, words: Sequence[str]) -> RunConfig:
+    """The config of a task, of the folder if one is given."""
+    own = TASKS[task][2] or ROOT / "configs" / "demo" / f"{task}.yaml"
+    return load_config(own if folder is None else folder / f"{task}.yaml", list(words))
+
+
+def with_encoder(config: RunConfig, name: str, settings: Mapping[str, Any], task: str) -> RunConfig:
+    """The run with another encoder of the same sizes; see configs/pairs/encoders.yaml."""
+    if settings["config"] is None:
+        return config
+    sizes = {key: config.encoder.config[key] for key in SIZES}
+    if "layers" in settings:
+        sizes[settings["layers"]] = config.encoder.config["num_hidden_layers"]
+    own = {**sizes, **settings["config"], **settings.get("tasks", {}).get(task, {})}
+    return dataclasses.replace(config, encoder=EncoderSettings(name, own))
+
+
+def collect(
+    cells: Sequence[Cell], jobs: Mapping[str, Job], configs: Mapping[tuple[str, str], RunConfig]
+) -> dict[str, dict[str, Any]]:
+    """task -> "chance", "split" and "encoders": encoder -> variant -> values of the seeds, mean, spread, minutes."""
+    table: dict[str, dict[str, Any]] = {}
+    for cell in cells:
+        metrics = jobs[cell.name].metrics
+        if metrics is None:
+            continue
+        config = configs[cell.task, cell.encoder]
+        split = config.data.eval_splits[0]
+        if cell.task not in table:
+            table[cell.task] = {"split": split, "chance": chance_of(config, split), "encoders": {}}
+        name = str(MetricName(split, TASKS[cell.task][1], BoxSource.GT))
+        if name not in metrics:
+            raise ValueError(f"{jobs[cell.name].run} has no metric '{name}'; remove the folder and train it again.")
+        entry = (
+            table[cell.task]["encoders"]
+            .setdefault(cell.encoder, {})
+            .setdefault(cell.variant, {"seeds": [], "values": [], "minutes": []})
+        )
+        entry["seeds"].append(cell.seed)
+        entry["values"].append(metrics[name])
+        entry["minutes"].append(metrics["seconds_training"] / 60)
+        entry["steps"] = metrics["steps"]
+    for task in table.values():
+        for variants in task["encoders"].values():
+            for entry in variants.values():
+                values = entry["values"]
+                entry["mean"] = statistics.mean(values)
+                entry["spread"] = statistics.stdev(values) if len(values) > 1 else None
+    return table
+
+
+def as_markdown(table: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The lines of the table; a row for each pair."""
+    rows = {}
+    for task, facts in table.items():
+        for encoder, variants in facts["encoders"].items():
+            cells = [_shown(variants.get(variant)) for variant in VARIANTS]
+            minutes = sum(sum(entry["minutes"]) for entry in variants.values())
+            steps = max(entry["steps"] for entry in variants.values())
+            rows[f"{TASKS[task][0]}, {encoder}"] = [
+                *cells[:1],
+                f"{facts['chance']:.3f}",
+                *cells[1:],
+                str(steps),
+                f"{minutes:.0f}",
+            ]
+    headings = [heading for heading, _ in VARIANTS.values()]
+    columns = [headings[0], "chance", *headings[1:], "steps", "minutes"]
+    note = (
+        "Accuracy on unseen drawn scenes with annotated boxes; ± is the standard deviation over the seeds, where there "
+        "are several; minutes of training are of all cells of the row together."
+    )
+    return [*markdown_table(columns, rows), "", note] if rows else ["No cell is finished yet."]
+
+
+def _shown(entry: Mapping[str, Any] | None) -> str:
+    if entry is None:
+        return "–"
+    return f"{entry['mean']:.3f}" + ("" if entry["spread"] is None else f" ± {entry['spread']:.3f}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
