@@ -152,6 +152,14 @@ class TextRegions(Movable):
 
 
 @dataclasses.dataclass
+class InnerStates:
+    """Vectors between the layers of an encoder; zero at padding."""
+
+    text: Float[Tensor, "M L E"]
+    regions: Float[Tensor, "M R E"]
+
+
+@dataclasses.dataclass
 class EncoderOutput:
     """One vector per wordpiece, one per region, one for all."""
 
@@ -163,6 +171,7 @@ class EncoderOutput:
     # zero, such as regions for words that attend to words alone.
     attentions: tuple[Float[Tensor, "M heads slots slots"], ...] | None = None
     word_table: Float[Tensor, "V E"] | None = None  # the embedding of every wordpiece; heads that name words share it
+    inner: InnerStates | None = None  # after the number of layers that was asked for
 
 
 @dataclasses.dataclass
