@@ -47,6 +47,7 @@ BASE = (
         "detector_yaml",
         "drawing",
         "examples",
+        "phrases",
         "hiding",
         "layout",
         "metric_names",

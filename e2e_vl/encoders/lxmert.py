@@ -100,7 +100,13 @@ class LxmertEncoder(Encoder):
     _supports_sdpa = True
     _no_split_modules = ("SelfAttentionLayer", "CrossModalityLayer")
     abilities = frozenset(
-        {Ability.SUMMARY_OF_SINGLE, Ability.SUMMARY_OF_QUESTION, Ability.SUMMARY_OF_PAIR, Ability.WORD_TABLE}
+        {
+            Ability.SUMMARY_OF_SINGLE,
+            Ability.SUMMARY_OF_QUESTION,
+            Ability.SUMMARY_OF_PAIR,
+            Ability.WORD_TABLE,
+            Ability.INNER_STATES,
+        }
     )
 
     def __init__(self, config: LxmertEncoderConfig):

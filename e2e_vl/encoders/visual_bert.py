@@ -104,6 +104,7 @@ class VisualBertEncoder(Encoder):
             Ability.SUMMARY_OF_PAIR,
             Ability.WORD_TABLE,
             Ability.NAMED_REGIONS,
+            Ability.INNER_STATES,
         }
     )
 

@@ -165,7 +165,7 @@ class VLBertModel(Encoder):
     _supports_sdpa = True
     _no_split_modules = ("VLBertLayer",)
     layout = TextLayout(question=ANSWER_SLOT)
-    abilities = frozenset({Ability.SUMMARY_OF_QUESTION, Ability.WORD_TABLE})
+    abilities = frozenset({Ability.SUMMARY_OF_QUESTION, Ability.WORD_TABLE, Ability.INNER_STATES})
 
     def __init__(self, config: VLBertConfig):
         super().__init__(config)

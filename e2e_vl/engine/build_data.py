@@ -141,7 +141,8 @@ def build_writer(
 ) -> TextWriter:
     """What puts texts into the layout of the model's encoder."""
     data = config.data
-    return TextWriter(tokenizer, model.encoder.layout, data.max_text_length, data.blank_text, training)
+    marks = model.phrase_head is not None
+    return TextWriter(tokenizer, model.encoder.layout, data.max_text_length, data.blank_text, training, marks)
 
 
 def build_loader(

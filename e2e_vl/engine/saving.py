@@ -52,7 +52,8 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
     save_config(config, folder / "config.yaml")
     with _without_progress_bars():
         model.encoder.save_pretrained(folder / "encoder")
-    for name, part in (("detector", model.detector), ("task", model.task), ("teacher", model.teacher)):
+    parts = {"detector": model.detector, "task": model.task, "teacher": model.teacher, "phrases": model.phrase_head}
+    for name, part in parts.items():
         if part is None:
             continue
         (folder / name).mkdir(exist_ok=True)
@@ -103,6 +104,8 @@ def load_model(
     load_class_names(model.detector, folder / "detector")
     load_strictly(model.encoder, folder / "encoder" / "model.safetensors")
     _load_task(model, folder)
+    if model.phrase_head is not None:
+        load_strictly(model.phrase_head, folder / "phrases" / "model.safetensors")
     return config, model.eval(), tokenizer
 
 
