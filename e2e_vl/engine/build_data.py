@@ -109,7 +109,8 @@ def build_examples(
 
 def wants_of(config: RunConfig, boxes: BoxSource, *, training: bool) -> Wants:
     """What the settings read of a split that is trained or evaluated with these boxes."""
-    return Wants(boxes, objects=training and config.detector.loss_weight > 0, training=training)
+    objects = training and config.detector.loss_weight > 0
+    return Wants(boxes, objects=objects, training=training, phrases=config.phrases.weight > 0)
 
 
 def open_split(config: RunConfig, split: str, boxes: BoxSource, *, training: bool) -> VLDataset:

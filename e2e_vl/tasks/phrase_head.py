@@ -122,12 +122,13 @@ def pointing_loss(log_shares: Float[Tensor, "P R"], is_right: Bool[Tensor, "P R"
 
 def tagging_loss(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> Loss:
     """Cross entropy of the tags over the words of texts whose phrases are all known."""
-    truth = torch.zeros(tags.shape[:2], dtype=torch.int64, device=tags.device)
     position = torch.arange(tags.shape[1], device=tags.device)
     first, end = phrases.spans.values.unbind(dim=1)
     inside = (position >= first[:, None]) & (position < end[:, None])  # [P, L]
-    marks = inside.long() * INSIDE + (position == first[:, None]).long() * (FIRST - INSIDE)
-    truth = truth.index_reduce(0, phrases.spans.owner, marks, "amax", include_self=True)
+    marked = torch.zeros(2, *tags.shape[:2], dtype=torch.int64, device=tags.device)
+    marks = torch.stack([inside, position == first[:, None]]).long()
+    is_inside, is_first = marked.index_add(1, phrases.spans.owner, marks) > 0
+    truth = torch.where(is_first, FIRST, is_inside.long() * INSIDE)
     counted = is_word(phrases) & phrases.is_complete[:, None]
     each = F.cross_entropy(tags.flatten(0, 1), truth.flatten(), reduction="none").unflatten(0, tags.shape[:2])
     return Loss(total=(each * counted).sum(), count=counted.sum().to(tags.dtype))
