@@ -187,13 +187,14 @@ def phrase_records(output: PhraseOutput, batch: Batch, regions: TextRegions) -> 
     """Of each text its phrases in plain values.
 
     Keys: `text`, `characters` [first, last plus one], `box` in pixels of the original image (None: there is no region),
-    `score`, its share of the attention, and where a right region is known `correct`.
+    `score`, its share of the attention, and where boxes are stated `correct`, whether that region is right.
     """
     scales = batch.images.scales[regions.image.clamp(min=0)]  # [M, R, 2]
     boxes = regions.boxes / torch.cat([scales, scales], dim=-1)
     phrases = batch.phrases
     records: list[list[dict[str, Any]]] = [[] for _ in range(len(batch))]
-    stated = iter(output.is_right)  # texts without stated phrases have found ones
+    # texts without stated phrases have found ones
+    stated = zip(output.is_right, phrases.boxes.counts.tolist(), strict=True)
     for number, (text, span) in enumerate(zip(output.spans.owner.tolist(), output.spans.values.tolist(), strict=True)):
         first, end = characters_of(phrases.places[text], tuple(span))
         record: dict[str, Any] = {"text": phrases.words[text][first:end], "characters": [first, end]}
@@ -202,7 +203,9 @@ def phrase_records(output: PhraseOutput, batch: Batch, regions: TextRegions) -> 
         has_region = bool(shares[best] > -torch.inf)
         record["box"] = boxes[text, best].double().tolist() if has_region else None
         record["score"] = float(shares[best].exp()) if has_region else 0.0
-        if phrases.spans.counts[text] > 0 and (is_right := next(stated)).any():
-            record["correct"] = bool(is_right[best])
+        if phrases.spans.counts[text] > 0:
+            is_right, num_boxes = next(stated)
+            if num_boxes:
+                record["correct"] = bool(is_right[best])
         records[text].append(record)
     return records
