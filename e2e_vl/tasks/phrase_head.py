@@ -198,7 +198,7 @@ def phrase_records(output: PhraseOutput, batch: Batch, regions: TextRegions) -> 
     for number, (text, span) in enumerate(zip(output.spans.owner.tolist(), output.spans.values.tolist(), strict=True)):
         first, end = characters_of(phrases.places[text], tuple(span))
         record: dict[str, Any] = {"text": phrases.words[text][first:end], "characters": [first, end]}
-        shares = output.log_shares[number]
+        shares = output.log_shares[number].detach()
         best = int(shares.argmax())
         has_region = bool(shares[best] > -torch.inf)
         record["box"] = boxes[text, best].double().tolist() if has_region else None

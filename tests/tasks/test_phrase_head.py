@@ -29,7 +29,7 @@ PLACES = [[0, 0], [0, 3], [4, 8], [9, 13], [0, 0]]  # of "the star here" between
 def make_phrases(
     spans=(((1, 3), (3, 4)), ()), boxes=(((0, 0, 10, 10), (20, 20, 30, 39)), ()), complete=(True, False)
 ) -> PhraseBatch:
-    """Two texts; by default the first names two regions, and one that there is not."""
+    """Two texts; by default the first has a phrase that names two regions, and one whose boxes are unknown."""
     counts = torch.tensor([len(own) for own in spans])
     rows = [span for own in spans for span in own]
     return PhraseBatch(
@@ -141,7 +141,7 @@ def test_records_hold_phrases_in_pixels_of_the_original_image():
     with torch.no_grad():
         head.tags.weight.zero_()
         head.tags.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))
-    output = run(head, make_phrases())
+    output = run(head, make_phrases(boxes=(((0, 0, 10, 10), (20, 20, 30, 39)), ((50, 50, 55, 55),))))
     first, second = with_phrases([{"a": 1}, {"a": 2}], output)
     assert first["a"] == 1 and [phrase["text"] for phrase in first["grounded"]] == ["the star", "here"]
     best = output.phrases.log_shares.argmax(dim=1)
