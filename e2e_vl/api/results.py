@@ -16,11 +16,11 @@ from detector.images import ResizeRule, decode_resized, load_resized, resize_box
 from e2e_vl.api.inputs import ImageFile, stamp_of
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.samples import EncodedImage
+from e2e_vl.tasks.base import CLEARLY_NAMED
 
 SHOWN_SIZE = ResizeRule(600, 1000)  # of pictures; large photos are shrunk
 MOST_ATTENDED = 5  # regions in a picture
 SAYS_SOMETHING = 2.0  # attention of a region, as a multiple of an equal share, from which it is worth a box
-CLEARLY_NAMED = 0.5  # least score of a phrase in a picture
 WORTH_DRAWING = 0.05  # least score of a region in a picture
 GREY = 127  # in place of hidden pixels
 
