@@ -32,7 +32,7 @@ _ATTEMPTS = 20
 _SCENE, _UNSEEN = "scene", "notvisual"
 
 
-class EntityPhrase(NamedTuple):
+class DrawnPhrase(NamedTuple):
     """A phrase of a caption."""
 
     words: str
@@ -40,7 +40,7 @@ class EntityPhrase(NamedTuple):
     objects: tuple[int, ...]  # that it names
 
 
-EntityCaption = list[str | EntityPhrase]
+EntityCaption = list[str | DrawnPhrase]
 
 
 class EntitiesWriter(FormatWriter[list[EntityCaption]]):
@@ -83,7 +83,7 @@ def draw_entity_captions(facts: SceneFacts, values: Values, rng: np.random.Gener
 
 def _caption(facts: SceneFacts, values: Values, rng: np.random.Generator) -> EntityCaption:
     """One to three phrases joined by "and" and commas, perhaps with a scene and something unseen, and a full stop."""
-    named: dict[tuple[int, ...], EntityPhrase] = {}
+    named: dict[tuple[int, ...], DrawnPhrase] = {}
     for _ in range(int(rng.integers(1, 4))):
         phrase = (_single if rng.random() < 0.65 else _group)(facts, values, rng)
         if phrase is not None:
@@ -94,23 +94,23 @@ def _caption(facts: SceneFacts, values: Values, rng: np.random.Generator) -> Ent
             parts.append("and" if number == len(named) - 1 else ",")
         parts.append(phrase)
     if rng.random() < 0.4 or not parts:
-        parts += ["in", EntityPhrase("a picture", _SCENE, ())] if parts else [EntityPhrase("a picture", _SCENE, ())]
+        parts += ["in", DrawnPhrase("a picture", _SCENE, ())] if parts else [DrawnPhrase("a picture", _SCENE, ())]
     if rng.random() < 0.2:
-        parts += ["while", EntityPhrase("it", _UNSEEN, ()), "is still"]
+        parts += ["while", DrawnPhrase("it", _UNSEEN, ()), "is still"]
     first = parts[0]
     parts[0] = first._replace(words=first.words[0].upper() + first.words[1:])
     return [*parts, "."]
 
 
-def _single(facts: SceneFacts, values: Values, rng: np.random.Generator) -> EntityPhrase | None:
+def _single(facts: SceneFacts, values: Values, rng: np.random.Generator) -> DrawnPhrase | None:
     found = identify(facts, SLOTS, rng)
     if found is None:
         return None
     index, description = found
-    return EntityPhrase(f"the {noun_phrase(description)}", _TYPES.get(description.shape, "other"), (index,))
+    return DrawnPhrase(f"the {noun_phrase(description)}", _TYPES.get(description.shape, "other"), (index,))
 
 
-def _group(facts: SceneFacts, values: Values, rng: np.random.Generator) -> EntityPhrase | None:
+def _group(facts: SceneFacts, values: Values, rng: np.random.Generator) -> DrawnPhrase | None:
     slots = _GROUPED[rng.integers(len(_GROUPED))]
     some = [
         (description, mask)
@@ -121,7 +121,7 @@ def _group(facts: SceneFacts, values: Values, rng: np.random.Generator) -> Entit
         return None
     description, mask = some[rng.integers(len(some))]
     words = f"{_NUMBERS[mask.bit_count()]} {noun_phrase(description, plural=True)}"
-    return EntityPhrase(words, _TYPES.get(description.shape, "other"), tuple(members(mask)))
+    return DrawnPhrase(words, _TYPES.get(description.shape, "other"), tuple(members(mask)))
 
 
 def _chains(scene: SceneRecord[list[EntityCaption]]) -> dict[tuple[str, tuple[int, ...]], str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from e2e_vl.synthetic.flickr30k_writer import EntitiesWriter, EntityCaption, EntityPhrase
+from e2e_vl.synthetic.flickr30k_writer import DrawnPhrase, EntitiesWriter, EntityCaption
 from e2e_vl.synthetic.language import two_phrases
 from e2e_vl.synthetic.references import Reference
 from e2e_vl.synthetic.relations import SceneFacts, members
@@ -30,10 +30,10 @@ def phrases_of_reference(reference: Reference, facts: SceneFacts) -> EntityCapti
     expression, fitting = reference.expression, reference.expression.description.mask(facts)
     head, link, rest = two_phrases(expression, reference.sentence)
     if not rest:
-        return [EntityPhrase(head, _TYPE, (reference.target,))]
+        return [DrawnPhrase(head, _TYPE, (reference.target,))]
     others = fitting & ~(1 << reference.target) if expression.anchor is None else expression.anchor.mask(facts)
     return [
-        EntityPhrase(head, _TYPE, tuple(members(fitting))),
+        DrawnPhrase(head, _TYPE, tuple(members(fitting))),
         link,
-        EntityPhrase(rest, _TYPE, tuple(members(others))),
+        DrawnPhrase(rest, _TYPE, tuple(members(others))),
     ]

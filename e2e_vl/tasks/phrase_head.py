@@ -74,13 +74,13 @@ class PhraseHead(nn.Module):
         query = self.query(states.text[owner, spans.values[:, 1] - 1])
         key = self.key(states.regions)[owner]
         scores = at_least_float32(torch.einsum("pd,prd->pr", query, key)) / math.sqrt(query.shape[1])
-        allowed = candidates(regions)[owner]
+        allowed = nameable_regions(regions)[owner]
         # the lowest number while the sum is formed: a text without regions must not give NaN
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).log_softmax(dim=1)
         return scores.masked_fill(~allowed, -torch.inf)
 
 
-def candidates(regions: TextRegions) -> Bool[Tensor, "M R"]:
+def nameable_regions(regions: TextRegions) -> Bool[Tensor, "M R"]:
     """Regions that a phrase may name: candidate boxes of the text's first image."""
     return regions.attend & (regions.row >= 0) & (regions.image_slot == 0)
 
@@ -88,7 +88,7 @@ def candidates(regions: TextRegions) -> Bool[Tensor, "M R"]:
 def right_regions(regions: TextRegions, phrases: PhraseBatch) -> Bool[Tensor, "P R"]:
     """Candidates that the stated phrases name."""
     text = phrases.spans.owner
-    return overlapping(regions, text, phrases.boxes) & candidates(regions)[text]
+    return overlapping(regions, text, phrases.boxes) & nameable_regions(regions)[text]
 
 
 def overlapping(regions: TextRegions, text: Int64[Tensor, " P"], boxes: Ragged) -> Bool[Tensor, "P R"]:
