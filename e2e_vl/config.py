@@ -258,6 +258,22 @@ class EvalSettings:
 
 
 @dataclass(frozen=True)
+class PhraseSettings:
+    """The phrases of a text point at the regions that they name, beside any task and in pre-training.
+
+    A data set states them where it knows them; the encoder learns them with the task.
+    """
+
+    weight: float = 0.0  # of this loss beside the task's; 0 = there is no such head
+    tag_weight: float = 0.5  # of finding the phrases in a text, as a multiple of `weight`
+    layer: int = 2  # states after this number of layers with words and regions are read; 0 = before the first
+    size: int = 128  # width of queries and keys
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "phrases.", positive=["size"], not_negative=["weight", "tag_weight", "layer"])
+
+
+@dataclass(frozen=True)
 class RunConfig:
     output: str = MISSING  # run directory
     seed: int = 12345
@@ -265,6 +281,7 @@ class RunConfig:
     encoder: EncoderSettings = field(default_factory=EncoderSettings)
     task: TaskSettings = field(default_factory=TaskSettings)
     data: DataSettings = field(default_factory=DataSettings)
+    phrases: PhraseSettings = field(default_factory=PhraseSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
     version: int = VERSION  # a run that was saved before has none, see `saved_version`
@@ -343,18 +360,6 @@ def saved_version(path: str | Path) -> int:
         FileNotFoundError, ValueError: there is no such file, or it holds no settings.
     """
     return max(int(layer.get("version", 1)) for _, layer in _layers(Path(path), seen=[]))
-
-
-def differences(first: Any, second: Any, prefix: str = "") -> list[str]:
-    """Where two settings objects differ, as `key: one -> other` lines."""
-    if dataclasses.is_dataclass(first) and dataclasses.is_dataclass(second):
-        first, second = dataclasses.asdict(first), dataclasses.asdict(second)
-    if isinstance(first, dict) and isinstance(second, dict):
-        lines = []
-        for key in sorted({*first, *second}):
-            lines += differences(first.get(key), second.get(key), f"{prefix}.{key}" if prefix else str(key))
-        return lines
-    return [] if first == second else [f"{prefix}: {first} -> {second}"]
 
 
 def setting_names(section: type = RunConfig, prefix: str = "") -> Iterator[str]:

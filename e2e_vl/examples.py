@@ -136,6 +136,17 @@ class ImageExample:
         return dataclasses.replace(self, **emptied, box_ids=None)
 
 
+@dataclasses.dataclass(frozen=True)
+class TextPhrases:
+    """The phrases of one text, see `e2e_vl.phrases.PhraseBatch`."""
+
+    words: str  # the text as written
+    places: Int64[np.ndarray, "L 2"]  # first character of each wordpiece and the last plus one; 0, 0 at special ones
+    spans: Int64[np.ndarray, "n 2"]  # first wordpiece of each phrase and the last plus one
+    boxes: list[Float[np.ndarray, "_ 4"]]  # of each phrase; no row where it names no box or none is known
+    is_complete: bool  # all phrases of the text are listed
+
+
 @dataclasses.dataclass
 class TextExample:
     """One text, its targets, and which images of its `Example` it looks at."""
@@ -146,6 +157,7 @@ class TextExample:
     targets: Targets | None = None  # a class of the task's own
     seed: int | None = None  # from which the model draws what is random about the text
     region_of_token: Int64[np.ndarray, " L"] | None = None  # row of the candidate box a wordpiece names; -1 = none
+    phrases: TextPhrases | None = None  # None: nobody asks for them
 
 
 @dataclasses.dataclass

@@ -268,7 +268,9 @@ def cut_to_length(batch: Batch, limit: int, *, whole_image: bool) -> Batch:
     device = batch.looks_at.device
     texts, index = cut_texts(batch.texts, torch.tensor(kept, device=device))
     targets = None if batch.targets is None else batch.targets.cut(index, texts.attend)
-    return dataclasses.replace(batch, texts=texts, targets=targets, region_limit=torch.tensor(limits, device=device))
+    phrases = None if batch.phrases is None else batch.phrases.cut(index, texts.attend)
+    limits = torch.tensor(limits, device=device)
+    return dataclasses.replace(batch, texts=texts, targets=targets, phrases=phrases, region_limit=limits)
 
 
 def cut_lengths(text_length: int, region_count: int, limit: int) -> tuple[int, int]:

@@ -79,6 +79,7 @@ class TextWriter:
     max_length: int | None = None  # longest sequence in wordpieces, special ones included; None: no limit
     is_blank: bool = False  # drop all words: the control that sees no text
     training: bool = False  # random choices are made that only training makes
+    marks_phrases: bool = False  # say which wordpieces are phrases
 
     def pieces(self, text: str, *, mirrored: bool = False) -> list[int]:
         """Wordpiece ids of a text; of a mirrored image "left" and "right" change places (official VL-BERT code)."""

@@ -3,7 +3,8 @@
     images --> detector --> Regions (per image) --> gather --> TextRegions (per text) --+
        ^          |                                                                     |
        |          +--> detection losses                                      texts --> encoder --> task --> losses,
-       |                                                                                                    predictions
+       |                                                                                |                   predictions
+       |                                      if wanted, states between its layers: phrase head --> losses, phrases
        +-- pre-training only: a pass of the teacher over the whole images says what is in the regions (labels); then
            some regions are hidden in the pixels, before the detector sees them, or only their features are replaced
 
@@ -25,6 +26,7 @@ from e2e_vl.encoders.base import Encoder
 from e2e_vl.hiding import cut_to_length, hide_regions, label_regions, swap_features
 from e2e_vl.structures import Ability, Batch, ModelOutput, gather_regions
 from e2e_vl.tasks.base import Task
+from e2e_vl.tasks.phrase_head import PhraseHead
 
 
 class VisionLanguageModel(nn.Module):
@@ -34,6 +36,7 @@ class VisionLanguageModel(nn.Module):
         encoder: says with `uses_whole_image` whether the whole image is to be region 0, and with
             `whole_image_is_region` whether tasks see it among the regions.
         teacher: labels the regions that a task hides; None: the detector itself does. It is not trained.
+        phrase_head: grounds the phrases of texts beside the task; None: phrases are not asked for.
         freeze_detector: keep the detector exactly as it starts: no gradients, and no new batch statistics.
     """
 
@@ -44,6 +47,7 @@ class VisionLanguageModel(nn.Module):
         task: Task,
         *,
         teacher: Detector | None = None,
+        phrase_head: PhraseHead | None = None,
         freeze_detector: bool = False,
     ):
         super().__init__()
@@ -51,6 +55,7 @@ class VisionLanguageModel(nn.Module):
         self.encoder = encoder
         self.task = task
         self.teacher = None if teacher is None else teacher.requires_grad_(False).eval()
+        self.phrase_head = phrase_head
         self.freeze_detector = freeze_detector
         if freeze_detector:
             detector.requires_grad_(False)
@@ -76,7 +81,8 @@ class VisionLanguageModel(nn.Module):
 
         Returns:
             The task's losses and logits, the regions per image and per text, the encoder's output (with
-            `output_attentions` its attention maps too); detection losses when the batch carries detection targets.
+            `output_attentions` its attention maps too); detection losses when the batch carries detection targets; what
+            phrases point at when it carries phrases.
 
         Raises:
             ValueError: a text looks at several images, and the encoder cannot tell them apart, or has room for fewer.
@@ -102,12 +108,15 @@ class VisionLanguageModel(nn.Module):
             hidden=batch.hidden,
             limit=batch.region_limit,
         )
-        encoded = self.encoder(batch.texts, text_regions, output_attentions=output_attentions)
+        points = self.phrase_head is not None and batch.phrases is not None
+        inner = {"inner_layer": self.phrase_head.layer} if points else {}
+        encoded = self.encoder(batch.texts, text_regions, output_attentions=output_attentions, **inner)
         if self.encoder.uses_whole_image and not self.encoder.whole_image_is_region:
             text_regions = text_regions.without_whole_image()
         task = self.task(batch, text_regions, encoded)
+        phrases = self.phrase_head(batch, text_regions, encoded.inner) if points else None
         names = self.detector.class_names
-        return ModelOutput(task, regions, text_regions, encoded, batch, names)
+        return ModelOutput(task, regions, text_regions, encoded, batch, names, phrases)
 
     def check_images(self, count: int) -> None:
         """Raises ValueError unless the encoder can read texts that look at this number of images."""

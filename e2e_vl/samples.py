@@ -103,6 +103,7 @@ class SampleText:
     facts: dict[str, Any]
     truth: Any = None  # one of the records below, or one of a task's own; None where it is unknown
     looks_at: tuple[int, ...] = (0,)  # rows of `Sample.images`; empty for a text without an image
+    phrases: PhraseBoxes | None = None  # what it names in its first image, whatever the task; None: unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +166,7 @@ class PhraseBoxes:
     spans: tuple[tuple[int, int], ...]  # of each phrase the first and the last character plus one in the text's words
     # of each phrase float64 [boxes, 4], no row where the phrase names nothing in the image; None: they are unknown
     boxes: tuple[np.ndarray, ...] | None
+    is_complete: bool = False  # no phrase of the text is left out
 
 
 @dataclasses.dataclass(frozen=True)

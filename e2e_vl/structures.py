@@ -33,7 +33,8 @@ from jaxtyping import Bool, Float, Int64, Num, Shaped
 from torch import Tensor
 
 from detector.structures import DetectionTargets, ImageBatch, Loss, Movable, Regions
-from e2e_vl.targets import Targets
+from e2e_vl.phrases import PhraseBatch
+from e2e_vl.targets import Ragged, Targets
 
 
 class Ability(enum.Enum):
@@ -47,6 +48,7 @@ class Ability(enum.Enum):
     HIDDEN_FEATURES = "a feature for hidden regions whose pixels stay visible"
     NAMED_REGIONS = "words that carry the region they name"
     IMAGE_PAIRS = "a way to tell the images of one text apart"
+    INNER_STATES = "states between its layers"
 
 
 @dataclasses.dataclass
@@ -106,6 +108,7 @@ class Batch(Movable):
     hidden: HiddenRegions | None = None  # candidate boxes that are predicted without being seen
     pixel_masks: list[Float[Tensor, "_Q 4"]] | None = None  # boxes whose pixels are hidden from the detector
     region_limit: Int64[Tensor, "M I"] | None = None  # a text reads only the first candidate boxes of each image
+    phrases: PhraseBatch | None = None  # None: nobody asks for them
     # M plain dicts: ids, text, truth; none given: empty ones
     records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
@@ -154,6 +157,14 @@ class TextRegions(Movable):
 
 
 @dataclasses.dataclass
+class InnerStates:
+    """Vectors between the layers of an encoder; zero at padding."""
+
+    text: Float[Tensor, "M L E"]
+    regions: Float[Tensor, "M R E"]
+
+
+@dataclasses.dataclass
 class EncoderOutput:
     """One vector per wordpiece, one per region, one for all."""
 
@@ -165,6 +176,7 @@ class EncoderOutput:
     # zero, such as regions for words that attend to words alone.
     attentions: tuple[Float[Tensor, "M heads slots slots"], ...] | None = None
     word_table: Float[Tensor, "V E"] | None = None  # the embedding of every wordpiece; heads that name words share it
+    inner: InnerStates | None = None  # after the number of layers that was asked for
 
 
 @dataclasses.dataclass
@@ -178,6 +190,20 @@ class TaskOutput:
 
 
 @dataclasses.dataclass
+class PhraseOutput:
+    """What the phrases of M texts point at."""
+
+    spans: (
+        Ragged  # [phrases, 2]: first wordpiece of each phrase and the last plus one, stated or found; a list per text
+    )
+    log_shares: Float[
+        Tensor, "phrases R"
+    ]  # logarithm of the attention on each region of the text; -inf where none may win
+    is_right: Bool[Tensor, "stated R"]  # regions that the stated ones name, as far as the data know
+    losses: dict[str, Loss]
+
+
+@dataclasses.dataclass
 class ModelOutput:
     """Everything one forward pass produced."""
 
@@ -187,11 +213,17 @@ class ModelOutput:
     encoded: EncoderOutput
     batch: Batch  # as the model saw it, with what was hidden and labelled on the way
     class_names: tuple[str, ...] | None = None  # of the detector's classes; None: unknown
+    phrases: PhraseOutput | None = None  # None: phrases are not asked for
 
     @property
     def losses(self) -> dict[str, Loss]:
-        """Task losses and detection losses together, unweighted."""
-        return {**self.task.losses, **self.regions.losses}
+        """Losses of the task, of phrases and of the detector together, unweighted."""
+        return {**self.task_losses, **self.regions.losses}
+
+    @property
+    def task_losses(self) -> dict[str, Loss]:
+        """Losses of the task and of phrases, unweighted."""
+        return {**self.task.losses, **({} if self.phrases is None else self.phrases.losses)}
 
 
 def class_names_of(output: ModelOutput) -> list[list[str]]:

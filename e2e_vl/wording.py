@@ -11,6 +11,7 @@ import numpy as np
 
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import LaidText, TextWriter
+from e2e_vl.phrases import phrases_of
 from e2e_vl.samples import Sample, SampleText
 
 Draw = Callable[[int], np.random.Generator]  # text index -> its random generator in this epoch
@@ -25,7 +26,10 @@ class Wording(abc.ABC):
     def __call__(self, sample: Sample, images: Sequence[ImageExample], draw: Draw) -> Iterable[TextExample]:
         """All texts of the sample, in order; the loaded images say where boxes are now, and which are candidates."""
         for text in sample.texts:
-            yield from self.word(text, sample, images, draw)
+            for example in self.word(text, sample, images, draw):
+                if self.writer.marks_phrases:
+                    example.phrases = phrases_of(text, example, images, self.writer)
+                yield example
 
     @abc.abstractmethod
     def word(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from e2e_vl.structures import TextRegions
 
@@ -24,3 +24,10 @@ def regions_of_own_images(
         is_hidden=torch.zeros_like(attend),
         classes=torch.full_like(image_slot, -1),
     )
+
+
+def learn_geometry(encoder: nn.Module) -> None:
+    """Give an encoder's relative geometry, which starts at zero, random weights."""
+    for layer in encoder.relative_geometry.output:
+        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.bias)

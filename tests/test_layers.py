@@ -48,6 +48,7 @@ BASE = (
         "detector_yaml",
         "drawing",
         "examples",
+        "phrases",
         "hiding",
         "layout",
         "metric_names",

@@ -263,8 +263,8 @@ def test_more_images_than_there_is_room_for_are_refused_before_anything_runs(tin
 
 
 @pytest.mark.parametrize("in_sequence", [True, False])
-@pytest.mark.parametrize("pairwise", [True, False])
-def test_swapped_images_give_other_scores(tiny_config, in_sequence, pairwise):
+@pytest.mark.parametrize("relative", [True, False])
+def test_swapped_images_give_other_scores(tiny_config, in_sequence, relative):
     built = build(
         tiny_config(
             *NO_DROPOUT,
@@ -273,7 +273,7 @@ def test_swapped_images_give_other_scores(tiny_config, in_sequence, pairwise):
             "encoder.config.uses_whole_image=true",
             "encoder.config.image_feature_on_words=true",
             f"encoder.config.whole_image_in_sequence={in_sequence}",
-            f"encoder.config.pairwise_geometry={pairwise}",
+            f"encoder.config.relative_geometry={relative}",
         )
     )
     batch = look_at_both(built.first_texts(images=2, texts=1))

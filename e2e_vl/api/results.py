@@ -16,6 +16,7 @@ from detector.images import ResizeRule, decode_resized, load_resized, resize_box
 from e2e_vl.api.inputs import ImageFile, stamp_of
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.samples import EncodedImage
+from e2e_vl.tasks.base import CLEARLY_NAMED
 
 SHOWN_SIZE = ResizeRule(600, 1000)  # of pictures; large photos are shrunk
 MOST_ATTENDED = 5  # regions in a picture
@@ -36,6 +37,16 @@ class Picture:
         return stream.getvalue()
 
 
+@dataclasses.dataclass(frozen=True)
+class GroundedPhrase:
+    """What one phrase of a text names, for a run with `phrases.weight`."""
+
+    text: str
+    characters: tuple[int, int]  # of the text: the first one and the last plus one
+    box: list[float] | None  # xyxy in pixels of the original (first) image; None: there is no region
+    score: float  # share of its attention on that box: low where several objects fit
+
+
 @dataclasses.dataclass(frozen=True, eq=False)  # arrays have no single truth value, so == would fail
 class Answer(Picture):
     """The answer to one text. All boxes are xyxy in pixels of the original image."""
@@ -52,6 +63,7 @@ class Answer(Picture):
     attention: np.ndarray | None  # float32 [R], how much the answer looks at each; None: the task points at a box
     unknown_words: tuple[str, ...]  # of the text, the choices and the given answer: the vocabulary lacks them
     pointed: list[tuple[str, list[float]]]  # labels and boxes that the answer points at; empty for most tasks
+    phrases: list[GroundedPhrase]  # of the text; empty for a run that does not ground phrases
     record: dict[str, Any]  # the whole prediction, JSON-able
     images: tuple[ImageFile, ...] = dataclasses.field(repr=False)
     # size and time of change of each file when it was read, so that no picture shows another photo; None: in memory
@@ -59,6 +71,8 @@ class Answer(Picture):
 
     def draw(self, image: int = 0) -> Image.Image:
         """The boxes that the answer points at, or the regions that it looks at much more than at the others.
+
+        In other colours the boxes of phrases that name one region clearly.
 
         Args:
             image: number of the image, for a text about several images.
@@ -69,21 +83,30 @@ class Answer(Picture):
         file, stamp = self.images[image], self.stamps[image]
         rows = np.flatnonzero(self.box_images == image)
         title = self.text if self.pointed else f"{self.text} -> {self.answer}" if self.answer else self.text
+        named = self._named() if image == 0 else []
         if self.pointed:
-            labels, boxes = zip(*self.pointed, strict=True)
+            labels, boxes = zip(*self.pointed, *named, strict=True)
             return _picture(file, stamp, boxes, list(labels), title)
         hidden = self.record.get("hidden", [])
         covered = [one["box"] for one in hidden]  # the first of the candidates
         labels = [f"hidden: {one['classes'][0][0]} {one['classes'][0][1]:.2f}" for one in hidden]
         seen = [row for row in self._attended() if row >= len(hidden) and row in rows]
         labels += [f"{self.box_names[row]} attention {self.attention[row]:.2f}".strip() for row in seen]
-        return _picture(file, stamp, [*covered, *self.boxes[seen]], labels, title, covered)
+        labels += [label for label, _ in named]
+        boxes = [*covered, *self.boxes[seen], *(box for _, box in named)]
+        return _picture(file, stamp, boxes, labels, title, covered)
 
     def draw_candidates(self, image: int = 0) -> Image.Image:
         """All candidate boxes of one image with their numbers, and their names where they have some."""
         rows = np.flatnonzero(self.box_images == image)
         labels = [f"{row} {self.box_names[row]}".strip() for row in rows]
         return _picture(self.images[image], self.stamps[image], self.boxes[rows], labels, None)
+
+    def _named(self) -> list[tuple[str, list[float]]]:
+        """Labels and boxes of the phrases that name one region clearly, unless the answer points at it anyway."""
+        shown = [box for _, box in self.pointed]
+        clear = [one for one in self.phrases if one.box is not None and one.score >= CLEARLY_NAMED]
+        return [(f"{one.text} {one.score:.2f}", one.box) for one in clear if not any(_same(one.box, s) for s in shown)]
 
     def _attended(self) -> np.ndarray:
         """Rows of the regions that the answer looks at most, if it looks at them more than at others."""
@@ -138,6 +161,10 @@ def _picture(
     for x1, y1, x2, y2 in _moved(covered, size, pixels).astype(int):
         pixels[y1 : y2 + 1, x1 : x2 + 1] = GREY
     return Image.fromarray(draw_boxes(pixels, _moved(boxes, size, pixels), labels, title=title))
+
+
+def _same(one: Any, other: Any) -> bool:
+    return np.allclose(one, other, atol=0.5)
 
 
 def _moved(boxes: Any, size: tuple[int, int], pixels: np.ndarray) -> np.ndarray:

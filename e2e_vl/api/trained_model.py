@@ -29,7 +29,7 @@ from e2e_vl.api.inputs import (
     image_file,
     stamp_of,
 )
-from e2e_vl.api.results import Answer, FoundRegions
+from e2e_vl.api.results import Answer, FoundRegions, GroundedPhrase
 from e2e_vl.api.sharing import CARD, make_card, without_paths
 from e2e_vl.api.trained_detector import TrainedDetector
 from e2e_vl.config import RunConfig
@@ -282,6 +282,10 @@ class TrainedModel(
             attention=reply.attention,
             unknown_words=tuple(dict.fromkeys(word for text in texts for word in unknown_words(text, self.tokenizer))),
             pointed=reply.task.pointed(reply.record),
+            phrases=[
+                GroundedPhrase(one["text"], tuple(one["characters"]), one["box"], one["score"])
+                for one in reply.record.get("grounded", ())
+            ],
             record=reply.record,
             images=question.images,
             stamps=stamps,

@@ -32,6 +32,7 @@ class Wants:
     boxes: BoxSource = BoxSource.GT  # source of the candidate boxes
     objects: bool = False  # annotated objects are needed as targets of the detection losses
     training: bool = False  # the truth is needed, and parts that only training reads
+    phrases: bool = False  # what the phrases of texts name is needed, beside what the task asks
 
     @property
     def annotations(self) -> bool:

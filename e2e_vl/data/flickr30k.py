@@ -174,7 +174,11 @@ class Flickr30KDataset(VLDataset):
             "gt_boxes": [own.tolist() for own in boxes],
         }
         truth = PhraseBoxes(tuple(phrase.span for phrase in caption.phrases), tuple(boxes))
-        return SampleText(index, words, facts, truth)
+        everything = caption.sentence.phrases  # boxes_of is empty for a phrase without any
+        annotated = [self._moved(self.annotations[image_id].boxes_of(phrase.chain)) for phrase in everything]
+        spans = tuple(phrase.span for phrase in everything)
+        phrases = PhraseBoxes(spans, tuple(annotated), is_complete=True)
+        return SampleText(index, words, facts, truth, phrases=phrases)
 
     def _moved(self, boxes: np.ndarray) -> np.ndarray:
         return boxes - 1 if self.settings.coordinates == "zero_based" else boxes

@@ -1,14 +1,25 @@
-"""RefCOCO, RefCOCO+ and RefCOCOg: expressions that refer to one annotated object of an image."""
+"""RefCOCO, RefCOCO+ and RefCOCOg: expressions that refer to one annotated object of an image.
+
+Files (`data.files`, relative to `data.root`)
+    images        folder of the image files that the instances name
+    instances     COCO instances with all annotations of the images
+    refs          REFER file of the expressions
+    phrases       optional: folder of the noun phrases of the expressions, <image id>.txt as in Flickr30K Entities
+    phrase_boxes  with it: folder of their boxes, <image id>.xml, pixels counted from 1
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants, group_texts
+from e2e_vl.data.formats.flickr_entities import read_annotation, read_sentences
 from e2e_vl.data.formats.refer import ReferFiles
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
-from e2e_vl.samples import ReferredBox, Sample, SampleText
+from e2e_vl.samples import PhraseBoxes, ReferredBox, Sample, SampleText
 
 
 class RefCOCODataset(VLDataset):
@@ -19,6 +30,7 @@ class RefCOCODataset(VLDataset):
         instances_file: COCO instances file with all annotations of the images.
         refs_file: REFER file.
         split: name of a split, by the rules of `refer.split_contains`.
+        phrases: of all expressions; None: each expression is one phrase.
         errors: what becomes of an error about one record.
 
     Attributes:
@@ -28,7 +40,7 @@ class RefCOCODataset(VLDataset):
         FileNotFoundError, ValueError: see the readers; or a split without expressions.
     """
 
-    known_files = ("images", "instances", "refs", "detections", "features")
+    known_files = ("images", "instances", "refs", "phrases", "phrase_boxes", "detections", "features")
 
     def __init__(
         self,
@@ -36,6 +48,7 @@ class RefCOCODataset(VLDataset):
         instances_file: str | Path,
         refs_file: str | Path,
         split: str,
+        phrases: NounPhrases | None = None,
         errors: RecordErrors = RAISE,
     ) -> None:
         self.images_root = Path(images_root).expanduser()
@@ -43,17 +56,22 @@ class RefCOCODataset(VLDataset):
         self.instances = self.refer.instances
         self.expressions = self.refer.in_split(split)
         self.groups = group_texts(expression.image_id for expression in self.expressions)
+        self.phrases = phrases
         self.parts = [{"split": split}]
         self.class_names = self.instances.class_names
 
     @classmethod
     def open(cls, files: DataFiles, options: NoOptions, split: str, wants: Wants) -> RefCOCODataset:
-        """`data.files` holds `images`, `instances` and `refs`."""
-        return cls(files.path("images"), files.path("instances"), files.path("refs"), split, files.errors)
+        """The top of this file says which files there are."""
+        phrases = None
+        if "phrases" in files and wants.phrases:
+            phrases = NounPhrases(files.path("phrases"), files.path("phrase_boxes"))
+        return cls(files.path("images"), files.path("instances"), files.path("refs"), split, phrases, files.errors)
 
     @classmethod
     def reads(cls, options: NoOptions, split: str, wants: Wants) -> tuple[str, ...]:
-        return ("instances", *super().reads(options, split, wants))
+        keys = ("instances", *super().reads(options, split, wants))
+        return keys if wants.phrases else tuple(key for key in keys if not key.startswith("phrase"))
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
@@ -89,4 +107,33 @@ class RefCOCODataset(VLDataset):
         }
         if expression.family is not None:
             facts["family"] = expression.family
-        return SampleText(index, expression.sentence, facts, ReferredBox(annotation.box))
+        if self.phrases is None:
+            phrases = PhraseBoxes(((0, len(expression.sentence)),), (np.array([annotation.box]),))
+        else:
+            phrases = self.phrases.of(expression.image_id, expression.sentence)
+        return SampleText(index, expression.sentence, facts, ReferredBox(annotation.box), phrases=phrases)
+
+
+class NounPhrases:
+    """The noun phrases of expressions, from files as in Flickr30K Entities; those of an image are read when needed."""
+
+    def __init__(self, sentences: Path, annotations: Path) -> None:
+        self.sentences, self.annotations = sentences, annotations
+        for folder in (sentences, annotations):
+            if not folder.is_dir():
+                raise FileNotFoundError(f"{folder}: no such folder; data.files.phrases and phrase_boxes name two.")
+
+    def of(self, image_id: int, words: str) -> PhraseBoxes:
+        """All phrases of an expression about an image.
+
+        Raises:
+            FileNotFoundError, ValueError: a file of the image is missing or malformed, or lacks the expression.
+        """
+        file = self.sentences / f"{image_id}.txt"
+        found = next((one for one in read_sentences(file) if one.words == words), None)
+        if found is None:
+            raise ValueError(f"{file}: no line has the expression '{words}'; give the phrases of the same expressions.")
+        annotated = read_annotation(self.annotations / f"{image_id}.xml")
+        # pixels are counted from 1 and the last one is included
+        boxes = [annotated.boxes_of(phrase.chain) - (1, 1, 0, 0) for phrase in found.phrases]
+        return PhraseBoxes(tuple(phrase.span for phrase in found.phrases), tuple(boxes), is_complete=True)

@@ -68,10 +68,22 @@ class Encoder(PreTrainedModel):
             names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
             getattr(self, next(name for name in names if hasattr(self, name)))({"use_reentrant": False})
 
-    def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
+    @property
+    def num_joint_layers(self) -> int:
+        """Layers in which words and regions read each other."""
+        return self.config.num_hidden_layers
+
+    def forward(
+        self,
+        texts: TextBatch,
+        regions: TextRegions,
+        output_attentions: bool = False,
+        inner_layer: int | None = None,
+    ) -> EncoderOutput:
         """Encode M texts together with the regions they look at; vectors are zero at padding.
 
-        With `output_attentions` the output has the attention maps too.
+        With `output_attentions` the output has the attention maps too, and with `inner_layer` the states after so many
+        of the `num_joint_layers` (0: before the first).
         """
         raise NotImplementedError
 

@@ -8,7 +8,8 @@ Shape legend
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -37,24 +38,38 @@ class BertLayerWithMaps(GradientCheckpointingLayer):
         return self.output(self.intermediate(hidden), hidden), probabilities
 
 
+class LayersRun(NamedTuple):
+    """What comes out of layers that run one after the other."""
+
+    output: Float[Tensor, "M Z E"]
+    attentions: list[Float[Tensor, "M heads Z Z"]]  # a map per layer if asked for, otherwise none
+    inner: Float[Tensor, "M Z E"]  # the states after the number of layers that was asked for, or else the output
+
+
 def run_layers(
-    layers: Iterable[BertLayerWithMaps],
+    layers: Sequence[BertLayerWithMaps],
     hidden: Float[Tensor, "M Z E"],
     attend: Bool[Tensor, "M Z"],
     output_attentions: bool = False,
-) -> tuple[Float[Tensor, "M Z E"], list[Float[Tensor, "M heads Z Z"]]]:
+    biases: Sequence[Float[Tensor, "M heads Z Z"]] = (),
+    inner: int | None = None,
+) -> LayersRun:
     """One layer after the other, each of which attends to the real positions alone.
 
-    Returns:
-        The output, and the attention map of each layer if asked for, otherwise none.
+    Args:
+        biases: added to the attention logits, one per layer; or none.
+        inner: number of layers after which the states are wanted too; 0: the input.
     """
     mask = additive_mask(attend, hidden.dtype)
-    attentions = []
-    for layer in layers:
-        hidden, attention = layer(hidden, mask, output_attentions)
+    attentions, kept = [], None
+    for number, layer in enumerate(layers):
+        if number == inner:
+            kept = hidden
+        layer_mask = mask + biases[number].to(mask.dtype) if biases else mask
+        hidden, attention = layer(hidden, layer_mask, output_attentions)
         if output_attentions:
             attentions.append(attention)
-    return hidden, attentions
+    return LayersRun(hidden, attentions, hidden if kept is None else kept)
 
 
 def additive_mask(attend: Bool[Tensor, "M Z"], dtype: torch.dtype) -> Float[Tensor, "M 1 1 Z"]:

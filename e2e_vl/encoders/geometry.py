@@ -1,8 +1,9 @@
-"""Where a region lies, as a vector: sines and cosines of box coordinates.
+"""Where a region lies: sines and cosines of its coordinates as a vector, and its place relative to other regions.
 
 Shape legend
     M  texts in the batch
     R  regions (candidate boxes) of one image; where padded: of the text or image with the most
+    Z  positions of the longest packed sequence
 
 Boxes are xyxy in pixels of the resized image; image sizes are (height, width) of that image without padding.
 """
@@ -13,9 +14,10 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Num
+from jaxtyping import Bool, Float, Num
 from torch import Tensor, nn
 
+from e2e_vl.encoders.sequence import SequenceLayout
 from e2e_vl.structures import TextRegions
 
 GeometryKind = Literal["centre_size", "corners"]
@@ -56,49 +58,88 @@ def geometry_embedding(
     return sinusoids(relative, dim // 8).flatten(-2)
 
 
-def relative_geometry(boxes: Float[Tensor, "M R 4"]) -> Float[Tensor, "M R R 4"]:
-    """How every region n lies relative to every region m (Relation Networks, below equation 5).
+RELATIVE_NUMBERS = 10  # width of `relative_geometry`
+
+
+def relative_geometry(
+    boxes: Float[Tensor, "*shape R 4"], image_sizes: Num[Tensor, "*shape R 2"]
+) -> Float[Tensor, "*shape R R 10"]:
+    """How every region m lies relative to every region n of the same image.
 
     Returns:
-        Entry [n, m] is log(|x_m - x_n| / w_m), log(|y_m - y_n| / h_m), log(w_n / w_m),
-        log(h_n / h_m) of the centres and sizes; distances below 1/1000 of the size, and sizes below one pixel, count
-        as that much.
+        Entry [n, m] holds, with lengths along x as shares of the image's width and along y of its height: the way from
+        the centre of n to the centre of m in x and y, the absolute values of both, the gap between the boxes in x and y
+        (negative where they overlap), log of m's width and height over n's (sides below 1/1000 count as that much), the
+        Euclidean norm of the way, and the Euclidean norm of the gaps (a negative one counts as 0).
     """
-    low, high = boxes[..., :2], boxes[..., 2:]
-    centres, sizes = (low + high) / 2, (high - low).clamp(min=1.0)
-    distance = (centres[:, :, None] - centres[:, None]).abs() / sizes[:, None]
-    ratio = sizes[:, :, None] / sizes[:, None]
-    return torch.cat([distance.clamp(min=1e-3).log(), ratio.log()], dim=-1)
+    height, width = image_sizes.to(boxes.dtype).unbind(-1)
+    low, high = (boxes / torch.stack([width, height, width, height], dim=-1)).split(2, dim=-1)
+    centres, sides = (low + high) / 2, (high - low).clamp(min=1e-3).log()
+    way = centres[..., None, :, :] - centres[..., :, None, :]
+    gap = torch.maximum(low[..., None, :, :] - high[..., :, None, :], low[..., :, None, :] - high[..., None, :, :])
+    ratio = sides[..., None, :, :] - sides[..., :, None, :]
+    # added: the derivative of a norm at 0 is not a number
+    norms = [(values.square().sum(dim=-1, keepdim=True) + 1e-12).sqrt() for values in (way, gap.clamp(min=0))]
+    return torch.cat([way, way.abs(), gap, ratio, *norms], dim=-1)
 
 
-class PairwiseGeometryBias(nn.Module):
-    """A learned number for each pair of regions of one image, added to their attention logits.
+class _GeometryHidden(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.in_features**-0.5)
+        nn.init.zeros_(self.bias)
 
-    Relation Networks (Hu et al., CVPR 2018) multiply the exponential of the attention logit with a geometric weight
-    w_G = max(0, W_G E(f_m, f_n)) (equations 3 and 5). Here `W_G E` is the *logarithm* of that weight, so that it is
-    always positive and never stops learning; it starts at 0, which is plain attention.
 
-    Args:
-        num_layers: attention layers, each with its own weights.
-        num_heads: heads of a layer, each with its own weights.
-        dim: width of E, a multiple of 8; the paper takes 64.
-    """
-
-    def __init__(self, num_layers: int, num_heads: int, dim: int = 64):
-        super().__init__()
-        self.num_layers = num_layers
-        self.dim = dim
-        self.weight = nn.Parameter(torch.empty(num_layers * num_heads, dim))
-        self.reset_parameters()
-
+class _GeometryOutput(nn.Linear):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
 
-    def forward(self, regions: TextRegions) -> Float[Tensor, "layers M heads R R"]:
-        """Args: regions of M texts. Returns: rows are queries, columns keys; 0 where there is no pair."""
-        embedded = sinusoids(relative_geometry(regions.boxes), self.dim // 8).flatten(-2)
-        bias = F.linear(embedded.to(self.weight.dtype), self.weight)  # [M, R, R, layers * heads]
-        same_image = regions.image_slot[:, :, None] == regions.image_slot[:, None]
-        is_pair = same_image & regions.attend[:, :, None] & regions.attend[:, None]
-        bias = (bias * is_pair[..., None]).permute(3, 0, 1, 2)
-        return bias.unflatten(0, (self.num_layers, -1)).transpose(1, 2)
+
+GEOMETRY_LAYERS = (_GeometryHidden, _GeometryOutput)  # do not start as the other Linears of an encoder
+
+
+class RelativeGeometryBias(nn.Module):
+    """A learned number per layer and head for each pair of regions of one image, added to their attention logits.
+
+    Each layer has a small network of its own: Linear, GELU, Linear over `relative_geometry`. Relation Networks (Hu et
+    al., CVPR 2018, equations 3 to 5) multiply the exponential of the attention logit with a weight from a linear map of
+    sinusoids, which can express neither a direction nor a distance; here the *logarithm* of such a weight is learned.
+    It starts at 0, which is plain attention, so a checkpoint without it starts as it was.
+
+    Args:
+        num_layers: attention layers over regions.
+        num_heads: heads of a layer.
+        width: of the hidden layer.
+    """
+
+    def __init__(self, num_layers: int, num_heads: int, width: int = 64):
+        super().__init__()
+        self.hidden = nn.ModuleList(_GeometryHidden(RELATIVE_NUMBERS, width) for _ in range(num_layers))
+        self.output = nn.ModuleList(_GeometryOutput(width, num_heads) for _ in range(num_layers))
+
+    def forward(
+        self, boxes: Float[Tensor, "M R 4"], image_sizes: Num[Tensor, "M R 2"], is_pair: Bool[Tensor, "M R R"]
+    ) -> list[Float[Tensor, "M heads R R"]]:
+        """Regions of M texts -> a bias per layer: rows are queries, columns keys; 0 where there is no pair."""
+        numbers = relative_geometry(boxes, image_sizes).to(self.hidden[0].weight.dtype)
+        return [
+            (output(F.gelu(hidden(numbers))) * is_pair[..., None]).permute(0, 3, 1, 2)
+            for hidden, output in zip(self.hidden, self.output, strict=True)
+        ]
+
+
+def packed_biases(
+    bias: RelativeGeometryBias, regions: TextRegions, layout: SequenceLayout
+) -> list[Float[Tensor, "M heads Z Z"]]:
+    """The biases of a sequence of words and regions (and perhaps an end), zero but between regions."""
+    count = regions.attend.shape[1]
+    ends = int(layout.has_end)
+    words = layout.is_real.shape[1] - count - ends
+    found = bias(regions.boxes, regions.image_sizes, pairs_of_one_image(regions))
+    return [layout.pack_pairs(F.pad(one, (words, ends, words, ends))) for one in found]
+
+
+def pairs_of_one_image(regions: TextRegions) -> Bool[Tensor, "M R R"]:
+    """True for two regions that come from the same image of a text."""
+    same_image = regions.image_slot[:, :, None] == regions.image_slot[:, None]
+    return same_image & regions.attend[:, :, None] & regions.attend[:, None]

@@ -19,9 +19,10 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.bert.modeling_bert import BertPooler
 
 from e2e_vl.encoders.base import Encoder
+from e2e_vl.encoders.geometry import GEOMETRY_LAYERS, RelativeGeometryBias
 from e2e_vl.encoders.image_passes import AttentionMaps, ImagePasses
 from e2e_vl.encoders.lxmert_layers import LayerStacks, TextEmbeddings
-from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
+from e2e_vl.structures import Ability, EncoderOutput, InnerStates, TextBatch, TextRegions
 
 CHOICES = {"cross_attention": ("shared", "separate"), "pooled": ("tanh", "state")}
 
@@ -61,6 +62,10 @@ class LxmertEncoderConfig(PreTrainedConfig):
     # most images that one text looks at. Each is read in a pass of its own, and the summaries of the passes stand side
     # by side.
     image_slots: int = 1
+    # a learned bias among regions from where they lie relative to each other, see `RelativeGeometryBias`; official
+    # checkpoints do not have it
+    relative_geometry: bool = False
+    relative_geometry_size: int = 64  # width of the hidden layer of that bias
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -95,7 +100,13 @@ class LxmertEncoder(Encoder):
     _supports_sdpa = True
     _no_split_modules = ("SelfAttentionLayer", "CrossModalityLayer")
     abilities = frozenset(
-        {Ability.SUMMARY_OF_SINGLE, Ability.SUMMARY_OF_QUESTION, Ability.SUMMARY_OF_PAIR, Ability.WORD_TABLE}
+        {
+            Ability.SUMMARY_OF_SINGLE,
+            Ability.SUMMARY_OF_QUESTION,
+            Ability.SUMMARY_OF_PAIR,
+            Ability.WORD_TABLE,
+            Ability.INNER_STATES,
+        }
     )
 
     def __init__(self, config: LxmertEncoderConfig):
@@ -103,12 +114,21 @@ class LxmertEncoder(Encoder):
         self.embeddings = TextEmbeddings(config)
         self.encoder = LayerStacks(config)
         self.pooler = BertPooler(config) if config.pooled == "tanh" else None
+        self.relative_geometry = None
+        if config.relative_geometry:
+            layers, heads = config.r_layers + config.x_layers, config.num_attention_heads
+            self.relative_geometry = RelativeGeometryBias(layers, heads, config.relative_geometry_size)
         self.post_init()
 
     @property
     def summary_size(self) -> int:
         """X; a vector for each image that a text may look at."""
         return self.config.hidden_size * self.config.image_slots
+
+    @property
+    def num_joint_layers(self) -> int:
+        """See `Encoder`; those with cross attention."""
+        return self.config.x_layers
 
     def lacks(self, ability: Ability) -> str | None:
         """See `Encoder.lacks`."""
@@ -130,7 +150,13 @@ class LxmertEncoder(Encoder):
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.embeddings.word_embeddings = value
 
-    def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
+    def forward(
+        self,
+        texts: TextBatch,
+        regions: TextRegions,
+        output_attentions: bool = False,
+        inner_layer: int | None = None,
+    ) -> EncoderOutput:
         """See `Encoder.forward`, and above.
 
         Raises:
@@ -139,16 +165,27 @@ class LxmertEncoder(Encoder):
         passes = ImagePasses.of(regions, self.config.image_slots)
         maps = AttentionMaps(texts, passes) if output_attentions else None
         words = self.encode_words(texts, passes, maps)
-        objects = self.encode_regions(regions, passes, maps)
-        words, objects = self.encode_together(words, objects, texts, passes, maps)
+        biases = self.biases(regions, passes)
+        objects = self.encode_regions(regions, passes, maps, biases)
+        words, objects, between = self.encode_together(words, objects, texts, passes, maps, biases, inner_layer)
         pooled = words[:, 0] if self.pooler is None else self.pooler(words)
+        states = self.of_texts(words, objects, texts, passes)
         return EncoderOutput(
-            text=self.mean_of_images(words, passes) * texts.attend[..., None],
-            regions=passes.join(objects),
+            text=states.text,
+            regions=states.regions,
             summary=pooled.unflatten(0, (len(texts), -1)).flatten(1),
             attentions=tuple(maps.found) if output_attentions else None,
             word_table=self.get_input_embeddings().weight,
+            inner=None if inner_layer is None else self.of_texts(*between, texts, passes),
         )
+
+    def biases(self, regions: TextRegions, passes: ImagePasses) -> list[Float[Tensor, "passes heads own own"] | None]:
+        """What is added to the attention logits among regions: for each layer over regions, then for each of both."""
+        if self.relative_geometry is None:
+            return [None] * (self.config.r_layers + self.config.x_layers)
+        attend = passes.attend.flatten(0, 1)
+        is_pair = attend[:, :, None] & attend[:, None]
+        return self.relative_geometry(passes.split(regions.boxes), passes.split(regions.image_sizes), is_pair)
 
     def encode_words(
         self, texts: TextBatch, passes: ImagePasses, maps: AttentionMaps | None = None
@@ -162,19 +199,21 @@ class LxmertEncoder(Encoder):
         return words
 
     def encode_regions(
-        self, regions: TextRegions, passes: ImagePasses, maps: AttentionMaps | None = None
+        self,
+        regions: TextRegions,
+        passes: ImagePasses,
+        maps: AttentionMaps | None,
+        biases: list[Float[Tensor, "passes heads own own"] | None],
     ) -> Float[Tensor, "passes own E"]:
         """Through the layers over regions, image by image."""
         features = regions.features
         if self.config.hidden_region_feature:
             features = features.masked_fill(regions.is_hidden[..., None], 0.0)
         shares = regions.boxes / regions.image_sizes.flip(-1).repeat(1, 1, 2)  # x by the width, y by the height
-        objects, attend = (
-            self.encoder.visn_fc(passes.split(features), passes.split(shares)),
-            passes.attend.flatten(0, 1),
-        )
-        for layer in self.encoder.r_layers:
-            objects, found = layer(objects, attend, maps is not None)
+        objects = self.encoder.visn_fc(passes.split(features), passes.split(shares))
+        attend = passes.attend.flatten(0, 1)
+        for layer, bias in zip(self.encoder.r_layers, biases[: self.config.r_layers], strict=True):
+            objects, found = layer(objects, attend, maps is not None, bias)
             if maps is not None:
                 maps.add_regions(found)
         return objects
@@ -185,15 +224,38 @@ class LxmertEncoder(Encoder):
         objects: Float[Tensor, "passes own E"],
         texts: TextBatch,
         passes: ImagePasses,
-        maps: AttentionMaps | None = None,
-    ) -> tuple[Float[Tensor, "passes L E"], Float[Tensor, "passes own E"]]:
-        """Through the layers with cross attention; from here on each image of a text has words of its own."""
+        maps: AttentionMaps | None,
+        biases: list[Float[Tensor, "passes heads own own"] | None],
+        inner_layer: int | None,
+    ) -> tuple[
+        Float[Tensor, "passes L E"],
+        Float[Tensor, "passes own E"],
+        tuple[Float[Tensor, "passes L E"], Float[Tensor, "passes own E"]],
+    ]:
+        """Through the layers with cross attention; from here on each image of a text has words of its own.
+
+        Returns:
+            Words, regions, and both after `inner_layer` of these layers (None: after all).
+        """
         words, text_attend, attend = passes.repeat(words), passes.repeat(texts.attend), passes.attend.flatten(0, 1)
-        for layer in self.encoder.x_layers:
-            words, objects, found = layer(words, objects, text_attend, attend, maps is not None)
+        between = None
+        for number, (layer, bias) in enumerate(zip(self.encoder.x_layers, biases[self.config.r_layers :], strict=True)):
+            if number == inner_layer:
+                between = words, objects
+            words, objects, found = layer(words, objects, text_attend, attend, maps is not None, bias)
             if maps is not None:
                 maps.add_cross(*found)
-        return words, objects
+        return words, objects, between or (words, objects)
+
+    def of_texts(
+        self,
+        words: Float[Tensor, "passes L E"],
+        objects: Float[Tensor, "passes own E"],
+        texts: TextBatch,
+        passes: ImagePasses,
+    ) -> InnerStates:
+        """Words and regions of passes -> of texts, zero at padding."""
+        return InnerStates(self.mean_of_images(words, passes) * texts.attend[..., None], passes.join(objects))
 
     def mean_of_images(self, words: Float[Tensor, "passes L E"], passes: ImagePasses) -> Float[Tensor, "M L E"]:
         """The mean over the passes with an image, or over all where a text has none."""
@@ -208,5 +270,7 @@ class LxmertEncoder(Encoder):
         """As in transformers, but padding rows of tables start as the others do (official code)."""
         if isinstance(module, nn.Embedding):
             init.normal_(module.weight, std=self.config.initializer_range)
+        elif isinstance(module, GEOMETRY_LAYERS):
+            module.reset_parameters()
         else:
             super()._init_weights(module)

@@ -89,8 +89,9 @@ class MultiHeadAttention(nn.Module):
         context: Float[Tensor, "M keys E"],
         attend: Bool[Tensor, "M keys"],
         output_attentions: bool = False,
+        bias: Float[Tensor, "M heads queries keys"] | None = None,
     ) -> tuple[Float[Tensor, "M queries E"], Map | None]:
-        """What the states read from the context, and the map if asked for.
+        """What the states read from the context, and the map if asked for; the bias is added to the logits.
 
         Where there is nothing to read, such as the regions of a text without an image, it is zero, and so is the map.
         (The official code would average over the padding, whose masked scores are all alike.)
@@ -100,15 +101,18 @@ class MultiHeadAttention(nn.Module):
         key, value = (module(context).unflatten(-1, split).transpose(1, 2) for module in (self.key, self.value))
         has_key = attend.any(dim=1)[:, None, None, None]
         mask = attend[:, None, None, :] | ~has_key
+        if bias is not None:
+            bias = bias.to(query.dtype).masked_fill(~mask, -torch.inf)
         read = F.scaled_dot_product_attention(
             *(query, key, value),
-            attn_mask=mask.expand(-1, 1, query.shape[2], -1),
+            attn_mask=mask.expand(-1, 1, query.shape[2], -1) if bias is None else bias,
             dropout_p=self.dropout if self.training else 0.0,
         )
         read = (read * has_key).transpose(1, 2).flatten(2)
         if not output_attentions:
             return read, None
         scores = query @ key.transpose(2, 3) * self.head_size**-0.5
+        scores = scores if bias is None else scores + bias
         return read, scores.masked_fill(~mask, -torch.inf).softmax(dim=-1) * has_key
 
 
@@ -127,9 +131,10 @@ class AttentionStep(nn.Module):
         context: Float[Tensor, "M keys E"],
         attend: Bool[Tensor, "M keys"],
         output_attentions: bool = False,
+        bias: Float[Tensor, "M heads queries keys"] | None = None,
     ) -> tuple[Float[Tensor, "M queries E"], Map | None]:
         """See `MultiHeadAttention.forward`."""
-        read, found = self.get_submodule(self.inner)(states, context, attend, output_attentions)
+        read, found = self.get_submodule(self.inner)(states, context, attend, output_attentions, bias)
         return self.output(read, states), found
 
 
@@ -143,10 +148,14 @@ class SelfAttentionLayer(GradientCheckpointingLayer):
         self.output = BertOutput(config)
 
     def forward(
-        self, states: Float[Tensor, "M length E"], attend: Bool[Tensor, "M length"], output_attentions: bool = False
+        self,
+        states: Float[Tensor, "M length E"],
+        attend: Bool[Tensor, "M length"],
+        output_attentions: bool = False,
+        bias: Float[Tensor, "M heads length length"] | None = None,
     ) -> tuple[Float[Tensor, "M length E"], Map | None]:
-        """States -> states, and the map if asked for."""
-        states, found = self.attention(states, states, attend, output_attentions)
+        """States -> states, and the map if asked for; the bias is added to the attention logits."""
+        states, found = self.attention(states, states, attend, output_attentions, bias)
         return self.output(self.intermediate(states), states), found
 
 
@@ -174,8 +183,9 @@ class CrossModalityLayer(GradientCheckpointingLayer):
         word_attend: Bool[Tensor, "M L"],
         region_attend: Bool[Tensor, "M R"],
         output_attentions: bool = False,
+        bias: Float[Tensor, "M heads R R"] | None = None,
     ) -> tuple[Float[Tensor, "M L E"], Float[Tensor, "M R E"], tuple[Map | None, ...]]:
-        """Words and regions -> words and regions, and four maps (None unless asked for).
+        """Words and regions -> words and regions, and four maps (None unless asked for); the bias is among regions.
 
         These are from words to regions, from regions to words, among words, among regions.
         """
@@ -185,7 +195,7 @@ class CrossModalityLayer(GradientCheckpointingLayer):
             to_text(regions, words, word_attend, output_attentions),
         )
         words, among_words = self.lang_self_att(words, words, word_attend, output_attentions)
-        regions, among_regions = self.visn_self_att(regions, regions, region_attend, output_attentions)
+        regions, among_regions = self.visn_self_att(regions, regions, region_attend, output_attentions, bias)
         words = self.lang_output(self.lang_inter(words), words)
         regions = self.visn_output(self.visn_inter(regions), regions)
         return words, regions, (to_regions, to_words, among_words, among_regions)

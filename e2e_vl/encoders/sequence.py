@@ -32,6 +32,7 @@ class SequenceLayout:
     position: Int64[Tensor, "M slots"]  # position of a slot; any valid one for padding
     is_real: Bool[Tensor, "M slots"]  # slots that are not padding
     attend: Bool[Tensor, "M Z"]  # positions that are not padding
+    has_end: bool  # the last slot is [END]
 
     @classmethod
     def from_masks(
@@ -43,7 +44,7 @@ class SequenceLayout:
         longest = max(int(is_real.sum(dim=1).max()) if len(is_real) else 1, 1)
         slot = (~is_real).to(torch.uint8).argsort(dim=1, stable=True)[:, :longest]
         position = (is_real.cumsum(dim=1) - 1).clamp(min=0)
-        return cls(slot=slot, position=position, is_real=is_real, attend=is_real.gather(1, slot))
+        return cls(slot=slot, position=position, is_real=is_real, attend=is_real.gather(1, slot), has_end=has_end)
 
     def pack(self, slots: Shaped[Tensor, "M slots E"]) -> Shaped[Tensor, "M Z E"]:
         """Slots -> positions."""

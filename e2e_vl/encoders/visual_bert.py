@@ -11,6 +11,7 @@ Shape legend
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +21,12 @@ from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertPooler
 
 from e2e_vl.encoders.base import Encoder, read_summary
-from e2e_vl.encoders.bert_layer import BertLayerWithMaps, run_layers
+from e2e_vl.encoders.bert_layer import BertLayerWithMaps, LayersRun, run_layers
+from e2e_vl.encoders.geometry import GEOMETRY_LAYERS, RelativeGeometryBias, packed_biases
 from e2e_vl.encoders.sequence import SequenceLayout
 from e2e_vl.encoders.visual_bert_embeddings import BOX_NUMBERS, VisualBertTables
 from e2e_vl.layout import CLS, MASK, SEP, Template, TextLayout
-from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
+from e2e_vl.structures import Ability, EncoderOutput, InnerStates, TextBatch, TextRegions
 
 REGION_POSITIONS = ("official", "paper")
 ANSWER_BEFORE_END = Template((CLS, 0, MASK, SEP), (0, 0, 0, 0), summary=2)
@@ -57,6 +59,10 @@ class VisualBertEncoderConfig(BertConfig):
     # both visual tables start as copies of the text's, also where a BERT is loaded
     special_visual_initialize: bool = True
     train_pooler: bool = False  # the official optimiser leaves the pooler out, so it stays BERT's
+    # a learned bias between regions from where they lie relative to each other, see `RelativeGeometryBias`; official
+    # checkpoints do not have it
+    relative_geometry: bool = False
+    relative_geometry_size: int = 64  # width of the hidden layer of that bias
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -98,6 +104,7 @@ class VisualBertEncoder(Encoder):
             Ability.SUMMARY_OF_PAIR,
             Ability.WORD_TABLE,
             Ability.NAMED_REGIONS,
+            Ability.INNER_STATES,
         }
     )
 
@@ -108,6 +115,10 @@ class VisualBertEncoder(Encoder):
         self.encoder = nn.ModuleDict({"layer": nn.ModuleList(BertLayerWithMaps(config, i) for i in range(count))})
         self.additional_layer = BertLayerWithMaps(config, count) if config.bypass_transformer else None
         self.pooler = BertPooler(config)
+        self.relative_geometry = None
+        if config.relative_geometry:
+            heads, width = config.num_attention_heads, config.relative_geometry_size
+            self.relative_geometry = RelativeGeometryBias(self.num_joint_layers, heads, width)
         self.post_init()
         if config.special_visual_initialize:
             self.embeddings.copy_text_tables()
@@ -137,7 +148,18 @@ class VisualBertEncoder(Encoder):
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.embeddings.word_embeddings = value
 
-    def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
+    @property
+    def num_joint_layers(self) -> int:
+        """See `Encoder`; of late fusion, only the additional layer."""
+        return 1 if self.config.bypass_transformer else self.config.num_hidden_layers
+
+    def forward(
+        self,
+        texts: TextBatch,
+        regions: TextRegions,
+        output_attentions: bool = False,
+        inner_layer: int | None = None,
+    ) -> EncoderOutput:
         """See `Encoder.forward`.
 
         Returns:
@@ -148,46 +170,73 @@ class VisualBertEncoder(Encoder):
             ValueError: see `VisualBertTables.forward`.
         """
         hidden, layout = self.embeddings(texts, regions)
-        return self.encode(texts, hidden, layout, output_attentions)
+        biases = [] if self.relative_geometry is None else packed_biases(self.relative_geometry, regions, layout)
+        return self.encode(texts, hidden, layout, output_attentions, biases, inner_layer)
 
     def encode(
-        self, texts: TextBatch, hidden: Float[Tensor, "M Z E"], layout: SequenceLayout, output_attentions: bool = False
+        self,
+        texts: TextBatch,
+        hidden: Float[Tensor, "M Z E"],
+        layout: SequenceLayout,
+        output_attentions: bool = False,
+        biases: Sequence[Float[Tensor, "M heads Z Z"]] = (),
+        inner_layer: int | None = None,
     ) -> EncoderOutput:
-        """What `forward` returns, from the packed input of the layers."""
+        """What `forward` returns, from the packed input of the layers and what is added to their attention logits."""
         length = texts.attend.shape[1]
         if self.additional_layer is None:
-            hidden, maps = run_layers(self.encoder["layer"], hidden, layout.attend, output_attentions)
-            maps = [layout.unpack_pairs(one) for one in maps]
+            run = run_layers(self.encoder["layer"], hidden, layout.attend, output_attentions, biases, inner_layer)
+            maps = [layout.unpack_pairs(one) for one in run.attentions]
         else:
-            hidden, maps = self._fuse_late(hidden, layout, length, output_attentions)
-        slots = layout.unpack(hidden)
+            run = self._fuse_late(hidden, layout, length, output_attentions, biases, inner_layer)
+            maps = run.attentions
+        slots = layout.unpack(run.output)
         words = slots[:, :length]
-        pooled = self.pooler(hidden) if texts.summary is None else None
+        pooled = self.pooler(run.output) if texts.summary is None else None
+        inner = None
+        if inner_layer is not None:
+            states = layout.unpack(run.inner)
+            inner = InnerStates(states[:, :length], states[:, length:])
         return EncoderOutput(
             text=words,
             regions=slots[:, length:],
             summary=read_summary(words, pooled, texts.summary),
             attentions=tuple(maps) if output_attentions else None,
             word_table=self.get_input_embeddings().weight,
+            inner=inner,
         )
 
     def _fuse_late(
-        self, hidden: Float[Tensor, "M Z E"], layout: SequenceLayout, length: int, output_attentions: bool
-    ) -> tuple[Float[Tensor, "M Z E"], list[Float[Tensor, "M heads slots slots"]]]:
+        self,
+        hidden: Float[Tensor, "M Z E"],
+        layout: SequenceLayout,
+        length: int,
+        output_attentions: bool,
+        biases: Sequence[Float[Tensor, "M heads Z Z"]],
+        inner_layer: int | None,
+    ) -> LayersRun:
         """Words through all layers, then words and embedded regions through the additional one.
 
         Returns:
-            The packed output, and the maps over all slots: zero for regions in the first layers, and for texts without
-            regions in the last one.
+            As `run_layers`, but the maps are over all slots: zero for regions in the first layers, and for texts
+            without regions in the last one. The inner states before the additional layer are its input.
         """
         slots = layout.unpack(hidden)
         is_word, is_region = layout.is_real[:, :length], layout.is_real[:, length:]
-        words, maps = run_layers(self.encoder["layer"], slots[:, :length], is_word, output_attentions)
+        words, maps, _ = run_layers(self.encoder["layer"], slots[:, :length], is_word, output_attentions)
         is_pair = is_word[:, None, :, None] & is_word[:, None, None, :]
         count = is_region.shape[1]
         maps = [F.pad(one * is_pair, (0, count, 0, count)) for one in maps]
         joint = layout.pack(torch.cat([words, slots[:, length:]], dim=1))
-        fused, joint_maps = run_layers([self.additional_layer], joint, layout.attend, output_attentions)
+        run = run_layers([self.additional_layer], joint, layout.attend, output_attentions, biases, inner_layer)
         has_regions = is_region.any(dim=1)[:, None, None]
-        maps += [layout.unpack_pairs(one) * has_regions[..., None] for one in joint_maps]
-        return torch.where(has_regions, fused, joint), maps
+        maps += [layout.unpack_pairs(one) * has_regions[..., None] for one in run.attentions]
+        return LayersRun(torch.where(has_regions, run.output, joint), maps, torch.where(has_regions, run.inner, joint))
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As in BERT, but for the relative geometry, which has start values of its own."""
+        if isinstance(module, GEOMETRY_LAYERS):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)

@@ -11,7 +11,6 @@ Shape legend
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -19,8 +18,8 @@ from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertPooler
 
 from e2e_vl.encoders.base import Encoder, read_summary
-from e2e_vl.encoders.bert_layer import BertLayerWithMaps, additive_mask, attention_probabilities
-from e2e_vl.encoders.geometry import PairwiseGeometryBias
+from e2e_vl.encoders.bert_layer import BertLayerWithMaps, LayersRun, attention_probabilities, run_layers
+from e2e_vl.encoders.geometry import GEOMETRY_LAYERS, RelativeGeometryBias, packed_biases
 from e2e_vl.encoders.sequence import SequenceLayout
 from e2e_vl.encoders.vl_bert_embeddings import (
     HiddenRegionFeature,
@@ -31,7 +30,7 @@ from e2e_vl.encoders.vl_bert_embeddings import (
     VLBertEmbeddings,
 )
 from e2e_vl.layout import CLS, MASK, SEP, Template, TextLayout
-from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
+from e2e_vl.structures import Ability, EncoderOutput, InnerStates, TextBatch, TextRegions
 
 CHOICES = {
     "geometry": ("centre_size", "corners"),
@@ -46,7 +45,7 @@ OWN_START = (
     RegionProjection,
     ScaledLayerNorm,
     ScalarFactor,
-    PairwiseGeometryBias,
+    *GEOMETRY_LAYERS,
 )
 
 
@@ -96,9 +95,10 @@ class VLBertConfig(BertConfig):
     # standard deviation of the embedding tables at the start (scratch); None = `initializer_range`
     embedding_init_std: float | None = None
     norm_first: bool = False  # LayerNorm before attention and feed-forward instead of after ("pre-LN", scratch)
-    # a learned bias between regions from their relative position, see `PairwiseGeometryBias`
-    pairwise_geometry: bool = False
-    pairwise_geometry_dim: int = 64  # width of the embedding of that relative position, a multiple of 8
+    # a learned bias between regions from where they lie relative to each other, see `RelativeGeometryBias`; official
+    # checkpoints do not have it
+    relative_geometry: bool = False
+    relative_geometry_size: int = 64  # width of the hidden layer of that bias
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -107,9 +107,8 @@ class VLBertConfig(BertConfig):
         for name, (one, other) in CHOICES.items():
             if getattr(self, name) not in (one, other):
                 raise ValueError(f'{name} is "{getattr(self, name)}"; it must be "{one}" or "{other}".')
-        for name in ("geometry_dim", "pairwise_geometry_dim"):
-            if getattr(self, name) <= 0 or getattr(self, name) % 8:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be a positive multiple of 8.")
+        if self.geometry_dim <= 0 or self.geometry_dim % 8:
+            raise ValueError(f"geometry_dim is {self.geometry_dim}; it must be a positive multiple of 8.")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}."
@@ -166,7 +165,7 @@ class VLBertModel(Encoder):
     _supports_sdpa = True
     _no_split_modules = ("VLBertLayer",)
     layout = TextLayout(question=ANSWER_SLOT)
-    abilities = frozenset({Ability.SUMMARY_OF_QUESTION, Ability.WORD_TABLE})
+    abilities = frozenset({Ability.SUMMARY_OF_QUESTION, Ability.WORD_TABLE, Ability.INNER_STATES})
 
     def __init__(self, config: VLBertConfig):
         super().__init__(config)
@@ -174,10 +173,10 @@ class VLBertModel(Encoder):
         self.layers = nn.ModuleList(VLBertLayer(config, index) for index in range(config.num_hidden_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.norm_first else None
         self.pooler = BertPooler(config) if config.with_pooler else None
-        self.pairwise_geometry = None
-        if config.pairwise_geometry:
-            self.pairwise_geometry = PairwiseGeometryBias(
-                config.num_hidden_layers, config.num_attention_heads, config.pairwise_geometry_dim
+        self.relative_geometry = None
+        if config.relative_geometry:
+            self.relative_geometry = RelativeGeometryBias(
+                config.num_hidden_layers, config.num_attention_heads, config.relative_geometry_size
             )
         self.post_init()
 
@@ -212,7 +211,13 @@ class VLBertModel(Encoder):
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.embeddings.word_embeddings = value
 
-    def forward(self, texts: TextBatch, regions: TextRegions, output_attentions: bool = False) -> EncoderOutput:
+    def forward(
+        self,
+        texts: TextBatch,
+        regions: TextRegions,
+        output_attentions: bool = False,
+        inner_layer: int | None = None,
+    ) -> EncoderOutput:
         """See `Encoder.forward`; with `config.uses_whole_image`, row 0 of the regions is the whole image.
 
         Returns:
@@ -223,16 +228,20 @@ class VLBertModel(Encoder):
             ValueError: see `VLBertEmbeddings.forward`.
         """
         hidden, layout = self.embeddings(texts, regions)
-        hidden, attentions = self.encode(hidden, layout, regions, output_attentions)
-        length, count = texts.attend.shape[1], regions.attend.shape[1]
-        words, objects, _ = layout.unpack(hidden).split([length, count, 1], dim=1)
-        pooled = None if self.pooler is None else self.pooler(hidden)
+        run = self.encode(hidden, layout, regions, output_attentions, inner_layer)
+        sizes = [texts.attend.shape[1], regions.attend.shape[1], 1]
+        words, objects, _ = layout.unpack(run.output).split(sizes, dim=1)
+        pooled = None if self.pooler is None else self.pooler(run.output)
+        inner = None
+        if inner_layer is not None:
+            inner = InnerStates(*layout.unpack(run.inner).split(sizes, dim=1)[:2])
         return EncoderOutput(
             text=words,
             regions=objects,
             summary=read_summary(words, pooled, texts.summary),
-            attentions=tuple(layout.unpack_pairs(maps) for maps in attentions) if output_attentions else None,
+            attentions=tuple(layout.unpack_pairs(maps) for maps in run.attentions) if output_attentions else None,
             word_table=self.get_input_embeddings().weight,
+            inner=inner,
         )
 
     def encode(
@@ -241,25 +250,14 @@ class VLBertModel(Encoder):
         layout: SequenceLayout,
         regions: TextRegions | None,
         output_attentions: bool = False,
-    ) -> tuple[Float[Tensor, "M Z E"], list[Float[Tensor, "M heads Z Z"] | None]]:
-        """Run the layers over the packed sequence; `regions` are for the pairwise geometry, and not used without it.
-
-        Returns:
-            The output, and an attention map per layer (None unless asked for).
-        """
-        mask = additive_mask(layout.attend, hidden.dtype)
-        masks = [mask] * len(self.layers)
-        if self.pairwise_geometry is not None:
-            words = layout.is_real.shape[1] - regions.attend.shape[1] - 1
-            biases = F.pad(self.pairwise_geometry(regions), (words, 1, words, 1))  # from regions to all slots
-            masks = [mask + layout.pack_pairs(bias).to(mask.dtype) for bias in biases]
-        attentions = []
-        for layer, layer_mask in zip(self.layers, masks, strict=True):
-            hidden, attention = layer(hidden, layer_mask, output_attentions)
-            attentions.append(attention)
-        if self.final_norm is not None:
-            hidden = self.final_norm(hidden)
-        return hidden, attentions
+        inner_layer: int | None = None,
+    ) -> LayersRun:
+        """Run the layers over the packed sequence; `regions` are for the relative geometry, and not used without it."""
+        biases = [] if self.relative_geometry is None else packed_biases(self.relative_geometry, regions, layout)
+        run = run_layers(self.layers, hidden, layout.attend, output_attentions, biases, inner_layer)
+        if self.final_norm is None:
+            return run
+        return run._replace(output=self.final_norm(run.output), inner=self.final_norm(run.inner))
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -26,6 +26,7 @@ from e2e_vl.model import VisionLanguageModel
 from e2e_vl.samples import BrokenImageError, Sample, SampleImage
 from e2e_vl.structures import Batch, ModelOutput, class_names_of
 from e2e_vl.tasks.base import Task
+from e2e_vl.tasks.phrase_head import with_phrases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,7 @@ def _load(loader: ImageLoader, image: SampleImage, augmentation: Augmentation) -
 
 
 def _replies(model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, output: ModelOutput) -> Iterator[Reply]:
-    records = model.task.replies(output, tokenizer)
+    records = with_phrases(model.task.replies(output, tokenizer), output)
     texts_of_each = len(output.batch) // len(records)  # a question with four choices is four texts
     for number, record in enumerate(records):
         text = number * texts_of_each + int(record.get("choice", 0))

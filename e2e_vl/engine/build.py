@@ -46,6 +46,7 @@ from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConf
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.engine.answer_lists import are_given, possible_answers, with_answers
 from e2e_vl.model import VisionLanguageModel
+from e2e_vl.structures import Ability
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
 from e2e_vl.tasks.drawn_choices import ChoiceTextsConfig
@@ -62,6 +63,7 @@ from e2e_vl.tasks.objectives.masked_words import MaskedWords, MaskedWordsConfig
 from e2e_vl.tasks.objectives.object_labels import ObjectLabels, ObjectLabelsConfig
 from e2e_vl.tasks.objectives.region_features import RegionFeaturesConfig, RegressedFeatures
 from e2e_vl.tasks.objectives.relationship import Relationship, RelationshipConfig
+from e2e_vl.tasks.phrase_head import PhraseHead
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
@@ -254,7 +256,25 @@ def build_model(
     rule = task.hiding
     needs_copy = rule is not None and rule.hides and rule.teacher == "frozen"
     teacher = copy.deepcopy(detector) if needs_copy else None
-    return VisionLanguageModel(detector, encoder, task, teacher=teacher, freeze_detector=config.detector.freeze)
+    phrase_head = build_phrase_head(config, encoder)
+    freeze = config.detector.freeze
+    return VisionLanguageModel(
+        detector, encoder, task, teacher=teacher, phrase_head=phrase_head, freeze_detector=freeze
+    )
+
+
+def build_phrase_head(config: RunConfig, encoder: Encoder) -> PhraseHead | None:
+    """The head that grounds phrases, if the settings have one. Raises ValueError for a layer that is not there."""
+    settings = config.phrases
+    if not settings.weight:
+        return None
+    encoder.require(Ability.INNER_STATES, "phrases.weight")
+    if settings.layer > encoder.num_joint_layers:
+        raise ValueError(
+            f"phrases.layer is {settings.layer}, but the encoder has {encoder.num_joint_layers} layers in which words "
+            "and regions read each other; set a number from 0 to that."
+        )
+    return PhraseHead(encoder.hidden_size, settings.size, settings.layer)
 
 
 def build_detector(config: RunConfig, tell_start: TellStart = log_start) -> Detector:

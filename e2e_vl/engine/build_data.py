@@ -110,7 +110,8 @@ def build_examples(
 
 def wants_of(config: RunConfig, boxes: BoxSource, *, training: bool) -> Wants:
     """What the settings read of a split that is trained or evaluated with these boxes."""
-    return Wants(boxes, objects=training and config.detector.loss_weight > 0, training=training)
+    objects = training and config.detector.loss_weight > 0
+    return Wants(boxes, objects=objects, training=training, phrases=config.phrases.weight > 0)
 
 
 def open_split(
@@ -147,7 +148,8 @@ def build_writer(
 ) -> TextWriter:
     """What puts texts into the layout of the model's encoder."""
     data = config.data
-    return TextWriter(tokenizer, model.encoder.layout, data.max_text_length, data.blank_text, training)
+    marks = model.phrase_head is not None
+    return TextWriter(tokenizer, model.encoder.layout, data.max_text_length, data.blank_text, training, marks)
 
 
 def build_loader(

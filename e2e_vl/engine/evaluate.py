@@ -25,6 +25,7 @@ from e2e_vl.metric_names import named_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import check_output, write_json, write_text
 from e2e_vl.tasks.base import Records, Task
+from e2e_vl.tasks.phrase_head import grounding_metrics, with_phrases
 
 EVALUATIONS = "evaluations"  # folder of a run directory, for what evaluate_run writes
 
@@ -53,7 +54,8 @@ def evaluate_splits(
         for boxes in map(BoxSource, config.eval.boxes):
             examples, name = run.eval_data[split, boxes], f"{split}, {boxes}"
             records = evaluate(config, run.model, examples, accelerator, max_images=max_images, name=name)
-            metrics.update(named_metrics(run.model.task.metrics(records), split, boxes))
+            scores = run.model.task.metrics(records) | grounding_metrics(records)
+            metrics.update(named_metrics(scores, split, boxes))
             if output is not None and accelerator.is_main_process:
                 write_predictions(output / f"predictions_{split}_{boxes}.json", records, run.model.task)
             if show is not None and accelerator.is_main_process:
@@ -98,7 +100,7 @@ def evaluate(
         for batch in bar:
             batch = batch.to(accelerator.device)
             output = model(batch, output_attentions=model.task.reads_attention)
-            records += model.task.predict(output.batch, output)
+            records += with_phrases(model.task.predict(output.batch, output), output)
     model.train(was_training)
     records = gather_object(records)
     records.sort(key=lambda record: record["text_index"])
@@ -151,7 +153,7 @@ def evaluate_run(
     model.to(accelerator.device)
     examples = build_examples(config, model, tokenizer, split, boxes=boxes)
     records = evaluate(config, model, examples, accelerator, name=f"{split}, {boxes}")
-    metrics = named_metrics(model.task.metrics(records), split, boxes)
+    metrics = named_metrics(model.task.metrics(records) | grounding_metrics(records), split, boxes)
     if accelerator.is_main_process:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(metrics_path, {**metrics, "run": str(run_dir), "settings": [*(overrides or []), *convention]})

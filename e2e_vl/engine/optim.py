@@ -61,7 +61,7 @@ def build_optimizer(model: VisionLanguageModel, settings: TrainSettings) -> torc
     parts = {
         "detector": (model.detector, settings.detector_lr),
         "encoder": (model.encoder, None),
-        "head": (model.task, settings.head_lr),
+        "head": (nn.ModuleList(filter(None, (model.task, model.phrase_head))), settings.head_lr),
     }
     groups = []
     for name, (module, lr) in parts.items():

@@ -31,7 +31,8 @@ from transformers.utils import logging as transformers_logging
 
 from detector.checkpoint import load_class_names, load_strictly, load_weights, save_settings
 from detector.weight_files import read_tensors
-from e2e_vl.config import VERSION, RunConfig, differences, load_config, load_overrides, save_config, saved_version
+from e2e_vl.config import VERSION, RunConfig, load_config, load_overrides, save_config, saved_version
+from e2e_vl.converter import differences
 from e2e_vl.data.formats.answer_files import ANSWERS_FILE, write_answers
 from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.engine.build import build_model, task_class
@@ -59,7 +60,8 @@ def save_model(folder: Path, config: RunConfig, model: VisionLanguageModel, toke
     save_config(config, folder / "config.yaml")
     with _without_progress_bars():
         model.encoder.save_pretrained(folder / "encoder")
-    for name, part in (("detector", model.detector), ("task", model.task), ("teacher", model.teacher)):
+    parts = {"detector": model.detector, "task": model.task, "teacher": model.teacher, "phrases": model.phrase_head}
+    for name, part in parts.items():
         if part is None:
             continue
         (folder / name).mkdir(exist_ok=True)
@@ -110,6 +112,8 @@ def load_model(
     load_class_names(model.detector, folder / "detector")
     load_strictly(model.encoder, folder / "encoder" / "model.safetensors")
     _load_task(model, folder)
+    if model.phrase_head is not None:
+        load_strictly(model.phrase_head, folder / "phrases" / "model.safetensors")
     return config, model.eval(), tokenizer
 
 

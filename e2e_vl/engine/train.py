@@ -105,9 +105,9 @@ class _Losses(nn.Module):
         self.model = model
 
     def forward(self, batch: Batch) -> tuple[dict[str, Loss], dict[str, Loss]]:
-        """Task losses and detection losses, unweighted."""
+        """Task losses (with those of phrases) and detection losses, unweighted."""
         output = self.model(batch)
-        return output.task.losses, output.regions.losses
+        return output.task_losses, output.regions.losses
 
 
 class _Training:
@@ -261,7 +261,9 @@ class _Training:
     ) -> Tensor:
         """Weighted sum of all losses, each divided by the number of its items on *all* processes."""
         losses = {**task_losses, **detection_losses}
+        phrases = self.config.phrases
         weights = {**dict.fromkeys(task_losses, 1.0), **self._detection_weights(detection_losses)}
+        weights |= {"phrases": phrases.weight, "phrase_tags": phrases.weight * phrases.tag_weight}
         names = sorted(losses)
         sums = torch.stack(
             [torch.stack([losses[name].total.detach().float(), losses[name].count.float()]) for name in names]

@@ -19,7 +19,7 @@ from e2e_vl.metric_names import MetricName
 from e2e_vl.report.changed_settings import changed_settings
 from e2e_vl.report.curves import draw_curves
 from e2e_vl.report.metric_tables import metric_tables
-from e2e_vl.report.prediction_lists import Prediction, PredictionLists, list_predictions
+from e2e_vl.report.prediction_lists import Prediction, PredictionLists, list_predictions, phrase_line
 from e2e_vl.run_files import read_log, write_text
 from e2e_vl.tasks.base import PredictionWords, Task
 
@@ -35,6 +35,7 @@ class Card:
     outcome: str
     picture: str  # a data URI; "" without a picture
     problem: str  # why there is no picture; "" where there is one, or nothing to draw
+    phrases: str  # what its phrases name; "" for a run without them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _card(prediction: Prediction, task: Task) -> Card:
         image.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
         image.save(buffer, "JPEG", quality=85)
         picture = _data_uri(buffer.getvalue(), "jpeg")
-    return Card(prediction.words, prediction.outcome, picture, problem)
+    return Card(prediction.words, prediction.outcome, picture, problem, phrase_line(prediction.record))
 
 
 def _data_uri(content: bytes, kind: str) -> str:

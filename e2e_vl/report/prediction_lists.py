@@ -48,6 +48,8 @@ class PredictionLists:
     mistakes: list[tuple[str, str, int]]
     outcomes: list[str]  # those that occur, "wrong" and "right" in any case
     wrong: list[Sampled]  # one for each group that has errors, the group with the most errors first
+    # family or type -> of wrong predictions whose text has a second phrase: how often those phrases are all right
+    grounded: dict[str, Counter[str]]
     others: list[Sampled]  # partly right, right and unlabelled predictions, where there are any
 
 
@@ -77,8 +79,31 @@ def list_predictions(records: Records, task: Task, number: int, seed: int) -> Pr
         _mistakes([one for one in predictions if one.outcome in ("wrong", "partly right")]),
         [outcome for outcome in OUTCOMES if groups["all"][outcome] or outcome in ("wrong", "right")],
         _by_group(wrong, number, generator),
+        _grounded(wrong),
         others,
     )
+
+
+def phrase_line(record: dict) -> str:
+    """What the phrases of a prediction name, in words; "" for a run without phrases."""
+    words = {True: "right", False: "wrong"}
+    parts = [
+        f"{one['text']} {one['score']:.2f} {words.get(one.get('correct'), '')}" for one in record.get("grounded", ())
+    ]
+    return "; ".join(part.strip() for part in parts)
+
+
+def _grounded(wrong: Sequence[Prediction]) -> dict[str, Counter[str]]:
+    """Whether what an expression refers by, such as the landmark of a relation, was found although the answer is wrong.
+
+    It is every phrase but the first, which is about the answer itself.
+    """
+    found: dict[str, Counter[str]] = {}
+    for one in wrong:
+        judged = [phrase["correct"] for phrase in one.record.get("grounded", ())[1:] if "correct" in phrase]
+        if judged:
+            found.setdefault(one.words.group, Counter())["right" if all(judged) else "wrong"] += 1
+    return found
 
 
 def _by_group(wrong: Sequence[Prediction], number: int, generator: np.random.Generator) -> list[Sampled]:

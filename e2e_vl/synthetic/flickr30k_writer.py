@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
@@ -31,17 +31,26 @@ _GROUPED = (("shape",), ("colour",), ("colour", "shape"), ("texture", "shape"))
 _ATTEMPTS = 20
 _SCENE, _UNSEEN = "scene", "notvisual"
 
-_Phrase = tuple[str, str, tuple[int, ...]]  # words, type, and the objects that it names
+
+class DrawnPhrase(NamedTuple):
+    """A phrase of a caption."""
+
+    words: str
+    kind: str  # its type
+    objects: tuple[int, ...]  # that it names
 
 
-class EntitiesWriter(FormatWriter[list[list[str | _Phrase]]]):
+EntityCaption = list[str | DrawnPhrase]
+
+
+class EntitiesWriter(FormatWriter[list[EntityCaption]]):
     """Writes ``Sentences/<id>.txt``, ``Annotations/<id>.xml`` and ``<split>.txt``; an id is the image's number."""
 
-    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> list[list[str | _Phrase]]:
+    def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> list[EntityCaption]:
         rng = self.recipe.generator(scene.split, scene.number, "flickr30k")
         return draw_entity_captions(facts, self.recipe.scene.values, rng)
 
-    def write(self, folder: Path, scenes: Sequence[SceneRecord[list[list[str | _Phrase]]]]) -> dict[str, Any]:
+    def write(self, folder: Path, scenes: Sequence[SceneRecord[list[EntityCaption]]]) -> dict[str, Any]:
         for name in ("Sentences", "Annotations"):
             (folder / name).mkdir(exist_ok=True)
         phrases = boxes = 0
@@ -61,9 +70,9 @@ class EntitiesWriter(FormatWriter[list[list[str | _Phrase]]]):
         return {"phrases_with_boxes": phrases, "boxes_per_phrase": round(boxes / max(phrases, 1), 3)}
 
 
-def draw_entity_captions(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[list[str | _Phrase]]:
+def draw_entity_captions(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[EntityCaption]:
     """Up to five different captions, each a list of words and phrases; all of them are true of the scene."""
-    found: dict[str, list[str | _Phrase]] = {}
+    found: dict[str, EntityCaption] = {}
     for _ in range(CAPTIONS * _ATTEMPTS):
         if len(found) == CAPTIONS:
             break
@@ -72,36 +81,36 @@ def draw_entity_captions(facts: SceneFacts, values: Values, rng: np.random.Gener
     return list(found.values())
 
 
-def _caption(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[str | _Phrase]:
+def _caption(facts: SceneFacts, values: Values, rng: np.random.Generator) -> EntityCaption:
     """One to three phrases joined by "and" and commas, perhaps with a scene and something unseen, and a full stop."""
-    named: dict[tuple[int, ...], _Phrase] = {}
+    named: dict[tuple[int, ...], DrawnPhrase] = {}
     for _ in range(int(rng.integers(1, 4))):
         phrase = (_single if rng.random() < 0.65 else _group)(facts, values, rng)
         if phrase is not None:
             named.setdefault(phrase[2], phrase)
-    parts: list[str | _Phrase] = []
+    parts: EntityCaption = []
     for number, phrase in enumerate(named.values()):
         if number:
             parts.append("and" if number == len(named) - 1 else ",")
         parts.append(phrase)
     if rng.random() < 0.4 or not parts:
-        parts += ["in", ("a picture", _SCENE, ())] if parts else [("a picture", _SCENE, ())]
+        parts += ["in", DrawnPhrase("a picture", _SCENE, ())] if parts else [DrawnPhrase("a picture", _SCENE, ())]
     if rng.random() < 0.2:
-        parts += ["while", ("it", _UNSEEN, ()), "is still"]
+        parts += ["while", DrawnPhrase("it", _UNSEEN, ()), "is still"]
     first = parts[0]
-    parts[0] = (first[0][0].upper() + first[0][1:], *first[1:])
+    parts[0] = first._replace(words=first.words[0].upper() + first.words[1:])
     return [*parts, "."]
 
 
-def _single(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Phrase | None:
+def _single(facts: SceneFacts, values: Values, rng: np.random.Generator) -> DrawnPhrase | None:
     found = identify(facts, SLOTS, rng)
     if found is None:
         return None
     index, description = found
-    return f"the {noun_phrase(description)}", _TYPES.get(description.shape, "other"), (index,)
+    return DrawnPhrase(f"the {noun_phrase(description)}", _TYPES.get(description.shape, "other"), (index,))
 
 
-def _group(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Phrase | None:
+def _group(facts: SceneFacts, values: Values, rng: np.random.Generator) -> DrawnPhrase | None:
     slots = _GROUPED[rng.integers(len(_GROUPED))]
     some = [
         (description, mask)
@@ -112,10 +121,10 @@ def _group(facts: SceneFacts, values: Values, rng: np.random.Generator) -> _Phra
         return None
     description, mask = some[rng.integers(len(some))]
     words = f"{_NUMBERS[mask.bit_count()]} {noun_phrase(description, plural=True)}"
-    return words, _TYPES.get(description.shape, "other"), tuple(members(mask))
+    return DrawnPhrase(words, _TYPES.get(description.shape, "other"), tuple(members(mask)))
 
 
-def _chains(scene: SceneRecord[list[list[str | _Phrase]]]) -> dict[tuple[str, tuple[int, ...]], str]:
+def _chains(scene: SceneRecord[list[EntityCaption]]) -> dict[tuple[str, tuple[int, ...]], str]:
     """The chain of each set of objects, and of the scene; what cannot be seen is 0."""
     chains: dict[tuple[str, tuple[int, ...]], str] = {}
     for caption in scene.drawn:
@@ -129,7 +138,7 @@ def _chains(scene: SceneRecord[list[list[str | _Phrase]]]) -> dict[tuple[str, tu
     return chains
 
 
-def _line(caption: Sequence[str | _Phrase], chains: dict[tuple[str, tuple[int, ...]], str]) -> str:
+def _line(caption: EntityCaption, chains: dict[tuple[str, tuple[int, ...]], str]) -> str:
     words = []
     for part in caption:
         if isinstance(part, str):

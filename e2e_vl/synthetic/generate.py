@@ -41,6 +41,7 @@ from e2e_vl.synthetic.gqa_writer import GQAWriter
 from e2e_vl.synthetic.imitated_detector import ImitatedDetectorConfig, draw_detections
 from e2e_vl.synthetic.lxmert_writer import LxmertWriter
 from e2e_vl.synthetic.nlvr2_writer import PairWriter
+from e2e_vl.synthetic.phrases_writer import PhrasesWriter
 from e2e_vl.synthetic.refcoco_writer import RefCOCOPlusWriter
 from e2e_vl.synthetic.references import LanguageConfig, draw_references
 from e2e_vl.synthetic.relations import SceneFacts
@@ -53,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 WRITERS: dict[str, type[FormatWriter[Any]]] = {
     "refcoco+": RefCOCOPlusWriter,
+    "refcoco+_phrases": PhrasesWriter,
     "detections": MAttNetDetectionsWriter,
     "annotations": COCOAnnotationsWriter,
     "detection": COCODetectionWriter,

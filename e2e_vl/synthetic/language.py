@@ -135,6 +135,25 @@ def to_words(expression: ReferringExpression, rng: np.random.Generator) -> str:
     return f"{head} {link} {anchor_article}{_noun_phrase(anchor, rng)}"
 
 
+def two_phrases(expression: ReferringExpression, sentence: str) -> tuple[str, str, str]:
+    """The words of an expression, taken apart.
+
+    Returns:
+        What it is, the words between, and what it is compared or related to; the last two are empty for an expression
+        that names nothing else.
+    """
+    operator = expression.operator
+    if operator is None or operator in _SUPERLATIVES:
+        return sentence, "", ""
+    links = _COMPARISONS.get(operator) or _RELATIONS[operator]
+    for link in sorted(set(links), key=len, reverse=True):
+        head, found, rest = sentence.partition(f" {link} ")
+        if found:
+            named = head.removesuffix(" that is")
+            return named, f"{head[len(named) + 1 :]} {link}".strip(), rest
+    raise ValueError(f"'{sentence}' is no wording of {expression}")
+
+
 def _noun_phrase(description: Description, rng: np.random.Generator, suffix: bool = False) -> str:
     """Adjectives and noun; with ``suffix`` the texture may follow as "with stripes"."""
     adjectives = []

@@ -23,6 +23,7 @@ from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOu
 from e2e_vl.tasks.heads import Sizes
 from e2e_vl.wording import Wording
 
+CLEARLY_NAMED = 0.5  # least score of a phrase in a picture
 Records = list[dict[str, Any]]  # plain, JSON-able: one per prediction
 
 
@@ -88,6 +89,16 @@ class HeadStart:
         if self.otherwise is None or any(name.startswith(self.takes) for name in names):
             return self
         return self.otherwise.for_weights(names)
+
+
+def named_boxes(record: dict[str, Any]) -> tuple[list[list[float]], list[str]]:
+    """Boxes and labels of what the phrases of a prediction name, for its picture; wrong ones end with "?".
+
+    Phrases that several regions fit about equally well are left out.
+    """
+    clear = [one for one in record.get("grounded", ()) if one["box"] is not None and one["score"] >= CLEARLY_NAMED]
+    labels = [one["text"] + ("" if one.get("correct", True) else "?") for one in clear]
+    return [one["box"] for one in clear], labels
 
 
 class Task(nn.Module, abc.ABC):
@@ -225,7 +236,7 @@ class Task(nn.Module, abc.ABC):
         return [(f"{record['class'] or ''} {record['score']:.2f}".strip(), record["box"])]
 
     def draw(self, record: dict[str, Any]) -> np.ndarray | None:
-        """uint8 RGB picture [height, width, 3] of one prediction with the truth, by default the image alone.
+        """uint8 RGB picture [height, width, 3] of one prediction with the truth; by default the image with its phrases.
 
         None: the text has no image.
 
@@ -233,7 +244,7 @@ class Task(nn.Module, abc.ABC):
             FileNotFoundError, ValueError: the image lies in an archive, or is missing now.
         """
         name = record.get("file_name")
-        return None if name is None else draw_boxes(load_image(name, "RGB"), [])
+        return None if name is None else draw_boxes(load_image(name, "RGB"), *named_boxes(record))
 
     def describe(self, record: dict[str, Any]) -> PredictionWords:
         """What was asked, answered and right."""

@@ -20,21 +20,21 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from detector.boxes import area
 from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import PALETTE, draw_boxes
 from e2e_vl.evaluation.flickr30k import first_hit, phrase_metrics, right_candidates, write_submission
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
+from e2e_vl.phrases import wordpieces_of
 from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Ragged, Targets, nested, ragged
 from e2e_vl.tasks.base import PredictionWords, Records, Task, check_choices
 from e2e_vl.tasks.heads import NewLayers, start_head
+from e2e_vl.tasks.phrase_head import overlapping, pointing_loss
 from e2e_vl.wording import Draw, Wording
 
-MIN_IOU = 0.5
 _BRACKETS = re.compile(r"\[([^\[\]]+)\]")  # phrases in a user's text
 
 
@@ -89,20 +89,13 @@ class Flickr30KWording(Wording):
         spans = stated.spans
         if self.config.occurrence == "first":
             spans = [first_occurrence(text.words, span) for span in spans]
-        targets = Flickr30KTargets(spans=np.array([self._wordpieces(laid.source, places, span) for span in spans]))
+        own = laid.source >= 0
+        at = np.where(own[:, None], places[laid.source], 0) if len(places) else np.zeros((len(own), 2), dtype=np.int64)
+        found = [wordpieces_of(at, own, span) if own.any() else (0, 1) for span in spans]
+        targets = Flickr30KTargets(spans=np.array(found))
         if stated.boxes is not None:
             targets.boxes = [image.placement.move_boxes(boxes).astype(np.float32) for boxes in stated.boxes]
         yield TextExample(laid, text.looks_at, self.record(text, images, laid), targets)
-
-    @staticmethod
-    def _wordpieces(source: np.ndarray, places: np.ndarray, span: tuple[int, int]) -> tuple[int, int]:
-        """First position and last plus one of a phrase; where it was cut off, of the last wordpiece before its end."""
-        kept = np.flatnonzero(source >= 0)
-        starts = places[source[kept]][:, 0]
-        own = kept[(starts >= span[0]) & (starts < span[1])]
-        if not len(own):
-            own = kept[starts < span[1]][-1:]
-        return (int(own[0]), int(own[-1]) + 1) if len(own) else (0, 1)
 
 
 def first_occurrence(words: str, span: tuple[int, int]) -> tuple[int, int]:
@@ -165,9 +158,8 @@ class Flickr30KTask(Task):
         )
         losses = {}
         if batch.targets.boxes is not None:
-            losses["flickr30k"] = self._loss(
-                shares, self.right_regions(regions, batch.targets) & candidates, len(batch)
-            )
+            is_right = overlapping(regions, owner, batch.targets.boxes) & candidates
+            losses["flickr30k"] = self._loss(shares, is_right, len(batch))
         return TaskOutput(losses=losses, logits=shares.masked_fill(~candidates, -torch.inf))
 
     def _phrase_states(self, text: Float[Tensor, "M L E"], spans: Ragged) -> Float[Tensor, "P E"]:
@@ -203,25 +195,9 @@ class Flickr30KTask(Task):
         others = regions.attend & ~regions.is_whole_image
         return torch.where(others.any(dim=1, keepdim=True), others, regions.attend)
 
-    def right_regions(self, regions: TextRegions, targets: Flickr30KTargets) -> Bool[Tensor, "P R"]:
-        """Regions whose IoU with any box of the phrase is at least 0.5."""
-        spans, boxes = targets.spans, targets.boxes
-        phrase = boxes.owner  # of each box
-        ours, true = regions.boxes[spans.owner[phrase]], boxes.values[:, None].to(regions.boxes)
-        low, high = torch.maximum(ours[..., :2], true[..., :2]), torch.minimum(ours[..., 2:], true[..., 2:])
-        overlap = (high - low).clamp(min=0).prod(dim=-1)
-        union = area(ours) + area(true) - overlap
-        hits = (overlap >= MIN_IOU * union) & (union > 0)
-        found = torch.zeros(len(spans.values), ours.shape[1], dtype=torch.int64, device=hits.device)
-        return found.index_add(0, phrase, hits.long()) > 0
-
     def _loss(self, shares: Float[Tensor, "P R"], is_right: Bool[Tensor, "P R"], texts: int) -> Loss:
-        number = is_right.sum(dim=1)
-        labelled = number > 0
-        each = -(shares.masked_fill(~is_right, 0).sum(dim=1) / number.clamp(min=1)) - number.clamp(min=1).log()
-        total = each.masked_fill(~labelled, 0).sum()
-        count = labelled.sum().float() if self.config.loss_per == "phrase" else shares.new_tensor(float(texts))
-        return Loss(total=total, count=count)
+        loss = pointing_loss(shares, is_right)
+        return loss if self.config.loss_per == "phrase" else Loss(loss.total, shares.new_tensor(float(texts)))
 
     def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """Add the answers to each record; boxes are [x1, y1, x2, y2] in pixels of the original image.

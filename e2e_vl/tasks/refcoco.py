@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from torch import Tensor
 from detector.boxes import pairwise_iou
 from detector.images import load_image
 from detector.structures import Loss
-from e2e_vl.drawing import BLUE, GREEN, RED, draw_boxes
+from e2e_vl.drawing import BLUE, GREEN, PALETTE, RED, draw_boxes
 from e2e_vl.evaluation.refexp import CONVENTIONS, referring_metrics, write_submission
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
@@ -35,9 +36,11 @@ from e2e_vl.structures import (
     class_names_of,
 )
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices, check_dropout
+from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices, check_dropout, named_boxes
 from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.wording import Draw, Wording
+
+OTHER_COLOURS = PALETTE[3:]  # of phrases: no green, blue or red
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,12 +239,13 @@ class ReferringTask(Task):
         return super().answer_lines(record) or ["nothing: there is no region to choose from"]
 
     def draw(self, record: dict[str, Any]) -> np.ndarray:
-        """The true box in green, the predicted one, if any, in blue (wrong: red)."""
+        """The true box in green, the predicted one, if any, in blue (wrong: red), phrases in other colours."""
         named = f"chosen: {record['class']}" if record.get("class") else "chosen"
         meant = f"meant: {record['category']}" if record.get("category") else "meant"
         chosen = (record["box"], f"{named} {record['score']:.2f}", BLUE if record["correct"] else RED)
         drawn = [one for one in ((record["gt_box"], meant, GREEN), chosen) if one[0] is not None]
-        boxes, labels, colours = zip(*drawn, strict=True)
+        others = zip(*named_boxes(record), itertools.cycle(OTHER_COLOURS))
+        boxes, labels, colours = zip(*drawn, *others, strict=True)
         return draw_boxes(load_image(record["file_name"], "RGB"), boxes, labels, colours)
 
     def describe(self, record: dict[str, Any]) -> PredictionWords:

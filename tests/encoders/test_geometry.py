@@ -7,7 +7,13 @@ import math
 import pytest
 import torch
 
-from e2e_vl.encoders.geometry import PairwiseGeometryBias, geometry_embedding, relative_geometry, sinusoids
+from e2e_vl.encoders.geometry import (
+    RelativeGeometryBias,
+    geometry_embedding,
+    pairs_of_one_image,
+    relative_geometry,
+    sinusoids,
+)
 from tests.regions import regions_of_own_images
 
 BOX = torch.tensor([[10.0, 20.0, 50.0, 40.0]])
@@ -38,21 +44,29 @@ def test_sinusoids_are_sines_then_cosines():
 
 
 def test_relative_geometry_of_two_boxes():
-    boxes = torch.tensor([[[0.0, 0.0, 10.0, 20.0], [30.0, 0.0, 50.0, 10.0]]])
-    relative = relative_geometry(boxes)
-    # centres (5, 10) and (40, 5), sizes (10, 20) and (20, 10); entry [n, m] is divided by the size of m
-    assert relative[0, 0, 1].tolist() == pytest.approx([math.log(35 / 20), math.log(5 / 10), -math.log(2), math.log(2)])
-    assert relative[0, 1, 0].tolist() == pytest.approx([math.log(35 / 10), math.log(5 / 20), math.log(2), -math.log(2)])
-    assert relative[0, 0, 0, :2].tolist() == pytest.approx([math.log(1e-3)] * 2)
+    boxes = torch.tensor([[0.0, 0.0, 10.0, 20.0], [30.0, 0.0, 50.0, 10.0]])
+    relative = relative_geometry(boxes, torch.tensor([[40.0, 100.0]]).expand(2, 2))
+    # as shares of the image: centres (0.05, 0.25) and (0.4, 0.125), sides (0.1, 0.5) and (0.2, 0.25)
+    gaps = [0.2, -0.25]  # from x = 10 to x = 30; the lower one reaches over the other's whole height
+    norms = [math.hypot(0.35, 0.125), 0.2]
+    there = [0.35, -0.125, 0.35, 0.125, *gaps, math.log(2), -math.log(2), *norms]
+    back = [-0.35, 0.125, 0.35, 0.125, *gaps, -math.log(2), math.log(2), *norms]
+    assert relative[0, 1].tolist() == pytest.approx(there, abs=1e-6)
+    assert relative[1, 0].tolist() == pytest.approx(back, abs=1e-6)
+    assert relative[0, 0].tolist() == pytest.approx([0] * 4 + [-0.1, -0.5] + [0] * 4, abs=2e-6)
 
 
-def test_relative_geometry_of_padding_is_finite():
-    assert relative_geometry(torch.zeros(1, 3, 4)).isfinite().all()
+def test_relative_geometry_of_padding_is_finite_and_so_is_its_gradient():
+    boxes = torch.zeros(1, 3, 4, requires_grad=True)
+    relative = relative_geometry(boxes, torch.ones(1, 3, 2))
+    relative.sum().backward()
+    assert relative.isfinite().all() and boxes.grad.isfinite().all()
 
 
-def test_pairwise_bias_only_between_real_regions_of_one_image():
-    bias = PairwiseGeometryBias(num_layers=3, num_heads=2, dim=16)
-    torch.nn.init.normal_(bias.weight)
+def test_a_bias_is_only_between_real_regions_of_one_image():
+    bias = RelativeGeometryBias(num_layers=3, num_heads=2, width=16)
+    for layer in bias.output:
+        torch.nn.init.normal_(layer.bias)
     boxes = torch.rand(2, 4, 2) * 50
     regions = regions_of_own_images(
         features=torch.zeros(2, 4, 1),
@@ -61,7 +75,7 @@ def test_pairwise_bias_only_between_real_regions_of_one_image():
         attend=torch.tensor([[True] * 4, [True, True, False, False]]),
         image_slot=torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]]),
     )
-    values = bias(regions)
+    values = torch.stack(bias(regions.boxes, regions.image_sizes, pairs_of_one_image(regions)))
     assert values.shape == (3, 2, 2, 4, 4)
     block = torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).bool()
     single = torch.zeros(4, 4, dtype=torch.bool)
@@ -71,16 +85,20 @@ def test_pairwise_bias_only_between_real_regions_of_one_image():
         assert (values[:, text][..., ~is_pair] == 0).all()
 
 
-def test_pairwise_bias_starts_at_zero_and_learns():
-    bias = PairwiseGeometryBias(num_layers=1, num_heads=1, dim=16)
-    regions = regions_of_own_images(
-        torch.zeros(1, 2, 1),
-        torch.tensor([[[0.0, 0.0, 10.0, 10.0], [20.0, 5.0, 30.0, 35.0]]]),
-        torch.full((1, 2, 2), 64.0),
-        torch.ones(1, 2, dtype=torch.bool),
-        torch.zeros(1, 2, dtype=torch.long),
-    )
-    values = bias(regions)
-    assert values.abs().max() == 0
-    values[..., 0, 1].sum().backward()
-    assert bias.weight.grad.abs().max() > 0
+def test_a_bias_starts_at_zero_and_tells_left_from_right_when_it_has_learned():
+    """The direction is what a sum over absolute coordinates cannot express."""
+    torch.manual_seed(0)
+    bias = RelativeGeometryBias(num_layers=1, num_heads=1, width=16)
+    boxes = torch.tensor([[[0.0, 20.0, 10.0, 30.0], [40.0, 20.0, 50.0, 30.0], [20.0, 20.0, 30.0, 30.0]]])
+    sizes, is_pair = torch.full((1, 3, 2), 64.0), torch.ones(1, 3, 3, dtype=torch.bool)
+    assert bias(boxes, sizes, is_pair)[0].abs().max() == 0
+    is_right = boxes[0, None, :, 0] > boxes[0, :, None, 0]  # of the query
+    optimiser = torch.optim.Adam(bias.parameters(), lr=0.03)
+    for _ in range(100):
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(
+            bias(boxes, sizes, is_pair)[0][0, 0], is_right.float()
+        )
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    assert ((bias(boxes, sizes, is_pair)[0][0, 0] > 0) == is_right).all()

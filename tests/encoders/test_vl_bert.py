@@ -12,7 +12,7 @@ from torch import nn
 
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.structures import TextBatch, TextRegions
-from tests.regions import regions_of_own_images
+from tests.regions import learn_geometry, regions_of_own_images
 
 SMALL = {
     "vocab_size": 40,
@@ -34,7 +34,7 @@ VARIANTS = {
     "official_zero_scale": {"visual_scale_text_init": 0.0, "visual_scale_object_init": 0.0},
     "scalar_factor_and_projection": {"visual_layer_norm": False, "visual_size": 20},
     "pre_ln": {"norm_first": True, "embedding_init_std": 0.5},
-    "pairwise_geometry": {"norm_first": True, "pairwise_geometry": True, "pairwise_geometry_dim": 16},
+    "relative_geometry": {"norm_first": True, "relative_geometry": True, "relative_geometry_size": 16},
     "no_image_on_words": {"image_feature_on_words": False, "uses_whole_image": False},
     "paper": {"region_word": "img", "new_layers": "normal", "whole_image_in_sequence": False},
     "pooler_and_text_only": {"with_pooler": True, "text_only_embedding": True, "geometry": "corners"},
@@ -104,8 +104,8 @@ def test_save_and_load_give_the_same_model(tmp_path, variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_text_does_not_depend_on_its_batch(variant):
     model = make_model(**VARIANTS[variant])
-    if model.pairwise_geometry is not None:
-        nn.init.normal_(model.pairwise_geometry.weight, std=0.2)
+    if model.relative_geometry is not None:
+        learn_geometry(model)
     texts, regions = make_inputs()
     together = model(texts, regions, output_attentions=True)
     assert together.text[~texts.attend].abs().sum() == 0
@@ -236,18 +236,18 @@ def test_order_of_regions_does_not_matter():
     torch.testing.assert_close(first.text, second.text, rtol=1e-4, atol=1e-5)
 
 
-def test_pairwise_geometry_changes_the_result_only_when_learned():
-    plain, paired = make_model(norm_first=True), make_model(norm_first=True, pairwise_geometry=True)
+def test_relative_geometry_changes_the_result_only_when_learned():
+    plain, paired = make_model(norm_first=True), make_model(norm_first=True, relative_geometry=True)
     missing, unexpected = paired.load_state_dict(plain.state_dict(), strict=False)
-    assert (missing, unexpected) == (["pairwise_geometry.weight"], [])
+    assert {name.split(".")[0] for name in missing} == {"relative_geometry"} and not unexpected
     inputs = make_inputs()
     torch.testing.assert_close(paired(*inputs).regions, plain(*inputs).regions, rtol=1e-4, atol=1e-5)
-    nn.init.normal_(paired.pairwise_geometry.weight)
+    learn_geometry(paired)
     assert not torch.allclose(paired(*inputs).regions, plain(*inputs).regions, atol=1e-2)
 
 
 def test_bfloat16_autocast_stays_close():
-    model = make_model(pairwise_geometry=True, pairwise_geometry_dim=16)
+    model = make_model(relative_geometry=True, relative_geometry_size=16)
     inputs = make_inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         half = model(*inputs).regions

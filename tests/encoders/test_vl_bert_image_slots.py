@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from detector.structures import Regions
+from e2e_vl.encoders.geometry import pairs_of_one_image
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.structures import TextBatch, TextRegions, gather_regions
 from tests.encoders.test_vl_bert import SMALL, changed, make_inputs, make_model
+from tests.regions import learn_geometry
 
 SIZES = torch.tensor([[60, 80], [50, 90]])
 COUNTS = (3, 4)  # regions of the two images, the whole image included
@@ -18,7 +20,7 @@ SLOTS = "embeddings.image_slot_embeddings.weight"
 VARIANTS = {
     "official": {},
     "whole image not in the sequence": {"whole_image_in_sequence": False},
-    "pairwise geometry": {"norm_first": True, "pairwise_geometry": True, "pairwise_geometry_dim": 16},
+    "relative geometry": {"norm_first": True, "relative_geometry": True, "relative_geometry_size": 16},
     "visual part on [END]": {"visual_part_on_end": True, "text_only_embedding": True},
     "no whole image": {"image_feature_on_words": False, "uses_whole_image": False},
     "pooler": {"with_pooler": True},
@@ -42,8 +44,8 @@ def look(*looks_at: tuple[int, ...], whole_image: bool = True, regions: Regions 
 
 def make_slots(**changes) -> VLBertModel:
     model = make_model(**{"image_slots": 2} | changes)
-    if model.pairwise_geometry is not None:
-        torch.nn.init.normal_(model.pairwise_geometry.weight, std=0.2)
+    if model.relative_geometry is not None:
+        learn_geometry(model)
     return model
 
 
@@ -163,8 +165,10 @@ def test_both_images_get_gradients():
 
 def test_no_bias_joins_regions_of_two_images():
     """Boxes lie in another image: how far they are from each other says nothing."""
-    model = make_slots(**VARIANTS["pairwise geometry"])
-    bias = model.pairwise_geometry(look((0, 1)))
+    model = make_slots(**VARIANTS["relative geometry"])
+    learn_geometry(model)
+    regions = look((0, 1))
+    bias = torch.stack(model.relative_geometry(regions.boxes, regions.image_sizes, pairs_of_one_image(regions)))
     is_pair = torch.block_diag(*(torch.ones(count, count) for count in COUNTS)).bool()
     assert (bias[..., is_pair] != 0).all() and not bias[..., ~is_pair].any()
 

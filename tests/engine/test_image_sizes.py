@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.api.trained_model import load
-from e2e_vl.config import ResizeSettings, differences, load_config, save_config
+from e2e_vl.config import ResizeSettings, load_config, save_config
+from e2e_vl.converter import differences
 from e2e_vl.data.loading import collate
 from e2e_vl.data.loading.requests import Request
 from e2e_vl.engine.build import resolve

@@ -15,6 +15,7 @@ from torch import Tensor
 from detector.images import make_image_batch
 from detector.structures import DetectionTargets, ImageBatch, PrecomputedFeatures
 from e2e_vl.examples import DetectionObjects, Example, ImageExample, TextExample
+from e2e_vl.phrases import join_phrases
 from e2e_vl.samples import FOUND
 from e2e_vl.structures import Batch, RegionLabels, TextBatch
 from e2e_vl.targets import Targets
@@ -67,6 +68,7 @@ def collate(
         roi_masks=_column(images, "roi_masks", "instance masks"),
         seeds=None if any(text.seed is None for text in texts) else torch.tensor([text.seed for text in texts]),
         hide=_column(images, "hide", "boxes to hide"),
+        phrases=None if any(text.phrases is None for text in texts) else join_phrases([text.phrases for text in texts]),
         records=[text.record for text in texts],
     )
 

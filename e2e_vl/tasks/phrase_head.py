@@ -1,0 +1,211 @@
+"""Phrase grounding beside any task: the phrases of a text point at regions, in a layer that is a setting.
+
+The state of a phrase's last wordpiece asks, the states of the regions answer, both between the layers of the encoder
+(VisualBERT's head for Flickr30K Entities does so behind the last one). A second small head finds the phrases in a text
+where nobody marked them.
+
+Shape legend: see `e2e_vl/structures.py`; and here
+    P   phrases of all texts in the batch
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
+
+from detector.boxes import area
+from detector.structures import Loss
+from e2e_vl.phrases import PhraseBatch, characters_of
+from e2e_vl.structures import Batch, InnerStates, ModelOutput, PhraseOutput, TextRegions, at_least_float32
+from e2e_vl.targets import Ragged
+from e2e_vl.tasks.base import Records
+from e2e_vl.tasks.heads import start_head
+
+MIN_IOU = 0.5
+INSIDE, FIRST = 1, 2  # tags of wordpieces in a phrase; 0 = outside
+
+
+class PhraseHead(nn.Module):
+    """A share of attention per region for each phrase, and tags that say which wordpieces are phrases.
+
+    Args:
+        hidden_size: E.
+        size: width of queries and keys.
+        layer: number of layers with words and regions after which states are read.
+    """
+
+    def __init__(self, hidden_size: int, size: int, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.query, self.key = (nn.Linear(hidden_size, size) for _ in range(2))
+        self.tags = nn.Linear(hidden_size, 3)
+        start_head([self.query, self.key, self.tags], "official")
+
+    def forward(self, batch: Batch, regions: TextRegions, states: InnerStates) -> PhraseOutput:
+        """Find the phrases of M texts where they are not stated, and point at regions.
+
+        Returns:
+            The losses `phrases`, the divergence (Kullback-Leibler) of the attention from equal shares for all regions
+            that a phrase names (IoU of at least 0.5 with one of its boxes), and `phrase_tags`, a cross entropy per
+            wordpiece. Phrases without such a region, and texts whose phrases are not all known, add nothing.
+        """
+        stated: PhraseBatch = batch.phrases
+        tags = at_least_float32(self.tags(states.text))
+        spans, is_stated = stated.spans, slice(None)
+        if not self.training:
+            spans = with_found(stated, find_spans(tags.argmax(dim=2), is_word(stated)))
+            is_stated = stated.spans.counts[spans.owner] > 0
+        log_shares = self.point(spans, regions, states)
+        is_right = right_regions(regions, stated)
+        losses = {
+            "phrases": pointing_loss(log_shares[is_stated], is_right),
+            "phrase_tags": tagging_loss(tags, stated),
+        }
+        return PhraseOutput(spans, log_shares, is_right, losses)
+
+    def point(self, spans: Ragged, regions: TextRegions, states: InnerStates) -> Float[Tensor, "P R"]:
+        """Logarithm of each phrase's attention on the regions of its text."""
+        owner = spans.owner
+        query = self.query(states.text[owner, spans.values[:, 1] - 1])
+        key = self.key(states.regions)[owner]
+        scores = at_least_float32(torch.einsum("pd,prd->pr", query, key)) / math.sqrt(query.shape[1])
+        allowed = nameable_regions(regions)[owner]
+        # the lowest number while the sum is formed: a text without regions must not give NaN
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).log_softmax(dim=1)
+        return scores.masked_fill(~allowed, -torch.inf)
+
+
+def nameable_regions(regions: TextRegions) -> Bool[Tensor, "M R"]:
+    """Regions that a phrase may name: candidate boxes of the text's first image."""
+    return regions.attend & (regions.row >= 0) & (regions.image_slot == 0)
+
+
+def right_regions(regions: TextRegions, phrases: PhraseBatch) -> Bool[Tensor, "P R"]:
+    """Candidates that the stated phrases name."""
+    text = phrases.spans.owner
+    return overlapping(regions, text, phrases.boxes) & nameable_regions(regions)[text]
+
+
+def overlapping(regions: TextRegions, text: Int64[Tensor, " P"], boxes: Ragged) -> Bool[Tensor, "P R"]:
+    """Regions whose IoU with any box of the phrase is at least 0.5.
+
+    Args:
+        text: row of each phrase's text.
+        boxes: xyxy in pixels of the resized image, a list per phrase.
+    """
+    phrase = boxes.owner  # of each box
+    ours, true = regions.boxes[text[phrase]], boxes.values[:, None].to(regions.boxes)
+    low, high = torch.maximum(ours[..., :2], true[..., :2]), torch.minimum(ours[..., 2:], true[..., 2:])
+    overlap = (high - low).clamp(min=0).prod(dim=-1)
+    union = area(ours) + area(true) - overlap
+    hits = (overlap >= MIN_IOU * union) & (union > 0)
+    found = torch.zeros(len(text), ours.shape[1], dtype=torch.int64, device=hits.device)
+    return found.index_add(0, phrase, hits.long()) > 0
+
+
+def pointing_loss(log_shares: Float[Tensor, "P R"], is_right: Bool[Tensor, "P R"]) -> Loss:
+    """Divergence (Kullback-Leibler) of the attention from equal shares for all right regions.
+
+    Its count is the number of phrases that have a right region; the others add nothing.
+    """
+    number = is_right.sum(dim=1)
+    known = number > 0
+    number = number.clamp(min=1)
+    each = -(log_shares.masked_fill(~is_right, 0).sum(dim=1) / number) - number.log()
+    return Loss(total=each.masked_fill(~known, 0).sum(), count=known.sum().to(log_shares.dtype))
+
+
+def tagging_loss(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> Loss:
+    """Cross entropy of the tags over the words of texts whose phrases are all known."""
+    position = torch.arange(tags.shape[1], device=tags.device)
+    first, end = phrases.spans.values.unbind(dim=1)
+    inside = (position >= first[:, None]) & (position < end[:, None])  # [P, L]
+    marked = torch.zeros(2, *tags.shape[:2], dtype=torch.int64, device=tags.device)
+    marks = torch.stack([inside, position == first[:, None]]).long()
+    is_inside, is_first = marked.index_add(1, phrases.spans.owner, marks) > 0
+    truth = torch.where(is_first, FIRST, is_inside.long() * INSIDE)
+    counted = is_word(phrases) & phrases.is_complete[:, None]
+    each = F.cross_entropy(tags.flatten(0, 1), truth.flatten(), reduction="none").unflatten(0, tags.shape[:2])
+    return Loss(total=(each * counted).sum(), count=counted.sum().to(tags.dtype))
+
+
+def is_word(phrases: PhraseBatch) -> Bool[Tensor, "M L"]:
+    """Wordpieces of the texts as written; special ones and those of other texts are not."""
+    return phrases.places[..., 1] > 0
+
+
+def find_spans(tags: Int64[Tensor, "M L"], is_real: Bool[Tensor, "M L"]) -> list[list[tuple[int, int]]]:
+    """Runs of tags that make a phrase: from each `FIRST`, or an `INSIDE` after something outside, to the next one."""
+    found = []
+    for row in tags.masked_fill(~is_real, 0).tolist():
+        spans, start = [], None
+        for position, tag in enumerate([*row, 0]):
+            if start is not None and tag != INSIDE:
+                spans.append((start, position))
+                start = None
+            if tag == FIRST or (tag == INSIDE and start is None):
+                start = position
+        found.append(spans)
+    return found
+
+
+def with_found(stated: PhraseBatch, found: list[list[tuple[int, int]]]) -> Ragged:
+    """The stated spans of each text; of texts that state none, those that were found."""
+    rows = [
+        own if len(own) or is_complete else own.new_tensor(spans).reshape(-1, 2)
+        for own, spans, is_complete in zip(stated.spans.split(), found, stated.is_complete.tolist(), strict=True)
+    ]
+    counts = torch.tensor([len(row) for row in rows], device=stated.spans.counts.device)
+    return Ragged(torch.cat(rows), counts)
+
+
+def with_phrases(records: Records, output: ModelOutput) -> Records:
+    """The predictions of a batch, with what the phrases of each point at under `grounded`, see `phrase_records`.
+
+    Of a question with several choices, which are several texts, it is the text of the choice.
+    """
+    if output.phrases is None:
+        return records
+    found = phrase_records(output.phrases, output.batch, output.text_regions)
+    texts_of_each = len(found) // len(records)
+    rows = (number * texts_of_each + int(record.get("choice", 0)) for number, record in enumerate(records))
+    return [record | {"grounded": found[row]} for record, row in zip(records, rows, strict=True)]
+
+
+def grounding_metrics(records: Records) -> dict[str, float]:
+    """`phrase_accuracy`, the share of right phrases among those whose boxes are known; empty where none is."""
+    judged = [phrase["correct"] for record in records for phrase in record.get("grounded", ()) if "correct" in phrase]
+    return {"phrase_accuracy": sum(judged) / len(judged)} if judged else {}
+
+
+def phrase_records(output: PhraseOutput, batch: Batch, regions: TextRegions) -> list[list[dict[str, Any]]]:
+    """Of each text its phrases in plain values.
+
+    Keys: `text`, `characters` [first, last plus one], `box` in pixels of the original image (None: there is no region),
+    `score`, its share of the attention, and where boxes are stated `correct`, whether that region is right.
+    """
+    scales = batch.images.scales[regions.image.clamp(min=0)]  # [M, R, 2]
+    boxes = regions.boxes / torch.cat([scales, scales], dim=-1)
+    phrases = batch.phrases
+    records: list[list[dict[str, Any]]] = [[] for _ in range(len(batch))]
+    # texts without stated phrases have found ones
+    stated = zip(output.is_right, phrases.boxes.counts.tolist(), strict=True)
+    for number, (text, span) in enumerate(zip(output.spans.owner.tolist(), output.spans.values.tolist(), strict=True)):
+        first, end = characters_of(phrases.places[text], tuple(span))
+        record: dict[str, Any] = {"text": phrases.words[text][first:end], "characters": [first, end]}
+        shares = output.log_shares[number].detach()
+        best = int(shares.argmax())
+        has_region = bool(shares[best] > -torch.inf)
+        record["box"] = boxes[text, best].double().tolist() if has_region else None
+        record["score"] = float(shares[best].exp()) if has_region else 0.0
+        if phrases.spans.counts[text] > 0:
+            is_right, num_boxes = next(stated)
+            if num_boxes:
+                record["correct"] = bool(is_right[best])
+        records[text].append(record)
+    return records

@@ -1,0 +1,77 @@
+"""Noun phrases of drawn expressions, in the format of Flickr30K Entities, and as the reader of RefCOCO states them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from e2e_vl.data.refcoco import NounPhrases, RefCOCODataset
+from e2e_vl.synthetic.language import Description, ReferringExpression, to_words, two_phrases
+
+STAR, RED = Description(shape="star"), Description(colour="red", shape="circle")
+
+
+@pytest.mark.parametrize("operator", ["near", "nearest", "in front", "behind", "bigger", "smaller", "farthest"])
+@pytest.mark.parametrize("anchor", [RED, None])
+def test_every_wording_comes_apart_into_its_phrases(operator, anchor):
+    if anchor is None and operator not in ("bigger", "smaller"):
+        return
+    expression = ReferringExpression(STAR, operator, anchor)
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        sentence = to_words(expression, rng)
+        head, link, rest = two_phrases(expression, sentence)
+        assert " ".join((head, link, rest)) == sentence
+        assert head in ("star", "the star") and "star" not in rest
+        assert rest in (("red circle", "the red circle") if anchor else ("the others", "all the others"))
+
+
+@pytest.mark.parametrize("operator", [None, "biggest"])
+def test_an_expression_about_one_object_is_one_phrase(operator):
+    expression = ReferringExpression(STAR, operator)
+    sentence = to_words(expression, np.random.default_rng(0))
+    assert two_phrases(expression, sentence) == (sentence, "", "")
+
+
+@pytest.fixture(scope="module")
+def dataset(synthetic_folder) -> RefCOCODataset:
+    own = synthetic_folder / "refcoco+"
+    phrases = NounPhrases(*(synthetic_folder / "refcoco+_phrases" / name for name in ("Sentences", "Annotations")))
+    return RefCOCODataset(
+        synthetic_folder / "images" / "train2014", own / "instances.json", own / "refs(unc).p", "train", phrases
+    )
+
+
+def test_the_reader_states_the_phrases_of_every_expression(dataset):
+    """The first phrase names the object that is meant, others like it too; the second one other objects."""
+    numbers = {"attribute": set(), "superlative": set(), "comparison": set(), "relation": set()}
+    for texts in dataset.groups:
+        for text in dataset.sample(texts).texts:
+            phrases, meant = text.phrases, np.array(text.truth.box)
+            assert phrases.is_complete
+            numbers[text.facts["family"]].add(len(phrases.spans))
+            named = [text.words[slice(*span)] for span in phrases.spans]
+            assert text.words.startswith(named[0]) and text.words.endswith(named[-1])
+            assert all(len(boxes) for boxes in phrases.boxes)
+            assert (phrases.boxes[0] == meant).all(axis=1).any(), text.words
+            for boxes in phrases.boxes[1:]:
+                assert not (boxes == meant).all(axis=1).any(), text.words
+            if text.facts["family"] == "relation":
+                assert len(phrases.boxes[1]) == 1  # one landmark
+    assert numbers == {"attribute": {1}, "superlative": {1}, "comparison": {2}, "relation": {2}}
+
+
+def test_without_files_of_phrases_an_expression_is_one(synthetic_folder):
+    own = synthetic_folder / "refcoco+"
+    plain = RefCOCODataset(synthetic_folder, own / "instances.json", own / "refs(unc).p", "val")
+    [text] = plain.sample(plain.groups[0][:1]).texts
+    assert text.phrases.spans == ((0, len(text.words)),) and not text.phrases.is_complete
+    assert text.phrases.boxes[0].tolist() == [list(text.truth.box)]
+
+
+def test_phrases_of_other_expressions_are_refused(dataset, tmp_path):
+    image_id = dataset.expressions[0].image_id
+    with pytest.raises(ValueError, match=f"{image_id}.txt: no line has the expression 'a fox'"):
+        dataset.phrases.of(image_id, "a fox")
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        NounPhrases(tmp_path / "none", tmp_path)

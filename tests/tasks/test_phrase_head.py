@@ -1,0 +1,162 @@
+"""Phrases that point at regions beside a task: losses, found phrases, records."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from detector.structures import ImageBatch, Regions
+from e2e_vl.phrases import PhraseBatch
+from e2e_vl.structures import (
+    Batch,
+    EncoderOutput,
+    InnerStates,
+    ModelOutput,
+    TaskOutput,
+    TextBatch,
+    gather_regions,
+)
+from e2e_vl.targets import Ragged
+from e2e_vl.tasks.phrase_head import FIRST, INSIDE, PhraseHead, find_spans, grounding_metrics, with_phrases
+
+HIDDEN, LENGTH = 6, 5
+REGIONS = torch.tensor([[0.0, 0, 60, 60], [0, 0, 10, 10], [5, 0, 15, 10], [20, 20, 30, 40], [0, 5, 10, 15]])
+PLACES = [[0, 0], [0, 3], [4, 8], [9, 13], [0, 0]]  # of "the star here" between two special wordpieces
+
+
+def make_phrases(
+    spans=(((1, 3), (3, 4)), ()), boxes=(((0, 0, 10, 10), (20, 20, 30, 39)), ()), complete=(True, False)
+) -> PhraseBatch:
+    """Two texts; by default the first has a phrase that names two regions, and one whose boxes are unknown."""
+    counts = torch.tensor([len(own) for own in spans])
+    rows = [span for own in spans for span in own]
+    return PhraseBatch(
+        words=["the star here"] * len(spans),
+        places=torch.tensor([PLACES] * len(spans)),
+        spans=Ragged(torch.tensor(rows, dtype=torch.int64).reshape(-1, 2), counts),
+        boxes=Ragged(
+            torch.tensor([box for own in boxes for box in own], dtype=torch.float32).reshape(-1, 4),
+            torch.tensor([len(own) for own in boxes], dtype=torch.int64),
+        ),
+        is_complete=torch.tensor(complete),
+    )
+
+
+def make_batch(phrases: PhraseBatch) -> Batch:
+    shape = len(phrases.words), LENGTH
+    sizes = torch.tensor([[60, 80]])
+    return Batch(
+        images=ImageBatch(torch.zeros(1, 3, 60, 80), sizes, sizes * 2, ["a.jpg"]),
+        boxes=None,
+        texts=TextBatch(*(torch.ones(shape, dtype=kind) for kind in (torch.long, torch.long, torch.bool))),
+        looks_at=torch.zeros(shape[0], 1, dtype=torch.long),
+        phrases=phrases,
+    )
+
+
+def run(head: PhraseHead, phrases: PhraseBatch, boxes: torch.Tensor = REGIONS) -> ModelOutput:
+    torch.manual_seed(1)
+    batch = make_batch(phrases)
+    regions = Regions([boxes], [torch.randn(len(boxes), 3)], [torch.zeros(len(boxes), 2)])
+    gathered = gather_regions(regions, batch.images.sizes, batch.looks_at, whole_image=True)
+    states = InnerStates(
+        torch.randn(len(batch), LENGTH, HIDDEN, requires_grad=True),
+        torch.randn(*gathered.attend.shape, HIDDEN, requires_grad=True),
+    )
+    encoded = EncoderOutput(states.text, states.regions, inner=states)
+    task = TaskOutput({}, torch.zeros(1))
+    return ModelOutput(task, regions, gathered, encoded, batch, None, head(batch, gathered, states))
+
+
+def make_head(*, training: bool = True) -> PhraseHead:
+    torch.manual_seed(0)
+    return PhraseHead(HIDDEN, 4, 2).train(training)
+
+
+def test_the_loss_is_the_divergence_from_equal_shares_of_the_named_regions():
+    """The first phrase names two regions; the second one none that is there, and does not contribute to the loss."""
+    output = run(make_head(), make_phrases(boxes=(((0, 0, 10, 10), (20, 20, 30, 39)), ((50, 50, 55, 55),))))
+    log, loss = output.phrases.log_shares, output.phrases.losses["phrases"]
+    assert log.shape == (2, 5) and (log[:, 0] == -torch.inf).all()  # the whole image is no answer
+    torch.testing.assert_close(log.exp().sum(dim=1), torch.ones(2))
+    assert loss.count == 1
+    torch.testing.assert_close(loss.total, (math.log(0.5) - log[0, 1] + math.log(0.5) - log[0, 3]) / 2)
+    assert {"phrases", "phrase_tags"} == set(output.losses) == set(output.task_losses)
+    loss.mean.backward()
+    text, regions = output.encoded.inner.text.grad, output.encoded.inner.regions.grad
+    assert [bool(row.any()) for row in text[0]] == [False, False, True, False, False]  # its last wordpiece asks
+    assert regions[0, 1:].any() and not regions[0, 0].any() and not regions[1].any() and not text[1].any()
+
+
+def test_tags_are_learned_only_where_all_phrases_are_known():
+    head = make_head()
+    output = run(head, make_phrases())
+    loss = output.phrases.losses["phrase_tags"]
+    tags = head.tags(output.encoded.inner.text)[0, 1:4].log_softmax(dim=1)
+    assert loss.count == 3  # words of the first text
+    torch.testing.assert_close(loss.total, -(tags[0, FIRST] + tags[1, INSIDE] + tags[2, FIRST]))
+    assert run(head, make_phrases(complete=(False, False))).phrases.losses["phrase_tags"].count == 0
+
+
+def test_without_regions_or_phrases_there_is_no_nan():
+    for phrases in (make_phrases(), make_phrases(spans=((), ()), boxes=((), ()))):
+        output = run(make_head(), phrases, REGIONS[:1])
+        total = sum(loss.mean for loss in output.losses.values())
+        total.backward()
+        assert torch.isfinite(total) and torch.isfinite(output.encoded.inner.text.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("tags", "spans"),
+    [
+        ([0, FIRST, INSIDE, FIRST, 0], [(1, 3), (3, 4)]),
+        ([0, INSIDE, INSIDE, 0, INSIDE], [(1, 3)]),  # the last one is no word
+        ([FIRST, 0, FIRST, FIRST, FIRST], [(2, 3), (3, 4)]),
+        ([0] * 5, []),
+    ],
+)
+def test_runs_of_tags_make_phrases(tags, spans):
+    is_word = torch.tensor([[False, True, True, True, False]])
+    assert find_spans(torch.tensor([tags]), is_word) == [spans]
+
+
+def test_phrases_are_found_where_none_is_stated_and_only_outside_training():
+    head = make_head(training=False)
+    with torch.no_grad():
+        head.tags.weight.zero_()
+        head.tags.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))  # everything is inside
+    output = run(head, make_phrases())
+    assert output.phrases.spans.counts.tolist() == [2, 1]
+    assert output.phrases.spans.values[2].tolist() == [1, 4]
+    assert output.phrases.log_shares.shape[0] == 3 and output.phrases.is_right.shape[0] == 2
+    stated = run(head, make_phrases(complete=(True, True)))
+    assert stated.phrases.spans.counts.tolist() == [2, 0]  # the second text has no phrase, as the data say
+    assert run(head.train(), make_phrases()).phrases.spans.counts.tolist() == [2, 0]
+
+
+def test_records_hold_phrases_in_pixels_of_the_original_image():
+    head = make_head(training=False)
+    with torch.no_grad():
+        head.tags.weight.zero_()
+        head.tags.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))
+    output = run(head, make_phrases(boxes=(((0, 0, 10, 10), (20, 20, 30, 39)), ((50, 50, 55, 55),))))
+    first, second = with_phrases([{"a": 1}, {"a": 2}], output)
+    assert first["a"] == 1 and [phrase["text"] for phrase in first["grounded"]] == ["the star", "here"]
+    best = output.phrases.log_shares.argmax(dim=1)
+    for phrase, row in zip(first["grounded"], best[:2], strict=True):
+        assert phrase["box"] == (REGIONS[row] * 2).tolist()  # the image is twice as large
+    right = output.phrases.is_right
+    assert [phrase.get("correct") for phrase in first["grounded"]] == [bool(right[n, best[n]]) for n in range(2)]
+    [found] = second["grounded"]
+    assert found["text"] == "the star here" and found["characters"] == [0, 13] and "correct" not in found
+    metrics = grounding_metrics([first, second])
+    assert metrics == {"phrase_accuracy": sum(bool(right[n, best[n]]) for n in range(2)) / 2}
+    assert grounding_metrics([second]) == {}
+
+
+def test_a_text_without_regions_points_at_nothing():
+    output = run(make_head(training=False), make_phrases(), REGIONS[:1])
+    [first, _] = with_phrases([{}, {}], output)
+    assert [(phrase["box"], phrase["score"]) for phrase in first["grounded"]] == [(None, 0.0)] * 2

@@ -1,0 +1,95 @@
+"""Phrases of a text as wordpieces: where they are, what they name after a resize, and what cutting leaves of them."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from e2e_vl.examples import ImageExample, TextExample
+from e2e_vl.layout import TextWriter
+from e2e_vl.phrases import join_phrases
+from e2e_vl.samples import PhraseBoxes, SampleText
+from e2e_vl.tasks.refcoco import ReferringWording
+from tests.tasks.wordings import make_tokenizer, photo, sample_of, word
+
+WORDS = "The big star next to a red circle"
+SPANS = ((0, 12), (21, 33))
+BOXES = (np.array([[0.0, 0, 10, 10], [20, 0, 30, 10]]), np.array([[4.0, 4, 8, 8]]))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp("vocabulary"), WORDS)
+
+
+@pytest.fixture
+def mark(tokenizer):
+    return functools.partial(marked, tokenizer)
+
+
+def marked(tokenizer, text: SampleText, **changes) -> tuple[TextExample, ImageExample]:
+    """The text as a wording marks it, and the image that it is about."""
+    wording = ReferringWording(TextWriter(tokenizer, **{"marks_phrases": True} | changes))
+    image = photo()
+    [example] = word(wording, sample_of(text), image)
+    return example, image
+
+
+def test_phrases_are_wordpieces_and_boxes_of_the_resized_image(mark, tokenizer):
+    text = SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES, is_complete=True))
+    example, image = mark(text)
+    own = example.phrases
+    pieces = example.laid.input_ids.tolist()
+    said = [tokenizer.convert_ids_to_tokens(pieces[first:end]) for first, end in own.spans]
+    assert said == [["the", "big", "star"], ["a", "red", "circle"]]
+    assert own.is_complete and own.words == WORDS
+    assert own.places[0].tolist() == [0, 0] and own.places[1].tolist() == [0, 3]
+    for found, stated in zip(own.boxes, BOXES, strict=True):
+        np.testing.assert_allclose(found, image.placement.move_boxes(stated).astype(np.float32))
+
+
+def test_a_text_without_stated_phrases_has_none_and_nobody_asks_costs_nothing(mark):
+    example, _ = mark(SampleText(0, WORDS, {}))
+    assert len(example.phrases.spans) == 0 and not example.phrases.is_complete
+    text = SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES))
+    example, _ = mark(text, marks_phrases=False)
+    assert example.phrases is None
+
+
+@pytest.mark.parametrize(("limit", "spans"), [(10, [[1, 4], [6, 9]]), (5, [[1, 4], [3, 4]]), (4, [[1, 3], [2, 3]])])
+def test_a_phrase_that_is_cut_off_becomes_what_stands_last_before_its_end(mark, limit, spans):
+    text = SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES))
+    example, _ = mark(text, max_length=limit)
+    assert example.phrases.spans.tolist() == spans
+
+
+def test_a_blank_text_has_no_phrases(mark):
+    """The control without words."""
+    example, _ = mark(SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES)), is_blank=True)
+    assert len(example.phrases.spans) == 0
+
+
+def test_joined_phrases_keep_their_texts_and_boxes(mark):
+    one, _ = mark(SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES, is_complete=True)))
+    none, _ = mark(SampleText(1, "the star", {}))
+    unknown, _ = mark(SampleText(2, "the star", {}, phrases=PhraseBoxes(((0, 8),), None)))
+    batch = join_phrases([none.phrases, one.phrases, unknown.phrases])
+    assert batch.spans.counts.tolist() == [0, 2, 1] and batch.spans.owner.tolist() == [1, 1, 2]
+    assert batch.boxes.counts.tolist() == [2, 1, 0] and batch.boxes.values.shape == (3, 4)
+    assert batch.is_complete.tolist() == [False, True, False]
+    assert batch.places.shape == (3, len(one.phrases.places), 2) and not batch.places[0, 4:].any()
+
+
+def test_cutting_moves_spans_with_their_wordpieces(mark):
+    one, _ = mark(SampleText(0, WORDS, {}, phrases=PhraseBoxes(SPANS, BOXES)))
+    batch = join_phrases([one.phrases])
+    length = len(one.phrases.places)
+    index = torch.tensor([[0, 1, 2, 3, 4, length - 1]])  # [CLS] the big star next [SEP]
+    cut = batch.cut(index, torch.ones_like(index, dtype=torch.bool))
+    assert cut.spans.values.tolist() == [[1, 4], [4, 5]]  # "a red circle" is gone; "next" stands before it
+    assert cut.places[0, 1:4].tolist() == batch.places[0, 1:4].tolist()
+    all_kept = batch.cut(torch.arange(length)[None], torch.ones(1, length, dtype=torch.bool))
+    assert torch.equal(all_kept.spans.values, batch.spans.values)
