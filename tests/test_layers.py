@@ -44,6 +44,7 @@ BASE = (
         "attention",
         "box_sources",
         "config",
+        "data_settings",
         "converter",
         "detector_yaml",
         "drawing",

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from e2e_vl.config import RunConfig, differences, load_config, save_config, saved_version
+from e2e_vl.config import RunConfig, load_config, save_config, saved_version
+from e2e_vl.converter import differences
 
 ROOT = Path(__file__).parents[1]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from e2e_vl.box_sources import BoxSource
-from e2e_vl.config import DataSettings
 from e2e_vl.converter import check_keys, from_dict
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.data_settings import DataSettings
 from e2e_vl.samples import Sample
 
 

@@ -22,7 +22,7 @@ from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
 from detector.r2c_network import R2CNetwork
 from e2e_vl.box_sources import BoxSource
-from e2e_vl.config import ResizeSettings, RunConfig
+from e2e_vl.config import RunConfig
 from e2e_vl.converter import check_choice, check_keys, from_dict
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.captions import CaptionDataset
@@ -38,6 +38,7 @@ from e2e_vl.data.scored_questions import ScoredQuestionDataset
 from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.data.visual_genome import VisualGenomeDataset
 from e2e_vl.data.vqa import VQADataset
+from e2e_vl.data_settings import ResizeSettings
 from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig

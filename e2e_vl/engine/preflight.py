@@ -17,8 +17,9 @@ from accelerate import init_empty_weights
 
 from detector.weight_files import find_weights
 from e2e_vl.box_sources import BoxSource
-from e2e_vl.config import DataSettings, RunConfig
+from e2e_vl.config import RunConfig
 from e2e_vl.data.base import VLDataset, open_options
+from e2e_vl.data_settings import DataSettings
 from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.engine import saving
 from e2e_vl.engine.answer_lists import answers_path

@@ -16,14 +16,8 @@ from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from e2e_vl.api.trained_detector import TrainedDetector
 from e2e_vl.commands import extract_demo
-from e2e_vl.config import (
-    DataSettings,
-    DetectorSettings,
-    EncoderSettings,
-    ResizeSettings,
-    RunConfig,
-    TaskSettings,
-)
+from e2e_vl.config import DetectorSettings, EncoderSettings, RunConfig, TaskSettings
+from e2e_vl.data_settings import DataSettings, ResizeSettings
 from e2e_vl.engine.build import build_model
 from e2e_vl.engine.saving import save_model
 from e2e_vl.text import build_vocabulary, load_tokenizer

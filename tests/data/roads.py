@@ -8,11 +8,11 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.images import ResizeRule
 from e2e_vl.box_sources import BoxSource
-from e2e_vl.config import DataSettings
 from e2e_vl.data.base import VLDataset, Wants, open_options
 from e2e_vl.data.images.candidates import BoxReader
 from e2e_vl.data.images.loader import ImageLoader, ImageRules
 from e2e_vl.data.loading.example_dataset import ExampleDataset
+from e2e_vl.data_settings import DataSettings
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Sample, SampleText

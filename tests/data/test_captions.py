@@ -11,7 +11,6 @@ from PIL import Image
 
 from detector.selection_rule import SelectionRule
 from e2e_vl.box_sources import BoxSource
-from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.formats.caption_sources import CocoCaptions
@@ -22,6 +21,7 @@ from e2e_vl.data.loading.example_dataset import ExampleDataset
 from e2e_vl.data.loading.grouping import GroupedBatchSampler
 from e2e_vl.data.loading.requests import Request
 from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
+from e2e_vl.data_settings import DataSettings
 from e2e_vl.synthetic import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from tests.data.roads import examples, open_dataset

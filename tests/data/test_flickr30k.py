@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.flickr30k import Flickr30KDataset
 from e2e_vl.data.formats.flickr_entities import parse_sentence, read_annotation, read_image_ids, read_sentences
+from e2e_vl.data_settings import DataSettings
 from tests.data.roads import open_dataset
 
 CAPTIONS = (

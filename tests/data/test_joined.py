@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from e2e_vl.box_sources import BoxSource
-from e2e_vl.config import DataSettings
 from e2e_vl.data.joined import JoinedDataset, JoinedOptions
 from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
+from e2e_vl.data_settings import DataSettings
 from e2e_vl.engine.build import AnyJoined
 from e2e_vl.samples import HumanAnswers
 from tests.data.roads import examples, open_dataset

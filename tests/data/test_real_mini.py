@@ -14,7 +14,6 @@ import pytest
 
 from detector.images import ResizeRule
 from detector.selection_rule import SelectionRule
-from e2e_vl.config import DataSettings
 from e2e_vl.data.base import open_options
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.formats.caption_sources import CocoCaptions
@@ -28,6 +27,7 @@ from e2e_vl.data.loading.grouping import GroupedBatchSampler
 from e2e_vl.data.loading.requests import Request
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data.vqa import VQADataset
+from e2e_vl.data_settings import DataSettings
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.evaluation.refexp import box_iou
 from e2e_vl.evaluation.vqa import answer_accuracy

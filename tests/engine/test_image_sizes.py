@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.api.trained_model import load
-from e2e_vl.config import ResizeSettings, load_config, save_config
+from e2e_vl.config import load_config, save_config
 from e2e_vl.converter import differences
 from e2e_vl.data.loading import collate
 from e2e_vl.data.loading.requests import Request
+from e2e_vl.data_settings import ResizeSettings
 from e2e_vl.engine.build import resolve
 from e2e_vl.engine.evaluate import evaluate_run
 from e2e_vl.engine.predict import predict_split

@@ -12,7 +12,8 @@ from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.images import ResizeRule
 from detector.selection_rule import SelectionRule
-from e2e_vl.config import DataSettings, EncoderSettings, ResizeSettings, RunConfig, TaskSettings, save_config
+from e2e_vl.config import EncoderSettings, RunConfig, TaskSettings, save_config
+from e2e_vl.data_settings import DataSettings, ResizeSettings
 from e2e_vl.extraction.detectors import detector_of_run, open_detector
 from e2e_vl.extraction.single import extract_image
 

@@ -14,12 +14,12 @@ import numpy as np
 from detector.selection import select_regions
 from detector.selection_rule import SelectionRule
 from e2e_vl.box_sources import BoxSource
-from e2e_vl.config import DataSettings
 from e2e_vl.data.base import VLDataset, open_options
 from e2e_vl.data.formats.detections import DetectionsFile
 from e2e_vl.data.storage.features.record import RegionFeatures
 from e2e_vl.data.storage.features.stores import FeatureStore, open_features
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.data_settings import DataSettings
 from e2e_vl.samples import FOUND, CandidateBoxes
 
 _OTHER_BOXES = "use the detections of this data set, or another box source (gt or online)"
