@@ -282,6 +282,18 @@ def saved_version(path: str | Path) -> int:
     return max(int(layer.get("version", 1)) for _, layer in _layers(Path(path), seen=[]))
 
 
+def differences(first: Any, second: Any, prefix: str = "") -> list[str]:
+    """Where two settings objects differ, as `key: one -> other` lines."""
+    if dataclasses.is_dataclass(first) and dataclasses.is_dataclass(second):
+        first, second = dataclasses.asdict(first), dataclasses.asdict(second)
+    if isinstance(first, dict) and isinstance(second, dict):
+        lines = []
+        for key in sorted({*first, *second}):
+            lines += differences(first.get(key), second.get(key), f"{prefix}.{key}" if prefix else str(key))
+        return lines
+    return [] if first == second else [f"{prefix}: {first} -> {second}"]
+
+
 def setting_names(section: type = RunConfig, prefix: str = "") -> Iterator[str]:
     """Dotted names of all settings."""
     for name, kind in typing.get_type_hints(section).items():

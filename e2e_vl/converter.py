@@ -161,15 +161,3 @@ def _name_of(kind: Any) -> str:
 
 def _with_article(name: str) -> str:
     return name if name.startswith(("one of", "None")) else f"a {name}"
-
-
-def differences(first: Any, second: Any, prefix: str = "") -> list[str]:
-    """Where two settings objects differ, as `key: one -> other` lines."""
-    if dataclasses.is_dataclass(first) and dataclasses.is_dataclass(second):
-        first, second = dataclasses.asdict(first), dataclasses.asdict(second)
-    if isinstance(first, dict) and isinstance(second, dict):
-        lines = []
-        for key in sorted({*first, *second}):
-            lines += differences(first.get(key), second.get(key), f"{prefix}.{key}" if prefix else str(key))
-        return lines
-    return [] if first == second else [f"{prefix}: {first} -> {second}"]

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from e2e_vl.config import RunConfig, load_config, save_config, saved_version
-from e2e_vl.converter import differences
+from e2e_vl.config import RunConfig, differences, load_config, save_config, saved_version
 
 ROOT = Path(__file__).parents[1]
 

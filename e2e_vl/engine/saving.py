@@ -31,8 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from detector.checkpoint import load_class_names, load_strictly, load_weights, save_settings
 from detector.weight_files import read_tensors
-from e2e_vl.config import VERSION, RunConfig, load_config, load_overrides, save_config, saved_version
-from e2e_vl.converter import differences
+from e2e_vl.config import VERSION, RunConfig, differences, load_config, load_overrides, save_config, saved_version
 from e2e_vl.data.formats.answer_files import ANSWERS_FILE, write_answers
 from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.engine.build import build_model, task_class

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.api.trained_model import load
-from e2e_vl.config import load_config, save_config
-from e2e_vl.converter import differences
+from e2e_vl.config import differences, load_config, save_config
 from e2e_vl.data.loading import collate
 from e2e_vl.data.loading.requests import Request
 from e2e_vl.data_settings import ResizeSettings
