@@ -369,7 +369,7 @@ def _merge(config: DictConfig, layer: DictConfig, source: str) -> DictConfig:
         return OmegaConf.merge(config, layer)
     except ConfigKeyError as error:
         near = nearest(str(error.full_key), setting_names())
-        hint = f"; did you mean '{near}'?" if near else "; see docs/commands.md."
+        hint = f"; did you mean '{near}'?" if near else "; see the classes in e2e_vl/config.py."
         raise ValueError(f"{source}: there is no setting '{error.full_key}'{hint}") from error
     except OmegaConfBaseException as error:
         setting = f"setting '{error.full_key}'" if error.full_key else "a setting"

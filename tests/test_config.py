@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from e2e_vl import config as settings
+from e2e_vl import data_settings
 from e2e_vl.config import EvalSettings, RunConfig, TrainSettings, load_config
 
 BASE = """
@@ -185,7 +186,8 @@ def test_settings_cannot_be_changed_in_place(base):
         name = dataclasses.fields(part)[0].name
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(part, name, None)
-    kinds = [kind for kind in vars(settings).values() if dataclasses.is_dataclass(kind)]
+    modules = vars(settings), vars(data_settings)
+    kinds = {kind for module in modules for kind in module.values() if dataclasses.is_dataclass(kind)}
     assert len(kinds) > 10
     assert all(kind.__dataclass_params__.frozen for kind in kinds)
 
@@ -209,4 +211,4 @@ def test_sizes_of_the_detector_file_are_left_open(base):
     child = write(base.parent / "child.yaml", "base: base.yaml\ndata: {resize: null}\n")
     assert load_config(child).data.resize is None
     grandchild = write(base.parent / "grandchild.yaml", "base: child.yaml\ndata: {resize: {long_edge: 7}}\n")
-    assert load_config(grandchild).data.resize == settings.ResizeSettings(long_edge=7)
+    assert load_config(grandchild).data.resize == data_settings.ResizeSettings(long_edge=7)

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import re
 import shlex
+import sys
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,7 @@ def tool_mains() -> dict[str, Callable]:
         path = ROOT / "tools" / tool
         spec = importlib.util.spec_from_file_location(f"documented_{path.stem}", path)
         module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look their module up
         spec.loader.exec_module(module)
         mains[tool] = module.main
     return mains

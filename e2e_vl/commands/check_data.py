@@ -58,7 +58,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--detector-ids",
-        choices=("coco", "visual_genome"),
+        choices=("coco", "vg"),
         help="whose ids the lists hold where names do not tell",
     )
     parser.add_argument(

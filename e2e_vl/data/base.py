@@ -48,7 +48,7 @@ class VLDataset(abc.ABC):
         options: dataclass of `data.config`.
         box_sources: the sources of candidate boxes that make sense.
         annotation_files: keys of `data.files`, any one of which gives the annotated objects; those of `known_files`.
-        id_space: whose ids the images have, such as "visual_genome"; None: COCO's where file names are COCO's, else no
+        id_space: whose ids the images have, such as "vg"; None: COCO's where file names are COCO's, else no
             one's. See `e2e_vl/data/photo_ids.py`.
         groups: text indices of each image (or pair of images).
         parts: placeholders of `data.files` that name the files of boxes of this split, such as {"split": "val"};

@@ -69,7 +69,7 @@ class GQADataset(VLDataset):
     )
     options = GQAOptions
     annotation_files = ("instances", "scene_graphs")
-    id_space = "visual_genome"
+    id_space = "vg"
 
     def __init__(
         self,

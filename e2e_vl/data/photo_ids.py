@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from e2e_vl.data.storage.files import checked_records, read_json, require_file
 
-COCO, VISUAL_GENOME, FLICKR = "coco", "visual_genome", "flickr"
+COCO, VISUAL_GENOME, FLICKR = "coco", "vg", "flickr"
 SPACES = (COCO, VISUAL_GENOME)
 # COCO_train2014_000000581857.jpg, or 000000581857.jpg of the release of 2017
 _COCO_NAME = re.compile(r"(?:COCO_[a-z]+20\d\d_)?(\d{12})")
@@ -65,7 +65,7 @@ class PhotoIds:
         (`VG_100K_2/2400861.jpg xml/2400861.xml`).
 
         Args:
-            space: whose ids are meant where a name does not tell: "coco" or "visual_genome".
+            space: whose ids are meant where a name does not tell: "coco" or "vg".
 
         Raises:
             FileNotFoundError, ValueError: no such file, another content, or a name that does not tell whose it is.

@@ -91,7 +91,7 @@ class HeadStart:
         return self.otherwise.for_weights(names)
 
 
-def named_boxes(record: dict[str, Any]) -> tuple[list[list[float]], list[str]]:
+def phrase_marks(record: dict[str, Any]) -> tuple[list[list[float]], list[str]]:
     """Boxes and labels of what the phrases of a prediction name, for its picture; wrong ones end with "?".
 
     Phrases that several regions fit about equally well are left out.
@@ -244,7 +244,7 @@ class Task(nn.Module, abc.ABC):
             FileNotFoundError, ValueError: the image lies in an archive, or is missing now.
         """
         name = record.get("file_name")
-        return None if name is None else draw_boxes(load_image(name, "RGB"), *named_boxes(record))
+        return None if name is None else draw_boxes(load_image(name, "RGB"), *phrase_marks(record))
 
     def describe(self, record: dict[str, Any]) -> PredictionWords:
         """What was asked, answered and right."""

@@ -36,7 +36,7 @@ from e2e_vl.structures import (
     class_names_of,
 )
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices, check_dropout, named_boxes
+from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices, check_dropout, phrase_marks
 from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.wording import Draw, Wording
 
@@ -244,7 +244,7 @@ class ReferringTask(Task):
         meant = f"meant: {record['category']}" if record.get("category") else "meant"
         chosen = (record["box"], f"{named} {record['score']:.2f}", BLUE if record["correct"] else RED)
         drawn = [one for one in ((record["gt_box"], meant, GREEN), chosen) if one[0] is not None]
-        others = zip(*named_boxes(record), itertools.cycle(OTHER_COLOURS))
+        others = zip(*phrase_marks(record), itertools.cycle(OTHER_COLOURS))
         boxes, labels, colours = zip(*drawn, *others, strict=True)
         return draw_boxes(load_image(record["file_name"], "RGB"), boxes, labels, colours)
 

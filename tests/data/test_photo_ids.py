@@ -13,7 +13,7 @@ from e2e_vl.data.photo_ids import PhotoId, PhotoIds, read_visual_genome
 def test_names_of_coco_tell_whose_photo_it_is():
     ids = PhotoIds()
     train, release_2017 = (Path("a") / name for name in ("COCO_train2014_000000581857.jpg", "000000581857.jpg"))
-    assert ids.of_image("581857", train, None) == ids.of_image("x", release_2017, "visual_genome")
+    assert ids.of_image("581857", train, None) == ids.of_image("x", release_2017, "vg")
     assert ids.of_image("581857", train, None) == (PhotoId("coco", "581857"),)
     assert ids.of_image("1", Path("a/1.jpg"), None) != ids.of_image("1", Path("b/1.jpg"), None)
     assert ids.of_image("1", Path("a/1.jpg"), "vcr") == ids.of_image("1", Path("b/1.jpg"), "vcr")
@@ -27,9 +27,9 @@ def test_visual_genome_knows_the_photos_of_coco_and_flickr(tmp_path):
     ]
     path.write_text(json.dumps(rows))
     ids = PhotoIds(read_visual_genome(path))
-    both = {PhotoId("visual_genome", "7"), PhotoId("coco", "33"), PhotoId("flickr", "99")}
-    assert set(ids.of_image("7", Path("images/7.jpg"), "visual_genome")) == both
-    assert ids.of_image("8", None, "visual_genome") == (PhotoId("visual_genome", "8"),)
+    both = {PhotoId("vg", "7"), PhotoId("coco", "33"), PhotoId("flickr", "99")}
+    assert set(ids.of_image("7", Path("images/7.jpg"), "vg")) == both
+    assert ids.of_image("8", None, "vg") == (PhotoId("vg", "8"),)
     assert set(next(PhotoIds().of_list(path))) == both
     path.write_text(json.dumps([{"image_id": 7}]))
     with pytest.raises(ValueError, match=r"image_data.json: image 7 has no 'coco_id'"):
@@ -40,7 +40,7 @@ def test_visual_genome_knows_the_photos_of_coco_and_flickr(tmp_path):
     ("name", "content", "space", "expected"),
     [
         ("train.txt", "VG_100K_2/12.jpg xml/12.xml\n\nCOCO_val2014_000000000005.jpg\n", None, ["vg 12", "coco 5"]),
-        ("ids.txt", "12\n13\n", "visual_genome", ["vg 12", "vg 13"]),
+        ("ids.txt", "12\n13\n", "vg", ["vg 12", "vg 13"]),
         ("ids.json", "[12, 13]", "coco", ["coco 12", "coco 13"]),
         ("instances.json", '{"images": [{"id": 4, "file_name": "000000000004.jpg"}]}', None, ["coco 4"]),
         ("instances.json", '{"images": [{"id": 4, "file_name": "x.jpg"}, {"id": 6}]}', "coco", ["coco 4", "coco 6"]),
@@ -49,7 +49,7 @@ def test_visual_genome_knows_the_photos_of_coco_and_flickr(tmp_path):
 def test_lists_of_photos(name, content, space, expected, tmp_path):
     (tmp_path / name).write_text(content)
     found = list(PhotoIds().of_list(tmp_path / name, space))
-    assert [" ".join(one).replace("visual_genome", "vg") for (one,) in found] == expected
+    assert [" ".join(one) for (one,) in found] == expected
 
 
 def test_a_bare_number_does_not_tell_whose_it_is(tmp_path):
