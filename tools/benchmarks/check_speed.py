@@ -99,11 +99,11 @@ def _write_questions(folder: Path, share: float) -> None:
     draw = random.Random(0)
     for split, (images, texts) in QUESTIONS.items():
         images, texts = int(images * share), int(texts * share)
-        _touch(folder / split, [f"COCO_{split}2014_{number:012d}.jpg" for number in range(images)])
         first = 0 if split == "train" else 10**9
+        _touch(folder / split, [f"COCO_{split}2014_{first + number:012d}.jpg" for number in range(images)])
         questions, annotations = [], []
         for number in range(texts):
-            facts = {"question_id": first + number, "image_id": number % images}
+            facts = {"question_id": first + number, "image_id": first + number % images}
             answer = draw.choice(ANSWERS)
             questions.append({**facts, "question": _sentence(draw, 6) + "?"})
             given = [{"answer": answer, "answer_confidence": "yes", "answer_id": one} for one in range(1, 11)]

@@ -2,7 +2,7 @@
 
     python tools/experiments/pairs.py --output runs/pairs
     python tools/experiments/pairs.py --output runs/pairs --pairs lxmert:vqa visual_bert:nlvr2 --only joint image_blind
-    python tools/experiments/pairs.py --output runs/pairs --tasks refcoco --steps 300 refcoco=500 --dry-run
+    python tools/experiments/pairs.py --output runs/pairs --tasks refcoco --steps 300 refcoco:500 --dry-run
 
 A cell is one run of tools/train.py in a process of its own, in OUTPUT/<task>_<encoder>_<variant>_<seed>: the config of
 the task (configs/demo, and configs/pairs/pretraining.yaml) with the encoder of configs/pairs/encoders.yaml. Variants:
@@ -23,7 +23,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -58,8 +58,7 @@ DETECTOR = "detector"  # the run that VCR's detector starts from
 FIRST_SEED = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One run of the table."""
 
     task: str
@@ -85,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         "--seeded", nargs="*", choices=tuple(TASKS), default=list(SEEDED), help=f"default: {' '.join(SEEDED)}"
     )
     parser.add_argument(
-        "--steps", nargs="+", default=[], metavar="[TASK=]N", help="training steps of all tasks, or of one"
+        "--steps", nargs="+", default=[], metavar="[TASK:]N", help="training steps of all tasks, or of one"
     )
     parser.add_argument("--configs", type=Path, metavar="DIR", help="folder of the tasks' configs (default: see above)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
@@ -131,12 +130,12 @@ def read_pairs(words: Sequence[str] | None, encoders: Mapping[str, Any]) -> list
 
 
 def read_steps(words: Sequence[str]) -> dict[str, int]:
-    """Task -> training steps, of `N` and `TASK=N` words. Raises ValueError for other words."""
+    """Task -> training steps, of `N` and `TASK:N` words. Raises ValueError for other words."""
     common, own = {}, {}
     for word in words:
-        task, _, number = word.rpartition("=")
+        task, _, number = word.rpartition(":")
         if (task and task not in TASKS) or not number.isdigit() or int(number) < 1:
-            raise ValueError(f"--steps has '{word}'; write a number of steps, or TASK=NUMBER.")
+            raise ValueError(f"--steps has '{word}'; write a number of steps, or TASK:NUMBER.")
         if task:
             own[task] = int(number)
         else:

@@ -118,7 +118,7 @@ def pairs(tmp_path, monkeypatch) -> Pairs:
 
 def test_finished_cells_are_not_run_again_and_failures_stop_nothing_else(pairs, capsys):
     words = ("--pairs", "lxmert:vqa", "--only", "joint", "text_blind", "image_blind", "--seeds", "0", "1")
-    assert pairs(*words, "--steps", "5", "vqa=6") == 2
+    assert pairs(*words, "--steps", "5", "vqa:6") == 2
     assert "vqa_lxmert_text_blind_0 failed with exit status 1" in capsys.readouterr().err
     assert pairs.started == [
         *("vqa_lxmert_joint_0", "vqa_lxmert_joint_1", "vqa_lxmert_text_blind_0", "vqa_lxmert_image_blind_0"),
@@ -132,9 +132,9 @@ def test_finished_cells_are_not_run_again_and_failures_stop_nothing_else(pairs, 
     assert lines[0].startswith(f"| | {' | '.join(columns)} |")
     assert "| VQA, lxmert | 0.750 ± 0.071 | 0.250 | – | 0.100 | – | 6 | 2 |" in lines
     number = len(pairs.started)
-    assert pairs(*words, "--steps", "5", "vqa=6") == 2
+    assert pairs(*words, "--steps", "5", "vqa:6") == 2
     assert pairs.started[number:] == ["vqa_lxmert_text_blind_0"], "only the failed one is run again"
-    assert pairs(*words, "--steps", "5", "vqa=6", "--table") == 0 and len(pairs.started) == number + 1
+    assert pairs(*words, "--steps", "5", "vqa:6", "--table") == 0 and len(pairs.started) == number + 1
 
 
 def test_a_dry_run_starts_nothing(pairs, capsys):
@@ -150,7 +150,7 @@ def test_a_dry_run_starts_nothing(pairs, capsys):
         (["--pairs", "bert:vqa"], "--pairs has 'bert:vqa'; write ENCODER:TASK with vl_bert"),
         (["--pairs", "lxmert"], "--pairs has 'lxmert'"),
         (["--steps", "many"], "--steps has 'many'"),
-        (["--steps", "vqaa=3"], "--steps has 'vqaa=3'"),
+        (["--steps", "vqaa:3"], "--steps has 'vqaa:3'"),
         (["--jobs", "0"], "--jobs is 0"),
     ],
 )
