@@ -103,7 +103,8 @@ def test_a_phase_starts_from_the_one_before(name):
     assert (config.encoder.weights, config.task.weights) == (f"{before.output}/best", f"{before.output}/best")
     assert before.train.keep_best is not None  # writes that folder
     assert config.encoder.config == before.encoder.config
-    assert config.detector.config == before.detector.config
+    if name != "vcr":  # whose first phase has no masks for the network of regions
+        assert config.detector.config == before.detector.config
 
 
 # The ablation: file -> what differs from the full model's phase, but for outputs and the runs that it starts from
