@@ -1,0 +1,82 @@
+"""Phrases beside a task, from files to an answer: trained, resumed, evaluated, reported, asked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import e2e_vl
+from e2e_vl.config import load_config
+from e2e_vl.engine.build import build_model
+from e2e_vl.engine.evaluate import evaluate_run
+from e2e_vl.engine.saving import load_model
+from e2e_vl.engine.train import train
+from e2e_vl.run_files import read_log
+from tests.same import assert_same
+from tests.weights.starts import replaced
+
+FILES = "refcoco+_phrases/Sentences", "refcoco+_phrases/Annotations"
+PHRASES = (
+    "phrases={weight: 1.0, layer: 1, size: 8}",
+    f"data.files.phrases={FILES[0]}",
+    f"data.files.phrase_boxes={FILES[1]}",
+    "encoder.config.relative_geometry=true",
+)
+SHORT = ("train.max_steps=2", "train.save_every_epochs=0.01", "eval.every_epochs=0", "eval.boxes=[gt]")
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+def test_a_run_with_phrases(tiny_config):
+    config = tiny_config(*PHRASES, *SHORT)
+    metrics = train(config)
+    run = Path(config.output)
+    log = read_log(run / "log.jsonl")
+    assert all(line[name] > 0 for line in log if line["kind"] == "train" for name in ("phrases", "phrase_tags"))
+    assert 0 <= metrics["val/phrase_accuracy_gt_boxes"] <= 1
+    states = [load_model(run / "checkpoints" / f"step_{step:08}" / "model")[1].state_dict() for step in (1, 2)]
+    moved = {name for name, value in states[1].items() if not torch.equal(value, states[0][name])}
+    assert {"phrase_head.query.weight", "phrase_head.tags.weight"} <= moved
+    assert any(name.startswith("encoder.relative_geometry.output") for name in moved)
+
+    shutil.rmtree(run / "checkpoints" / "step_00000002")
+    (run / "metrics.json").unlink()
+    train(config, resume=True)
+    again = load_model(run)[1].state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in states[1].items())
+    evaluated, path = evaluate_run(run, split="val", boxes="gt")
+    assert_same(evaluated, {name: metrics[name] for name in evaluated})
+    records = json.loads(path.read_text(encoding="utf-8"))
+    related = [record for record in records if record.get("family") == "relation"]
+    assert related and all(len(record["grounded"]) == 2 for record in related)
+    assert {type(phrase["correct"]) for record in records for phrase in record["grounded"]} == {bool}
+    assert "phrases: " in (run / "report.html").read_text(encoding="utf-8")
+
+    model = e2e_vl.load(run)
+    with torch.no_grad():  # every word is a phrase of its own
+        model.network.phrase_head.tags.weight.zero_()
+        model.network.phrase_head.tags.bias.copy_(torch.tensor([0.0, 0.0, 1.0]))
+    answer = model.ask(records[0]["file_name"], "the red star")
+    assert [phrase.text for phrase in answer.phrases] == ["the", "red", "star"]
+    assert all(answer.text[slice(*phrase.characters)] == phrase.text for phrase in answer.phrases)
+    assert all(phrase.box is None or 0 < phrase.score <= 1 for phrase in answer.phrases)
+    answer.draw()
+
+
+def test_a_run_without_phrases_has_no_such_head(tiny_config):
+    model = build_model(tiny_config(), vocab_size=50)
+    assert model.phrase_head is None and "phrases" not in [name for name, _ in model.named_children()]
+
+
+def test_a_layer_that_the_encoder_lacks_is_refused(tiny_config):
+    with pytest.raises(ValueError, match=r"phrases.layer is 3, but the encoder has 2 layers"):
+        build_model(tiny_config("phrases={weight: 1, layer: 3}"), vocab_size=50)
+    with pytest.raises(ValueError, match=r"phrases.weight needs an encoder with states between its layers"):
+        build_model(replaced(tiny_config("phrases.weight=1"), encoder={"name": "none", "config": {}}), vocab_size=50)
+    with pytest.raises(ValueError, match=r"phrases.size is 0"):
+        load_config(ROOT / "configs" / "tiny" / "refcoco.yaml", ["phrases.size=0"])
