@@ -124,8 +124,9 @@ class VisionLanguageModel(nn.Module):
             self.encoder.require(Ability.IMAGE_PAIRS, "A text that looks at several images")
         room = self.encoder.max_images
         if room is not None and count > room:
+            setting = self.encoder.images_setting
             raise ValueError(
-                f"A text looks at {count} images, but encoder.config.image_slots is {room}; make them agree."
+                f"A text looks at {count} images, but encoder.config.{setting} has room for {room}; make them agree."
             )
 
     def hide(self, batch: Batch) -> Batch:

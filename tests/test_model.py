@@ -257,7 +257,7 @@ def test_more_images_than_there_is_room_for_are_refused_before_anything_runs(tin
     built = build(tiny_config("encoder.config.image_slots=2"))
     batch = look_at_both(built.first_texts(images=2, texts=1))
     three = dataclasses.replace(batch, looks_at=torch.tensor([[0, 1, 0], [1, 0, -1]]))
-    sentence = r"A text looks at 3 images, but encoder\.config\.image_slots is 2; make them agree\."
+    sentence = r"A text looks at 3 images, but encoder\.config\.image_slots has room for 2; make them agree\."
     with pytest.raises(ValueError, match=f"^{sentence}$"):
         built.model(three)
 

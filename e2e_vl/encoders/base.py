@@ -26,6 +26,7 @@ class Encoder(PreTrainedModel):
 
     layout: ClassVar[TextLayout] = TextLayout()
     abilities: ClassVar[frozenset[Ability]] = frozenset()  # what it can do with every config
+    images_setting: ClassVar[str] = "image_slots"  # field of its config that decides `max_images`
 
     @property
     def hidden_size(self) -> int:
@@ -50,7 +51,7 @@ class Encoder(PreTrainedModel):
     @property
     def max_images(self) -> int | None:
         """Most images that one text may look at; None: as many as the ability to tell them apart allows."""
-        return getattr(self.config, "image_slots", None)
+        return None
 
     def lacks(self, ability: Ability) -> str | None:
         """None if the encoder has the ability; else the remedy, such as "set encoder.config.with_pooler to true"."""

@@ -130,6 +130,11 @@ class LxmertEncoder(Encoder):
         """See `Encoder`; those with cross attention."""
         return self.config.x_layers
 
+    @property
+    def max_images(self) -> int:
+        """See `Encoder`; `config.image_slots`."""
+        return self.config.image_slots
+
     def lacks(self, ability: Ability) -> str | None:
         """See `Encoder.lacks`."""
         config = self.config

@@ -97,6 +97,7 @@ class VisualBertEncoder(Encoder):
     _supports_sdpa = True
     _no_split_modules = ("BertLayerWithMaps",)
     layout = TextLayout(question=ANSWER_BEFORE_END)
+    images_setting = "region_types"
     abilities = frozenset(
         {
             Ability.SUMMARY_OF_SINGLE,
@@ -133,6 +134,11 @@ class VisualBertEncoder(Encoder):
     def _freeze(self) -> None:
         if not self.config.train_pooler:
             self.pooler.requires_grad_(False)
+
+    @property
+    def max_images(self) -> int:
+        """See `Encoder`; one for each of `config.region_types`."""
+        return len(self.config.region_types)
 
     def lacks(self, ability: Ability) -> str | None:
         """See `Encoder.lacks`."""

@@ -185,6 +185,11 @@ class VLBertModel(Encoder):
         """See `Encoder`; `config.whole_image_in_sequence`."""
         return self.uses_whole_image and self.config.whole_image_in_sequence
 
+    @property
+    def max_images(self) -> int:
+        """See `Encoder`; `config.image_slots`."""
+        return self.config.image_slots
+
     def lacks(self, ability: Ability) -> str | None:
         """See `Encoder.lacks`."""
         config = self.config

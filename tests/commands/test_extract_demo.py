@@ -171,6 +171,24 @@ def test_a_detector_by_its_folder(tool: types.ModuleType, config: Path, tmp_path
     assert "both name weights" in capsys.readouterr().err
 
 
+def test_names_of_classes_from_a_file(
+    tool: types.ModuleType, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    image, _ = write_image(tmp_path, "rgb")
+    names = tmp_path / "objects_vocab.txt"
+    pictures = []
+    for words in ("a b c d e", "violin xylophone quince jacaranda wisteria"):
+        names.write_text("".join(f"{word},synonym\n" for word in words.split()))
+        arguments = [str(image), "--output", str(tmp_path), "--config", str(config), "--class-names", str(names)]
+        assert tool.main(arguments) == 0
+        pictures.append(np.asarray(Image.open(tmp_path / "regions.png")))
+    assert pictures[0].shape == pictures[1].shape and (pictures[0] != pictures[1]).any()
+    capsys.readouterr()
+    assert_error(tool, [*arguments, "--attribute-names", str(names)], "no attribute head", capsys)
+    names.write_text("one")
+    assert_error(tool, arguments, "names 1 classes, but the detector has 5", capsys)
+
+
 def test_phrase(trained_run, tool: types.ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture):
     """The files hold what the Python API answers and draws."""
     record = json.loads((trained_run.path / "predictions_val_gt.json").read_text("utf-8"))[0]

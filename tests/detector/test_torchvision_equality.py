@@ -210,9 +210,8 @@ def test_ten_photos(name):
     files = sorted((PHOTOS / "images").rglob("*.jpg"))
     if not files:
         pytest.skip(f"the ten real photos are not at {PHOTOS}; set E2E_VL_REAL_MINI to their folder")
-    # what reads a RoI takes most of the time: four convolutions in float64 in the second version, else two large layers
-    proposals = 100 if "v2" in name else 2 * PROPOSALS if "mobilenet" in name else USUAL_PROPOSALS
-    model, detector = make_pair(name, proposals)
+    # most of the time goes into what reads a RoI, so that the usual number is for one detector only
+    model, detector = make_pair(name, USUAL_PROPOSALS if name == "fasterrcnn_resnet50_fpn" else PROPOSALS)
     images = []
     for file in files:
         pixels, _ = load_resized(file, ResizeRule(SIDE, 10 * SIDE), "RGB")

@@ -194,6 +194,7 @@ def test_abilities():
     for types in ([0], [1, 1]):
         with pytest.raises(ValueError, match=re.escape(message)):
             make_encoder(region_types=types).require(Ability.IMAGE_PAIRS, "The task x")
+    assert (able.max_images, able.images_setting) == (2, "region_types")
 
 
 def test_swapped_images_give_another_result():
