@@ -39,8 +39,8 @@ def test_options_are_checked_by_their_dataclass():
     assert options == NoOptions() and files.root == Path("r")
     _, options = open_options(VCRDataset, DataSettings(name="vcr", root="r", config={"question": "rationale"}))
     assert options == VCROptions(question="rationale")
-    with pytest.raises(ValueError, match=r"data\.config\.question is 'both'"):
-        open_options(VCRDataset, DataSettings(name="vcr", root="r", config={"question": "both"}))
+    with pytest.raises(ValueError, match=r"data\.config\.question is 'neither'"):
+        open_options(VCRDataset, DataSettings(name="vcr", root="r", config={"question": "neither"}))
 
 
 def test_texts_are_grouped_in_the_order_of_first_mention():

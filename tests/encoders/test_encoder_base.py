@@ -22,7 +22,7 @@ REMEDIES = {
     "image_feature_on_words": {Ability.NAMED_REGIONS},
     "image_slots": {Ability.IMAGE_PAIRS},
 }
-ALWAYS = {Ability.SUMMARY_OF_QUESTION, Ability.WORD_TABLE}
+ALWAYS = {Ability.SUMMARY_OF_QUESTION, Ability.WORD_TABLE, Ability.INNER_STATES}
 ABLE = {
     "with_pooler": True,
     "hidden_region_embedding": True,

@@ -14,6 +14,8 @@ from e2e_vl.engine.optim import build_optimizer, build_schedule
 class Parts(nn.Module):
     """What `build_optimizer` reads of a model."""
 
+    phrase_head = None
+
     def __init__(self) -> None:
         super().__init__()
         self.detector = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))

@@ -172,6 +172,8 @@ class PretrainingHeads(nn.Module):
 class PretrainingModel(nn.Module):
     """The parts of a run's model that matter here, by its names."""
 
+    phrase_head = None
+
     def __init__(self, encoder: VisualBertEncoder) -> None:
         super().__init__()
         self.detector = nn.Module()

@@ -45,6 +45,8 @@ visual_golden = common.visual_golden
 class FineTuned(nn.Module):
     """The parts of a run's model that matter here, by its names, on one recorded batch."""
 
+    phrase_head = None
+
     def __init__(self, golden: Golden, part: str, task: Task, **fields: Any) -> None:
         super().__init__()
         self.part, self.arrays = part, golden[part]

@@ -64,6 +64,8 @@ class Seeing(nn.Module):
     Row 0 of the recorded boxes is the window of the image on its canvas; it is given like the other boxes.
     """
 
+    phrase_head = None
+
     def __init__(self, golden: Golden) -> None:
         super().__init__()
         optional(golden, PART, "out.logits")

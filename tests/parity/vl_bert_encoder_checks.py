@@ -152,10 +152,11 @@ def encode_recorded(model: VLBertModel, arrays: dict[str, Tensor]):
     stages["embedding_output"], layout = model.embeddings.join(
         texts, arrays["text_visual_embeddings"], words, vectors, arrays["object_mask"], arrays["object_mask"].long() * 0
     )
-    stages["last"], attentions = model.encode(stages["embedding_output"], layout, None, output_attentions=True)
+    run = model.encode(stages["embedding_output"], layout, None, output_attentions=True)
+    stages["last"] = run.output
     for hook in hooks:
         hook.remove()
-    return stages, torch.stack(attentions), layout
+    return stages, torch.stack(run.attentions), layout
 
 
 @pytest.mark.parametrize("name", ["vlbert", "vlbert_variant"])

@@ -19,6 +19,8 @@ TOLERANCE = 1e-6  # tests/engine/test_optim.py tells the AdamWs apart, whose eps
 class Parts(nn.Module):
     """Two parameters in the places where `build_optimizer` looks for them."""
 
+    phrase_head = None
+
     def __init__(self, a: Tensor, b: Tensor) -> None:
         super().__init__()
         self.detector, self.encoder, self.task = (
