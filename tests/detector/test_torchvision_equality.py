@@ -31,7 +31,8 @@ from detector.torchvision_names import from_torchvision_detector
 
 CLASSES = 6
 PROPOSALS = 150  # of an image, at most; fewer than torchvision's, so that the tests are fast
-USUAL_PROPOSALS = 1000
+# On the photos; what reads a RoI takes most of the time, above all the four convolutions of the second version.
+NUMBER_ON_PHOTOS = {"fasterrcnn_resnet50_fpn": 1000, "fasterrcnn_resnet50_fpn_v2": 100}
 LOGITS_STD = 2.0  # of the class logits: there are detections, and few probabilities that are 1 in float32
 SIDE = 200  # the short edge of the images, pixels: p6 gets a stride other than 64
 MODELS = {
@@ -146,7 +147,7 @@ def assert_same_detections(model: nn.Module, detector: FasterRCNN, images: list[
         ours = as_rows(found.boxes[row], found.scores[row], found.classes[row] + 1)
         theirs = as_rows(wanted["boxes"], wanted["scores"], wanted["labels"])
         assert len(ours) == len(theirs)
-        torch.testing.assert_close(found.scores[row], wanted["scores"].float(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found.scores[row], wanted["scores"].float(), rtol=1e-4, atol=1e-4)
         # scores that are equal in float32 may change places
         distances = (ours[:, None] - theirs[None]).abs().amax(dim=2)
         assert distances.amin(dim=0).max() < 0.01 and distances.amin(dim=1).max() < 0.01
@@ -210,8 +211,7 @@ def test_ten_photos(name):
     files = sorted((PHOTOS / "images").rglob("*.jpg"))
     if not files:
         pytest.skip(f"the ten real photos are not at {PHOTOS}; set E2E_VL_REAL_MINI to their folder")
-    # most of the time goes into what reads a RoI, so that the usual number is for one detector only
-    model, detector = make_pair(name, USUAL_PROPOSALS if name == "fasterrcnn_resnet50_fpn" else PROPOSALS)
+    model, detector = make_pair(name, NUMBER_ON_PHOTOS.get(name, 2 * PROPOSALS))
     images = []
     for file in files:
         pixels, _ = load_resized(file, ResizeRule(SIDE, 10 * SIDE), "RGB")
