@@ -2,7 +2,7 @@
 
 Runs only where Detectron2 is installed. Evaluation is compared in float32, gradients and training steps in float64: in
 float32, ReLUs near zero flip between two correct kernels, which moves gradients by 1e-3 and more. Detectron2 keeps
-boxes, logits, deltas and losses in float32 all the same; that leaves differences of about 1e-7.
+boxes, objectness and losses in float32 all the same; the outputs of its box predictor are rounded, see `in_float64`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from detector.structures import DetectionTargets, ImageBatch, Regions
 
 TOLERANCE = 1e-4  # of the largest value of a tensor
 CONTINUED = 1e-6  # of the change of the weights in two steps
-STEPS = 1e-4  # of the change of the weights in 100 steps
+STEPS = 1e-7  # of the change of the weights in 100 steps; measured: 1e-15
 EXACT = 1e-6  # relative, of losses and gradients in float64 (gradients: L2 distance)
 
 SMALL = {
@@ -148,13 +148,19 @@ class Pair:
 
 
 def in_float64(model: TwoStageDetector) -> TwoStageDetector:
-    """A copy in float64, for training."""
+    """A copy in float64, for training.
+
+    The box predictor's outputs are rounded to float32 in both backends. The built-in one does so by itself; Detectron2
+    keeps them, and the difference of 1e-8 grows in some directions to 1e-4 in a hundred steps of plain L1 losses.
+    """
     model = copy.deepcopy(model).double().train()
     pooler = getattr(model.roi_heads, "pooler", getattr(model.roi_heads, "box_pooler", None))
     if pooler is not None:  # Detectron2's RoIPool does not convert its float32 boxes itself
         for level in pooler.level_poolers:
             level.register_forward_pre_hook(lambda module, inputs: (inputs[0], inputs[1].to(inputs[0])))
         pooler.register_forward_hook(lambda module, inputs, output: output.to(inputs[0][0]))
+    predictor = model.roi_heads.box_predictor
+    predictor.register_forward_hook(lambda module, inputs, outputs: tuple(part.float() for part in outputs))
     return model
 
 
@@ -389,10 +395,11 @@ def test_training_continues_in_the_other_backend(pair: Pair, images_64, targets,
         assert (other - changes[0]).norm() <= CONTINUED * changes[0].norm()
 
 
+@pytest.mark.timeout(1200)
 def test_a_hundred_training_steps(pair: Pair, images_64, targets, request: pytest.FixtureRequest):
     """From the same weights, each backend for itself."""
-    if request.node.callspec.params["pair"] != "fpn":
-        pytest.skip("one detector is enough for the long run")
+    if request.node.callspec.params["pair"] not in ("stock", "fpn"):
+        pytest.skip("one detector of each kind is enough for the long run")
     models = [in_float64(pair.ours), in_float64(pair.theirs)]
     start = {name: parameter.detach().clone() for name, parameter in models[0].named_parameters()}
     for model in models:
