@@ -121,7 +121,7 @@ def _load(loader: ImageLoader, image: SampleImage, augmentation: Augmentation) -
 
 
 def _replies(model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, output: ModelOutput) -> Iterator[Reply]:
-    records = with_phrases(model.task.replies(output, tokenizer), output)
+    records = model.task.replies(with_phrases(output), tokenizer)
     texts_of_each = len(output.batch) // len(records)  # a question with four choices is four texts
     for number, record in enumerate(records):
         text = number * texts_of_each + int(record.get("choice", 0))

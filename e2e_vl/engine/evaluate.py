@@ -99,8 +99,8 @@ def evaluate(
     with torch.no_grad(), accelerator.autocast(), bar:
         for batch in bar:
             batch = batch.to(accelerator.device)
-            output = model(batch, output_attentions=model.task.reads_attention)
-            records += with_phrases(model.task.predict(output.batch, output), output)
+            output = with_phrases(model(batch, output_attentions=model.task.reads_attention))
+            records += model.task.predict(output.batch, output)
     model.train(was_training)
     records = gather_object(records)
     records.sort(key=lambda record: record["text_index"])

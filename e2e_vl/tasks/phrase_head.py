@@ -10,6 +10,7 @@ Shape legend: see `e2e_vl/structures.py`; and here
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -164,17 +165,17 @@ def with_found(stated: PhraseBatch, found: list[list[tuple[int, int]]]) -> Ragge
     return Ragged(torch.cat(rows), counts)
 
 
-def with_phrases(records: Records, output: ModelOutput) -> Records:
-    """The predictions of a batch, with what the phrases of each point at under `grounded`, see `phrase_records`.
+def with_phrases(output: ModelOutput) -> ModelOutput:
+    """A copy whose records hold what the phrases of each text point at under `grounded`, see `phrase_records`.
 
-    Of a question with several choices, which are several texts, it is the text of the choice.
+    To be called before the task predicts from the records; a text without a record keeps none.
     """
     if output.phrases is None:
-        return records
+        return output
     found = phrase_records(output.phrases, output.batch, output.text_regions)
-    texts_of_each = len(found) // len(records)
-    rows = (number * texts_of_each + int(record.get("choice", 0)) for number, record in enumerate(records))
-    return [record | {"grounded": found[row]} for record, row in zip(records, rows, strict=True)]
+    rows = zip(output.batch.records, found, strict=True)
+    records = [record | {"grounded": own} if record else record for record, own in rows]
+    return dataclasses.replace(output, batch=dataclasses.replace(output.batch, records=records))
 
 
 def grounding_metrics(records: Records) -> dict[str, float]:

@@ -142,7 +142,9 @@ def test_records_hold_phrases_in_pixels_of_the_original_image():
         head.tags.weight.zero_()
         head.tags.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))
     output = run(head, make_phrases(boxes=(((0, 0, 10, 10), (20, 20, 30, 39)), ((50, 50, 55, 55),))))
-    first, second = with_phrases([{"a": 1}, {"a": 2}], output)
+    output.batch.records = [{"a": 1}, {"a": 2}]
+    first, second = with_phrases(output).batch.records
+    assert "grounded" not in output.batch.records[0]
     assert first["a"] == 1 and [phrase["text"] for phrase in first["grounded"]] == ["the star", "here"]
     best = output.phrases.log_shares.argmax(dim=1)
     for phrase, row in zip(first["grounded"], best[:2], strict=True):
@@ -158,5 +160,7 @@ def test_records_hold_phrases_in_pixels_of_the_original_image():
 
 def test_a_text_without_regions_points_at_nothing():
     output = run(make_head(training=False), make_phrases(), REGIONS[:1])
-    [first, _] = with_phrases([{}, {}], output)
+    output.batch.records = [{"a": 1}, {}]
+    [first, second] = with_phrases(output).batch.records
+    assert second == {}  # such as a text of a corpus, of which nothing is predicted
     assert [(phrase["box"], phrase["score"]) for phrase in first["grounded"]] == [(None, 0.0)] * 2
