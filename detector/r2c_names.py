@@ -68,7 +68,7 @@ def from_visual_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[
 
 
 def own_name(name: str) -> str | None:
-    """Our name of an official parameter without `detector.`; None: there is none."""
+    """Our name of an official parameter without `detector.`; None for a name that is not of the network."""
     for old, new in _LAYERS.items():
         if name.startswith(old):
             return new + name.removeprefix(old)

@@ -20,7 +20,7 @@ def attention_to_regions(encoded: EncoderOutput, texts: TextBatch, attend: Bool[
 
     Args:
         encoded: with attention maps.
-        attend: real regions; those of a text without any get 0.
+        attend: real regions; a text without regions gets 0 everywhere.
     """
     length = texts.input_ids.shape[1]
     place = torch.zeros(len(texts), dtype=torch.int64, device=attend.device)

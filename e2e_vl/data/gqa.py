@@ -48,7 +48,7 @@ class GQAOptions(ImageNames):
 
 
 class GQADataset(VLDataset):
-    """Questions of one or several splits, those of an image one after the other.
+    """Questions of one or several splits; the texts of an image stand one after the other.
 
     Args:
         questions: of all splits.

@@ -30,7 +30,7 @@ class SentenceOptions(ImageSets):
 
 
 class ImageSentenceDataset(VLDataset):
-    """Sentences of one or several splits, those of an image one after the other.
+    """Sentences of one or several splits; the texts of an image stand one after the other.
 
     Args:
         sentences: of each image.

@@ -95,7 +95,7 @@ class JoinedDataset(VLDataset):
         self.starts = [0, *itertools.accumulate(map(len, self.members))]
         self.groups = [
             range(start + texts[0], start + texts[-1] + 1) if isinstance(texts, range) else [start + t for t in texts]
-            for start, member in zip(self.starts, self.members, strict=False)
+            for start, member in zip(self.starts[:-1], self.members, strict=True)
             for texts in member.groups()
         ]
         self._group_of = np.zeros(self.starts[-1], dtype=np.int32)
@@ -117,7 +117,7 @@ class JoinedDataset(VLDataset):
     @classmethod
     @abc.abstractmethod
     def kind(cls, name: str) -> type[VLDataset]:
-        """The data set of a name in settings. Raises ValueError if there is none."""
+        """The data set class that a name in the settings means. Raises ValueError for an unknown name."""
 
     @classmethod
     def open(cls, files: DataFiles, options: JoinedOptions, split: str, wants: Wants) -> JoinedDataset:
@@ -260,8 +260,8 @@ def _kept_texts(name: str, part: PartSettings, dataset: VLDataset, root: Path) -
     ]
     if not kept:
         raise ValueError(
-            f"data.config.parts.{name}: no image is left after only_images and without_images; the ids there must be "
-            f"those of the data, such as {ids[0]}."
+            f"data.config.parts.{name}: no image is left after only_images and without_images; the ids there must be ids "
+            f"of the data, such as {ids[0]}."
         )
     return np.sort(np.array(kept, dtype=np.int64))
 

@@ -115,7 +115,7 @@ class RefCOCODataset(VLDataset):
 
 
 class NounPhrases:
-    """The noun phrases of expressions, from files as in Flickr30K Entities; those of an image are read when needed."""
+    """The noun phrases of expressions, from files as in Flickr30K Entities, read image by image when needed."""
 
     def __init__(self, sentences: Path, annotations: Path) -> None:
         self.sentences, self.annotations = sentences, annotations

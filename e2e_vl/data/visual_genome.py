@@ -47,7 +47,7 @@ class GenomeOptions:
 
 
 class VisualGenomeDataset(VLDataset):
-    """Texts about images, those of an image one after the other.
+    """Texts about images; the texts of an image stand one after the other.
 
     Args:
         texts: of each image.

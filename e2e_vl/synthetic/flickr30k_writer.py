@@ -23,7 +23,7 @@ from e2e_vl.synthetic.scenes import SHAPES
 
 CAPTIONS = 5
 _TYPES = dict(
-    zip(SHAPES, ("people", "clothing", "bodyparts", "animals", "vehicles", "instruments"), strict=False)
+    zip(SHAPES, ("people", "clothing", "bodyparts", "animals", "vehicles", "instruments"), strict=True)
 )  # of phrases that name a shape; others are "other"
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _SEVERAL = 4  # most objects of one phrase

@@ -284,14 +284,16 @@ class Flickr30KTask(Task):
         return PredictionWords(
             record["sent"],
             "; ".join(self.answer_lines(record)),
-            truth="; ".join(
-                f"{phrase}: {' or '.join(map(_in_words, boxes))}"
-                for phrase, boxes in zip(record["phrases"], record.get("gt_boxes", ()), strict=False)
-            ),
+            truth=_truth_in_words(record) if "gt_boxes" in record else "",
             note=note,
             group="" if not types else types.pop() if len(types) == 1 else "several types",
             mistakes=mistakes,
         )
+
+
+def _truth_in_words(record: dict[str, Any]) -> str:
+    rows = zip(record["phrases"], record["gt_boxes"], strict=True)
+    return "; ".join(f"{phrase}: {' or '.join(map(_in_words, boxes))}" for phrase, boxes in rows)
 
 
 def _in_words(box: Sequence[float] | None) -> str:
