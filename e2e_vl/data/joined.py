@@ -260,8 +260,8 @@ def _kept_texts(name: str, part: PartSettings, dataset: VLDataset, root: Path) -
     ]
     if not kept:
         raise ValueError(
-            f"data.config.parts.{name}: no image is left after only_images and without_images; the ids there must be ids "
-            f"of the data, such as {ids[0]}."
+            f"data.config.parts.{name}: no image is left after only_images and without_images; write ids of the "
+            f"data there, such as {ids[0]}."
         )
     return np.sort(np.array(kept, dtype=np.int64))
 

@@ -61,9 +61,8 @@ class PhotoIds:
         """The ids of all photos in a list, such as the training images of a detector.
 
         Known are COCO's JSON files (`images` with `id` and `file_name`), Visual Genome's `image_data.json` or a part of
-        it, a JSON list of ids, and text files whose lines begin with a path or an id, such as those that bottom-up attention
-        publishes
-        (`VG_100K_2/2400861.jpg xml/2400861.xml`).
+        it, a JSON list of ids, and text files whose lines begin with a path or an id, such as the lists that bottom-up
+        attention publishes (`VG_100K_2/2400861.jpg xml/2400861.xml`).
 
         Args:
             space: whose ids are meant where a name does not tell: "coco" or "vg".
