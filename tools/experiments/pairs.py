@@ -5,10 +5,11 @@
     python tools/experiments/pairs.py --output runs/pairs --tasks refcoco --steps 300 refcoco:500 --dry-run
 
 A cell is one run of tools/train.py in a process of its own, in OUTPUT/<task>_<encoder>_<variant>_<seed>: the config of
-the task (configs/demo, and configs/pairs/pretraining.yaml) with the encoder of configs/pairs/encoders.yaml. Variants:
+the task in configs/pairs with the encoder of configs/pairs/encoders.yaml. All start from one detector, which is trained
+first, on objects and attributes (configs/pairs/detector.yaml, OUTPUT/detector); encoders start at random. Variants:
 
-    joint        detector and encoder trained together; several seeds for the tasks of --seeded
-    frozen       the detector keeps its start, which is random but for VCR's
+    joint        detector and encoder trained together by the task; several seeds for the tasks of --seeded
+    frozen       the detector stays as it is
     image_blind  data.blank_image=true: every pixel is the mean colour; boxes that would tell the answer are left out
     text_blind   data.blank_text=true: every text is empty
 
@@ -35,26 +36,27 @@ from e2e_vl.metric_names import MetricName
 from jobs import Job, add_common_options, made_by, markdown_table, run_jobs, write_table
 
 ROOT = Path(__file__).resolve().parents[2]
-ENCODERS = ROOT / "configs" / "pairs" / "encoders.yaml"
-TASKS = {  # name -> what it is called, its metric, and its config if it is not configs/demo/<name>.yaml
-    "refcoco": ("RefCOCO+", "accuracy", None),
-    "vqa": ("VQA", "accuracy", None),
-    "vcr": ("VCR Q -> A", "accuracy", None),
-    "gqa": ("GQA", "accuracy", None),
-    "nlvr2": ("NLVR2", "accuracy", None),
-    "flickr30k": ("Flickr30K Entities", "accuracy", None),
-    "pretraining": ("pre-training: masked words", "masked_words", ROOT / "configs" / "pairs" / "pretraining.yaml"),
+CONFIGS = ROOT / "configs" / "pairs"
+ENCODERS = CONFIGS / "encoders.yaml"
+TASKS = {  # name, as of its config -> what it is called, and its metric
+    "refcoco": ("RefCOCO+", "accuracy"),
+    "vqa": ("VQA", "accuracy"),
+    "vcr": ("VCR Q -> A", "accuracy"),
+    "gqa": ("GQA", "accuracy"),
+    "nlvr2": ("NLVR2", "accuracy"),
+    "flickr30k": ("Flickr30K Entities", "accuracy"),
+    "pretraining": ("pre-training: masked words", "masked_words"),
 }
 VARIANTS = {  # name -> heading and settings
     "joint": ("detector trained", ()),
     "frozen": ("detector frozen", ("detector.freeze=true",)),
-    "image_blind": ("without the image", ("data.blank_image=true",)),
+    "image_blind": ("without the image", ("data.blank_image=true", "detector.freeze=true")),  # there is nothing to see
     "text_blind": ("without the text", ("data.blank_text=true",)),
 }
 NO_CELL = {("pretraining", "text_blind")}  # without words there are none to find
 SEEDED = ("refcoco", "vqa", "nlvr2")
 SIZES = ("hidden_size", "num_attention_heads", "intermediate_size")  # that every encoder has
-DETECTOR = "detector"  # the run that VCR's detector starts from
+DETECTOR = "detector"  # the run, and its config, that all others start from
 FIRST_SEED = 0
 
 
@@ -86,7 +88,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--steps", nargs="+", default=[], metavar="[TASK:]N", help="training steps of all tasks, or of one"
     )
-    parser.add_argument("--configs", type=Path, metavar="DIR", help="folder of the tasks' configs (default: see above)")
+    parser.add_argument(
+        "--configs", type=Path, default=CONFIGS, metavar="DIR", help="the tasks' configs (default: configs/pairs)"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--dry-run", action="store_true", help="only show the commands of unfinished cells")
     parser.add_argument("--table", action="store_true", help="only write the table of finished cells")
@@ -160,7 +164,7 @@ def make_jobs(
     cells: Sequence[Cell],
     encoders: Mapping[str, Any],
     output: Path,
-    folder: Path | None,
+    folder: Path,
     steps: Mapping[str, int],
     settings: Sequence[str],
 ) -> tuple[dict[str, Job], dict[tuple[str, str], RunConfig]]:
@@ -180,7 +184,7 @@ def make_jobs(
             words = [*own.get("words", ()), *settings]
             if cell.task in steps:
                 words.append(f"train.max_steps={steps[cell.task]}")
-            configs[pair] = with_encoder(load_task(cell.task, folder, words), cell.encoder, own, cell.task)
+            configs[pair] = with_encoder(load_config(folder / f"{cell.task}.yaml", words), cell.encoder, own, cell.task)
             save_config(configs[pair], written / f"{name}.yaml")
         words, after = [f"seed={cell.seed}", *VARIANTS[cell.variant][1]], ()
         if cell.variant == "image_blind" and configs[pair].data.boxes.train != BoxSource.ONLINE:
@@ -188,19 +192,11 @@ def make_jobs(
         start = configs[pair].detector.weights
         if start is not None and not Path(start).exists() and Path(start).parent.name == DETECTOR:
             run = output / DETECTOR
-            jobs.setdefault(
-                DETECTOR, Job(ROOT / "configs" / "table4" / "detector.yaml", (f"data.root={output / 'drawn'}",), run)
-            )
+            jobs.setdefault(DETECTOR, Job(CONFIGS / f"{DETECTOR}.yaml", (f"data.root={output / 'drawn'}",), run))
             words.append(f"detector.weights={run / 'model'}")
             after = (run,)
         jobs[cell.name] = Job(written / f"{name}.yaml", tuple(words), output / cell.name, after)
     return jobs, configs
-
-
-def load_task(task: str, folder: Path | None, words: Sequence[str]) -> RunConfig:
-    """The config of a task, of the folder if one is given."""
-    own = TASKS[task][2] or ROOT / "configs" / "demo" / f"{task}.yaml"
-    return load_config(own if folder is None else folder / f"{task}.yaml", list(words))
 
 
 def with_encoder(config: RunConfig, name: str, settings: Mapping[str, Any], task: str) -> RunConfig:
