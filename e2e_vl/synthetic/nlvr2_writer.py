@@ -2,7 +2,8 @@
 
 The examples come in sets of four pairs of images and two sentences, as in the release: each sentence is true of two of
 the pairs and false of the others, and each pair has one true sentence and one false one. Who reads only the sentence,
-or sees only the images, is right half of the time.
+or sees only the images, is right half of the time. More sentences per pair (``language.sentences_per_pair``) come two
+by two in the same way; training from pixels needs them, because the detector's work is the same for two and for twenty.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from e2e_vl.synthetic.coco_writer import write_instances
 from e2e_vl.synthetic.descriptions import Values, all_descriptions, is_true_of, noun_phrase
 from e2e_vl.synthetic.format_writer import FormatWriter, link_image
 from e2e_vl.synthetic.language import Description
+from e2e_vl.synthetic.references import PAIR_FAMILIES
 from e2e_vl.synthetic.scene_records import SceneRecord, by_split
 
-PAIRS, SENTENCES = 4, 2  # of a set
+PAIRS = 4  # of a set
 _DIRECTORIES = 100  # folders of the training images
 _DRAWN_PAIRS = 40  # among which the pairs of a set are looked for
 _ATTEMPTS = 200
@@ -51,8 +53,8 @@ def count_of(description: Description, scene: _Scene) -> int:
     return sum(is_true_of(description, item.look) for item in scene.objects)
 
 
-def draw_sentence(values: Values, rng: np.random.Generator) -> PairSentence:
-    """A sentence of a random family."""
+def draw_sentence(values: Values, rng: np.random.Generator, wanted: Sequence[str] = PAIR_FAMILIES) -> PairSentence:
+    """A sentence of a random one of the wanted families."""
     slots = _SLOTS[rng.integers(len(_SLOTS))]
     some = all_descriptions(slots, values)
     description = some[rng.integers(len(some))]
@@ -80,29 +82,66 @@ def draw_sentence(values: Values, rng: np.random.Generator) -> PairSentence:
             lambda left, right: left + right == number,
         ),
     }
-    family = list(families)[rng.integers(len(families))]
+    family = wanted[rng.integers(len(wanted))]
     words, holds = families[family]
     return PairSentence(family, words[0].upper() + words[1:] + ".", description, holds)
 
 
 def draw_set(
-    scenes: Sequence[_Scene], values: Values, rng: np.random.Generator
+    scenes: Sequence[_Scene],
+    values: Values,
+    rng: np.random.Generator,
+    sentences: int = 2,
+    families: Sequence[str] = PAIR_FAMILIES,
 ) -> tuple[list[_Pair], list[PairSentence], list[list[bool]]] | None:
-    """Four pairs, two sentences, and their labels [pair][sentence]; None if none that are balanced are found."""
+    """Four pairs, at most `sentences` sentences, and their labels [pair][sentence].
+
+    None if no two sentences are found that are balanced over four of the drawn pairs.
+    """
     if len(scenes) < 2:
         return None
     chosen = [rng.permutation(len(scenes))[:2] for _ in range(_DRAWN_PAIRS)]
     pairs = [(scenes[int(left)], scenes[int(right)]) for left, right in chosen]
     for _ in range(_ATTEMPTS):
-        first, second = draw_sentence(values, rng), draw_sentence(values, rng)
+        first, second = (draw_sentence(values, rng, families) for _ in range(2))
         labels = [[first.is_true(pair), second.is_true(pair)] for pair in pairs]
         groups = [[row for row, own in enumerate(labels) if own == wanted] for wanted in ([True, False], [False, True])]
         if first.words == second.words or min(map(len, groups)) < PAIRS // 2:
             continue
         rows = [row for group in groups for row in group[: PAIRS // 2]]
         rows = [rows[number] for number in rng.permutation(PAIRS)]
-        return [pairs[row] for row in rows], [first, second], [labels[row] for row in rows]
+        drawn = [pairs[row] for row in rows]
+        known = [first, second, *_more_sentences(drawn, (first, second), values, rng, sentences - 2, families)]
+        return drawn, known, [[sentence.is_true(pair) for sentence in known] for pair in drawn]
     return None
+
+
+def _more_sentences(
+    pairs: Sequence[_Pair],
+    known: Sequence[PairSentence],
+    values: Values,
+    rng: np.random.Generator,
+    number: int,
+    families: Sequence[str],
+) -> list[PairSentence]:
+    """At most `number` other sentences, each true of two pairs; two in a row are never true of the same pair."""
+    found: list[PairSentence] = []
+    words = {sentence.words for sentence in known}
+    waiting: dict[tuple[bool, ...], list[PairSentence]] = {}
+    for _ in range(_ATTEMPTS if number else 0):
+        sentence = draw_sentence(values, rng, families)
+        labels = tuple(sentence.is_true(pair) for pair in pairs)
+        if sentence.words in words or sum(labels) != PAIRS // 2:
+            continue
+        words.add(sentence.words)
+        opposite = waiting.get(tuple(not label for label in labels))
+        if opposite:
+            found += [opposite.pop(), sentence]
+        else:
+            waiting.setdefault(labels, []).append(sentence)
+        if len(found) >= number:
+            break
+    return found
 
 
 class PairWriter(FormatWriter[None]):
@@ -132,7 +171,13 @@ class PairWriter(FormatWriter[None]):
         """The lines of a split, and the scene of each image file."""
         examples, images = [], {}
         for number in range(max(len(scenes) // 2, 1)):
-            made = draw_set(scenes, self.recipe.scene.values, self.recipe.generator(split, number, "nlvr2"))
+            made = draw_set(
+                scenes,
+                self.recipe.scene.values,
+                self.recipe.generator(split, number, "nlvr2"),
+                self.recipe.language.sentences_per_pair,
+                self.recipe.language.pair_families,
+            )
             if made is None:
                 continue
             directory = number % _DIRECTORIES

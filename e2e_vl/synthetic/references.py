@@ -23,6 +23,7 @@ from e2e_vl.synthetic.relations import SceneFacts
 
 T = TypeVar("T")
 VCR_FAMILIES = ("colour", "match", "pair")
+PAIR_FAMILIES = ("both", "exactly one", "side", "more", "total")
 _FAMILY_MIX = {"attribute": 0.55, "superlative": 0.15, "comparison": 0.1, "relation": 0.2}
 _RELATION_MIX = {"near": 0.34, "nearest": 0.2, "farthest": 0.1, "overlapping": 0.1, "in front": 0.13, "behind": 0.13}
 _PROPOSALS = 10  # expressions tried per object before the next object is tried
@@ -48,6 +49,8 @@ class LanguageConfig:
     relation_mix: Mapping[str, float] = field(default_factory=_RELATION_MIX.copy)  # tries; rare relations stay rare
     redundant: float = 0.4  # share of attribute expressions that may say more than is needed
     vcr_families: tuple[str, ...] = VCR_FAMILIES  # what VCR's questions ask (see ``vcr_writer``)
+    sentences_per_pair: int = 2  # of NLVR2; an even number, in the release about two
+    pair_families: tuple[str, ...] = PAIR_FAMILIES  # what NLVR2's sentences say (see ``nlvr2_writer``)
 
     def __post_init__(self) -> None:
         for name, known in (("family_mix", FAMILIES), ("relation_mix", RELATIONS)):
@@ -66,6 +69,13 @@ class LanguageConfig:
             raise ValueError(
                 f"language.vcr_families must be some of {', '.join(VCR_FAMILIES)}; found {list(self.vcr_families)}"
             )
+        object.__setattr__(self, "pair_families", tuple(self.pair_families))
+        if not self.pair_families or set(self.pair_families) - set(PAIR_FAMILIES):
+            raise ValueError(
+                f"language.pair_families must be some of {', '.join(PAIR_FAMILIES)}; found {list(self.pair_families)}"
+            )
+        if self.sentences_per_pair < 2 or self.sentences_per_pair % 2:
+            raise ValueError(f"language.sentences_per_pair must be 2, 4, 6, ...; found {self.sentences_per_pair}")
         if not 0 <= self.redundant <= 1:
             raise ValueError(f"language.redundant must lie in [0, 1]; found {self.redundant}")
 

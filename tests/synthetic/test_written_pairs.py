@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 from pycocotools.coco import COCO
 
+from e2e_vl.synthetic import make_scenes
+from e2e_vl.synthetic.references import LanguageConfig
+
 SPLITS = {"train": "train", "val": "val"}
 NUMBERS = ("zero", "one", "two", "three", "four")
 
@@ -96,3 +99,38 @@ def test_images_lie_where_the_release_has_them(folder, split, examples):
             assert path.is_file() and path.stat().st_nlink > 1
     assert ("directory" in examples[0]) == (split == "train")
     assert cv2.imread(str(path)).dtype == np.uint8
+
+
+def test_more_sentences_per_pair_are_as_balanced(tmp_path):
+    make_scenes(
+        tmp_path / "data",
+        scenes={"train": 30},
+        seed=11,
+        formats=["nlvr2"],
+        language=LanguageConfig(sentences_per_pair=8),
+    )
+    lines = (tmp_path / "data" / "nlvr2" / "data" / "train.json").read_text().splitlines()
+    labels = defaultdict(dict)
+    for example in map(json.loads, lines):
+        labels[pair_of(example)][example["sentence"]] = example["label"]
+    numbers = {len(own) for own in labels.values()}
+    assert max(numbers) == 8 and not any(number % 2 for number in numbers)
+    for own in labels.values():
+        assert sorted(own.values()) == ["False"] * (len(own) // 2) + ["True"] * (len(own) // 2)
+        answers = list(own.values())
+        assert all(one != other for one, other in zip(answers[::2], answers[1::2], strict=True))
+
+
+def test_only_the_wanted_families_are_written(tmp_path):
+    language = LanguageConfig(sentences_per_pair=4, pair_families=("side", "both"))
+    make_scenes(tmp_path / "data", scenes={"train": 30}, seed=11, formats=["nlvr2"], language=language)
+    lines = (tmp_path / "data" / "nlvr2" / "data" / "train.json").read_text().splitlines()
+    assert {json.loads(line)["family"] for line in lines} == {"side", "both"}
+    with pytest.raises(ValueError, match=r"pair_families must be some of both, .*; found \['neither'\]"):
+        LanguageConfig(pair_families=("neither",))
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_sentences_come_two_by_two(number):
+    with pytest.raises(ValueError, match=f"sentences_per_pair must be 2, 4, 6, ...; found {number}"):
+        LanguageConfig(sentences_per_pair=number)

@@ -181,7 +181,7 @@ def make_jobs(
         name = f"{cell.task}_{cell.encoder}"
         if pair not in configs:
             own = encoders[cell.encoder]
-            words = [*own.get("words", ()), *settings]
+            words = [*own.get("words", ()), *own.get("task_words", {}).get(cell.task, ()), *settings]
             if cell.task in steps:
                 words.append(f"train.max_steps={steps[cell.task]}")
             configs[pair] = with_encoder(load_config(folder / f"{cell.task}.yaml", words), cell.encoder, own, cell.task)

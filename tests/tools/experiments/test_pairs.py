@@ -55,7 +55,7 @@ def test_only_joint_runs_of_the_seeded_tasks_have_several_seeds():
     assert not [name for name in names if name.startswith("pretraining") and "text_blind" in name]
 
 
-@pytest.mark.parametrize(("folder", "pairs"), [(None, ALL[::2]), (ROOT / "configs" / "tiny", ALL[-2:])])
+@pytest.mark.parametrize(("folder", "pairs"), [(tool.CONFIGS, ALL[::2]), (ROOT / "configs" / "tiny", ALL[-2:])])
 def test_every_cell_is_a_run_of_its_task_with_its_encoder(folder, pairs, tmp_path):
     cells = tool.plan(pairs, ["joint"], [0], ()) + tool.plan(pairs[:1], list(tool.VARIANTS)[1:], [0], ())
     jobs, configs = tool.make_jobs(cells, ENCODERS, tmp_path, folder, {"vqa": 3}, ["train.log_every=7"])
@@ -67,18 +67,25 @@ def test_every_cell_is_a_run_of_its_task_with_its_encoder(folder, pairs, tmp_pat
         assert (config.task.name, config.encoder.name) == (cell.task, cell.encoder)
         parts.encoder[0](vocab_size=9, feature_dim=8, **config.encoder.config)
         assert (config.train.max_steps == 3) == (cell.task == "vqa") and config.train.log_every == 7
-        wanted = {"joint": (), "frozen": ("freeze",), "image_blind": ("blank_image",), "text_blind": ("blank_text",)}
+        wanted = {
+            "joint": set(),
+            "frozen": {"freeze"},
+            "image_blind": {"blank_image", "freeze"},
+            "text_blind": {"blank_text"},
+        }
         changed = [line.split(":")[0].split(".")[-1] for line in differences(configs[cell.task, cell.encoder], config)]
         also = {"seed", "output", "loss_weight", "weights", "resize"}
-        assert set(changed) - also == set(wanted[cell.variant])
-    if folder is None:
-        job = jobs["vcr_lxmert_joint_0"]
-        assert job.after == (tmp_path / tool.DETECTOR,)
-        assert f"detector.weights={tmp_path / tool.DETECTOR / 'model'}" in job.words
+        assert set(changed) - also == wanted[cell.variant]
+        if folder == tool.CONFIGS:
+            job = jobs[cell.name]
+            assert job.after == (tmp_path / tool.DETECTOR,)
+            assert f"detector.weights={tmp_path / tool.DETECTOR / 'model'}" in job.words
+            assert config.detector.loss_weight == 0, "the task alone trains the detector"
+            assert config.train.lr == (3e-4 if cell.task == "nlvr2" else 1e-3 if cell.encoder == "vl_bert" else 5e-4)
 
 
 def test_encoders_have_the_sizes_of_the_task():
-    own = tool.load_task("nlvr2", None, [])
+    own = load_config(tool.CONFIGS / "nlvr2.yaml")
     settings = {name: tool.with_encoder(own, name, ENCODERS[name], "nlvr2") for name in ENCODERS}
     assert {one.encoder.config["hidden_size"] for one in settings.values()} == {96}
     assert settings["vl_bert"].encoder == own.encoder
