@@ -22,6 +22,7 @@ from e2e_vl.data.base import VLDataset, Wants, check_boxes_source, open_options
 from e2e_vl.data.images.candidates import open_boxes_of
 from e2e_vl.data.photo_ids import PhotoId, PhotoIds
 from e2e_vl.data.storage.record_errors import NotedErrors
+from e2e_vl.data.storage.shared_reads import SharedReads, collection_paused
 from e2e_vl.engine.answer_lists import possible_answers
 from e2e_vl.engine.build import named_parts, task_config
 from e2e_vl.engine.build_data import is_drawn, open_split
@@ -120,7 +121,8 @@ class _Lengths:
         if self.tokenizer is None:
             lengths = [len(split_words(words)) for words in texts]
         else:
-            encoded = self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+            # the fast way gives no offsets, which are not needed
+            encoded = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             lengths = [len(one.ids) for one in encoded]
         for (words, extra), length in zip(self.waiting, lengths, strict=True):
             length += extra
@@ -165,18 +167,20 @@ def check_data(
     Raises:
         ValueError: drawn data that are not drawn yet.
     """
-    return _Check(config, photo_ids or PhotoIds(), max_images).run(others, detector_photos)
+    with collection_paused():  # what is made in millions stays until the end
+        return _Check(config, photo_ids or PhotoIds(), max_images).run(others, detector_photos)
 
 
 class _Check:
     def __init__(self, config: RunConfig, photo_ids: PhotoIds, max_images: int | None) -> None:
         self.config, self.photo_ids, self.max_images = config, photo_ids, max_images
         self.errors = NotedErrors()
+        self.shared = SharedReads()  # what the splits have read
         self.files = _Files()
         self.parts = named_parts(config)
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.answers: set[str] | None = None
-        self.spelled: dict[str, str] = {}
+        self.known: dict[str, bool] = {}  # annotated answers, as written, that have been looked up
         self.not_there: tuple[str, ...] = ()  # beginnings of sentences about files that are known to be missing
 
     def run(self, others: Sequence[tuple[str, RunConfig]], detector_photos: set[PhotoId] | None) -> DataReport:
@@ -223,7 +227,7 @@ class _Check:
         if not task.chooses_answers:
             return None
         least = task_config(self.config).min_answer_count
-        return set(possible_answers(self.config, self.parts.dataset, task, least, self.errors))
+        return set(possible_answers(self.config, self.parts.dataset, task, least, self.errors, self.shared))
 
     # One split
 
@@ -234,11 +238,13 @@ class _Check:
         with self.errors.about(f"the split {facts.split}"):
             for boxes in sources:
                 check_boxes_source(self.parts.dataset, self.config.data.name, boxes)
-            dataset = open_split(self.config, facts.split, main, training=facts.is_trained, errors=self.errors)
+            dataset = open_split(
+                self.config, facts.split, main, training=facts.is_trained, errors=self.errors, shared=self.shared
+            )
             self._walk(dataset, facts, photos)
             for boxes in sources:
                 with self.errors:
-                    reader = open_boxes_of(dataset, self.config.data, boxes, self.errors)
+                    reader = open_boxes_of(dataset, self.config.data, boxes, self.errors, self.shared)
                     if reader is not None:
                         reader.require_images(dataset.image_ids(), facts.split)
         return photos
@@ -246,6 +252,7 @@ class _Check:
     def _walk(self, dataset: VLDataset, facts: SplitFacts, photos: dict[str, tuple[PhotoId, ...]]) -> None:
         layout = self.parts.encoder[1].layout
         extra = (layout.question if self.parts.task[1].chooses_answers else layout.single).extra
+        extras = (extra, layout.pair.extra)
         lengths = _Lengths(self.tokenizer, facts, self.config.data.max_text_length)
         groups = dataset.groups
         number = len(groups) if self.max_images is None else min(self.max_images, len(groups))
@@ -268,7 +275,7 @@ class _Check:
                     if image.objects is not None:
                         _count_boxes(facts, image.objects, image.size, classes)
                 for text in sample.texts:
-                    self._count_text(facts, text, sample.images, lengths, (extra, layout.pair.extra))
+                    self._count_text(facts, text, sample.images, lengths, extras)
         lengths.flush()
         facts.images = len(photos)
         if classes:
@@ -303,13 +310,14 @@ class _Check:
             lengths.add(text.words, extras[0])
         if self.answers is not None and text.truth is not None:
             facts.answers = len(self.answers)
-            is_known = any(self._spell(answer) in self.answers for answer in _annotated_answers(text.truth))
+            is_known = any(map(self._is_known, _annotated_answers(text.truth)))
             facts.texts_without_known_answer = (facts.texts_without_known_answer or 0) + (not is_known)
 
-    def _spell(self, answer: str) -> str:
-        if answer not in self.spelled:
-            self.spelled[answer] = self.parts.task[1].spell_answer(answer)
-        return self.spelled[answer]
+    def _is_known(self, answer: str) -> bool:
+        """Whether an answer is in the list; the same answers come again and again."""
+        if answer not in self.known:
+            self.known[answer] = self.parts.task[1].spell_answer(answer) in self.answers
+        return self.known[answer]
 
     # Photos
 
@@ -327,7 +335,8 @@ class _Check:
         with self.errors.about(f"--with {name}"):
             _require_drawn(config)
             boxes = BoxSource.ONLINE if BoxSource.ONLINE in kind.box_sources else kind.box_sources[0]
-            dataset = kind.open(*open_options(kind, config.data, errors), config.data.train_split, Wants(boxes))
+            files, options = open_options(kind, config.data, errors, self.shared)
+            dataset = kind.open(files, options, config.data.train_split, Wants(boxes))
             for texts in dataset.groups:
                 with errors:
                     for image in dataset.sample(texts[:1]).images:

@@ -68,10 +68,12 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         output.mkdir(parents=True, exist_ok=True)
     set_seed(config.seed)  # the same on all processes, so that all start from the same weights
     with accelerator.main_process_first():
-        run = build_run(config, known.datasets)
+        run = build_run(config, known.datasets, known.shared)
         if resume_from is not None:
             saving.check_lists(resume_from, run.model, run.tokenizer)
-        build_eval_data(config, run, known.datasets)  # settings that do not fit are found before training, not after it
+        # settings that do not fit are found before training, not after it
+        build_eval_data(config, run, known.datasets, known.shared)
+    del known  # the data sets keep what they need of the files
     if accelerator.is_main_process:
         save_config(config, output / "config.yaml")
         run.tokenizer.save_pretrained(output / "tokenizer")

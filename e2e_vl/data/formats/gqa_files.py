@@ -183,12 +183,15 @@ class EntryFile:
 
     In memory stay 20 bytes per record: a number made from its id, and its place.
 
+    Args:
+        errors: not used, since no record is looked at before it is asked for.
+
     Raises:
         FileNotFoundError: no such file.
         ValueError: no JSON, or an id that is there twice.
     """
 
-    def __init__(self, path: str | Path, what: str) -> None:
+    def __init__(self, path: str | Path, what: str, errors: RecordErrors = RAISE) -> None:
         self.path, self.what = Path(path).expanduser(), what
         self._files = OpenFiles()
         numbers, starts, sizes = (array(kind) for kind in "QQI")
