@@ -202,7 +202,10 @@ class JoinedDataset(VLDataset):
         boxes = image.boxes
         if boxes is None and member.boxes is not None:
             boxes = member.boxes.read(image.id)
-        return dataclasses.replace(image, id=f"{member.images}/{image.id}", boxes=boxes)
+        space, known_as = member.dataset.id_space, image.known_as
+        if space is not None and not known_as:
+            known_as = ((space, image.id),)
+        return dataclasses.replace(image, id=f"{member.images}/{image.id}", boxes=boxes, known_as=known_as)
 
     def _find(self, text: int) -> tuple[JoinedPart, int]:
         """The part that has a text, and the number of the text in it."""

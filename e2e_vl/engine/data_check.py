@@ -20,7 +20,7 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.data.base import VLDataset, Wants, check_boxes_source, open_options
 from e2e_vl.data.images.candidates import open_boxes_of
-from e2e_vl.data.photo_ids import PhotoId, PhotoIds
+from e2e_vl.data.photo_ids import PhotoId, PhotoIds, number_of_photos
 from e2e_vl.data.storage.record_errors import NotedErrors
 from e2e_vl.data.storage.shared_reads import SharedReads, collection_paused
 from e2e_vl.engine.answer_lists import possible_answers
@@ -53,6 +53,7 @@ class SplitFacts:
     split: str
     is_trained: bool
     images: int = 0
+    photos: int = 0  # different ones; joined data sets may have the same photo under two ids
     looked_at: float = 1.0  # share of the images that the following numbers are about
     missing_images: int = 0
     missing_examples: list[str] = dataclasses.field(default_factory=list)
@@ -104,11 +105,16 @@ class DataReport:
 
 
 class _Lengths:
-    """Wordpieces of texts, many texts at a time."""
+    """Wordpieces of texts, many texts at a time.
+
+    The tokenizer (BERT's) splits at spaces before all else, so a text has as many wordpieces as its words have together,
+    and each word is cut once, however often it comes.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, facts: SplitFacts, limit: int | None) -> None:
         self.tokenizer, self.facts, self.limit = tokenizer, facts, limit
         self.waiting: list[tuple[str, int]] = []
+        self.pieces: dict[str, int] = {"": 0}  # of each word that came
         self.total = self.number = 0
 
     def add(self, words: str, extra: int) -> None:
@@ -121,9 +127,11 @@ class _Lengths:
         if self.tokenizer is None:
             lengths = [len(split_words(words)) for words in texts]
         else:
-            # the fast way gives no offsets, which are not needed
-            encoded = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            lengths = [len(one.ids) for one in encoded]
+            words_of = [words.split(" ") for words in texts]
+            new = list({word for own in words_of for word in own}.difference(self.pieces))
+            encoded = self.tokenizer.backend_tokenizer.encode_batch_fast(new, add_special_tokens=False)
+            self.pieces.update((word, len(one.ids)) for word, one in zip(new, encoded, strict=True))
+            lengths = [sum(map(self.pieces.__getitem__, own)) for own in words_of]
         for (words, extra), length in zip(self.waiting, lengths, strict=True):
             length += extra
             self.total, self.number = self.total + length, self.number + 1
@@ -277,7 +285,7 @@ class _Check:
                 for text in sample.texts:
                     self._count_text(facts, text, sample.images, lengths, extras)
         lengths.flush()
-        facts.images = len(photos)
+        facts.images, facts.photos = len(photos), number_of_photos(photos.values())
         if classes:
             facts.classes = len(classes)
         skips = facts.is_trained and self.config.data.skip_broken
@@ -325,7 +333,7 @@ class _Check:
         if config.data.synthetic.scenes:  # drawn scenes have names of COCO, but are no photos
             return (PhotoId(f"drawn in {config.data.root}", image.id),)
         file = image.file if isinstance(image.file, Path) else None
-        return self.photo_ids.of_image(image.id, file, dataset.id_space)
+        return self.photo_ids.of_image(image.id, file, dataset.id_space, image.known_as)
 
     def _photos_of(self, name: str, config: RunConfig) -> set[PhotoId]:
         """The photos that another run is trained on."""
@@ -401,4 +409,7 @@ def _joined(photos: dict[str, tuple[PhotoId, ...]]) -> set[PhotoId]:
 def _overlap(split: str, photos: dict[str, tuple[PhotoId, ...]], place: str, known: set[PhotoId]) -> Overlap | None:
     """None if no photo of the split is known there."""
     common = [name for name, ids in photos.items() if not known.isdisjoint(ids)]
-    return Overlap(split, place, len(common), len(photos), tuple(common[:3])) if common else None
+    if not common:
+        return None
+    number, of = (number_of_photos(photos[name] for name in names) for names in (common, photos))
+    return Overlap(split, place, number, of, tuple(common[:3]))

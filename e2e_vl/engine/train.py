@@ -30,6 +30,7 @@ from e2e_vl.engine.best import BestModel
 from e2e_vl.engine.default_settings import part_defaults
 from e2e_vl.engine.evaluate import evaluate_splits
 from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.engine.loss_sums import task_weights
 from e2e_vl.engine.optim import build_optimizer, build_schedule
 from e2e_vl.engine.preflight import Preflight, look_ahead
 from e2e_vl.engine.run import Run, build_eval_data, build_run
@@ -263,9 +264,7 @@ class _Training:
     ) -> Tensor:
         """Weighted sum of all losses, each divided by the number of its items on *all* processes."""
         losses = {**task_losses, **detection_losses}
-        phrases = self.config.phrases
-        weights = {**dict.fromkeys(task_losses, 1.0), **self._detection_weights(detection_losses)}
-        weights |= {"phrases": phrases.weight, "phrase_tags": phrases.weight * phrases.tag_weight}
+        weights = task_weights(self.config, task_losses) | self._detection_weights(detection_losses)
         names = sorted(losses)
         sums = torch.stack(
             [torch.stack([losses[name].total.detach().float(), losses[name].count.float()]) for name in names]
