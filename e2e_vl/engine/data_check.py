@@ -107,8 +107,8 @@ class DataReport:
 class _Lengths:
     """Wordpieces of texts, many texts at a time.
 
-    The tokenizer (BERT's) splits at spaces before all else, so a text has as many wordpieces as its words have together,
-    and each word is cut once, however often it comes.
+    The tokenizer (BERT's) splits at spaces before all else, so a text has as many wordpieces as its words together, and
+    each word is cut once, however often it comes.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, facts: SplitFacts, limit: int | None) -> None:

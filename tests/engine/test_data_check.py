@@ -317,8 +317,8 @@ def test_lengths_are_those_of_whole_texts(tmp_path):
         "it's  the caf\u00e9 ,(red)",
         "",
         " \u4e2d\u6587 is what\tis",
-        "unknown-word red. Red",
-        "[MASK] is red[SEP]",
+        "red-it. Red",
+        "[MASK] is[SEP]",
     ]
     build_vocabulary(texts[:2], tmp_path / "vocab.txt")
     tokenizer = load_tokenizer(tmp_path / "vocab.txt")

@@ -7,18 +7,8 @@ import benchmark as tool
 
 def test_generated_files_are_read_and_their_broken_records_found(tmp_path, capsys):
     output = tmp_path / "speed.json"
-    words = [
-        "check",
-        "--folder",
-        str(tmp_path / "files"),
-        "--share",
-        "0.002",
-        "--kinds",
-        "expressions",
-        "questions",
-        "--json",
-        str(output),
-    ]
+    words = ["check", "--folder", str(tmp_path / "files"), "--share", "0.002", "--json", str(output)]
+    words += ["--kinds", "expressions", "questions"]
     assert tool.main(words) == 0
     assert "| expressions | 280 | 2 |" in capsys.readouterr().out
     expressions, questions = json.loads(output.read_text())["cases"]
