@@ -143,17 +143,12 @@ class GQADataset(VLDataset):
     @classmethod
     def answers_of(cls, files: DataFiles, options: GQAOptions, split: str) -> dict[Any, str]:
         """Of the balanced questions: the table of 1,842 answers comes from train_balanced+val_balanced."""
-        found = {}
-        for path in _question_files(files, split):
-            for entry in json_entries(path, "questions"):
-                where = f"{path}: question {entry.key}"
-                with files.errors.about(where):
-                    check_question(entry.value, where)
-                    if entry.value["isBalanced"]:
-                        if entry.value.get("answer") is None:
-                            raise ValueError(f"{where} has no answer; build the list of answers from another split")
-                        found[entry.key] = entry.value["answer"]
-        return found
+        questions = files.read(GQAQuestions, tuple(_question_files(files, split)))
+        found = {row: answer for row, answer in enumerate(questions.answers()) if questions.is_balanced[row]}
+        for row in (row for row, answer in found.items() if answer is None):
+            with files.errors:
+                raise ValueError(f"{questions.place(row)} has no answer; build the list of answers from another split")
+        return {row: answer for row, answer in found.items() if answer is not None}
 
     def __len__(self) -> int:
         """Number of questions."""

@@ -66,7 +66,7 @@ def _write_expressions(folder: Path, share: float) -> None:
     (folder / "refs.p").write_bytes(pickle.dumps(refs, protocol=2))
     build_vocabulary([" ".join(WORDS)], folder / "vocab.txt")
     files = {"images": "images", "instances": "instances.json", "refs": "refs.p"}
-    _write_config(folder, "refcoco", files, ["train", "val", "testA", "testB"], "gt", 12)
+    _write_config(folder, "expressions", files, ["train", "val", "testA", "testB"], "gt", 12)
 
 
 def _write_questions(folder: Path, share: float) -> None:
@@ -97,7 +97,7 @@ def _write_questions(folder: Path, share: float) -> None:
     (folder / "answers.txt").write_text("\n".join(ANSWERS), encoding="utf-8")
     files = {key: f"{{split}}_{key}.json" for key in ("questions", "annotations")}
     files |= {"images": "{split}", "answers": "answers.txt"}
-    _write_config(folder, "vqa", files, list(QUESTIONS), "online", 12)
+    _write_config(folder, "questions", files, list(QUESTIONS), "online", 12)
 
 
 def _write_graph_questions(folder: Path, share: float) -> None:
@@ -118,7 +118,7 @@ def _write_graph_questions(folder: Path, share: float) -> None:
     (folder / "answers.json").write_text(json.dumps(ANSWERS), encoding="utf-8")
     files = {"images": "images", "questions": "{split}_questions.json", "scene_graphs": "{part}_sceneGraphs.json"}
     files["answers"] = "answers.json"
-    _write_config(folder, "gqa", files, list(GRAPH_QUESTIONS), "gt", 20)
+    _write_config(folder, "graph_questions", files, list(GRAPH_QUESTIONS), "gt", 20)
 
 
 def _graph_question(draw: random.Random, number: int, image_id: str) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _write_pairs(folder: Path, share: float) -> None:
             _touch(folder / "images" / split / ("" if place is None else str(place)), names)
     build_vocabulary([" ".join(WORDS)], folder / "vocab.txt")
     files = {"images": "images/{images}", "examples": "{split}.json"}
-    _write_config(folder, "nlvr2", files, list(PAIRS), "online", 40)
+    _write_config(folder, "pairs", files, list(PAIRS), "online", 40)
 
 
 def _write_choices(folder: Path, share: float) -> None:
@@ -246,7 +246,7 @@ def _write_choices(folder: Path, share: float) -> None:
                 file.write(json.dumps(record) + "\n")
     build_vocabulary([" ".join([*WORDS, "person", "chair", "cup", "tv"])], folder / "vocab.txt")
     files = {"images": "vcr1images", "questions": "{split}.jsonl"}
-    _write_config(folder, "vcr", files, list(CHOICES), "gt", 60)
+    _write_config(folder, "choices", files, list(CHOICES), "gt", 60)
 
 
 def _tokens(draw: random.Random, mean: int) -> list[Any]:
@@ -274,7 +274,7 @@ def _write_captions(folder: Path, share: float) -> None:
             (boxes / f"{image_id}.xml").write_text(_annotation(draw, image_id), encoding="utf-8")
     build_vocabulary([" ".join(WORDS)], folder / "vocab.txt")
     files = {"images": "images", "ids": "{split}.txt", "sentences": "Sentences", "annotations": "Annotations"}
-    _write_config(folder, "flickr30k", files, list(CAPTIONS), "gt", 40)
+    _write_config(folder, "captions", files, list(CAPTIONS), "gt", 40)
 
 
 def _annotation(draw: random.Random, image_id: str) -> str:
@@ -298,15 +298,16 @@ WRITERS: dict[str, Callable[[Path, float], None]] = {
 }
 
 
-def _write_config(folder: Path, task: str, files: dict[str, str], splits: list[str], boxes: str, longest: int) -> None:
+def _write_config(folder: Path, kind: str, files: dict[str, str], splits: list[str], boxes: str, longest: int) -> None:
     """`splits`: the one that is trained on, and those that are evaluated."""
+    names = yaml.safe_load(Path(__file__).with_name("check_settings.yaml").read_text(encoding="utf-8"))
     content = {
         "output": "unused",
         "detector": {"config": str(ROOT / "configs" / "detector" / "vl_bert_R_101.yaml")},
-        "encoder": {"name": "vl_bert"},
-        "task": {"name": task},
+        "encoder": {"name": names["encoder"]},
+        "task": {"name": names[kind]},
         "data": {
-            "name": task,
+            "name": names[kind],
             "root": str(folder),
             "files": files,
             "vocabulary": str(folder / "vocab.txt"),

@@ -105,6 +105,7 @@ class GQAQuestions(Sequence):
     Attributes:
         image_ids: of every image, in the order of its first question.
         counts: int64 [images], questions of each image.
+        is_balanced: bool [questions].
 
     Raises:
         FileNotFoundError: no such file.
@@ -115,7 +116,7 @@ class GQAQuestions(Sequence):
     def __init__(self, paths: Iterable[Path], errors: RecordErrors = RAISE) -> None:
         self.paths = list(paths)
         self._files = OpenFiles()
-        file_of, starts, sizes, images, answers, names = (array(kind) for kind in "HqIiiQ")
+        file_of, starts, sizes, images, answers, names, balanced = (array(kind) for kind in "HqIiiQb")
         image_numbers: dict[str, int] = {}
         answer_numbers: dict[str, int] = {}
         for number, path in enumerate(self.paths):
@@ -140,6 +141,7 @@ class GQAQuestions(Sequence):
                             number_of_answer = answer_numbers.setdefault(answer, len(answer_numbers))
                         answers.append(number_of_answer)
                         names.append(_number_of(entry.key))
+                        balanced.append(entry.value["isBalanced"])
         if not starts:
             raise ValueError(f"{', '.join(map(str, self.paths))}: there is no question in it")
         self.image_ids, self._answers = list(image_numbers), list(answer_numbers)
@@ -149,6 +151,7 @@ class GQAQuestions(Sequence):
         self._file_of, self._starts, self._sizes, self._answer_of, hashes = (
             np.asarray(values)[order] for values in (file_of, starts, sizes, answers, names)
         )
+        self.is_balanced = np.asarray(balanced, dtype=bool)[order]
         self._check_unique(hashes, errors)
 
     def __len__(self) -> int:
@@ -160,6 +163,10 @@ class GQAQuestions(Sequence):
             raise IndexError(index)
         path = self.paths[self._file_of[index]]
         return read_entry(self._files, path, int(self._starts[index]), int(self._sizes[index]))
+
+    def place(self, index: int) -> str:
+        """File and id of a question, for messages."""
+        return f"{self.paths[self._file_of[index]]}: question {self[index][0]}"
 
     def answers(self) -> Iterator[str | None]:
         """The answer to every question; None where it is unknown."""
