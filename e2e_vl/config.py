@@ -113,7 +113,8 @@ class TrainSettings:
     log_every: int = 10
     # experiment trackers that accelerate knows, such as wandb; each is a package that must be installed
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    # name of a metric, such as val/accuracy_own_boxes: the model that is best by it is kept in best/
+    # name of a metric, of which more is better, such as val/accuracy_own_boxes, or of a loss, of which less is, such as
+    # val/loss_own_boxes: the model that is best by it is kept in best/
     keep_best: str | None = None
     patience: int | None = None  # stop after this many evaluations in a row without a better value of keep_best
 

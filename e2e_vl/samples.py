@@ -84,6 +84,8 @@ class SampleImage:
     candidates: tuple[int, ...] | None = None  # rows of `objects` that are candidate boxes; None: all of them
     boxes: CandidateBoxes | None = None  # candidates that come with the sample; they go before every other source
     hide: np.ndarray | None = None  # float64 [Q, 4], exactly these boxes are to be hidden; None: as the task draws
+    # (whose id, id) of the photo, as `VLDataset.id_space` has them, where an image's own data set says it
+    known_as: tuple[tuple[str, str], ...] = ()
 
     def locate(self) -> Path | EncodedImage:
         """The image file or its content."""

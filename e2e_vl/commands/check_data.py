@@ -128,8 +128,9 @@ def as_lines(report: DataReport, examples: int) -> list[str]:
 def _lines_of_split(facts: SplitFacts, unit: str) -> list[str]:
     purpose = "trained on" if facts.is_trained else "evaluated"
     share = "" if facts.looked_at == 1 else f" in {facts.looked_at:.1%} of all images, which are looked at,"
+    photos = "" if facts.photos == facts.images else f" of {facts.photos:,} different photos"
     lines = [
-        f"{facts.split} ({purpose}): {facts.texts:,} texts;{share} {facts.images:,} images, "
+        f"{facts.split} ({purpose}): {facts.texts:,} texts;{share} {facts.images:,} images{photos}, "
         f"{facts.missing_images:,} image files missing"
     ]
     cut = f"; {facts.too_long:,} too long" if facts.too_long else ""

@@ -9,15 +9,18 @@ from __future__ import annotations
 import abc
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.converter import check_keys, from_dict
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.data.storage.shared_reads import SharedReads
 from e2e_vl.data_settings import DataSettings
 from e2e_vl.samples import Sample
+
+Found = TypeVar("Found")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,19 +149,34 @@ class DataFiles:
 
     Attributes:
         errors: what becomes of an error about one record of a file; readers of such files are given it.
+        shared: what other splits have read already.
 
     Raises:
         ValueError: a key that is not among the `known` ones of the data set.
     """
 
-    def __init__(self, settings: DataSettings, known: Sequence[str], errors: RecordErrors = RAISE) -> None:
+    def __init__(
+        self,
+        settings: DataSettings,
+        known: Sequence[str],
+        errors: RecordErrors = RAISE,
+        shared: SharedReads | None = None,
+    ) -> None:
         check_keys(known, settings.files, "data.files", who=settings.name)
         self.errors = errors
+        self.shared = SharedReads() if shared is None else shared
         self.root = Path(settings.root).expanduser()
         self.settings = settings
 
     def __contains__(self, key: str) -> bool:
         return key in self.settings.files
+
+    def read(self, reader: Callable[..., Found], *places: Hashable, **options: Hashable) -> Found:
+        """What a reader that takes `errors` makes of some files, read once for all splits that share them.
+
+        Nobody may change it.
+        """
+        return self.shared.read(reader, *places, errors=self.errors, **options)
 
     def path(self, key: str, **values: str) -> Path:
         """The path of `data.files.<key>`, with values for its placeholders.
@@ -179,14 +197,22 @@ class DataFiles:
 
 
 def open_options(
-    dataset: type[VLDataset], settings: DataSettings, errors: RecordErrors = RAISE
+    dataset: type[VLDataset],
+    settings: DataSettings,
+    errors: RecordErrors = RAISE,
+    shared: SharedReads | None = None,
 ) -> tuple[DataFiles, Any]:
-    """The files and the options of a data set; `errors` says what becomes of an error about one record.
+    """The files and the options of a data set.
+
+    Args:
+        errors: what becomes of an error about one record.
+        shared: what other splits have read already; None: nothing.
 
     Raises:
         ValueError: an unknown key, or a value of a wrong type.
     """
-    return DataFiles(settings, dataset.known_files, errors), from_dict(dataset.options, settings.config, "data.config")
+    files = DataFiles(settings, dataset.known_files, errors, shared)
+    return files, from_dict(dataset.options, settings.config, "data.config")
 
 
 def group_texts(images: Iterable[Any]) -> list[list[int]]:

@@ -102,7 +102,7 @@ class CaptionDataset(VLDataset):
                 raise ValueError("annotated objects need data.config.source=coco and data.files.instances.")
             if len(split_names(split)) > 1:
                 raise ValueError(f"annotated objects need a single split, not {split}; use other boxes.")
-            instances = read_instances(files.path("instances", split=split), drop_empty_boxes=True, errors=files.errors)
+            instances = files.read(read_instances, files.path("instances", split=split), drop_empty_boxes=True)
         return cls(
             _source(files, options, split, wants.boxes),
             corpus=_corpus(files, options, split) if wants.training else None,

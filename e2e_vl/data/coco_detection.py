@@ -12,8 +12,7 @@ from typing import Any
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants
-from e2e_vl.data.formats.coco import CocoAnnotation, read_instances
-from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.data.formats.coco import CocoAnnotation, CocoInstances, read_instances
 from e2e_vl.samples import Categories, Sample, SampleText
 
 
@@ -22,13 +21,12 @@ class CocoDetectionDataset(VLDataset):
 
     Args:
         images_root: folder of the image files named in the instances file.
-        instances_file: COCO instances file. Annotations without width or height, which COCO's own files have a few of,
-            are left out and logged.
+        instances: their annotated objects. Annotations without width or height, which COCO's own files have a few of,
+            are left out.
         keep_empty_images: False leaves out the images that have no object, or only crowds.
-        errors: what becomes of an error about one record.
 
     Raises:
-        FileNotFoundError, ValueError: see `read_instances`; or no image is left.
+        ValueError: no image is left.
     """
 
     known_files = ("images", "instances")
@@ -37,13 +35,12 @@ class CocoDetectionDataset(VLDataset):
     def __init__(
         self,
         images_root: str | Path,
-        instances_file: str | Path,
+        instances: CocoInstances,
         *,
         keep_empty_images: bool = True,
-        errors: RecordErrors = RAISE,
     ) -> None:
         self.images_root = Path(images_root).expanduser()
-        self.instances = read_instances(instances_file, drop_empty_boxes=True, errors=errors)
+        self.instances = instances
         self.images = list(self.instances.images.values())
         self.groups = [
             [index]
@@ -60,8 +57,7 @@ class CocoDetectionDataset(VLDataset):
     def open(cls, files: DataFiles, options: NoOptions, split: str, wants: Wants) -> CocoDetectionDataset:
         """`data.files` holds `images` and `instances`; in evaluation every image counts."""
         keep = files.settings.keep_empty_images or not wants.training
-        images, instances = (files.path(key, split=split) for key in ("images", "instances"))
-        return cls(images, instances, keep_empty_images=keep, errors=files.errors)
+        return cls(files.path("images", split=split), _instances(files, split), keep_empty_images=keep)
 
     @classmethod
     def reads(cls, options: NoOptions, split: str, wants: Wants) -> tuple[str, ...]:
@@ -70,7 +66,7 @@ class CocoDetectionDataset(VLDataset):
     @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
         """The category names: the only words there are for a vocabulary."""
-        return read_instances(files.path("instances", split=split), drop_empty_boxes=True).class_names
+        return _instances(files, split).class_names
 
     def check_classes(self, num_classes: int) -> None:
         """Raises ValueError unless a detector with `num_classes` foreground classes has one for each category."""
@@ -105,3 +101,7 @@ class CocoDetectionDataset(VLDataset):
             "area": annotation.area,
             "is_crowd": annotation.is_crowd,
         }
+
+
+def _instances(files: DataFiles, split: str) -> CocoInstances:
+    return files.read(read_instances, files.path("instances", split=split), drop_empty_boxes=True)

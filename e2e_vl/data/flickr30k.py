@@ -117,7 +117,7 @@ class Flickr30KDataset(VLDataset):
         instances = None
         if wants.annotations and "instances" in files:
             path = files.path("instances", split=split)
-            instances = read_instances(path, drop_empty_boxes=True, errors=files.errors)
+            instances = files.read(read_instances, path, drop_empty_boxes=True)
         sentences, boxes = files.path("sentences"), files.path("annotations")
         captions: dict[str, list[Caption]] = {}
         annotations: dict[str, AnnotatedImage] = {}

@@ -108,7 +108,7 @@ class GQADataset(VLDataset):
             paths = {files.path("instances", **values) for values in parts}
             if len(paths) > 1:
                 raise ValueError("data.files.instances must be one file for splits that are joined.")
-            more["instances"] = read_instances(paths.pop(), drop_empty_boxes=True, errors=files.errors)
+            more["instances"] = files.read(read_instances, paths.pop(), drop_empty_boxes=True)
         elif wants.objects:
             raise ValueError(
                 "The names in scene graphs are no classes of a detector; give an instances file as "
@@ -116,12 +116,12 @@ class GQADataset(VLDataset):
             )
         elif wants.annotations:
             paths = dict.fromkeys(files.path("scene_graphs", **values) for values in parts)
-            more["scene_graphs"] = [EntryFile(path, "scene graphs") for path in paths]
+            more["scene_graphs"] = [files.read(EntryFile, path, "scene graphs") for path in paths]
         if "choices" in files and not wants.training:
             more["choices"] = _open_parts(files, parts, "choices", "validity and plausibility are")
         if options.grounding and not wants.training:
             more["grounds"] = more.get("scene_graphs") or _open_parts(files, parts, "scene_graphs", "grounding is")
-        questions = GQAQuestions(_question_files(files, split), files.errors)
+        questions = files.read(GQAQuestions, tuple(_question_files(files, split)))
         return cls(questions, files.path("images"), options, parts, **more)
 
     @classmethod
@@ -143,17 +143,12 @@ class GQADataset(VLDataset):
     @classmethod
     def answers_of(cls, files: DataFiles, options: GQAOptions, split: str) -> dict[Any, str]:
         """Of the balanced questions: the table of 1,842 answers comes from train_balanced+val_balanced."""
-        found = {}
-        for path in _question_files(files, split):
-            for entry in json_entries(path, "questions"):
-                where = f"{path}: question {entry.key}"
-                with files.errors.about(where):
-                    check_question(entry.value, where)
-                    if entry.value["isBalanced"]:
-                        if entry.value.get("answer") is None:
-                            raise ValueError(f"{where} has no answer; build the list of answers from another split")
-                        found[entry.key] = entry.value["answer"]
-        return found
+        questions = files.read(GQAQuestions, tuple(_question_files(files, split)))
+        found = {row: answer for row, answer in enumerate(questions.answers()) if questions.is_balanced[row]}
+        for row in (row for row, answer in found.items() if answer is None):
+            with files.errors:
+                raise ValueError(f"{questions.place(row)} has no answer; build the list of answers from another split")
+        return {row: answer for row, answer in found.items() if answer is not None}
 
     def __len__(self) -> int:
         """Number of questions."""
@@ -202,4 +197,4 @@ def _open_parts(files: DataFiles, parts: Sequence[Mapping[str, str]], key: str, 
         if not path.is_file():  # the release has them for train and val only
             logger.warning("%s: there is no such file of %s, so %s left out.", path, what, left_out)
             return []
-    return [EntryFile(path, what) for path in paths]
+    return [files.read(EntryFile, path, what) for path in paths]

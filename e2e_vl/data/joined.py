@@ -132,7 +132,7 @@ class JoinedDataset(VLDataset):
             kind, own_split = cls.kind(part.name), part.splits[split]
             check_boxes_source(kind, name, wants.boxes)
             dataset = kind.open(own_files, own_options, own_split, wants)
-            boxes = open_boxes_of(dataset, own_files.settings, wants.boxes)
+            boxes = open_boxes_of(dataset, own_files.settings, wants.boxes, files.errors, files.shared)
             kept = _kept_texts(name, part, dataset, files.root)
             member = JoinedPart(part.images or f"of {name}", dataset, boxes, kept)
             if boxes is not None:
@@ -155,7 +155,7 @@ class JoinedDataset(VLDataset):
                 files.settings, name=part.name, files={**shared, **part.files}, config=part.config
             )
             try:
-                yield name, part, *open_options(kind, settings)
+                yield name, part, *open_options(kind, settings, files.errors, files.shared)
             except ValueError as error:
                 raise ValueError(f"data.config.parts.{name}: {error}") from error
 
@@ -202,7 +202,10 @@ class JoinedDataset(VLDataset):
         boxes = image.boxes
         if boxes is None and member.boxes is not None:
             boxes = member.boxes.read(image.id)
-        return dataclasses.replace(image, id=f"{member.images}/{image.id}", boxes=boxes)
+        space, known_as = member.dataset.id_space, image.known_as
+        if space is not None and not known_as:
+            known_as = ((space, image.id),)
+        return dataclasses.replace(image, id=f"{member.images}/{image.id}", boxes=boxes, known_as=known_as)
 
     def _find(self, text: int) -> tuple[JoinedPart, int]:
         """The part that has a text, and the number of the text in it."""

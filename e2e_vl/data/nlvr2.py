@@ -75,7 +75,7 @@ class NLVR2Dataset(VLDataset):
         examples: dict[str, PairStatement] = {}
         folders, parts, instances = {}, [], {}
         for name in split_names(split):
-            own = read_examples(files.path("examples", split=name), files.errors)
+            own = files.read(read_examples, files.path("examples", split=name))
             double = next((one.identifier for one in own if one.identifier in examples), None)
             if double is not None:
                 raise ValueError(f"example {double} is in two of the splits {split}; name each split once")
@@ -84,7 +84,7 @@ class NLVR2Dataset(VLDataset):
             folders[values["images"]] = files.path("images", **values)
             if wants.annotations:
                 path = files.path("instances", **values)
-                instances[values["images"]] = read_instances(path, drop_empty_boxes=True, errors=files.errors)
+                instances[values["images"]] = files.read(read_instances, path, drop_empty_boxes=True)
             parts.append(values)
         labelled = {one.label is not None for one in examples.values()}
         if len(labelled) > 1:
@@ -97,7 +97,9 @@ class NLVR2Dataset(VLDataset):
     def texts_of(cls, files: DataFiles, options: NLVR2Options, split: str) -> Iterable[str]:
         """All sentences of a split."""
         return [
-            one.sentence for name in split_names(split) for one in read_examples(files.path("examples", split=name))
+            one.sentence
+            for name in split_names(split)
+            for one in files.read(read_examples, files.path("examples", split=name))
         ]
 
     def __len__(self) -> int:

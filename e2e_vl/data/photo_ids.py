@@ -8,7 +8,7 @@ Visual Genome, about half of which are COCO's too (its `image_data.json` says wh
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,19 +38,23 @@ class PhotoIds:
     def __init__(self, also: Mapping[str, tuple[PhotoId, ...]] | None = None) -> None:
         self._also = also or {}
 
-    def of_image(self, image_id: str, file: Path | None, space: str | None) -> tuple[PhotoId, ...]:
+    def of_image(
+        self, image_id: str, file: Path | None, space: str | None, known_as: Iterable[tuple[str, str]] = ()
+    ) -> tuple[PhotoId, ...]:
         """The ids of an image of a data set.
 
         Args:
             image_id: as the data set calls it.
             file: None if it lies in an archive.
             space: see `VLDataset.id_space`.
+            known_as: (whose id, id) of the photo, where the data set says it; this goes before the space.
         """
         found = None if file is None else _COCO_NAME.fullmatch(file.stem)
         if found:
             return (PhotoId(COCO, str(int(found[1]))),)
-        if space is not None:
-            return self.in_space(space, image_id)
+        stated = list(known_as) or ([] if space is None else [(space, image_id)])
+        if stated:
+            return tuple(dict.fromkeys(one for pair in stated for one in self.in_space(*pair)))
         return (PhotoId("file", image_id if file is None else str(file.absolute())),)
 
     def in_space(self, space: str, name: str) -> tuple[PhotoId, ...]:
@@ -103,6 +107,26 @@ class PhotoIds:
                 f"{path}: {name!r} does not tell whose photo it is; add --detector-ids with one of {', '.join(SPACES)}"
             )
         return self.in_space(space, place.stem)
+
+
+def number_of_photos(images: Iterable[tuple[PhotoId, ...]]) -> int:
+    """How many different photos some images are; two images with an id in common are the same photo.
+
+    Args:
+        images: the ids of each image.
+    """
+    above: dict[PhotoId, PhotoId] = {}  # ids of a photo form a tree; the topmost one stands for the photo
+
+    def top(one: PhotoId) -> PhotoId:
+        while above[one] != one:
+            above[one] = one = above[above[one]]
+        return one
+
+    for ids in images:
+        for one in ids:
+            above.setdefault(one, one)
+            above[top(one)] = top(ids[0])
+    return sum(one == other for one, other in above.items())
 
 
 def _first_words(path: Path) -> Iterator[str]:

@@ -18,7 +18,6 @@ import numpy as np
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants, group_texts
 from e2e_vl.data.formats.flickr_entities import read_annotation, read_sentences
 from e2e_vl.data.formats.refer import ReferFiles
-from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.samples import PhraseBoxes, ReferredBox, Sample, SampleText
 
 
@@ -27,17 +26,15 @@ class RefCOCODataset(VLDataset):
 
     Args:
         images_root: folder of the image files named in the instances file.
-        instances_file: COCO instances file with all annotations of the images.
-        refs_file: REFER file.
+        refer: all expressions, with all annotations of the images.
         split: name of a split, by the rules of `refer.split_contains`.
         phrases: of all expressions; None: each expression is one phrase.
-        errors: what becomes of an error about one record.
 
     Attributes:
         expressions: the texts, in file order; their indices are text indices.
 
     Raises:
-        FileNotFoundError, ValueError: see the readers; or a split without expressions.
+        ValueError: a split without expressions.
     """
 
     known_files = ("images", "instances", "refs", "phrases", "phrase_boxes", "detections", "features")
@@ -45,15 +42,13 @@ class RefCOCODataset(VLDataset):
     def __init__(
         self,
         images_root: str | Path,
-        instances_file: str | Path,
-        refs_file: str | Path,
+        refer: ReferFiles,
         split: str,
         phrases: NounPhrases | None = None,
-        errors: RecordErrors = RAISE,
     ) -> None:
         self.images_root = Path(images_root).expanduser()
-        self.refer = ReferFiles(refs_file, instances_file, errors)
-        self.instances = self.refer.instances
+        self.refer = refer
+        self.instances = refer.instances
         self.expressions = self.refer.in_split(split)
         self.groups = group_texts(expression.image_id for expression in self.expressions)
         self.phrases = phrases
@@ -66,7 +61,7 @@ class RefCOCODataset(VLDataset):
         phrases = None
         if "phrases" in files and wants.phrases:
             phrases = NounPhrases(files.path("phrases"), files.path("phrase_boxes"))
-        return cls(files.path("images"), files.path("instances"), files.path("refs"), split, phrases, files.errors)
+        return cls(files.path("images"), _refer(files), split, phrases)
 
     @classmethod
     def reads(cls, options: NoOptions, split: str, wants: Wants) -> tuple[str, ...]:
@@ -76,8 +71,7 @@ class RefCOCODataset(VLDataset):
     @classmethod
     def texts_of(cls, files: DataFiles, options: NoOptions, split: str) -> Iterable[str]:
         """All expressions of a split."""
-        refer = ReferFiles(files.path("refs"), files.path("instances"))
-        return [expression.sentence for expression in refer.in_split(split)]
+        return [expression.sentence for expression in _refer(files).in_split(split)]
 
     def __len__(self) -> int:
         """Number of expressions."""
@@ -112,6 +106,11 @@ class RefCOCODataset(VLDataset):
         else:
             phrases = self.phrases.of(expression.image_id, expression.sentence)
         return SampleText(index, expression.sentence, facts, ReferredBox(annotation.box), phrases=phrases)
+
+
+def _refer(files: DataFiles) -> ReferFiles:
+    """All splits are in the same two files."""
+    return files.read(ReferFiles, files.path("refs"), files.path("instances"))
 
 
 class NounPhrases:

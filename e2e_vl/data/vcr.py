@@ -69,7 +69,7 @@ class VCRDataset(VLDataset):
 
     Args:
         images_root: the folder vcr1images, with the image and metadata files that questions name.
-        questions_file: jsonl file of the split.
+        questions: of the split.
         options: see `VCROptions`.
         training: needs labels.
         errors: what becomes of an error about one record.
@@ -93,14 +93,14 @@ class VCRDataset(VLDataset):
     def __init__(
         self,
         images_root: str | Path,
-        questions_file: str | Path,
+        questions: VCRFile,
         options: VCROptions | None = None,
         *,
         training: bool = False,
         errors: RecordErrors = RAISE,
     ) -> None:
         self.images_root = Path(images_root).expanduser()
-        self.questions = VCRFile(questions_file, errors)
+        self.questions = questions
         self.settings = options or VCROptions()
         self.class_names = self.settings.class_names
         self.parts = [{}]
@@ -144,13 +144,13 @@ class VCRDataset(VLDataset):
     @classmethod
     def open(cls, files: DataFiles, options: VCROptions, split: str, wants: Wants) -> VCRDataset:
         """`data.files` holds `images` and `questions`, in which {split} is the split."""
-        images, questions = files.path("images", split=split), files.path("questions", split=split)
+        images, questions = files.path("images", split=split), files.read(VCRFile, files.path("questions", split=split))
         return cls(images, questions, options, training=wants.training, errors=files.errors)
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: VCROptions, split: str) -> Iterable[str]:
         """All sentences of a split, objects as their class names."""
-        questions = VCRFile(files.path("questions", split=split))
+        questions = files.read(VCRFile, files.path("questions", split=split))
         for index in range(len(questions)):
             one = questions[index]
             for sentence in (one.question, *one.answer_choices, *one.rationale_choices):

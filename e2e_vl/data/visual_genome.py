@@ -26,6 +26,7 @@ from e2e_vl.data.formats.visual_genome_files import (
     read_region_descriptions,
 )
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
+from e2e_vl.data.photo_ids import COCO, VISUAL_GENOME
 from e2e_vl.samples import RightAnswer, Sample, SampleImage, SampleText
 
 READ = {"regions": read_region_descriptions, "questions": read_genome_questions}
@@ -61,6 +62,7 @@ class VisualGenomeDataset(VLDataset):
     known_files = ("images", "image_data", "regions", "questions", "detections", "features")
     options = GenomeOptions
     box_sources = (BoxSource.ONLINE, BoxSource.DETECTIONS, BoxSource.PRECOMPUTED)
+    id_space = VISUAL_GENOME
 
     def __init__(
         self,
@@ -132,7 +134,9 @@ class VisualGenomeDataset(VLDataset):
         group = self.groups.of_text(texts[0])
         image = self.images[group]
         folder = self.folder / image.folder if self.settings.use_folders else self.folder
-        stated = SampleImage(str(image.image_id), folder / f"{image.image_id}.jpg", image.size)
+        in_coco = () if image.coco_id is None else ((COCO, str(image.coco_id)),)
+        name = str(image.image_id)
+        stated = SampleImage(name, folder / f"{name}.jpg", image.size, known_as=((VISUAL_GENOME, name), *in_coco))
         return Sample((stated,), tuple(self._text(index) for index in texts), pool=self, own=self.groups[group])
 
     def _text(self, index: int) -> SampleText:

@@ -106,7 +106,6 @@ class VQADataset(VLDataset):
         name need no annotation file.
         """
         parts, names = [], []
-        instances: dict[Path, CocoInstances] = {}  # parts with the same file share it
         for name in split_names(split):
             questions = _read_split(files, name, annotated=wants.training)
             values = {"split": name, "images": _image_set(questions[0], name)}
@@ -114,10 +113,7 @@ class VQADataset(VLDataset):
                 questions, files.path("images", **values), options.image_name.replace("{images}", values["images"])
             )
             if wants.annotations and "instances" in files:
-                path = files.path("instances", **values)
-                if path not in instances:
-                    instances[path] = read_instances(path, drop_empty_boxes=True, errors=files.errors)
-                part.instances = instances[path]
+                part.instances = files.read(read_instances, files.path("instances", **values), drop_empty_boxes=True)
             parts.append(part)
             names.append(values)
         return cls(parts, names)
@@ -170,7 +166,7 @@ def _read_split(files: DataFiles, name: str, *, annotated: bool) -> list[VQAQues
         annotations = files.path("annotations", split=name)
         if not annotated and "test" in name and not annotations.is_file():
             annotations = None
-    return read_questions(files.path("questions", split=name), annotations, files.errors)
+    return files.read(read_questions, files.path("questions", split=name), annotations)
 
 
 def _image_set(question: VQAQuestion, split: str) -> str:

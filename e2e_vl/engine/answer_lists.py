@@ -12,6 +12,7 @@ from e2e_vl.config import RunConfig
 from e2e_vl.data.base import VLDataset, open_options
 from e2e_vl.data.formats.answer_files import read_answers
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.data.storage.shared_reads import SharedReads
 from e2e_vl.tasks.base import Task
 
 OFFICIAL_SUFFIX = ".answers.txt"
@@ -31,14 +32,19 @@ def answers_path(config: RunConfig) -> Path | None:
 
 
 def possible_answers(
-    config: RunConfig, dataset: type[VLDataset], task: type[Task], min_count: int, errors: RecordErrors = RAISE
+    config: RunConfig,
+    dataset: type[VLDataset],
+    task: type[Task],
+    min_count: int,
+    errors: RecordErrors = RAISE,
+    shared: SharedReads | None = None,
 ) -> list[str]:
     """Answers in the order of their classes.
 
     `task.config.answers` (a list or a file) or the file `data.files.answers`, under data.root, gives them. Without
     either they are built from the annotations of the training split, where each must answer at least `min_count`
     questions. The task spells the answers of annotations and of text files. `errors` says what becomes of an error
-    about one annotation.
+    about one annotation, and `shared` is what splits have read already.
 
     Raises:
         FileNotFoundError, ValueError: see `read_answers`, the data set's reader and `frequent_answers`.
@@ -50,7 +56,7 @@ def possible_answers(
     if path is not None:
         answers = read_answers(path)
         return [task.official_answer(answer) for answer in answers] if path.suffix == ".txt" else answers
-    given = dataset.answers_of(*open_options(dataset, config.data, errors), config.data.train_split)
+    given = dataset.answers_of(*open_options(dataset, config.data, errors, shared), config.data.train_split)
     return frequent_answers(given, min_count, task.spell_answer)
 
 

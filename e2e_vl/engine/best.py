@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e_vl.box_sources import BoxSource
+from e2e_vl.engine.loss_sums import LOSS
 from e2e_vl.metric_names import MetricName
 from e2e_vl.run_files import write_json
 
@@ -50,7 +51,7 @@ class BestModel:
 
     Attributes:
         folder: of the best model.
-        metric: name of the metric, of which more is better; None judges nothing.
+        metric: name of the metric, of which more is better, or of the loss, of which less is; None judges nothing.
         patience: number of evaluations in a row without a better value after which training ends; None = never.
         step, value: of the best evaluation; None before there is one.
         judged_step: of the last evaluation that was judged.
@@ -97,11 +98,20 @@ class BestModel:
             return False
         self.check_name(metrics)
         value = metrics.get(self.metric)
-        is_best = value is not None and (self.value is None or value > self.value)
+        is_best = value is not None and (self.value is None or self._is_better(value))
         self.judged_step, self.waited = step, 0 if is_best else self.waited + 1
         if is_best:
             self.step, self.value = step, float(value)
         return is_best
+
+    @property
+    def prefers_less(self) -> bool:
+        """The model is judged by a loss."""
+        found = MetricName.read(self.metric or "")
+        return found is not None and found.metric == LOSS
+
+    def _is_better(self, value: float) -> bool:
+        return value < self.value if self.prefers_less else value > self.value
 
     def write(self, save: Callable[[Path], None]) -> None:
         """Put the model that was just judged into the folder; `save` writes it into a folder of any name."""
@@ -142,7 +152,7 @@ class BestModel:
             shutil.rmtree(self.folder, ignore_errors=True)
             if self.step is not None:
                 logger.warning(
-                    "The best model, of step %d, is lost with the checkpoint that kept it; only a model with more than "
+                    "The best model, of step %d, is lost with the checkpoint that kept it; only a model with %s than "
                     "%g for %s will be kept.",
-                    *(self.step, self.value, self.metric),
+                    *(self.step, "less" if self.prefers_less else "more", self.value, self.metric),
                 )

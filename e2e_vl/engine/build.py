@@ -35,6 +35,8 @@ from e2e_vl.data.listed_pairs import ListedPairDataset
 from e2e_vl.data.nlvr2 import NLVR2Dataset
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data.scored_questions import ScoredQuestionDataset
+from e2e_vl.data.storage.record_errors import RAISE
+from e2e_vl.data.storage.shared_reads import SharedReads
 from e2e_vl.data.vcr import VCRDataset
 from e2e_vl.data.visual_genome import VisualGenomeDataset
 from e2e_vl.data.vqa import VQADataset
@@ -228,11 +230,13 @@ def build_model(
     vocab_size: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
     tell_start: TellStart = log_start,
+    shared: SharedReads | None = None,
 ) -> VisionLanguageModel:
     """Detector, encoder and task with random or (`weights` of each) given starting values.
 
     With the tokenizer, the task takes what it wants from the other parts (`Task.initialise`); `task.weights` beat that.
     `tell_start` is called for each part that starts from weights ("detector", "encoder" or "task").
+    `shared` is what splits have read already, for a list of answers that is built from the data.
 
     Raises:
         ValueError: the encoder cannot do what the task needs, or weights do not fit.
@@ -244,7 +248,7 @@ def build_model(
     sizes = Sizes(
         encoder.hidden_size, vocab_size, detector.feature_dim, detector.num_classes, summary_size=encoder.summary_size
     )
-    task = build_task(config, sizes)
+    task = build_task(config, sizes, shared)
     for ability in task.needs:
         encoder.require(ability, f"The task {config.task.name}")
     if tokenizer is not None:
@@ -320,11 +324,13 @@ def task_config(config: RunConfig) -> Any:
     return from_dict(named_parts(config).task[0], dict(config.task.config), "task.config")
 
 
-def build_task(config: RunConfig, sizes: Sizes) -> Task:
+def build_task(config: RunConfig, sizes: Sizes, shared: SharedReads | None = None) -> Task:
+    """The task with its head; `shared` is what splits have read already, for a list of answers that is built."""
     task_class = named_parts(config).task[1]
     settings = task_config(config)
     if task_class.chooses_answers:
-        answers = possible_answers(config, named_parts(config).dataset, task_class, settings.min_answer_count)
+        least = settings.min_answer_count
+        answers = possible_answers(config, named_parts(config).dataset, task_class, least, RAISE, shared)
         settings = dataclasses.replace(settings, answers=answers)
     if task_class.sums_objectives:
         task = task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))

@@ -20,6 +20,7 @@ from e2e_vl.data.images.loader import ImageLoader, ImageRules
 from e2e_vl.data.loading.collate import collate
 from e2e_vl.data.loading.example_dataset import ExampleDataset
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.data.storage.shared_reads import SharedReads
 from e2e_vl.engine.build import named_parts, task_config
 from e2e_vl.layout import TextWriter
 from e2e_vl.model import VisionLanguageModel
@@ -65,19 +66,24 @@ def is_drawn(config: RunConfig) -> bool:
     return set(FORMATS if formats is None else formats) <= set(present)
 
 
-def build_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The named vocabulary, or one built from the training texts and kept with the run."""
+def build_tokenizer(config: RunConfig, shared: SharedReads | None = None) -> PreTrainedTokenizerBase:
+    """The named vocabulary, or one built from the training texts and kept with the run.
+
+    Args:
+        shared: what splits have read already; None: nothing.
+    """
     if config.data.vocabulary is not None:
         return load_tokenizer(config.data.vocabulary)
     path = Path(config.output) / "tokenizer" / "vocab.txt"
-    build_vocabulary(training_texts(config), path)
+    build_vocabulary(training_texts(config, shared), path)
     return load_tokenizer(path)
 
 
-def training_texts(config: RunConfig) -> Iterable[str]:
+def training_texts(config: RunConfig, shared: SharedReads | None = None) -> Iterable[str]:
     """All texts of the training split and what the task adds to them, to build a vocabulary from."""
     parts = named_parts(config)
-    yield from parts.dataset.texts_of(*open_options(parts.dataset, config.data), config.data.train_split)
+    files, options = open_options(parts.dataset, config.data, shared=shared)
+    yield from parts.dataset.texts_of(files, options, config.data.train_split)
     yield from parts.task[1].own_words(task_config(config))
 
 
@@ -90,20 +96,22 @@ def build_examples(
     boxes: BoxSource | str,
     training: bool = False,
     dataset: VLDataset | None = None,
+    shared: SharedReads | None = None,
 ) -> ExampleDataset:
     """One split, read, loaded and worded; training adds random resizing, mirroring and detection targets.
 
     Args:
         dataset: the split as `open_split` has read it already; None reads it.
+        shared: what other splits have read already; None: nothing.
 
     Raises:
         FileNotFoundError, ValueError: see `open_split`.
     """
     boxes = BoxSource(boxes)
     if dataset is None:
-        dataset = open_split(config, split, boxes, training=training)
+        dataset = open_split(config, split, boxes, training=training, shared=shared)
     wording = model.task.wording(build_writer(config, model, tokenizer, training=training))
-    loader = build_loader(config, model, dataset, boxes, training=training)
+    loader = build_loader(config, model, dataset, boxes, training=training, shared=shared)
     loader.require_images(dataset.image_ids(), split)
     return ExampleDataset(dataset, loader, wording, seed=config.seed, skip_broken=config.data.skip_broken and training)
 
@@ -115,12 +123,19 @@ def wants_of(config: RunConfig, boxes: BoxSource, *, training: bool) -> Wants:
 
 
 def open_split(
-    config: RunConfig, split: str, boxes: BoxSource, *, training: bool, errors: RecordErrors = RAISE
+    config: RunConfig,
+    split: str,
+    boxes: BoxSource,
+    *,
+    training: bool,
+    errors: RecordErrors = RAISE,
+    shared: SharedReads | None = None,
 ) -> VLDataset:
     """The facts of one split, read from its files.
 
     Args:
         errors: what becomes of an error about one record of a file.
+        shared: what other splits have read already; None: nothing.
 
     Raises:
         ValueError: precomputed features for a detector that needs pixels, or the other way round; boxes or a file that
@@ -134,7 +149,7 @@ def open_split(
     kind = named_parts(config).dataset
     check_boxes_source(kind, config.data.name, boxes)
     wants = wants_of(config, boxes, training=training)
-    files, options = open_options(kind, config.data, errors)
+    files, options = open_options(kind, config.data, errors, shared)
     sources = [key for key in kind.annotation_files if key in kind.known_files]
     if wants.annotations and sources and not any(key in files for key in sources):
         wanted = "the targets of the detection losses" if wants.objects else f"boxes '{boxes}'"
@@ -159,11 +174,13 @@ def build_loader(
     boxes: BoxSource,
     *,
     training: bool = False,
+    shared: SharedReads | None = None,
 ) -> ImageLoader:
     """The rules for images of a run, with its files of boxes; in evaluation nothing is random.
 
     Args:
         dataset: whose files of boxes are opened; None: boxes come with each sample, or the detector finds them.
+        shared: what other splits have read already; None: nothing.
     """
     data = config.data
     sizes = data.resize.short_edge if training else data.resize.short_edge[-1:]
@@ -179,7 +196,7 @@ def build_loader(
         mirror_precomputed=data.mirror_precomputed,
         mean_image_feature=data.mean_image_feature,
     )
-    reader = None if dataset is None else open_boxes_of(dataset, data, boxes)
+    reader = None if dataset is None else open_boxes_of(dataset, data, boxes, shared=shared)
     return ImageLoader(rules, boxes, reader)
 
 

@@ -20,8 +20,9 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.data.base import VLDataset, Wants, check_boxes_source, open_options
 from e2e_vl.data.images.candidates import open_boxes_of
-from e2e_vl.data.photo_ids import PhotoId, PhotoIds
+from e2e_vl.data.photo_ids import PhotoId, PhotoIds, number_of_photos
 from e2e_vl.data.storage.record_errors import NotedErrors
+from e2e_vl.data.storage.shared_reads import SharedReads, collection_paused
 from e2e_vl.engine.answer_lists import possible_answers
 from e2e_vl.engine.build import named_parts, task_config
 from e2e_vl.engine.build_data import is_drawn, open_split
@@ -52,6 +53,7 @@ class SplitFacts:
     split: str
     is_trained: bool
     images: int = 0
+    photos: int = 0  # different ones; joined data sets may have the same photo under two ids
     looked_at: float = 1.0  # share of the images that the following numbers are about
     missing_images: int = 0
     missing_examples: list[str] = dataclasses.field(default_factory=list)
@@ -103,11 +105,16 @@ class DataReport:
 
 
 class _Lengths:
-    """Wordpieces of texts, many texts at a time."""
+    """Wordpieces of texts, many texts at a time.
+
+    The tokenizer (BERT's) splits at spaces before all else, so a text has as many wordpieces as its words together, and
+    each word is cut once, however often it comes.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, facts: SplitFacts, limit: int | None) -> None:
         self.tokenizer, self.facts, self.limit = tokenizer, facts, limit
         self.waiting: list[tuple[str, int]] = []
+        self.pieces: dict[str, int] = {"": 0}  # of each word that came
         self.total = self.number = 0
 
     def add(self, words: str, extra: int) -> None:
@@ -120,8 +127,11 @@ class _Lengths:
         if self.tokenizer is None:
             lengths = [len(split_words(words)) for words in texts]
         else:
-            encoded = self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
-            lengths = [len(one.ids) for one in encoded]
+            words_of = [words.split(" ") for words in texts]
+            new = list({word for own in words_of for word in own}.difference(self.pieces))
+            encoded = self.tokenizer.backend_tokenizer.encode_batch_fast(new, add_special_tokens=False)
+            self.pieces.update((word, len(one.ids)) for word, one in zip(new, encoded, strict=True))
+            lengths = [sum(map(self.pieces.__getitem__, own)) for own in words_of]
         for (words, extra), length in zip(self.waiting, lengths, strict=True):
             length += extra
             self.total, self.number = self.total + length, self.number + 1
@@ -165,18 +175,20 @@ def check_data(
     Raises:
         ValueError: drawn data that are not drawn yet.
     """
-    return _Check(config, photo_ids or PhotoIds(), max_images).run(others, detector_photos)
+    with collection_paused():  # what is made in millions stays until the end
+        return _Check(config, photo_ids or PhotoIds(), max_images).run(others, detector_photos)
 
 
 class _Check:
     def __init__(self, config: RunConfig, photo_ids: PhotoIds, max_images: int | None) -> None:
         self.config, self.photo_ids, self.max_images = config, photo_ids, max_images
         self.errors = NotedErrors()
+        self.shared = SharedReads()  # what the splits have read
         self.files = _Files()
         self.parts = named_parts(config)
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.answers: set[str] | None = None
-        self.spelled: dict[str, str] = {}
+        self.known: dict[str, bool] = {}  # annotated answers, as written, that have been looked up
         self.not_there: tuple[str, ...] = ()  # beginnings of sentences about files that are known to be missing
 
     def run(self, others: Sequence[tuple[str, RunConfig]], detector_photos: set[PhotoId] | None) -> DataReport:
@@ -223,7 +235,7 @@ class _Check:
         if not task.chooses_answers:
             return None
         least = task_config(self.config).min_answer_count
-        return set(possible_answers(self.config, self.parts.dataset, task, least, self.errors))
+        return set(possible_answers(self.config, self.parts.dataset, task, least, self.errors, self.shared))
 
     # One split
 
@@ -234,11 +246,13 @@ class _Check:
         with self.errors.about(f"the split {facts.split}"):
             for boxes in sources:
                 check_boxes_source(self.parts.dataset, self.config.data.name, boxes)
-            dataset = open_split(self.config, facts.split, main, training=facts.is_trained, errors=self.errors)
+            dataset = open_split(
+                self.config, facts.split, main, training=facts.is_trained, errors=self.errors, shared=self.shared
+            )
             self._walk(dataset, facts, photos)
             for boxes in sources:
                 with self.errors:
-                    reader = open_boxes_of(dataset, self.config.data, boxes, self.errors)
+                    reader = open_boxes_of(dataset, self.config.data, boxes, self.errors, self.shared)
                     if reader is not None:
                         reader.require_images(dataset.image_ids(), facts.split)
         return photos
@@ -246,6 +260,7 @@ class _Check:
     def _walk(self, dataset: VLDataset, facts: SplitFacts, photos: dict[str, tuple[PhotoId, ...]]) -> None:
         layout = self.parts.encoder[1].layout
         extra = (layout.question if self.parts.task[1].chooses_answers else layout.single).extra
+        extras = (extra, layout.pair.extra)
         lengths = _Lengths(self.tokenizer, facts, self.config.data.max_text_length)
         groups = dataset.groups
         number = len(groups) if self.max_images is None else min(self.max_images, len(groups))
@@ -268,9 +283,9 @@ class _Check:
                     if image.objects is not None:
                         _count_boxes(facts, image.objects, image.size, classes)
                 for text in sample.texts:
-                    self._count_text(facts, text, sample.images, lengths, (extra, layout.pair.extra))
+                    self._count_text(facts, text, sample.images, lengths, extras)
         lengths.flush()
-        facts.images = len(photos)
+        facts.images, facts.photos = len(photos), number_of_photos(photos.values())
         if classes:
             facts.classes = len(classes)
         skips = facts.is_trained and self.config.data.skip_broken
@@ -303,13 +318,14 @@ class _Check:
             lengths.add(text.words, extras[0])
         if self.answers is not None and text.truth is not None:
             facts.answers = len(self.answers)
-            is_known = any(self._spell(answer) in self.answers for answer in _annotated_answers(text.truth))
+            is_known = any(map(self._is_known, _annotated_answers(text.truth)))
             facts.texts_without_known_answer = (facts.texts_without_known_answer or 0) + (not is_known)
 
-    def _spell(self, answer: str) -> str:
-        if answer not in self.spelled:
-            self.spelled[answer] = self.parts.task[1].spell_answer(answer)
-        return self.spelled[answer]
+    def _is_known(self, answer: str) -> bool:
+        """Whether an answer is in the list; the same answers come again and again."""
+        if answer not in self.known:
+            self.known[answer] = self.parts.task[1].spell_answer(answer) in self.answers
+        return self.known[answer]
 
     # Photos
 
@@ -317,7 +333,7 @@ class _Check:
         if config.data.synthetic.scenes:  # drawn scenes have names of COCO, but are no photos
             return (PhotoId(f"drawn in {config.data.root}", image.id),)
         file = image.file if isinstance(image.file, Path) else None
-        return self.photo_ids.of_image(image.id, file, dataset.id_space)
+        return self.photo_ids.of_image(image.id, file, dataset.id_space, image.known_as)
 
     def _photos_of(self, name: str, config: RunConfig) -> set[PhotoId]:
         """The photos that another run is trained on."""
@@ -327,7 +343,8 @@ class _Check:
         with self.errors.about(f"--with {name}"):
             _require_drawn(config)
             boxes = BoxSource.ONLINE if BoxSource.ONLINE in kind.box_sources else kind.box_sources[0]
-            dataset = kind.open(*open_options(kind, config.data, errors), config.data.train_split, Wants(boxes))
+            files, options = open_options(kind, config.data, errors, self.shared)
+            dataset = kind.open(files, options, config.data.train_split, Wants(boxes))
             for texts in dataset.groups:
                 with errors:
                     for image in dataset.sample(texts[:1]).images:
@@ -392,4 +409,7 @@ def _joined(photos: dict[str, tuple[PhotoId, ...]]) -> set[PhotoId]:
 def _overlap(split: str, photos: dict[str, tuple[PhotoId, ...]], place: str, known: set[PhotoId]) -> Overlap | None:
     """None if no photo of the split is known there."""
     common = [name for name, ids in photos.items() if not known.isdisjoint(ids)]
-    return Overlap(split, place, len(common), len(photos), tuple(common[:3])) if common else None
+    if not common:
+        return None
+    number, of = (number_of_photos(photos[name] for name in names) for names in (common, photos))
+    return Overlap(split, place, number, of, tuple(common[:3]))

@@ -19,9 +19,10 @@ from e2e_vl.data.loading.example_dataset import ExampleDataset
 from e2e_vl.data.loading.grouping import GroupedBatchSampler
 from e2e_vl.engine.build_data import build_collate, build_examples, warn_of_random_boxes
 from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.engine.loss_sums import LOSS, LossSums
 from e2e_vl.engine.run import Run
 from e2e_vl.engine.saving import load_model, saved_settings
-from e2e_vl.metric_names import named_metrics
+from e2e_vl.metric_names import MetricName, named_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import check_output, write_json, write_text
 from e2e_vl.tasks.base import Records, Task
@@ -47,14 +48,22 @@ def evaluate_splits(
         show: given the predictions of each split and box source, and their name, on the main process.
 
     Returns:
-        Metrics under names such as `val/accuracy_own_boxes` and `val/accuracy_own_boxes/relation`.
+        Metrics under names such as `val/accuracy_own_boxes` and `val/accuracy_own_boxes/relation`; with `val/loss_...`,
+        the sum of the mean losses, if `train.keep_best` judges by it.
     """
     metrics: dict[str, Any] = {}
+    best = MetricName.read(config.train.keep_best or "")
     for split in config.data.eval_splits:
         for boxes in map(BoxSource, config.eval.boxes):
             examples, name = run.eval_data[split, boxes], f"{split}, {boxes}"
-            records = evaluate(config, run.model, examples, accelerator, max_images=max_images, name=name)
+            is_judged = best is not None and (best.metric, best.split, best.source) == (LOSS, split, boxes)
+            losses = LossSums() if is_judged else None
+            records = evaluate(
+                config, run.model, examples, accelerator, max_images=max_images, name=name, losses=losses
+            )
             scores = run.model.task.metrics(records) | grounding_metrics(records)
+            if losses is not None:
+                scores |= losses.score(config)
             metrics.update(named_metrics(scores, split, boxes))
             if output is not None and accelerator.is_main_process:
                 write_predictions(output / f"predictions_{split}_{boxes}.json", records, run.model.task)
@@ -71,11 +80,17 @@ def evaluate(
     *,
     max_images: int | None = None,
     name: str = "evaluation",
+    losses: LossSums | None = None,
 ) -> list[dict[str, Any]]:
     """Predictions for every text of a split, as plain records, the same list on every process.
 
     Whole batches are dealt to the processes: a box's features depend a little on how far its image is padded, so the
     make-up of a batch must not depend on how many processes there are.
+
+    Args:
+        max_images: look only at the first `max_images` images; None = all.
+        name: for the progress bar and errors.
+        losses: the losses of the task and of phrases are added to it.
 
     Raises:
         RuntimeError: a text was predicted twice or not at all.
@@ -101,6 +116,8 @@ def evaluate(
             batch = batch.to(accelerator.device)
             output = with_phrases(model(batch, output_attentions=model.task.reads_attention))
             records += model.task.predict(output.batch, output)
+            if losses is not None:
+                losses.add(output.task_losses)
     model.train(was_training)
     records = gather_object(records)
     records.sort(key=lambda record: record["text_index"])

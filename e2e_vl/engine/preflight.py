@@ -19,6 +19,7 @@ from detector.weight_files import find_weights
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.data.base import VLDataset, open_options
+from e2e_vl.data.storage.shared_reads import SharedReads
 from e2e_vl.data_settings import DataSettings
 from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.engine import saving
@@ -45,6 +46,7 @@ class Preflight:
 
     config: RunConfig  # as `resolve` returns it
     datasets: DataSets = dataclasses.field(default_factory=dict)  # splits that have been read; empty before drawing
+    shared: SharedReads = dataclasses.field(default_factory=SharedReads)  # what they have read
     resume_from: Path | None = None  # checkpoint
 
 
@@ -106,7 +108,7 @@ def look_ahead(config: RunConfig, processes: int, *, resume: bool = False) -> Pr
             vocab_size = len(load_tokenizer(name))
     with found.noting():
         _check_disk(config, vocab_size, resumes=known.resume_from is not None)
-    known.datasets = _read_data(config, found)
+    known.datasets = _read_data(config, found, known.shared)
     _ask_hub(config, found)
     found.refuse()
     return known
@@ -199,7 +201,7 @@ def _in_words(size: int) -> str:
 # Data
 
 
-def _read_data(config: RunConfig, found: Findings) -> DataSets:
+def _read_data(config: RunConfig, found: Findings, shared: SharedReads) -> DataSets:
     """Read all splits if their files are there, and look for their images."""
     will_be_drawn = False
     before = len(found)
@@ -213,7 +215,8 @@ def _read_data(config: RunConfig, found: Findings) -> DataSets:
     looked_at = set()
     for split, boxes, training in splits_of(config):
         with found.noting():
-            datasets[split, boxes, training] = dataset = open_split(config, split, boxes, training=training)
+            dataset = open_split(config, split, boxes, training=training, shared=shared)
+            datasets[split, boxes, training] = dataset
             needs_images = boxes is not BoxSource.PRECOMPUTED and not (training and config.data.skip_broken)
             if needs_images and split not in looked_at:
                 looked_at.add(split)

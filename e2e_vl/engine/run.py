@@ -15,6 +15,7 @@ from e2e_vl.config import RunConfig
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.formats.answer_files import ANSWERS_FILE, write_answers
 from e2e_vl.data.loading.example_dataset import ExampleDataset
+from e2e_vl.data.storage.shared_reads import SharedReads
 from e2e_vl.engine.answer_lists import are_given
 from e2e_vl.engine.build import build_model
 from e2e_vl.engine.build_data import (
@@ -52,28 +53,31 @@ class Run:
     eval_data: dict[tuple[str, BoxSource], ExampleDataset] = dataclasses.field(default_factory=dict)
 
 
-def build_run(config: RunConfig, datasets: DataSets | None = None) -> Run:
+def build_run(config: RunConfig, datasets: DataSets | None = None, shared: SharedReads | None = None) -> Run:
     """Data (drawn first if the settings ask for it), tokenizer and model of settings as `resolve` returns them.
 
     A vocabulary and a list of answers that are built from the data are written into the run directory.
 
     Args:
         datasets: splits that have been read already, see `splits_of`.
+        shared: what they have read; None: nothing.
     """
     make_synthetic_data(config)
-    tokenizer = build_tokenizer(config)
+    shared = SharedReads() if shared is None else shared
+    tokenizer = build_tokenizer(config, shared)
     starts: list[Start] = []
     model = build_model(
         config,
         vocab_size=len(tokenizer),
         tokenizer=tokenizer,
         tell_start=lambda *start: starts.append(Start(*start)),
+        shared=shared,
     )
     if model.task.chooses_answers and not are_given(config):
         write_answers(Path(config.output) / ANSWERS_FILE, model.task.answers)
     [(split, source, _)] = [one for one in splits_of(config) if one[2]]
     read = (datasets or {}).get((split, source, True))
-    examples = build_examples(config, model, tokenizer, split, boxes=source, training=True, dataset=read)
+    examples = build_examples(config, model, tokenizer, split, boxes=source, training=True, dataset=read, shared=shared)
     if config.detector.loss_weight > 0:
         examples.dataset.check_classes(model.detector.num_classes)
         model.detector.class_names = _all_named(examples.dataset.class_names, model.detector.num_classes)
@@ -88,15 +92,18 @@ def _all_named(names: Sequence[str] | None, count: int) -> tuple[str, ...] | Non
     return (*names, *(f"class {number}" for number in range(len(names), count)))
 
 
-def build_eval_data(config: RunConfig, run: Run, datasets: DataSets | None = None) -> None:
+def build_eval_data(
+    config: RunConfig, run: Run, datasets: DataSets | None = None, shared: SharedReads | None = None
+) -> None:
     """Read all splits with all box sources that the settings evaluate, once per run; see `build_run`."""
     if BoxSource.ONLINE in map(BoxSource, config.eval.boxes):
         warn_of_random_boxes(config.detector)
+    shared = SharedReads() if shared is None else shared
     for split, boxes, training in splits_of(config):
         if not training:
             read = (datasets or {}).get((split, boxes, False))
             run.eval_data[split, boxes] = build_examples(
-                config, run.model, run.tokenizer, split, boxes=boxes, dataset=read
+                config, run.model, run.tokenizer, split, boxes=boxes, dataset=read, shared=shared
             )
 
 

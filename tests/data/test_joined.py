@@ -13,6 +13,7 @@ import pytest
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.joined import JoinedDataset, JoinedOptions
+from e2e_vl.data.photo_ids import PhotoIds, number_of_photos
 from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
 from e2e_vl.data_settings import DataSettings
 from e2e_vl.engine.build import AnyJoined
@@ -146,3 +147,23 @@ def test_what_does_not_fit(settings):
         parts = settings.config["parts"] | {"asked": {"name": "vqa"}}
         opened(dataclasses.replace(settings, config={"parts": parts}))
     assert list(AnyJoined.reads(JoinedOptions({}), "train", None)) == []
+
+
+def test_a_photo_of_coco_that_visual_genome_has_too_is_one_photo(settings):
+    root = Path(settings.root)
+    images = [
+        {"image_id": number, "width": 9, "height": 9, "url": f"a/VG_100K/{number}.jpg", "coco_id": coco_id}
+        for number, coco_id in ((70, 7), (71, None))
+    ]
+    regions = [{"id": number, "regions": [{"region_id": number, "phrase": "a hat"}]} for number in (70, 71)]
+    (root / "image_data.json").write_text(json.dumps(images), encoding="utf-8")
+    (root / "regions.json").write_text(json.dumps(regions), encoding="utf-8")
+    files = {"image_data": "image_data.json", "regions": "regions.json", "images": "genome"}
+    parts = settings.config["parts"] | {"described": part("visual_genome", files, config={"texts": "regions"})}
+    dataset = opened(dataclasses.replace(settings, config={"parts": parts}))
+    found = {}
+    for texts in dataset.groups:
+        [image] = dataset.sample(texts).images
+        file = Path(f"COCO_train2014_{int(image.id.split('/')[1]):012d}.jpg") if not image.known_as else image.file
+        found[image.id] = PhotoIds().of_image(image.id, file, None, image.known_as)
+    assert len(found) == 5 and number_of_photos(found.values()) == 4

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.data.photo_ids import PhotoId, PhotoIds, read_visual_genome
+from e2e_vl.data.photo_ids import PhotoId, PhotoIds, number_of_photos, read_visual_genome
 
 
 def test_names_of_coco_tell_whose_photo_it_is():
@@ -56,3 +56,17 @@ def test_a_bare_number_does_not_tell_whose_it_is(tmp_path):
     (tmp_path / "ids.txt").write_text("12\n")
     with pytest.raises(ValueError, match=r"ids.txt: '12' does not tell whose photo it is; add --detector-ids"):
         list(PhotoIds().of_list(tmp_path / "ids.txt"))
+
+
+def test_images_with_an_id_in_common_are_one_photo():
+    coco, genome, other = PhotoId("coco", "1"), PhotoId("vg", "5"), PhotoId("vg", "6")
+    assert number_of_photos([(coco,), (genome,), (other,)]) == 3
+    assert number_of_photos([(coco,), (genome,), (other,), (genome, coco)]) == 2
+    assert number_of_photos([]) == 0
+
+
+def test_what_a_data_set_says_of_its_photos_goes_before_its_own_ids():
+    ids = PhotoIds({"5": (PhotoId("flickr", "9"),)})
+    known_as = (("vg", "5"), ("coco", "33"))
+    found = ids.of_image("of genome/5", Path("VG_100K/5.jpg"), None, known_as)
+    assert set(found) == {PhotoId("vg", "5"), PhotoId("flickr", "9"), PhotoId("coco", "33")}

@@ -69,8 +69,7 @@ def tokenizer(refer, tmp_path_factory):
 
 
 def make(root, refer, tokenizer, split, boxes="gt", reader=None, *, resize=VL_BERT, **rules) -> ExampleDataset:
-    folder = root / "refcoco+"
-    dataset = RefCOCODataset(root / "images" / "train2014", folder / "instances.json", folder / "refs(unc).p", split)
+    dataset = RefCOCODataset(root / "images" / "train2014", refer, split)
     wording = ReferringTask(8).wording(TextWriter(tokenizer))
     return examples(dataset, wording, boxes, reader, resize=resize, **rules)
 

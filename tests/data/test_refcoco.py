@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.data.base import open_options
+from e2e_vl.data.formats.refer import ReferFiles
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data_settings import DataSettings
 from e2e_vl.samples import ReferredBox
@@ -13,7 +14,7 @@ from tests.data.roads import examples, open_dataset
 
 
 def make(tiny, split="train") -> RefCOCODataset:
-    return RefCOCODataset(tiny.images_root, tiny.instances_file, tiny.refs_file, split)
+    return RefCOCODataset(tiny.images_root, ReferFiles(tiny.refs_file, tiny.instances_file), split)
 
 
 def test_texts_are_grouped_by_image(tiny):

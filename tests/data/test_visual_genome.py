@@ -88,3 +88,9 @@ def test_damaged_files(settings):
     (Path(settings.root) / "region_descriptions.json").write_text('[{"id": 1, "regions": [{"region_id": 3}]}]')
     with pytest.raises(ValueError, match="region 3 has no 'phrase'"):
         opened(settings)
+
+
+def test_an_image_says_what_its_photo_is_called(settings):
+    dataset = opened(settings)
+    names = [dataset.sample(texts).images[0].known_as for texts in dataset.groups]
+    assert names == [(("vg", "1"),), (("vg", "5"), ("coco", "99"))]

@@ -9,6 +9,8 @@ from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco_detection import CocoDetectionDataset
 from e2e_vl.data.formats.caption_sources import CocoCaptions
 from e2e_vl.data.formats.coco import read_instances
+from e2e_vl.data.formats.refer import ReferFiles
+from e2e_vl.data.formats.vcr_files import VCRFile
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.data.vcr import VCRDataset, VCROptions
 from e2e_vl.data.vqa import VQADataset
@@ -18,11 +20,11 @@ from tests.data.tiny_vqa import write_vqa
 
 
 def refcoco(tiny: TinyRefCOCO) -> RefCOCODataset:
-    return RefCOCODataset(tiny.images_root, tiny.instances_file, tiny.refs_file, "train")
+    return RefCOCODataset(tiny.images_root, ReferFiles(tiny.refs_file, tiny.instances_file), "train")
 
 
 def coco_detection(tiny: TinyRefCOCO) -> CocoDetectionDataset:
-    return CocoDetectionDataset(tiny.images_root, tiny.instances_file)
+    return CocoDetectionDataset(tiny.images_root, read_instances(tiny.instances_file, drop_empty_boxes=True))
 
 
 def vqa(tiny: TinyRefCOCO) -> VLDataset:
@@ -71,7 +73,7 @@ def vcr(tiny: TinyRefCOCO) -> VCRDataset:
         ]
     file = tiny.images_root.parent / "vcr.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return VCRDataset(tiny.images_root, file, VCROptions(class_names=("square", "box")), training=True)
+    return VCRDataset(tiny.images_root, VCRFile(file), VCROptions(class_names=("square", "box")), training=True)
 
 
 READERS = {reader.__name__: reader for reader in (refcoco, coco_detection, vqa, captions, vcr)}

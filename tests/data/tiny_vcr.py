@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from e2e_vl.data.formats.vcr_files import VCRFile
 from e2e_vl.data.vcr import CLASS_NAMES, VCRDataset, VCROptions
 from e2e_vl.data_settings import DataSettings
 from e2e_vl.tasks.vcr_sentences import NEUTRAL_NAMES
@@ -60,7 +61,7 @@ class TinyVCR:
 
     def dataset(self, *, training: bool = False, **options) -> VCRDataset:
         """The files as they are now, read with `VCROptions(**options)`."""
-        return VCRDataset(self.write().images_root, self.file, VCROptions(**options), training=training)
+        return VCRDataset(self.write().images_root, VCRFile(self.file), VCROptions(**options), training=training)
 
     def settings(self, **changes) -> DataSettings:
         files = {"images": "vcr1images", "questions": "{split}.jsonl"}

@@ -232,3 +232,13 @@ def test_a_checkpoint_that_lost_the_best_model(tmp_path, caplog):
     other = BestModel(tmp_path / "best", "another")
     other.go_on(position, tmp_path, is_writer=True)
     assert other.found is None and other.metric == "another"
+
+
+def test_of_a_loss_less_is_better(tmp_path, caplog):
+    best = BestModel(tmp_path / "best", "val/loss_gt_boxes", patience=2)
+    values = [0.7, 0.4, 0.4, 0.3, 0.5]
+    judged = [best.judge(step, {"val/loss_gt_boxes": value}) for step, value in enumerate(values)]
+    assert judged == [True, True, False, True, False]
+    assert best.found == {"metric": "val/loss_gt_boxes", "value": 0.3, "step": 3} and best.waited == 1
+    best.go_on(best.position(), tmp_path, is_writer=True)
+    assert "less than 0.3 for val/loss_gt_boxes" in caplog.text

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pickle
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import pytest
 
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.photo_ids import PhotoId
-from e2e_vl.engine.data_check import DataReport, check_data
+from e2e_vl.engine.data_check import DataReport, SplitFacts, _Lengths, check_data
+from e2e_vl.engine.preflight import look_ahead
+from e2e_vl.text import build_vocabulary, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TINY = ("refcoco", "vqa", "vcr", "gqa", "nlvr2", "flickr30k", "pretraining")
@@ -260,3 +263,70 @@ def test_some_images_only(drawn):
 def test_scenes_that_are_not_drawn_are_refused(tmp_path):
     with pytest.raises(ValueError, match="are not drawn yet"):
         check_data(settings("refcoco", tmp_path / "nothing"))
+
+
+@pytest.fixture
+def opened(monkeypatch) -> Counter[Path]:
+    """How often each file of annotations is opened."""
+    times: Counter[Path] = Counter()
+    open_file = Path.open
+
+    def count(self, *words, **options):
+        times[self] += self.suffix in (".json", ".p", ".jsonl", ".txt", ".xml")
+        return open_file(self, *words, **options)
+
+    monkeypatch.setattr(Path, "open", count)
+    read_bytes, read_text = Path.read_bytes, Path.read_text
+    monkeypatch.setattr(Path, "read_bytes", lambda self: times.update([self]) or _with(open_file, read_bytes, self))
+    monkeypatch.setattr(
+        Path, "read_text", lambda self, **options: times.update([self]) or _with(open_file, read_text, self, **options)
+    )
+    return times
+
+
+def _with(open_file: Callable, read: Callable, path: Path, **options) -> object:
+    """Read without counting the opening, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", open_file)
+        return read(path, **options)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_each_file_is_read_once(name, drawn, opened):
+    """By a check, whichever splits and boxes need it; files of one image are read for that image."""
+    config = settings(name, drawn, "data.eval_splits=[val, train]" if name != "gqa" else "seed=1")
+    check_data(config)
+    assert opened, "files are read"
+    by_entry = ("questions", "eval")  # files of any size: their entries are found once, and read one by one later
+    often = {path: times for path, times in opened.items() if times > 1 + (path.parent.name in by_entry)}
+    assert not often
+
+
+def test_a_run_reads_refcoco_once_before_it_begins(drawn, opened, tmp_path):
+    config = settings("refcoco", drawn, f"output={tmp_path / 'run'}", "eval.boxes=[gt, detections, online]")
+    known = look_ahead(config, 1)
+    assert len(known.datasets) == 4
+    read = {path.name: times for path, times in opened.items() if path.parent.name == "refcoco+"}
+    assert read == {"instances.json": 1, "refs(unc).p": 1}
+    first, *others = known.datasets.values()
+    assert all(one.instances is first.instances for one in others)
+
+
+def test_lengths_are_those_of_whole_texts(tmp_path):
+    texts = [
+        "what is it?",
+        "it's  the caf\u00e9 ,(red)",
+        "",
+        " \u4e2d\u6587 is what\tis",
+        "red-it. Red",
+        "[MASK] is[SEP]",
+    ]
+    build_vocabulary(texts[:2], tmp_path / "vocab.txt")
+    tokenizer = load_tokenizer(tmp_path / "vocab.txt")
+    facts = SplitFacts("val", False)
+    lengths = _Lengths(tokenizer, facts, None)
+    for text in texts:
+        lengths.add(text, 2)
+    lengths.flush()
+    whole = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 2 for text in texts]
+    assert lengths.total == sum(whole) and facts.longest == max(whole)

@@ -21,6 +21,7 @@ from detector.r2c_network import NetworkSizes, R2CNetwork
 from detector.structures import ImageBatch
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.converter import from_dict
+from e2e_vl.data.formats.vcr_files import VCRFile
 from e2e_vl.data.images.instance_masks import instance_mask
 from e2e_vl.data.vcr import VCRDataset, VCROptions, relevant_objects
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
@@ -112,7 +113,7 @@ def test_boxes_of_a_question(recorded, tmp_path, kind, objects):
     (tmp_path / "val.jsonl").write_text(json.dumps(line) + "\n")
     names = tuple(dict.fromkeys(item["objects"]))
     options = VCROptions(question=kind, objects=objects, class_names=names)
-    dataset = VCRDataset(tmp_path, tmp_path / "val.jsonl", options)
+    dataset = VCRDataset(tmp_path, VCRFile(tmp_path / "val.jsonl"), options)
     [group] = dataset.groups
     corners = [[0, 0, 9, 9, 0.9]] * len(item["objects"])
     (tmp_path / "a.json").write_text(

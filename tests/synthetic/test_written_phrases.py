@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from e2e_vl.data.formats.refer import ReferFiles
 from e2e_vl.data.refcoco import NounPhrases, RefCOCODataset
 from e2e_vl.synthetic.language import Description, ReferringExpression, to_words, two_phrases
 
@@ -38,7 +39,10 @@ def dataset(synthetic_folder) -> RefCOCODataset:
     own = synthetic_folder / "refcoco+"
     phrases = NounPhrases(*(synthetic_folder / "refcoco+_phrases" / name for name in ("Sentences", "Annotations")))
     return RefCOCODataset(
-        synthetic_folder / "images" / "train2014", own / "instances.json", own / "refs(unc).p", "train", phrases
+        synthetic_folder / "images" / "train2014",
+        ReferFiles(own / "refs(unc).p", own / "instances.json"),
+        "train",
+        phrases,
     )
 
 
@@ -63,7 +67,7 @@ def test_the_reader_states_the_phrases_of_every_expression(dataset):
 
 def test_without_files_of_phrases_an_expression_is_one(synthetic_folder):
     own = synthetic_folder / "refcoco+"
-    plain = RefCOCODataset(synthetic_folder, own / "instances.json", own / "refs(unc).p", "val")
+    plain = RefCOCODataset(synthetic_folder, ReferFiles(own / "refs(unc).p", own / "instances.json"), "val")
     [text] = plain.sample(plain.groups[0][:1]).texts
     assert text.phrases.spans == ((0, len(text.words)),) and not text.phrases.is_complete
     assert text.phrases.boxes[0].tolist() == [list(text.truth.box)]

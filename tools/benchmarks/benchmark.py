@@ -31,7 +31,8 @@ included. It shows the memory of the main process and of each worker early (from
 have filled) and late (the last 10 %): RSS is all resident memory, PSS divides pages that processes share among them,
 USS leaves them out. `--against` does the same on smaller files.
 
-`check` times `e2e-vl check-data` on generated files as large as those of RefCOCO+ (expressions) and VQA v2 (questions).
+`check` times `e2e-vl check-data` on generated files as large as those of RefCOCO+ (expressions), VQA v2 (questions),
+GQA (graph_questions), NLVR2 (pairs), VCR (choices) and Flickr30K Entities (captions), and tells the peak of its memory.
 
 `ask` times the answers of a trained run: the first one with imports and loading, further ones, and one command each.
 """
@@ -51,6 +52,7 @@ import detector_speed
 import grouped_steps
 import process_memory
 import single_steps
+from check_files import WRITERS
 from e2e_vl.command_line import says_errors
 from e2e_vl.config import load_config
 from measuring import CONFIGS, ROOT
@@ -166,7 +168,7 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
 
 def add_check_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, required=True, metavar="DIR", help="the files are written there")
-    parser.add_argument("--kinds", nargs="+", choices=tuple(check_speed.WRITERS), default=list(check_speed.WRITERS))
+    parser.add_argument("--kinds", nargs="+", choices=tuple(WRITERS), default=list(WRITERS))
     parser.add_argument("--share", type=float, default=1.0, help="of the full size (default: 1)")
     parser.set_defaults(measure=measure_check)
 

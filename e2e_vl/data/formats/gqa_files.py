@@ -25,7 +25,7 @@ from e2e_vl.samples import AnnotatedObjects
 _KEYS = ("question", "imageId", "isBalanced")
 _ANSWERED = ("answer", "types", "groups")  # of questions with an answer
 _TYPES = ("structural", "semantic", "detailed")
-_NO_STEP = ("exist", "query: name", "choose name")  # of a program: they only read the answer
+_NO_STEP = re.compile("exist|query: name|choose name")  # of a program: they only read the answer
 
 
 def pieces_of(path: str | Path) -> list[Path]:
@@ -77,8 +77,7 @@ def reasoning_steps(program: Iterable[Mapping[str, Any]]) -> int:
 
     As the official evaluation script counts them.
     """
-    written = (f"{step['operation']}: {step['argument']}" for step in program)
-    return sum(not any(part in step for part in _NO_STEP) for step in written)
+    return sum(_NO_STEP.search(f"{step['operation']}: {step['argument']}") is None for step in program)
 
 
 def question_facts(question_id: str, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,6 +105,7 @@ class GQAQuestions(Sequence):
     Attributes:
         image_ids: of every image, in the order of its first question.
         counts: int64 [images], questions of each image.
+        is_balanced: bool [questions].
 
     Raises:
         FileNotFoundError: no such file.
@@ -116,7 +116,7 @@ class GQAQuestions(Sequence):
     def __init__(self, paths: Iterable[Path], errors: RecordErrors = RAISE) -> None:
         self.paths = list(paths)
         self._files = OpenFiles()
-        file_of, starts, sizes, images, answers, names = (array(kind) for kind in "HqIiiQ")
+        file_of, starts, sizes, images, answers, names, balanced = (array(kind) for kind in "HqIiiQb")
         image_numbers: dict[str, int] = {}
         answer_numbers: dict[str, int] = {}
         for number, path in enumerate(self.paths):
@@ -141,6 +141,7 @@ class GQAQuestions(Sequence):
                             number_of_answer = answer_numbers.setdefault(answer, len(answer_numbers))
                         answers.append(number_of_answer)
                         names.append(_number_of(entry.key))
+                        balanced.append(entry.value["isBalanced"])
         if not starts:
             raise ValueError(f"{', '.join(map(str, self.paths))}: there is no question in it")
         self.image_ids, self._answers = list(image_numbers), list(answer_numbers)
@@ -150,6 +151,7 @@ class GQAQuestions(Sequence):
         self._file_of, self._starts, self._sizes, self._answer_of, hashes = (
             np.asarray(values)[order] for values in (file_of, starts, sizes, answers, names)
         )
+        self.is_balanced = np.asarray(balanced, dtype=bool)[order]
         self._check_unique(hashes, errors)
 
     def __len__(self) -> int:
@@ -161,6 +163,10 @@ class GQAQuestions(Sequence):
             raise IndexError(index)
         path = self.paths[self._file_of[index]]
         return read_entry(self._files, path, int(self._starts[index]), int(self._sizes[index]))
+
+    def place(self, index: int) -> str:
+        """File and id of a question, for messages."""
+        return f"{self.paths[self._file_of[index]]}: question {self[index][0]}"
 
     def answers(self) -> Iterator[str | None]:
         """The answer to every question; None where it is unknown."""
@@ -183,12 +189,15 @@ class EntryFile:
 
     In memory stay 20 bytes per record: a number made from its id, and its place.
 
+    Args:
+        errors: not used, since no record is looked at before it is asked for.
+
     Raises:
         FileNotFoundError: no such file.
         ValueError: no JSON, or an id that is there twice.
     """
 
-    def __init__(self, path: str | Path, what: str) -> None:
+    def __init__(self, path: str | Path, what: str, errors: RecordErrors = RAISE) -> None:
         self.path, self.what = Path(path).expanduser(), what
         self._files = OpenFiles()
         numbers, starts, sizes = (array(kind) for kind in "QQI")

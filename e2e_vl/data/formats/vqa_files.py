@@ -99,28 +99,37 @@ def _read_annotations(path: Path, errors: RecordErrors) -> dict[int, dict[str, A
     """Fields of `VQAQuestion` by question id, and `image_id`."""
     rows = _list(read_json(path, "annotations", ("annotations",))["annotations"], f"{path}: annotations")
     found: dict[int, dict[str, Any]] = {}
-    keys = ("question_id", "image_id", "answers", "multiple_choice_answer", "answer_type", "question_type")
+    texts = ("multiple_choice_answer", "answer_type", "question_type")
+    keys = ("question_id", "image_id", "answers", *texts)
     what = f"{path}: annotation of question"
     for where, row in checked_records(rows, keys, what, "question_id", unique="question ids", errors=errors):
         with errors:
-            for key in keys[3:]:
+            for key in texts:
                 if not isinstance(row[key], str):
                     raise ValueError(f"{where}: {key} is {row[key]!r}; it must be a text")
-            answers = _list(row["answers"], f"{where}: answers")
-            for number, answer in enumerate(answers, start=1):
-                require_keys(answer, ("answer",), f"{where}: answer {number}")
-                if not isinstance(answer["answer"], str):
-                    raise ValueError(f"{where}: answer {number} is {answer['answer']!r}; an answer must be a text")
-            if not answers:
-                raise ValueError(f"{where} has no answers; leave the annotation file out for a split without answers")
             found[row["question_id"]] = {
                 "image_id": row["image_id"],
-                "answers": tuple(sys.intern(answer["answer"]) for answer in answers),  # 4.4 million, few different
+                "answers": _answers(row["answers"], where),
                 "most_frequent": sys.intern(row["multiple_choice_answer"]),
                 "answer_type": sys.intern(row["answer_type"]),
                 "question_type": sys.intern(row["question_type"]),
             }
     return found
+
+
+def _answers(rows: Any, where: str) -> tuple[str, ...]:
+    """The ten human answers. There are 4.4 million in a file, of which few are different."""
+    try:
+        answers = tuple([sys.intern(row["answer"]) for row in _list(rows, f"{where}: answers")])
+    except (TypeError, KeyError):  # what is wrong is looked for only now
+        for number, row in enumerate(rows, start=1):
+            require_keys(row, ("answer",), f"{where}: answer {number}")
+            if not isinstance(row["answer"], str):
+                raise ValueError(f"{where}: answer {number} is {row['answer']!r}; an answer must be a text") from None
+        raise
+    if not answers:
+        raise ValueError(f"{where} has no answers; leave the annotation file out for a split without answers")
+    return answers
 
 
 def _list(value: Any, where: str) -> list[Any]:

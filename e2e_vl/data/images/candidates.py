@@ -19,6 +19,7 @@ from e2e_vl.data.formats.detections import DetectionsFile
 from e2e_vl.data.storage.features.record import RegionFeatures
 from e2e_vl.data.storage.features.stores import FeatureStore, open_features
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.data.storage.shared_reads import SharedReads
 from e2e_vl.data_settings import DataSettings
 from e2e_vl.samples import FOUND, CandidateBoxes
 
@@ -123,30 +124,38 @@ def open_boxes(
     with_features: bool,
     limit: int | None = None,
     errors: RecordErrors = RAISE,
+    shared: SharedReads | None = None,
 ) -> BoxReader:
     """Open files of one kind: `.json` is MAttNet's format, everything else region features; see `StoredBoxes`.
 
     Args:
         errors: what becomes of an error about one detection.
+        shared: what other splits have read already; None: nothing.
 
     Raises:
         FileNotFoundError, ValueError: see the readers; or features are wanted from a file that has none.
     """
     if paths[0].suffix != ".json":
-        stores = [open_features(path) for path in paths]
+        stores = [open_features(path) for path in paths]  # each process opens its own files, which are not kept
         return StoredBoxes(stores, selection, with_features=with_features, limit=limit)
     if with_features:
         raise ValueError(f"{paths[0]}: boxes in MAttNet's format have no features; give a file of region features")
-    return DetectedBoxes([DetectionsFile(path, errors) for path in paths], selection)
+    shared = SharedReads() if shared is None else shared
+    return DetectedBoxes([shared.read(DetectionsFile, path, errors=errors) for path in paths], selection)
 
 
 def open_boxes_of(
-    dataset: VLDataset, settings: DataSettings, boxes: BoxSource, errors: RecordErrors = RAISE
+    dataset: VLDataset,
+    settings: DataSettings,
+    boxes: BoxSource,
+    errors: RecordErrors = RAISE,
+    shared: SharedReads | None = None,
 ) -> BoxReader | None:
     """The files of boxes or features of an opened split; None where the source reads none or boxes come along.
 
     Args:
         errors: what becomes of an error about one detection.
+        shared: what other splits have read already; None: nothing.
 
     Raises:
         FileNotFoundError, ValueError: see `open_boxes`.
@@ -158,7 +167,9 @@ def open_boxes_of(
     paths = list(dict.fromkeys(files.path(key, **values) for values in dataset.parts))
     with_features = boxes is BoxSource.PRECOMPUTED
     limit = settings.boxes.max_precomputed if with_features else None
-    return open_boxes(paths, settings.boxes.selection, with_features=with_features, limit=limit, errors=errors)
+    return open_boxes(
+        paths, settings.boxes.selection, with_features=with_features, limit=limit, errors=errors, shared=shared
+    )
 
 
 def _found(regions: RegionFeatures, rows: np.ndarray | slice) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.data.storage.shared_reads import collection_paused
 
 
 def require_file(path: str | Path, what: str) -> Path:
@@ -24,7 +25,8 @@ def read_json(path: str | Path, what: str, keys: tuple[str, ...] = ()) -> Any:
     """Read a JSON file; a missing or broken one is named in the error, and one that is no dict with these keys."""
     path = require_file(path, what)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with collection_paused():
+            content = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: the {what} are not valid JSON ({error}); copy or download the file again") from error
     if keys:
@@ -36,9 +38,10 @@ def require_keys(record: Any, keys: tuple[str, ...], where: str) -> None:
     """Raise a ValueError unless `record` is a dict with all keys; `where` names file and record."""
     if not isinstance(record, dict):
         raise ValueError(f"{where} is a {type(record).__name__}, expected an object with {', '.join(keys)}")
-    missing = [key for key in keys if key not in record]
-    if missing:
-        raise ValueError(f"{where} has no {', '.join(repr(key) for key in missing)}")
+    for key in keys:
+        if key not in record:
+            missing = ", ".join(repr(key) for key in keys if key not in record)
+            raise ValueError(f"{where} has no {missing}")
 
 
 def checked_records(
@@ -64,15 +67,12 @@ def checked_records(
     for number, record in enumerate(records):
         has_key = isinstance(record, dict) and key in record
         where = f"{what} {record[key] if has_key else f'number {number}'}"
-        is_good = False
         with errors.about(where):
             require_keys(record, keys, where)
             if unique:
                 if record[key] in seen:
                     raise ValueError(f"{where} is listed twice; {unique} must be unique")
                 seen.add(record[key])
-            is_good = True
-        if is_good:
             yield where, record
 
 

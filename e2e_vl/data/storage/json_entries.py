@@ -19,6 +19,8 @@ from e2e_vl.data.storage.index_files import OpenFiles
 _CHUNK = 1 << 22  # bytes read at once
 _LONGEST = 1 << 28  # bytes of an entry; what is longer is a damaged file
 _SPACE = re.compile(r"[ \t\r\n]*")
+_PLAIN_KEY = re.compile(r'"([^"\\\x00-\x1f]*)"[ \t\r\n]*:[ \t\r\n]*')
+_COMMA = re.compile(r'[ \t\r\n]*,[ \t\r\n]*(?=")')  # and then a key
 _DECODER = json.JSONDecoder()
 
 
@@ -76,6 +78,9 @@ class _Scanner:
                 self.next_mark()
             is_first = False
             yield self.entry()
+            while comma := _COMMA.match(self.text, self.at):  # as nearly always; the steps above do the same slowly
+                self.at = comma.end()
+                yield self.entry()
         self.expect("}")
         if self.next_mark():
             raise self.broken("something stands behind the object")
@@ -83,11 +88,8 @@ class _Scanner:
     def entry(self) -> JsonEntry:
         while True:
             try:
-                key, end = self.value(self.at)
-                colon = self.skip(end)
-                if not isinstance(key, str) or self.text[colon : colon + 1] not in (":", ""):
-                    raise self.broken("a key with a value is expected")
-                value, end = self.value(self.skip(colon + 1))
+                key, start = self.key()
+                value, end = self.value(start)
             except (IndexError, StopIteration, json.JSONDecodeError) as error:
                 if self.is_at_end or len(self.text) - self.at > _LONGEST:
                     raise self.broken(str(error) or "an entry is cut off") from error
@@ -104,6 +106,17 @@ class _Scanner:
         found = JsonEntry(key, value, self.before + self.at, end - self.at)
         self.at = end
         return found
+
+    def key(self) -> tuple[str, int]:
+        """A key, and where its value begins."""
+        found = _PLAIN_KEY.match(self.text, self.at)
+        if found:
+            return found[1], found.end()
+        key, end = self.value(self.at)
+        colon = self.skip(end)
+        if not isinstance(key, str) or self.text[colon : colon + 1] not in (":", ""):
+            raise self.broken("a key with a value is expected")
+        return key, self.skip(colon + 1)
 
     def value(self, at: int) -> tuple[Any, int]:
         return _DECODER.raw_decode(self.text, at)

@@ -8,6 +8,7 @@ import benchmark as tool
 def test_generated_files_are_read_and_their_broken_records_found(tmp_path, capsys):
     output = tmp_path / "speed.json"
     words = ["check", "--folder", str(tmp_path / "files"), "--share", "0.002", "--json", str(output)]
+    words += ["--kinds", "expressions", "questions"]
     assert tool.main(words) == 0
     assert "| expressions | 280 | 2 |" in capsys.readouterr().out
     expressions, questions = json.loads(output.read_text())["cases"]
@@ -17,5 +18,5 @@ def test_generated_files_are_read_and_their_broken_records_found(tmp_path, capsy
     )  # three expressions are about the empty box
     # the empty box and the ref to it; the annotation without answers and its question, in both splits
     assert (expressions["problems"], questions["problems"]) == (2, 4)
-    assert questions["cpu_seconds"] > 0 and expressions["seconds"] > 0
+    assert questions["mib"] > 100 and questions["cpu_seconds"] > 0 and expressions["seconds"] > 0
     assert tool.main([*words[:3], "--share", "2"]) == 2
