@@ -41,6 +41,7 @@ class RefCOCODataset(VLDataset):
     """
 
     known_files = ("images", "instances", "refs", "phrases", "phrase_boxes", "detections", "features")
+    has_phrases = True
 
     def __init__(
         self,

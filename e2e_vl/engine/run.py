@@ -78,6 +78,11 @@ def build_run(config: RunConfig, datasets: DataSets | None = None) -> Run:
         examples.dataset.check_classes(model.detector.num_classes)
         model.detector.class_names = _all_named(examples.dataset.class_names, model.detector.num_classes)
     model.task.check_data(examples.dataset, model.detector)
+    if model.phrase_head is not None and not examples.dataset.has_phrases:
+        raise ValueError(
+            f"phrases.weight is {config.phrases.weight}, but no text of {config.data.name} says what its phrases name; "
+            "set it to 0, or train on data that do (see docs/training.md), also joined with these."
+        )
     return Run(model, tokenizer, examples, build_collate(config, model), starts)
 
 
