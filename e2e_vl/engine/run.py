@@ -34,7 +34,7 @@ DataSets = dict[tuple[str, BoxSource, bool], VLDataset]
 class Start(NamedTuple):
     """Weights that a part of the model started from."""
 
-    part: str  # detector, encoder or task
+    part: str  # detector, encoder, task or phrases
     path: str
     report: LoadReport
 

@@ -175,6 +175,6 @@ class _Scanner:
 
     def broken(self, why: str) -> ValueError:
         return ValueError(
-            f"{self.path}: the {self.what} are not one JSON {self.kind} (near byte {self.before + self.at}: {why}); copy "
-            "or download the file again"
+            f"{self.path}: the {self.what} are not one JSON {self.kind} (near byte {self.before + self.at}: {why}); "
+            "copy or download the file again"
         )
