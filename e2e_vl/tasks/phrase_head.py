@@ -184,6 +184,21 @@ def grounding_metrics(records: Records) -> dict[str, float]:
     return {"phrase_accuracy": sum(judged) / len(judged)} if judged else {}
 
 
+def in_short(record: dict[str, Any]) -> dict[str, Any]:
+    """A prediction as files hold it: of its phrases what reports show, in as many digits as mean anything.
+
+    `characters` are left out, which the words and the order of the phrases say; boxes have two decimals, scores four.
+    """
+    if "grounded" not in record:
+        return record
+    phrases = []
+    for one in record["grounded"]:
+        box = None if one["box"] is None else [round(value, 2) for value in one["box"]]
+        kept = {"text": one["text"], "box": box, "score": round(one["score"], 4)}
+        phrases.append(kept | ({"correct": one["correct"]} if "correct" in one else {}))
+    return record | {"grounded": phrases}
+
+
 def phrase_records(output: PhraseOutput, batch: Batch, regions: TextRegions) -> list[list[dict[str, Any]]]:
     """Of each text its phrases in plain values.
 
