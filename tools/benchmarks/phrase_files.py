@@ -3,9 +3,9 @@
     python tools/benchmarks/phrase_files.py --folder DIR --images 31783
 
 It writes files of that number of images into the folder, unless they are there: 14 sentences with two phrases and 7
-boxes per image, and 50 regions with two words per image. It prints the processor time and the memory of reading them, beside
-the time to decode and resize one photo, which every group of texts needs too. (The operating system keeps files that
-were just written in memory; a disk that has to be read first adds its own time.)
+boxes per image, and 50 regions with two words per image. It prints the processor time and the memory of reading them,
+beside the time to decode and resize one photo, which every group of texts needs too. (The operating system keeps files
+that were just written in memory; a disk that has to be read first adds its own time.)
 """
 
 from __future__ import annotations
