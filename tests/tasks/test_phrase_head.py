@@ -125,6 +125,7 @@ def test_runs_of_tags_make_phrases(tags, spans):
 def test_phrases_are_found_where_none_is_stated_and_only_outside_training():
     head = make_head(training=False)
     with torch.no_grad():
+        head.finds_phrases.fill_(1)
         head.tags.weight.zero_()
         head.tags.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))  # everything is inside
     output = run(head, make_phrases())
@@ -136,9 +137,23 @@ def test_phrases_are_found_where_none_is_stated_and_only_outside_training():
     assert run(head.train(), make_phrases()).phrases.spans.counts.tolist() == [2, 0]
 
 
+def test_a_text_is_one_phrase_unless_the_head_was_trained_to_find_phrases():
+    """As on RefCOCO without files of phrases: the whole expression names its object."""
+    head = make_head()
+    run(head, make_phrases(complete=(False, False)))
+    assert head.finds_phrases == 0
+    found = run(head.eval(), make_phrases(spans=((), ()), boxes=((), ()), complete=(False, False))).phrases
+    assert found.spans.values.tolist() == [[1, 4], [1, 4]] and found.spans.counts.tolist() == [1, 1]
+    run(head.train(), make_phrases())
+    assert head.finds_phrases == 1 and "finds_phrases" in head.state_dict()
+    run(head, make_phrases(complete=(False, False)))
+    assert head.finds_phrases == 1
+
+
 def test_records_hold_phrases_in_pixels_of_the_original_image():
     head = make_head(training=False)
     with torch.no_grad():
+        head.finds_phrases.fill_(1)
         head.tags.weight.zero_()
         head.tags.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))
     output = run(head, make_phrases(boxes=(((0, 0, 10, 10), (20, 20, 30, 39)), ((50, 50, 55, 55),))))
