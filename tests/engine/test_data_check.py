@@ -260,3 +260,20 @@ def test_some_images_only(drawn):
 def test_scenes_that_are_not_drawn_are_refused(tmp_path):
     with pytest.raises(ValueError, match="are not drawn yet"):
         check_data(settings("refcoco", tmp_path / "nothing"))
+
+
+def test_region_graphs_are_checked_where_phrases_are_asked_for(data):
+    sizes = check_data(settings("visual_genome", data))
+    assert sizes.problems == [] and [facts.images for facts in sizes.splits] == [12, 6]
+
+    def change(content: list) -> None:
+        regions = [region for graph in content for region in graph["regions"] if region["synsets"]]
+        regions[0]["objects"][0].pop("w")
+        regions[1]["phrase"] += " here"
+        regions[2].pop("synsets")
+
+    change_json(data / "visual_genome" / "region_graphs_train.json", change)
+    report = check_data(settings("visual_genome", data))
+    has_all(report, "has no 'w'", "has another description than", "has no 'synsets'")
+    assert len(report.problems) == 3
+    assert check_data(settings("visual_genome", data, "phrases.weight=0")).problems == []
