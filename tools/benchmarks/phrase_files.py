@@ -15,7 +15,7 @@ import json
 import random
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +84,12 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.process_time() - before
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the files, read them, print what it costs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="for the files that are written")
     parser.add_argument("--images", type=int, default=31783)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     folder, images = options.folder / str(options.images), options.images
     if not (folder / "complete").exists():
         write_entities(folder, images)
@@ -122,7 +123,8 @@ def main() -> None:
     spent = seconds(lambda: read_region_graphs(path))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     print(f"region graphs of {path.stat().st_size / 2**20:.0f} MiB: {spent:.1f} s, {peak / 1024:.0f} MiB more memory")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
