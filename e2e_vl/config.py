@@ -30,6 +30,7 @@ INPUTS = {  # section -> keys that name existing files or folders, see `load_con
     "encoder": ("weights", "fallback_weights"),
     "task": ("weights", "fallback_weights"),
     "task.config": ("answers",),
+    "phrases": ("weights",),
     "data": ("vocabulary", "root"),
 }
 
@@ -189,9 +190,12 @@ class PhraseSettings:
     tag_weight: float = 0.5  # of finding the phrases in a text, as a multiple of `weight`
     layer: int = 2  # states after this number of layers with words and regions are read; 0 = before the first
     size: int = 128  # width of queries and keys
+    weights: str | None = None  # another run to start this head from; None = random
 
     def __post_init__(self) -> None:
         check_numbers(self, "phrases.", positive=["size"], not_negative=["weight", "tag_weight", "layer"])
+        if self.weights is not None and not self.weight:
+            raise ValueError("phrases.weights is set, but phrases.weight is 0, so there is no such head; set one only.")
 
 
 @dataclass(frozen=True)

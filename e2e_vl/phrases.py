@@ -72,7 +72,7 @@ def phrases_of(
 ) -> TextPhrases:
     """The phrases that the data state of a text, in its wordpieces; none where they state none.
 
-    The text must stand first among the texts of its example, whole or cut at its end, as all tasks word it.
+    The text must stand first among the texts of its example, whole or cut, as all tasks word it.
     """
     flipped = bool(text.looks_at) and images[text.looks_at[0]].placement.flipped
     _, found = writer.located_pieces(text.words, mirrored=flipped)

@@ -28,7 +28,9 @@ class Wording(abc.ABC):
         for text in sample.texts:
             for example in self.word(text, sample, images, draw):
                 if self.writer.marks_phrases:
-                    example.phrases = phrases_of(text, example, images, self.writer)
+                    other = example.other_words
+                    said = text if other is None else dataclasses.replace(text, words=other, phrases=None)
+                    example.phrases = phrases_of(said, example, images, self.writer)
                 yield example
 
     @abc.abstractmethod

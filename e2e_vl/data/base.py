@@ -58,6 +58,7 @@ class VLDataset(abc.ABC):
             several where splits are joined.
         class_names: of the annotated objects, in the order of the detector's classes; None where there are no classes.
         corpus: texts without images, where there are any.
+        has_phrases: some texts say what their phrases name (`SampleText.phrases`).
     """
 
     known_files: ClassVar[tuple[str, ...]]
@@ -69,6 +70,7 @@ class VLDataset(abc.ABC):
     parts: Sequence[Mapping[str, str]]
     class_names: Sequence[str] | None = None
     corpus: Sequence[str] | None = None
+    has_phrases: bool = False
 
     @classmethod
     @abc.abstractmethod

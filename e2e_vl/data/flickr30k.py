@@ -79,6 +79,7 @@ class Flickr30KDataset(VLDataset):
     options = Flickr30KOptions
     annotation_files = ("instances", "annotations")
     id_space = "flickr"
+    has_phrases = True
 
     def __init__(
         self,
@@ -144,13 +145,19 @@ class Flickr30KDataset(VLDataset):
         """Number of captions with a phrase that has a box."""
         return len(self.captions)
 
+    def __getitem__(self, text: int) -> str:
+        """One caption; the data set is a pool of texts."""
+        return self.captions[text].sentence.words
+
     def image_ids(self) -> Iterable[str]:
         return self._ids
 
     def sample(self, texts: Sequence[int]) -> Sample:
         """Some captions of one image."""
-        image_id = self._ids[self.groups.of_text(texts[0])]
-        return Sample((self._image(image_id),), tuple(self._text(index, image_id) for index in texts))
+        group = self.groups.of_text(texts[0])
+        image_id = self._ids[group]
+        stated = tuple(self._text(index, image_id) for index in texts)
+        return Sample((self._image(image_id),), stated, pool=self, own=self.groups[group])
 
     def _image(self, image_id: str) -> SampleImage:
         file = self.settings.file(self.folder, image_id)

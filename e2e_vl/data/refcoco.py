@@ -16,7 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants, group_texts
-from e2e_vl.data.formats.flickr_entities import read_annotation, read_sentences
+from e2e_vl.data.formats.flickr_entities import (
+    AnnotatedImage,
+    EntitySentence,
+    read_annotation,
+    read_sentences,
+)
 from e2e_vl.data.formats.refer import ReferFiles
 from e2e_vl.samples import PhraseBoxes, ReferredBox, Sample, SampleText
 
@@ -38,6 +43,7 @@ class RefCOCODataset(VLDataset):
     """
 
     known_files = ("images", "instances", "refs", "phrases", "phrase_boxes", "detections", "features")
+    has_phrases = True
 
     def __init__(
         self,
@@ -114,13 +120,17 @@ def _refer(files: DataFiles) -> ReferFiles:
 
 
 class NounPhrases:
-    """The noun phrases of expressions, from files as in Flickr30K Entities, read image by image when needed."""
+    """The noun phrases of expressions, from files as in Flickr30K Entities, read image by image when needed.
+
+    The image that was asked for last is kept, because the expressions of an image are asked for one after the other.
+    """
 
     def __init__(self, sentences: Path, annotations: Path) -> None:
         self.sentences, self.annotations = sentences, annotations
         for folder in (sentences, annotations):
             if not folder.is_dir():
                 raise FileNotFoundError(f"{folder}: no such folder; data.files.phrases and phrase_boxes name two.")
+        self._last: tuple[int | None, dict[str, EntitySentence], AnnotatedImage | None] = None, {}, None
 
     def of(self, image_id: int, words: str) -> PhraseBoxes:
         """All phrases of an expression about an image.
@@ -129,10 +139,13 @@ class NounPhrases:
             FileNotFoundError, ValueError: a file of the image is missing or malformed, or lacks the expression.
         """
         file = self.sentences / f"{image_id}.txt"
-        found = next((one for one in read_sentences(file) if one.words == words), None)
-        if found is None:
+        if self._last[0] != image_id:
+            known = {one.words: one for one in reversed(read_sentences(file))}
+            self._last = image_id, known, read_annotation(self.annotations / f"{image_id}.xml")
+        _, known, annotated = self._last
+        if words not in known:
             raise ValueError(f"{file}: no line has the expression '{words}'; give the phrases of the same expressions.")
-        annotated = read_annotation(self.annotations / f"{image_id}.xml")
+        phrases = known[words].phrases
         # pixels are counted from 1 and the last one is included
-        boxes = [annotated.boxes_of(phrase.chain) - (1, 1, 0, 0) for phrase in found.phrases]
-        return PhraseBoxes(tuple(phrase.span for phrase in found.phrases), tuple(boxes), is_complete=True)
+        boxes = [annotated.boxes_of(phrase.chain) - (1, 1, 0, 0) for phrase in phrases]
+        return PhraseBoxes(tuple(phrase.span for phrase in phrases), tuple(boxes), is_complete=True)

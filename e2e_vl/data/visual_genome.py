@@ -4,8 +4,11 @@ Files (`data.files`, relative to `data.root`; the release has no splits, so {spl
     images      folder that holds VG_100K and VG_100K_2
     image_data  image_data.json
     regions     region_descriptions.json, for `data.config.texts: regions`
+    region_graphs  optional, region_graphs.json: what the words of descriptions name, read for `phrases.weight`
     questions   question_answers.json, for `data.config.texts: questions`
     detections, features   boxes of images by their ids
+
+For phrases beside the task, a description without region graphs is one phrase, which names the box of its region.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Literal
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.converter import check_choice
 from e2e_vl.data.base import DataFiles, VLDataset, Wants
+from e2e_vl.data.formats.region_graphs import RegionPhrases, read_region_boxes, read_region_graphs
 from e2e_vl.data.formats.visual_genome_files import (
     GenomeImage,
     GenomeText,
@@ -54,12 +58,13 @@ class VisualGenomeDataset(VLDataset):
         texts: of each image.
         images: the facts about these images.
         parts: see `VLDataset.parts`.
+        phrases: what the descriptions name; None: nobody asks for it, or the texts are questions.
 
     Raises:
         ValueError: a text about an image that is not listed, or no text about the images that are asked for.
     """
 
-    known_files = ("images", "image_data", "regions", "questions", "detections", "features")
+    known_files = ("images", "image_data", "regions", "region_graphs", "questions", "detections", "features")
     options = GenomeOptions
     box_sources = (BoxSource.ONLINE, BoxSource.DETECTIONS, BoxSource.PRECOMPUTED)
     id_space = VISUAL_GENOME
@@ -71,6 +76,7 @@ class VisualGenomeDataset(VLDataset):
         folder: Path,
         options: GenomeOptions,
         parts: Sequence[Mapping[str, str]] = (),
+        phrases: RegionPhrases | None = None,
     ) -> None:
         unknown = next((number for number in texts if number not in images), None)
         if unknown is not None:
@@ -84,22 +90,32 @@ class VisualGenomeDataset(VLDataset):
         self.folder = folder
         self.settings = options
         self.parts = parts
+        self.phrases = phrases
+        self.has_phrases = phrases is not None
 
     @classmethod
     def open(cls, files: DataFiles, options: GenomeOptions, split: str, wants: Wants) -> VisualGenomeDataset:
         """The top of this file says which files there are."""
+        phrases = None
+        if wants.phrases and options.texts == "regions":
+            key = "region_graphs" if "region_graphs" in files else "regions"
+            read = read_region_graphs if key == "region_graphs" else read_region_boxes
+            phrases = read(files.path(key, split=split), files.errors)
         return cls(
-            READ[options.texts](files.path(options.texts, split=split)),
-            read_genome_images(files.path("image_data", split=split)),
+            READ[options.texts](files.path(options.texts, split=split), files.errors),
+            read_genome_images(files.path("image_data", split=split), files.errors),
             Path() if wants.boxes is BoxSource.PRECOMPUTED else files.path("images", split=split),
             options,
             [{"split": split}],
+            phrases,
         )
 
     @classmethod
     def reads(cls, options: GenomeOptions, split: str, wants: Wants) -> tuple[str, ...]:
-        other = {"regions": "questions", "questions": "regions"}[options.texts]
-        return tuple(key for key in super().reads(options, split, wants) if key != other)
+        unread = {"regions": {"questions"}, "questions": {"regions", "region_graphs"}}[options.texts]
+        if not wants.phrases:
+            unread = unread | {"region_graphs"}
+        return tuple(key for key in super().reads(options, split, wants) if key not in unread)
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: GenomeOptions, split: str) -> Iterable[str]:
@@ -142,7 +158,9 @@ class VisualGenomeDataset(VLDataset):
     def _text(self, index: int) -> SampleText:
         text = self.texts[index]
         kind = "region_id" if text.answer is None else "qa_id"
-        return SampleText(index, text.words, {kind: text.number, "sent": text.words}, _truth(text))
+        phrases = None if self.phrases is None else self.phrases.of(text.number, text.words)
+        facts = {kind: text.number, "sent": text.words}
+        return SampleText(index, text.words, facts, _truth(text), phrases=phrases)
 
 
 def _truth(text: GenomeText) -> RightAnswer | None:

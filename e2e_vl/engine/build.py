@@ -74,7 +74,7 @@ from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.weights.base import WeightAdapter
 from e2e_vl.weights.bert import BertStart
 from e2e_vl.weights.lxmert import BertBelow, OfficialLxmert
-from e2e_vl.weights.start import StartRules, check_vocabulary, load_encoder, load_task
+from e2e_vl.weights.start import StartRules, check_vocabulary, load_encoder, load_phrase_head, load_task
 from e2e_vl.weights.visual_bert import OfficialVisualBert, VisualBertFromBert
 from e2e_vl.weights.visual_bert_transformers import TransformersVisualBert
 from e2e_vl.weights.vl_bert import OfficialVLBert
@@ -235,7 +235,7 @@ def build_model(
     """Detector, encoder and task with random or (`weights` of each) given starting values.
 
     With the tokenizer, the task takes what it wants from the other parts (`Task.initialise`); `task.weights` beat that.
-    `tell_start` is called for each part that starts from weights ("detector", "encoder" or "task").
+    `tell_start` is called for each part that starts from weights ("detector", "encoder", "task" or "phrases").
     `shared` is what splits have read already, for a list of answers that is built from the data.
 
     Raises:
@@ -261,15 +261,19 @@ def build_model(
     rule = task.hiding
     needs_copy = rule is not None and rule.hides and rule.teacher == "frozen"
     teacher = copy.deepcopy(detector) if needs_copy else None
-    phrase_head = build_phrase_head(config, encoder)
+    phrase_head = build_phrase_head(config, encoder, tell_start)
     freeze = config.detector.freeze
     return VisionLanguageModel(
         detector, encoder, task, teacher=teacher, phrase_head=phrase_head, freeze_detector=freeze
     )
 
 
-def build_phrase_head(config: RunConfig, encoder: Encoder) -> PhraseHead | None:
-    """The head that grounds phrases, if the settings have one. Raises ValueError for a layer that is not there."""
+def build_phrase_head(config: RunConfig, encoder: Encoder, tell_start: TellStart = log_start) -> PhraseHead | None:
+    """The head that grounds phrases, if the settings have one.
+
+    Raises:
+        FileNotFoundError, ValueError: a layer that is not there, or weights that do not fit.
+    """
     settings = config.phrases
     if not settings.weight:
         return None
@@ -279,7 +283,10 @@ def build_phrase_head(config: RunConfig, encoder: Encoder) -> PhraseHead | None:
             f"phrases.layer is {settings.layer}, but the encoder has {encoder.num_joint_layers} layers in which words "
             "and regions read each other; set a number from 0 to that."
         )
-    return PhraseHead(encoder.hidden_size, settings.size, settings.layer)
+    head = PhraseHead(encoder.hidden_size, settings.size, settings.layer)
+    if settings.weights is not None:
+        tell_start("phrases", settings.weights, load_phrase_head(head, settings.weights))
+    return head
 
 
 def build_detector(config: RunConfig, tell_start: TellStart = log_start) -> Detector:

@@ -26,7 +26,7 @@ from e2e_vl.metric_names import MetricName, named_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import check_output, write_json, write_text
 from e2e_vl.tasks.base import Records, Task
-from e2e_vl.tasks.phrase_head import grounding_metrics, with_phrases
+from e2e_vl.tasks.phrase_head import grounding_metrics, in_short, with_phrases
 
 EVALUATIONS = "evaluations"  # folder of a run directory, for what evaluate_run writes
 
@@ -129,7 +129,7 @@ def evaluate(
 
 def write_predictions(path: Path, records: list[dict[str, Any]], task: Task) -> None:
     """One JSON list, one object per text, each with `correct`; all boxes xyxy in pixels of the original image."""
-    lines = [json.dumps({**record, "correct": task.correct(record)}, ensure_ascii=False) for record in records]
+    lines = [json.dumps(in_short(record) | {"correct": task.correct(record)}, ensure_ascii=False) for record in records]
     write_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 

@@ -149,6 +149,7 @@ def _named_models(config: RunConfig) -> dict[str, str]:
         "encoder.fallback_weights": config.encoder.fallback_weights,
         "task.weights": config.task.weights,
         "task.fallback_weights": config.task.fallback_weights,
+        "phrases.weights": config.phrases.weights,
         VOCABULARY: config.data.vocabulary,
     }
     return {setting: name for setting, name in named.items() if name is not None}

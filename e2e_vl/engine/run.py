@@ -35,7 +35,7 @@ DataSets = dict[tuple[str, BoxSource, bool], VLDataset]
 class Start(NamedTuple):
     """Weights that a part of the model started from."""
 
-    part: str  # detector, encoder or task
+    part: str  # detector, encoder, task or phrases
     path: str
     report: LoadReport
 
@@ -82,6 +82,11 @@ def build_run(config: RunConfig, datasets: DataSets | None = None, shared: Share
         examples.dataset.check_classes(model.detector.num_classes)
         model.detector.class_names = _all_named(examples.dataset.class_names, model.detector.num_classes)
     model.task.check_data(examples.dataset, model.detector)
+    if model.phrase_head is not None and not examples.dataset.has_phrases:
+        raise ValueError(
+            f"phrases.weight is {config.phrases.weight}, but no text of {config.data.name} says what its phrases name; "
+            "set it to 0, or train on data that do (see docs/training.md), also joined with these."
+        )
     return Run(model, tokenizer, examples, build_collate(config, model), starts)
 
 

@@ -1,7 +1,8 @@
 """Checkpoints: the model in `save_pretrained` form, and Accelerate's state to continue exactly.
 
 step_00001000/
-  model/       config.yaml, detector/, encoder/, task/, tokenizer/: loads with `load_model`, needs no training code
+  model/       config.yaml, detector/, encoder/, task/, perhaps phrases/, tokenizer/: loads with `load_model`, needs no
+               training code
   state/       weights, optimiser and random states of every process (Accelerate)
   step.json    position in the run; written last, so a folder without it was cut off while saving
 
@@ -50,6 +51,7 @@ OWN_START = (
     "encoder.fallback_weights",
     "task.weights",
     "task.fallback_weights",
+    "phrases.weights",
 )
 
 
@@ -171,6 +173,7 @@ def _without_start(config: RunConfig, folder: Path, overrides: list[str]) -> Run
         task=dataclasses.replace(
             config.task, weights=None, fallback_weights=None, config={**config.task.config, **own}
         ),
+        phrases=dataclasses.replace(config.phrases, weights=None),
     )
 
 
@@ -323,6 +326,7 @@ def _architecture(config: RunConfig) -> dict[str, Any]:
         "detector": yaml.safe_load(read_detector_config(config.detector).to_yaml()),
         "encoder": {"name": config.encoder.name, **config.encoder.config},
         "task": {"name": config.task.name, **config.task.config},
+        "phrases": {"layer": config.phrases.layer, "size": config.phrases.size} if config.phrases.weight else None,
     }
 
 

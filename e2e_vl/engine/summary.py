@@ -39,7 +39,10 @@ def start_text(config: RunConfig, run: Run, accelerator: Accelerator, step: int,
         ("steps", _steps(config, run, step, total_steps)),
         ("vocabulary", f"{len(run.tokenizer)} wordpieces, {config.data.vocabulary or 'built from the training texts'}"),
     ]
-    for name, part in (("detector", run.model.detector), ("encoder", run.model.encoder), ("head", run.model.task)):
+    parts = {"detector": run.model.detector, "encoder": run.model.encoder, "head": run.model.task}
+    if run.model.phrase_head is not None:
+        parts["phrases"] = run.model.phrase_head
+    for name, part in parts.items():
         starts = [one for one in run.starts if one.part == ("task" if name == "head" else name)]
         is_frozen = name == "detector" and config.detector.freeze
         number = sum(one.numel() for one in part.parameters())

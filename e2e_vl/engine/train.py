@@ -361,6 +361,7 @@ class _Training:
 
     def _finish(self, metrics: dict[str, Any], started: float) -> dict[str, Any]:
         model = self.built.model
+        parts = {"detector": model.detector, "encoder": model.encoder, "task": model.task, "phrases": model.phrase_head}
         summary = {
             **metrics,
             "steps": self.step,
@@ -369,8 +370,7 @@ class _Training:
             "images_per_second": self.step * self.config.train.images_per_batch / max(self.seconds_training, 1e-9),
             "processes": self.accelerator.num_processes,
             "parameters": {
-                name: sum(p.numel() for p in part.parameters())
-                for name, part in (("detector", model.detector), ("encoder", model.encoder), ("task", model.task))
+                name: sum(p.numel() for p in part.parameters()) for name, part in parts.items() if part is not None
             },
         }
         if self.best.found is not None:

@@ -24,7 +24,8 @@ from e2e_vl.run_files import read_log, write_text
 from e2e_vl.tasks.base import PredictionWords, Task
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
-PICTURE_SIDE = 640  # longest side of a picture in the page, pixels
+PICTURE_AREA = 640 * 480  # most pixels of a picture in the page, so that labels of thin ones stay legible
+WIDE = 2.0  # width by height from which a picture has a row of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Card:
     picture: str  # a data URI; "" without a picture
     problem: str  # why there is no picture; "" where there is one, or nothing to draw
     phrases: str  # what its phrases name; "" for a run without them
+    is_wide: bool = False  # the picture needs a row of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,17 +115,19 @@ def _section(path: Path, config: RunConfig, task: Task) -> Section:
 
 
 def _card(prediction: Prediction, task: Task) -> Card:
-    picture = problem = ""
+    picture, problem, is_wide = "", "", False
     try:
         drawn = task.draw(prediction.record)
     except (FileNotFoundError, ValueError) as error:  # of the image: it lies in an archive, or was moved meanwhile
         drawn, problem = None, str(error)
     if drawn is not None:
         buffer, image = io.BytesIO(), Image.fromarray(drawn)
-        image.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
+        is_wide = image.width > WIDE * image.height
+        factor = min((PICTURE_AREA / (image.width * image.height)) ** 0.5, 1)
+        image = image.resize((max(round(image.width * factor), 1), max(round(image.height * factor), 1)))
         image.save(buffer, "JPEG", quality=85)
         picture = _data_uri(buffer.getvalue(), "jpeg")
-    return Card(prediction.words, prediction.outcome, picture, problem, phrase_line(prediction.record))
+    return Card(prediction.words, prediction.outcome, picture, problem, phrase_line(prediction.record), is_wide)
 
 
 def _data_uri(content: bytes, kind: str) -> str:

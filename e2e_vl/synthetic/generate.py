@@ -48,6 +48,7 @@ from e2e_vl.synthetic.relations import SceneFacts
 from e2e_vl.synthetic.scene_records import ObjectRecord, ScenePlace, SceneRecord, with_ids
 from e2e_vl.synthetic.scenes import SceneConfig, draw_scene
 from e2e_vl.synthetic.vcr_writer import VCRWriter
+from e2e_vl.synthetic.visual_genome_writer import VisualGenomeWriter
 from e2e_vl.synthetic.vqa_writer import VQAWriter
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ WRITERS: dict[str, type[FormatWriter[Any]]] = {
     "nlvr2": PairWriter,
     "flickr30k": EntitiesWriter,
     "lxmert": LxmertWriter,
+    "visual_genome": VisualGenomeWriter,
 }
 FORMATS = tuple(WRITERS)
 VERSION = 5  # raise it when the same settings give other files

@@ -18,7 +18,7 @@ SLOTS = ("size", "texture", "colour", "shape")
 _SIZE_WORDS = {"big": ("big", "big", "large"), "small": ("small", "small", "little")}
 _TEXTURE_WORDS = {"plain": ("plain", "plain", "solid"), "striped": ("striped",), "dotted": ("dotted",)}
 _SUFFIXES = {"striped": "with stripes", "dotted": "with dots"}
-_THINGS = ("thing", "thing", "object", "shape", "one")
+THINGS = ("thing", "thing", "object", "shape", "one")
 _SUPERLATIVES = {"biggest": ("biggest", "biggest", "largest"), "smallest": ("smallest",)}
 _COMPARISONS = {"bigger": ("bigger than", "bigger than", "larger than"), "smaller": ("smaller than",)}
 _RELATIONS = {
@@ -170,7 +170,7 @@ def _noun_phrase(description: Description, rng: np.random.Generator, suffix: boo
         rest.append(description.colour)
     if len(rest) == 2 and rng.random() < 0.3:
         rest.reverse()
-    noun = description.shape or _pick(_THINGS, rng)
+    noun = description.shape or _pick(THINGS, rng)
     return " ".join([*adjectives, *rest, noun]) + ending
 
 

@@ -2,7 +2,7 @@
 
 The state of a phrase's last wordpiece asks, the states of the regions answer, both between the layers of the encoder
 (VisualBERT's head for Flickr30K Entities does so behind the last one). A second small head finds the phrases in a text
-where nobody marked them.
+where nobody marked them; if the data never marked all phrases of a text, it learned nothing, and a text is one phrase.
 
 Shape legend: see `e2e_vl/structures.py`; and here
     P   phrases of all texts in the batch
@@ -38,6 +38,9 @@ class PhraseHead(nn.Module):
         hidden_size: E.
         size: width of queries and keys.
         layer: number of layers with words and regions after which states are read.
+
+    Attributes:
+        finds_phrases: 1 once it was trained on a text whose phrases are all known, otherwise 0; saved with the weights.
     """
 
     def __init__(self, hidden_size: int, size: int, layer: int):
@@ -46,6 +49,7 @@ class PhraseHead(nn.Module):
         self.query, self.key = (nn.Linear(hidden_size, size) for _ in range(2))
         self.tags = nn.Linear(hidden_size, 3)
         start_head([self.query, self.key, self.tags], "official")
+        self.register_buffer("finds_phrases", torch.zeros(()))
 
     def forward(self, batch: Batch, regions: TextRegions, states: InnerStates) -> PhraseOutput:
         """Find the phrases of M texts where they are not stated, and point at regions.
@@ -58,8 +62,13 @@ class PhraseHead(nn.Module):
         stated: PhraseBatch = batch.phrases
         tags = at_least_float32(self.tags(states.text))
         spans, is_stated = stated.spans, slice(None)
-        if not self.training:
-            spans = with_found(stated, find_spans(tags.argmax(dim=2), is_word(stated)))
+        if self.training:
+            seen = stated.is_complete.any().to(self.finds_phrases)
+            self.finds_phrases.copy_(torch.maximum(self.finds_phrases, seen))
+        else:
+            words = is_word(stated)
+            found = find_spans(tags.argmax(dim=2), words) if self.finds_phrases else whole_spans(words)
+            spans = with_found(stated, found)
             is_stated = stated.spans.counts[spans.owner] > 0
         log_shares = self.point(spans, regions, states)
         is_right = right_regions(regions, stated)
@@ -155,6 +164,12 @@ def find_spans(tags: Int64[Tensor, "M L"], is_real: Bool[Tensor, "M L"]) -> list
     return found
 
 
+def whole_spans(is_real: Bool[Tensor, "M L"]) -> list[list[tuple[int, int]]]:
+    """Each text with words as one phrase."""
+    places = [row.nonzero()[:, 0].tolist() for row in is_real]
+    return [[(own[0], own[-1] + 1)] if own else [] for own in places]
+
+
 def with_found(stated: PhraseBatch, found: list[list[tuple[int, int]]]) -> Ragged:
     """The stated spans of each text; of texts that state none, those that were found."""
     rows = [
@@ -182,6 +197,21 @@ def grounding_metrics(records: Records) -> dict[str, float]:
     """`phrase_accuracy`, the share of right phrases among those whose boxes are known; empty where none is."""
     judged = [phrase["correct"] for record in records for phrase in record.get("grounded", ()) if "correct" in phrase]
     return {"phrase_accuracy": sum(judged) / len(judged)} if judged else {}
+
+
+def in_short(record: dict[str, Any]) -> dict[str, Any]:
+    """A prediction as files hold it: of its phrases what reports show, in as many digits as mean anything.
+
+    `characters` are left out, which the words and the order of the phrases say; boxes have two decimals, scores four.
+    """
+    if "grounded" not in record:
+        return record
+    phrases = []
+    for one in record["grounded"]:
+        box = None if one["box"] is None else [round(value, 2) for value in one["box"]]
+        kept = {"text": one["text"], "box": box, "score": round(one["score"], 4)}
+        phrases.append(kept | ({"correct": one["correct"]} if "correct" in one else {}))
+    return record | {"grounded": phrases}
 
 
 def phrase_records(output: PhraseOutput, batch: Batch, regions: TextRegions) -> list[list[dict[str, Any]]]:

@@ -116,11 +116,21 @@ class PretrainingWording(Wording):
         if self.writer.is_blank:
             sent = dict.fromkeys(sent, "")
         record = self.record(text, images, laid) | sent | draft.record
-        yield TextExample(laid, text.looks_at, record, targets, seed=seed, region_of_token=region_of_token)
+        is_other = not isinstance(text, ChoiceText) and draft.words != text.words
+        yield TextExample(
+            laid,
+            text.looks_at,
+            record,
+            targets,
+            seed=seed,
+            region_of_token=region_of_token,
+            other_words=draft.words if is_other else None,
+        )
         for part in self.parts.values():
             for extra, extra_laid in part.beside(sample, other):
                 looks_at = text.looks_at if extra.has_image else ()
-                yield TextExample(extra_laid, looks_at, {}, self._targets(extra, extra_laid), seed=0)
+                targets = self._targets(extra, extra_laid)
+                yield TextExample(extra_laid, looks_at, {}, targets, seed=0, other_words=extra.words)
 
     def _written(self, draft: Draft, generator: np.random.Generator) -> LaidText:
         """The words of the data, or what the objectives put in their place, masked."""

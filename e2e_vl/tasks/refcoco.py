@@ -239,12 +239,18 @@ class ReferringTask(Task):
         return super().answer_lines(record) or ["nothing: there is no region to choose from"]
 
     def draw(self, record: dict[str, Any]) -> np.ndarray:
-        """The true box in green, the predicted one, if any, in blue (wrong: red), phrases in other colours."""
+        """The true box in green, the predicted one, if any, in blue (wrong: red), phrases in other colours.
+
+        The first phrase is about the answer itself: where it names the predicted box, it is left out.
+        """
         named = f"chosen: {record['class']}" if record.get("class") else "chosen"
         meant = f"meant: {record['category']}" if record.get("category") else "meant"
         chosen = (record["box"], f"{named} {record['score']:.2f}", BLUE if record["correct"] else RED)
         drawn = [one for one in ((record["gt_box"], meant, GREEN), chosen) if one[0] is not None]
-        others = zip(*phrase_marks(record), itertools.cycle(OTHER_COLOURS))
+        phrases = record.get("grounded", ())
+        if phrases and _is_near(phrases[0]["box"], record["box"]):
+            phrases = phrases[1:]
+        others = zip(*phrase_marks({"grounded": phrases}), itertools.cycle(OTHER_COLOURS))
         boxes, labels, colours = zip(*drawn, *others, strict=True)
         return draw_boxes(load_image(record["file_name"], "RGB"), boxes, labels, colours)
 
@@ -273,3 +279,8 @@ class ReferringTask(Task):
 def _in_words(box: Sequence[float]) -> str:
     x1, y1, x2, y2 = map(round, box)
     return f"x {x1} to {x2}, y {y1} to {y2}"
+
+
+def _is_near(one: Sequence[float] | None, other: Sequence[float] | None) -> bool:
+    """The same box, perhaps rounded."""
+    return one is not None and other is not None and bool(np.allclose(one, other, atol=0.5))

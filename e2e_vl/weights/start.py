@@ -1,12 +1,12 @@
-"""Starting weights of an encoder and of a task's head: from our own runs and from the files of other projects.
+"""Starting weights of an encoder and of the heads: from our own runs and from the files of other projects.
 
 What a path holds is told by its content:
 
 - a run directory, the `model` folder in it, or its `encoder` or `task` folder; an encoder's `save_pretrained` folder;
 - a file, a folder or a hub name that one of the encoder's weight adapters recognises, see `e2e_vl.weights.base`.
 
-A head starts from the head of another task as its task says (`Task.starts_from`). Everything else must fit, and what
-stays random or unused is listed in the report.
+A head starts from the head of another task as its task says (`Task.starts_from`), the head of phrases from such a head
+of one of our runs. Everything else must fit, and what stays random or unused is listed in the report.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ from e2e_vl.config import VERSION
 from e2e_vl.converter import from_dict
 from e2e_vl.data.formats.answer_files import ANSWERS_FILE, read_answers
 from e2e_vl.tasks.base import HeadStart, Task
+from e2e_vl.tasks.phrase_head import PhraseHead
 from e2e_vl.text import load_tokenizer, looks_like_hub_name, plain_answer
 from e2e_vl.weights.base import WeightAdapter
 
 FILES = ("model.safetensors", "pytorch_model.bin")
+PART_NAMES = {"phrases": "phrase head"}  # of folders whose name says too little
 PUBLISHED_ANSWERS = "all_ans.json"  # of LXMERT's pre-training
 TEACHER = "teacher."  # a frozen detector, which heads of an earlier version of this project carried along
 
@@ -153,6 +155,23 @@ def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_or
             "out task.weights."
         )
     return _start_from_other(task, source, rule)
+
+
+def load_phrase_head(head: PhraseHead, path: str | Path) -> LoadReport:
+    """Start the head of phrases from that of another run, whatever its task; all of it must fit.
+
+    Raises:
+        FileNotFoundError: the run has no such head.
+        ValueError: it does not fit, or reads another layer, which no shape shows.
+    """
+    file = find_part(str(path), "phrases")
+    settings = _settings_of_run(file.parent, "phrases").get("phrases") or {}
+    if settings.get("layer", head.layer) != head.layer:
+        raise ValueError(
+            f"{file}: the head reads the states after {settings['layer']} layers, and phrases.layer is {head.layer}; "
+            f"set phrases.layer={settings['layer']}."
+        )
+    return load_weights(head, read_tensors(file), file, layout="this project")
 
 
 def _go_on(task: Task, source: Source) -> LoadReport:
@@ -307,7 +326,9 @@ def check_answers(folder: Path, task: Task) -> None:
 
 
 def find_part(name: str, part: str) -> Path:
-    """The file with the weights of the encoder or of the task; the top of this file says what `name` may be.
+    """The file with the weights of a part: `encoder`, `task` or `phrases`.
+
+    The top of this file says what `name` may be.
 
     Raises:
         FileNotFoundError: there is none.
@@ -324,7 +345,8 @@ def find_part(name: str, part: str) -> Path:
             if (folder / file).is_file():
                 return folder / file
     raise FileNotFoundError(
-        f"{path}: holds no {part}'s weights; give a run directory, a file, or a folder with {' or '.join(FILES)}."
+        f"{path}: holds no {PART_NAMES.get(part, part)}'s weights; give a run directory, a file, or a folder with "
+        f"{' or '.join(FILES)}."
     )
 
 
@@ -348,14 +370,20 @@ def _fetch_from_hub(name: str) -> Path:
 
 def _task_of_run(folder: Path, part: str, rules: StartRules) -> dict[str, Any]:
     """The `task` settings, in today's form, of the run that a part's folder lies in; empty for a folder by itself."""
-    path = folder.absolute().parent / "config.yaml"
-    if folder.absolute().name != part or not path.is_file():
-        return {}
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    settings = content.get("task") if isinstance(content, dict) else None
+    content = _settings_of_run(folder, part)
+    settings = content.get("task")
     if not isinstance(settings, dict):
         return {}
     if content.get("version", 1) != VERSION and settings.get("name") in rules.tasks:
         task_class = rules.tasks[settings["name"]][1]
         task_class.upgrade(settings.setdefault("config", {}), content.setdefault("data", {}))
     return settings
+
+
+def _settings_of_run(folder: Path, part: str) -> dict[str, Any]:
+    """All settings of the run that a part's folder lies in, as saved; empty for a folder by itself."""
+    path = folder.absolute().parent / "config.yaml"
+    if folder.absolute().name != part or not path.is_file():
+        return {}
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}

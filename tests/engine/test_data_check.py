@@ -330,3 +330,20 @@ def test_lengths_are_those_of_whole_texts(tmp_path):
     lengths.flush()
     whole = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 2 for text in texts]
     assert lengths.total == sum(whole) and facts.longest == max(whole)
+
+
+def test_region_graphs_are_checked_where_phrases_are_asked_for(data):
+    sizes = check_data(settings("visual_genome", data))
+    assert sizes.problems == [] and [facts.images for facts in sizes.splits] == [12, 6]
+
+    def change(content: list) -> None:
+        regions = [region for graph in content for region in graph["regions"] if region["synsets"]]
+        regions[0]["objects"][0].pop("w")
+        regions[1]["phrase"] += " here"
+        regions[2].pop("synsets")
+
+    change_json(data / "visual_genome" / "region_graphs_train.json", change)
+    report = check_data(settings("visual_genome", data))
+    has_all(report, "has no 'w'", "has another description than", "has no 'synsets'")
+    assert len(report.problems) == 3
+    assert check_data(settings("visual_genome", data, "phrases.weight=0")).problems == []

@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import e2e_vl
 from e2e_vl.config import load_config
+from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.engine.build import build_model
 from e2e_vl.engine.evaluate import evaluate_run
+from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.engine.run import build_run
 from e2e_vl.engine.saving import load_model
+from e2e_vl.engine.summary import start_text
 from e2e_vl.engine.train import train
 from e2e_vl.run_files import read_log
 from tests.same import assert_same
@@ -57,6 +62,10 @@ def test_a_run_with_phrases(tiny_config):
     assert {type(phrase["correct"]) for record in records for phrase in record["grounded"]} == {bool}
     assert "phrases: " in (run / "report.html").read_text(encoding="utf-8")
 
+    starts_from_another_run(tiny_config, run, metrics["parameters"]["phrases"])
+    with pytest.raises(ValueError, match=r"architecture differs .*phrases.size: 8 -> 9"):
+        train(replaced(config, phrases={"size": 9}), resume=True)
+
     model = e2e_vl.load(run)
     with torch.no_grad():  # every word is a phrase of its own
         model.network.phrase_head.tags.weight.zero_()
@@ -66,6 +75,37 @@ def test_a_run_with_phrases(tiny_config):
     assert all(answer.text[slice(*phrase.characters)] == phrase.text for phrase in answer.phrases)
     assert all(phrase.box is None or 0 < phrase.score <= 1 for phrase in answer.phrases)
     answer.draw()
+
+
+def starts_from_another_run(tiny_config, run: Path, count: int) -> None:
+    """The head of a run as the start of another one, and what does not fit."""
+    words = f"data.vocabulary={run / 'model' / 'tokenizer'}", "output=unused"
+    built = build_run(tiny_config(*PHRASES, *words, f"phrases.weights={run}"))
+    saved = load_file(run / "model" / "phrases" / "model.safetensors")
+    own = built.model.phrase_head.state_dict()
+    assert own.keys() == saved.keys() and all(torch.equal(value, saved[name]) for name, value in own.items())
+    [start] = built.starts
+    assert start.part == "phrases" and start.report.is_complete and len(start.report.matched) == len(saved)
+    text = start_text(tiny_config(*PHRASES, *words), built, make_accelerator("no"), 0, 1)
+    assert f"phrases     {count:,} parameters, {len(saved)} tensors from {run} (this project names)" in text
+    for change, sentence in (
+        ("phrases.layer=2", r"reads the states after 1 layers, and phrases.layer is 2; set phrases.layer=1"),
+        ("phrases.size=9", "does not fit the model's config"),
+        (f"phrases.weights={run / 'model' / 'tokenizer'}", "holds no phrase head's weights"),
+        (f"phrases.weights={run / 'model' / 'task'}", "does not fit the model's config"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=sentence):
+            build_model(tiny_config(*PHRASES, f"phrases.weights={run}", change), vocab_size=50)
+    with pytest.raises(ValueError, match=r"phrases.weights is set, but phrases.weight is 0"):
+        tiny_config(f"phrases.weights={run}")
+    with pytest.raises(ValueError, match=r"phrases.weights=here: a trained model brings its own"):
+        load_model(run, overrides=["phrases.weights=here"])
+
+
+def test_data_that_state_no_phrases_are_refused(tiny_config, monkeypatch):
+    monkeypatch.setattr(RefCOCODataset, "has_phrases", False)
+    with pytest.raises(ValueError, match=r"phrases.weight is 1.0, but no text of refcoco says what its phrases name"):
+        build_run(tiny_config("phrases={weight: 1, layer: 1}", "data.boxes.train=gt"))
 
 
 def test_a_run_without_phrases_has_no_such_head(tiny_config):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.config import EvalSettings, RunConfig, save_config
-from e2e_vl.report.page import PICTURE_SIDE, TEMPLATE, write_report
+from e2e_vl.report.page import PICTURE_AREA, TEMPLATE, write_report
 from e2e_vl.run_files import RunLog, write_json
 from e2e_vl.tasks.base import PredictionWords
 
@@ -71,7 +71,8 @@ class FakeTask:
     def draw(self, record: dict) -> np.ndarray | None:
         if record.get("lost"):
             raise FileNotFoundError(f"Image {record['lost']} does not exist.")
-        return np.full((600, 900, 3), (200, 30, 10), np.uint8) if "box" in record else None
+        height, width = record.get("size", (600, 900))
+        return np.full((height, width, 3), (200, 30, 10), np.uint8) if "box" in record else None
 
     def describe(self, record: dict) -> PredictionWords:
         return PredictionWords(record["sent"], "blue", 0.256, record.get("truth", ""), group=record.get("family", ""))
@@ -135,8 +136,15 @@ def test_a_run_without_evaluations_or_losses_has_a_report(run):
 
 def test_pictures_are_small_and_keep_their_colours(run):
     [picture] = images_of(report(run, record()))
-    assert max(picture.shape) == PICTURE_SIDE
+    assert picture.shape[0] * picture.shape[1] == pytest.approx(PICTURE_AREA, rel=0.01)
     assert np.abs(picture.astype(int) - (10, 30, 200)).max() < 8  # OpenCV reads BGR
+
+
+def test_a_wide_picture_has_a_row_of_its_own(run):
+    page = report(run, record(), record(size=(200, 1500)))
+    assert page.count('<figure class="wide">') == 1 and page.count("<figure>") == 1
+    [wide] = [picture for picture in images_of(page) if picture.shape[1] > 2 * picture.shape[0]]
+    assert wide.shape[1] > 1000  # labels would be illegible in a small one
 
 
 def test_a_prediction_without_a_picture_says_why(run):

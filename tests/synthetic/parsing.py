@@ -40,7 +40,7 @@ def _parse_noun_phrase(words: list[str], sentence: str) -> Description:
     *adjectives, noun = text.split() or [""]
     if noun in SHAPES:
         values["shape"] = noun
-    elif noun not in language._THINGS:
+    elif noun not in language.THINGS:
         raise ValueError(f'"{sentence}": "{noun}" is not a noun of this language')
     for word in adjectives:
         for slot, value in _meanings(word):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from e2e_vl.data import refcoco
+from e2e_vl.data.formats.flickr_entities import read_sentences
 from e2e_vl.data.formats.refer import ReferFiles
 from e2e_vl.data.refcoco import NounPhrases, RefCOCODataset
 from e2e_vl.synthetic.language import Description, ReferringExpression, to_words, two_phrases
@@ -63,6 +65,16 @@ def test_the_reader_states_the_phrases_of_every_expression(dataset):
             if text.facts["family"] == "relation":
                 assert len(phrases.boxes[1]) == 1  # one landmark
     assert numbers == {"attribute": {1}, "superlative": {1}, "comparison": {2}, "relation": {2}}
+
+
+def test_the_files_of_an_image_are_read_once_for_all_of_its_expressions(dataset, monkeypatch):
+    read = []
+    monkeypatch.setattr(refcoco, "read_sentences", lambda path: read.append(path) or read_sentences(path))
+    for texts in dataset.groups[:3]:
+        dataset.sample(texts)
+    assert len(read) == len(set(read)) == 3
+    dataset.sample(dataset.groups[0])
+    assert read[3] == read[0]
 
 
 def test_without_files_of_phrases_an_expression_is_one(synthetic_folder):

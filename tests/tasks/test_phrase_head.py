@@ -19,7 +19,7 @@ from e2e_vl.structures import (
     gather_regions,
 )
 from e2e_vl.targets import Ragged
-from e2e_vl.tasks.phrase_head import FIRST, INSIDE, PhraseHead, find_spans, grounding_metrics, with_phrases
+from e2e_vl.tasks.phrase_head import FIRST, INSIDE, PhraseHead, find_spans, grounding_metrics, in_short, with_phrases
 
 HIDDEN, LENGTH = 6, 5
 REGIONS = torch.tensor([[0.0, 0, 60, 60], [0, 0, 10, 10], [5, 0, 15, 10], [20, 20, 30, 40], [0, 5, 10, 15]])
@@ -125,6 +125,7 @@ def test_runs_of_tags_make_phrases(tags, spans):
 def test_phrases_are_found_where_none_is_stated_and_only_outside_training():
     head = make_head(training=False)
     with torch.no_grad():
+        head.finds_phrases.fill_(1)
         head.tags.weight.zero_()
         head.tags.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))  # everything is inside
     output = run(head, make_phrases())
@@ -136,9 +137,23 @@ def test_phrases_are_found_where_none_is_stated_and_only_outside_training():
     assert run(head.train(), make_phrases()).phrases.spans.counts.tolist() == [2, 0]
 
 
+def test_a_text_is_one_phrase_unless_the_head_was_trained_to_find_phrases():
+    """As on RefCOCO without files of phrases: the whole expression names its object."""
+    head = make_head()
+    run(head, make_phrases(complete=(False, False)))
+    assert head.finds_phrases == 0
+    found = run(head.eval(), make_phrases(spans=((), ()), boxes=((), ()), complete=(False, False))).phrases
+    assert found.spans.values.tolist() == [[1, 4], [1, 4]] and found.spans.counts.tolist() == [1, 1]
+    run(head.train(), make_phrases())
+    assert head.finds_phrases == 1 and "finds_phrases" in head.state_dict()
+    run(head, make_phrases(complete=(False, False)))
+    assert head.finds_phrases == 1
+
+
 def test_records_hold_phrases_in_pixels_of_the_original_image():
     head = make_head(training=False)
     with torch.no_grad():
+        head.finds_phrases.fill_(1)
         head.tags.weight.zero_()
         head.tags.bias.copy_(torch.tensor([0.0, 1.0, 0.0]))
     output = run(head, make_phrases(boxes=(((0, 0, 10, 10), (20, 20, 30, 39)), ((50, 50, 55, 55),))))
@@ -153,6 +168,12 @@ def test_records_hold_phrases_in_pixels_of_the_original_image():
     assert [phrase.get("correct") for phrase in first["grounded"]] == [bool(right[n, best[n]]) for n in range(2)]
     [found] = second["grounded"]
     assert found["text"] == "the star here" and found["characters"] == [0, 13] and "correct" not in found
+    short = in_short(first)["grounded"]
+    assert [list(phrase) for phrase in short] == [["text", "box", "score", "correct"]] * 2
+    for phrase, whole in zip(short, first["grounded"], strict=True):
+        assert phrase["box"] == pytest.approx(whole["box"], abs=0.006) and phrase["text"] == whole["text"]
+        assert phrase["score"] == round(whole["score"], 4) and phrase["correct"] == whole["correct"]
+    assert list(in_short(second)["grounded"][0]) == ["text", "box", "score"] and in_short({"a": 1}) == {"a": 1}
     metrics = grounding_metrics([first, second])
     assert metrics == {"phrase_accuracy": sum(bool(right[n, best[n]]) for n in range(2)) / 2}
     assert grounding_metrics([second]) == {}
@@ -163,4 +184,5 @@ def test_a_text_without_regions_points_at_nothing():
     output.batch.records = [{"a": 1}, {}]
     [first, second] = with_phrases(output).batch.records
     assert second == {}  # such as a text of a corpus, of which nothing is predicted
-    assert [(phrase["box"], phrase["score"]) for phrase in first["grounded"]] == [(None, 0.0)] * 2
+    for record in (first, in_short(first)):
+        assert [(phrase["box"], phrase["score"]) for phrase in record["grounded"]] == [(None, 0.0)] * 2

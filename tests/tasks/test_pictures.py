@@ -14,7 +14,7 @@ from e2e_vl.evaluation.refexp import CONVENTIONS
 from e2e_vl.samples import Categories
 from e2e_vl.tasks.base import PredictionWords, Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
-from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
+from e2e_vl.tasks.refcoco import OTHER_COLOURS, ReferringConfig, ReferringTask
 from e2e_vl.tasks.vcr import VCRTask
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 
@@ -46,6 +46,15 @@ def test_truth_is_green_right_is_blue_and_wrong_is_red(grey, changes, seen, unse
     picture = ReferringTask(8).draw(record(grey, **changes))
     assert all(coloured(picture, colour).sum() > 100 for colour in seen)
     assert not any(coloured(picture, colour).any() for colour in unseen)
+
+
+def test_phrases_have_other_colours_and_the_first_is_left_out_where_it_names_the_answer(grey):
+    own = {"text": "a cat", "box": [50.004, 10, 80, 50], "score": 0.9, "correct": True}
+    other = {"text": "a dog", "box": [5, 60, 30, 90], "score": 0.9, "correct": False}
+    picture = ReferringTask(8).draw(record(grey, grounded=[own, other]))
+    assert coloured(picture, OTHER_COLOURS[0]).sum() > 100 and not coloured(picture, OTHER_COLOURS[1]).any()
+    picture = ReferringTask(8).draw(record(grey, grounded=[other, own | {"score": 0.1}]))
+    assert coloured(picture, OTHER_COLOURS[0]).any() and not coloured(picture, OTHER_COLOURS[1]).any()
 
 
 def test_the_truth_is_drawn_where_it_is(grey):

@@ -10,7 +10,7 @@ import pytest
 
 from e2e_vl.examples import TextExample
 from e2e_vl.layout import LaidText, TextWriter
-from e2e_vl.samples import HumanAnswers, Sample, SampleText
+from e2e_vl.samples import HumanAnswers, PhraseBoxes, Sample, SampleText
 from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.objectives.base import Draft, ObjectiveWording
 from e2e_vl.tasks.objectives.masked_words import MaskedWordsConfig, WordMasking
@@ -101,3 +101,34 @@ def test_a_pair_that_is_too_long_is_cut_with_its_labels(tokenizer):
     np.testing.assert_array_equal(np.where(labels < 0, text.laid.input_ids, labels), whole.laid.input_ids)
     with pytest.raises(ValueError, match=r"data\.max_text_length is 2, but the special wordpieces alone need 3"):
         pair_of(tokenizer, max_length=2)
+
+
+# Phrases
+
+
+class OtherCaption(ObjectiveWording):
+    """Puts the next text of the data in the place of each."""
+
+    def exchange(self, draft: Draft, index: int, generator: np.random.Generator) -> None:
+        draft.words = draft.sample.pool[index + 1]
+
+
+@pytest.mark.parametrize(("part", "spans"), [(TwoCaptions, [[1, 4]]), (OtherCaption, []), (ObjectiveWording, [[1, 4]])])
+def test_phrases_belong_to_the_text_of_the_data(tokenizer, part, spans):
+    """They stay with a first text of two, and are not those of another caption in its place."""
+    text = SampleText(0, "the red box", {}, phrases=PhraseBoxes(((0, 11),), (np.zeros((1, 4)),), is_complete=True))
+    writer = TextWriter(tokenizer, marks_phrases=True)
+    masking = WordMasking(writer, MaskedWordsConfig(probability=0.9, always_mask=True))
+    wording = PretrainingWording(writer, {"part": part(writer), "masked_words": masking})
+    [example] = word(wording, sample_of(text, pool=["the red box", "a dog and a cat"]))
+    assert example.phrases.spans.tolist() == spans and example.phrases.is_complete == bool(spans)
+    is_other = part is OtherCaption
+    assert example.phrases.words == ("a dog and a cat" if is_other else "the red box")
+    characters = [example.phrases.words[slice(*place)] for place in example.phrases.places if place[1]]
+    assert characters == example.phrases.words.split()
+
+
+def test_a_text_beside_has_no_phrases_of_the_text_of_the_data(tokenizer):
+    text = SampleText(0, "the red box", {}, HumanAnswers(()), phrases=PhraseBoxes(((0, 3),), (np.zeros((1, 4)),)))
+    own, *beside = word(wording_of(tokenizer, AnswerOfText, marks_phrases=True), sample_of(text))
+    assert [len(one.phrases.spans) for one in (own, *beside)] == [1, 0, 0]

@@ -4,7 +4,8 @@
     region_descriptions.json   list of {"id": image id, "regions": [{"region_id", "phrase", ...}, ...]}
     question_answers.json      list of {"id": image id, "qas": [{"qa_id", "question", "answer", ...}, ...]}
 
-The folder of an image, VG_100K or VG_100K_2, stands in its address. Sizes are those of the stored images.
+The folder of an image, VG_100K or VG_100K_2, stands in its address. Sizes are those of the stored images. The files
+are read image by image.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from e2e_vl.data.storage.files import checked_records, read_json, require_file
+from e2e_vl.data.storage.files import checked_records
+from e2e_vl.data.storage.json_entries import json_items
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class GenomeText:
     answer: str | None = None  # None: it is no question
 
 
-def read_genome_images(path: str | Path) -> dict[int, GenomeImage]:
+def read_genome_images(path: str | Path, errors: RecordErrors = RAISE) -> dict[int, GenomeImage]:
     """The images by their ids.
 
     Raises:
@@ -46,14 +49,15 @@ def read_genome_images(path: str | Path) -> dict[int, GenomeImage]:
     """
     keys = ("image_id", "width", "height")
     found = {}
-    for _, row in _rows(path, "images", keys, "image_id", "image"):
-        folder = PurePosixPath(row.get("url") or "").parent.name
-        size = row["height"], row["width"]
-        found[row["image_id"]] = GenomeImage(row["image_id"], size, sys.intern(folder), row.get("coco_id"))
+    for _, row in _rows(path, "images", keys, "image_id", "image", errors):
+        with errors:
+            folder = PurePosixPath(row.get("url") or "").parent.name
+            size = row["height"], row["width"]
+            found[row["image_id"]] = GenomeImage(row["image_id"], size, sys.intern(folder), row.get("coco_id"))
     return found
 
 
-def read_region_descriptions(path: str | Path) -> dict[int, list[GenomeText]]:
+def read_region_descriptions(path: str | Path, errors: RecordErrors = RAISE) -> dict[int, list[GenomeText]]:
     """The descriptions of the regions of each image that has any.
 
     Raises:
@@ -61,15 +65,19 @@ def read_region_descriptions(path: str | Path) -> dict[int, list[GenomeText]]:
         ValueError: no such JSON, an image that is listed twice, or a description that is no text.
     """
     found = {}
-    for where, row in _rows(path, "region descriptions", ("id", "regions"), "id", "regions of image"):
-        inner = checked_records(row["regions"], ("region_id", "phrase"), f"{where}: region", "region_id")
-        own = [GenomeText(one["region_id"], _words(one["phrase"], name)) for name, one in inner]
-        if own:
-            found[row["id"]] = own
+    keys = ("region_id", "phrase")
+    for where, row in _rows(path, "region descriptions", ("id", "regions"), "id", "regions of image", errors):
+        with errors:
+            own = []
+            for name, one in checked_records(row["regions"], keys, f"{where}: region", "region_id", errors=errors):
+                with errors:
+                    own.append(GenomeText(one["region_id"], _words(one["phrase"], name)))
+            if own:
+                found[row["id"]] = own
     return found
 
 
-def read_genome_questions(path: str | Path) -> dict[int, list[GenomeText]]:
+def read_genome_questions(path: str | Path, errors: RecordErrors = RAISE) -> dict[int, list[GenomeText]]:
     """The questions about each image that has any.
 
     Raises:
@@ -77,25 +85,29 @@ def read_genome_questions(path: str | Path) -> dict[int, list[GenomeText]]:
         ValueError: no such JSON, an image that is listed twice, or a question or an answer that is no text.
     """
     found = {}
-    for where, row in _rows(path, "questions", ("id", "qas"), "id", "questions of image"):
-        inner = checked_records(row["qas"], ("qa_id", "question", "answer"), f"{where}: question", "qa_id")
-        own = [
-            GenomeText(one["qa_id"], _words(one["question"], name), sys.intern(_words(one["answer"], name)))
-            for name, one in inner
-        ]
-        if own:
-            found[row["id"]] = own
+    keys = ("qa_id", "question", "answer")
+    for where, row in _rows(path, "questions", ("id", "qas"), "id", "questions of image", errors):
+        with errors:
+            own = []
+            for name, one in checked_records(row["qas"], keys, f"{where}: question", "qa_id", errors=errors):
+                with errors:
+                    answer = sys.intern(_words(one["answer"], name))
+                    own.append(GenomeText(one["qa_id"], _words(one["question"], name), answer))
+            if own:
+                found[row["id"]] = own
     return found
 
 
 def _rows(
-    path: str | Path, what: str, keys: tuple[str, ...], key: str, name: str
+    path: str | Path, what: str, keys: tuple[str, ...], key: str, name: str, errors: RecordErrors
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    path = require_file(path, what)
-    content = read_json(path, what)
-    if not isinstance(content, list) or not content:
-        raise ValueError(f"{path}: expected a list of {what}; copy or download the file again")
-    return checked_records(content, keys, f"{path}: {name}", key, unique="image ids")
+    is_empty = True
+    items = json_items(path, what)
+    for row in checked_records(items, keys, f"{path}: {name}", key, unique="image ids", errors=errors):
+        is_empty = False
+        yield row
+    if is_empty:
+        raise ValueError(f"{path}: there are no {what} in it; copy or download the file again")
 
 
 def _words(value: Any, where: str) -> str:

@@ -1,4 +1,4 @@
-"""Large JSON files that hold one object, read entry by entry, so that the whole is never in memory.
+"""Large JSON files that hold one object or one list, read entry by entry, so that the whole is never in memory.
 
 Python's own decoder reads one value from a text and says where it ends; that is all it takes. The text is the file
 decoded as Latin-1, one character per byte, so that places in it are places in the file, and every entry that holds more
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.index_files import OpenFiles
@@ -22,6 +22,9 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _PLAIN_KEY = re.compile(r'"([^"\\\x00-\x1f]*)"[ \t\r\n]*:[ \t\r\n]*')
 _COMMA = re.compile(r'[ \t\r\n]*,[ \t\r\n]*(?=")')  # and then a key
 _DECODER = json.JSONDecoder()
+_IN_NUMBERS = ".eE+-0123456789"  # a number may go on behind the window
+_CLOSING = {"{": "}", "[": "]"}
+_Found = TypeVar("_Found")
 
 
 class JsonEntry(NamedTuple):
@@ -45,7 +48,24 @@ def json_entries(path: str | Path, what: str) -> Iterator[JsonEntry]:
     """
     path = require_file(path, what)
     with path.open("rb") as file:
-        yield from _Scanner(file, path, what).entries()
+        scanner = _Scanner(file, path, what, "object")
+        yield from scanner.inside("{", scanner.entry)
+
+
+def json_items(path: str | Path, what: str) -> Iterator[Any]:
+    """The values of the one list in a JSON file, in their order.
+
+    Args:
+        what: names the content in errors.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no JSON, or something else than a list.
+    """
+    path = require_file(path, what)
+    with path.open("rb") as file:
+        scanner = _Scanner(file, path, what, "list")
+        yield from scanner.inside("[", scanner.item)
 
 
 def read_entry(files: OpenFiles, path: Path, start: int, size: int) -> tuple[str, Any]:
@@ -64,48 +84,70 @@ def read_entry(files: OpenFiles, path: Path, start: int, size: int) -> tuple[str
 class _Scanner:
     """A window over the file that grows until the next entry is whole."""
 
-    def __init__(self, file: Any, path: Path, what: str) -> None:
-        self.file, self.path, self.what = file, path, what
+    def __init__(self, file: Any, path: Path, what: str, kind: str) -> None:
+        self.file, self.path, self.what, self.kind = file, path, what, kind
         self.text, self.at, self.before = "", 0, 0  # the window, the place in it, and bytes before the window
         self.is_at_end = False
 
-    def entries(self) -> Iterator[JsonEntry]:
-        self.expect("{")
+    def inside(self, opening: str, read: Callable[[], _Found]) -> Iterator[_Found]:
+        """What `read` gives for each part of the object or list that the file is."""
+        closing = _CLOSING[opening]
+        self.expect(opening)
         is_first = True
-        while self.next_mark() != "}":
+        while self.next_mark() != closing:
             if not is_first:
                 self.expect(",")
                 self.next_mark()
             is_first = False
-            yield self.entry()
+            yield read()
             while comma := _COMMA.match(self.text, self.at):  # as nearly always; the steps above do the same slowly
                 self.at = comma.end()
-                yield self.entry()
-        self.expect("}")
+                yield read()
+        self.expect(closing)
         if self.next_mark():
-            raise self.broken("something stands behind the object")
+            raise self.broken(f"something stands behind the {self.kind}")
 
     def entry(self) -> JsonEntry:
+        (key, value), end = self.whole(self.decode_entry)
+        written = self.text[self.at : end]
+        if not written.isascii():
+            [(key, value)] = self.decode_again("{" + written + "}").items()
+        found = JsonEntry(key, value, self.before + self.at, end - self.at)
+        self.at = end
+        return found
+
+    def item(self) -> Any:
+        value, end = self.whole(lambda: self.value(self.at))
+        written = self.text[self.at : end]
+        if not written.isascii():
+            value = self.decode_again(written)
+        self.at = end
+        return value
+
+    def decode_entry(self) -> tuple[tuple[str, Any], int]:
+        key, start = self.key()
+        value, end = self.value(start)
+        return (key, value), end
+
+    def whole(self, decode: Callable[[], tuple[_Found, int]]) -> tuple[_Found, int]:
+        """What `decode` finds at the place, and where it ends, once the window holds all of it."""
         while True:
             try:
-                key, start = self.key()
-                value, end = self.value(start)
+                found, end = decode()
             except (IndexError, StopIteration, json.JSONDecodeError) as error:
                 if self.is_at_end or len(self.text) - self.at > _LONGEST:
                     raise self.broken(str(error) or "an entry is cut off") from error
             else:
-                if end < len(self.text) or self.is_at_end:
-                    break
+                if self.is_at_end or (end < len(self.text) and self.text[end] not in _IN_NUMBERS):
+                    return found, end
             self.read()
-        written = self.text[self.at : end]
-        if not written.isascii():
-            try:
-                [(key, value)] = json.loads(("{" + written + "}").encode("latin-1")).items()
-            except UnicodeDecodeError as error:
-                raise self.broken("it is not UTF-8 text") from error
-        found = JsonEntry(key, value, self.before + self.at, end - self.at)
-        self.at = end
-        return found
+
+    def decode_again(self, written: str) -> Any:
+        """The value of a text that holds more than ASCII."""
+        try:
+            return json.loads(written.encode("latin-1"))
+        except UnicodeDecodeError as error:
+            raise self.broken("it is not UTF-8 text") from error
 
     def key(self) -> tuple[str, int]:
         """A key, and where its value begins."""
@@ -146,6 +188,6 @@ class _Scanner:
 
     def broken(self, why: str) -> ValueError:
         return ValueError(
-            f"{self.path}: the {self.what} are not one JSON object (near byte {self.before + self.at}: {why}); copy or "
-            "download the file again"
+            f"{self.path}: the {self.what} are not one JSON {self.kind} (near byte {self.before + self.at}: {why}); "
+            "copy or download the file again"
         )

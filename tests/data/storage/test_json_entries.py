@@ -1,4 +1,4 @@
-"""JSON files of one object, read entry by entry."""
+"""JSON files of one object or one list, read entry by entry."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from e2e_vl.data.storage import json_entries as module
 from e2e_vl.data.storage.index_files import OpenFiles
-from e2e_vl.data.storage.json_entries import json_entries, read_entry
+from e2e_vl.data.storage.json_entries import json_entries, json_items, read_entry
 
 CONTENT = {
     "01": {"text": 'a "quoted" {brace} [bracket], é 日本', "more": [1, {"x": None}]},
@@ -33,14 +33,34 @@ def test_entries_are_those_of_the_whole_file(tmp_path, monkeypatch, chunk, optio
     assert list(json_entries(path, "records")) == []
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+@pytest.mark.parametrize("options", [{}, {"indent": 2}, {"ensure_ascii": False}])
+def test_items_are_those_of_the_whole_file(tmp_path, monkeypatch, chunk, options):
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    path = tmp_path / "some.json"
+    values = [*CONTENT.values(), "é", 12, 3.5, None, []]
+    path.write_text("\n " + json.dumps(values, **options) + "\n", encoding="utf-8")
+    assert list(json_items(path, "records")) == values
+    path.write_text("[ ]")
+    assert list(json_items(path, "records")) == []
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', "[1, 2", "[1 2]", "[1] 2", "[1,]", "", '["\xff"]'])
+def test_what_is_no_list_is_named(tmp_path, text):
+    path = tmp_path / "broken.json"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"broken\.json: the records are not one JSON list \(near byte \d+: .*again"):
+        list(json_items(path, "records"))
+
+
 def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK", 64)
     path = tmp_path / "long.json"
     path.write_text(json.dumps({str(number): {"x": number} for number in range(2000)}))
     longest = 0
     with path.open("rb") as file:
-        scanner = module._Scanner(file, path, "records")
-        for number, entry in enumerate(scanner.entries()):
+        scanner = module._Scanner(file, path, "records", "object")
+        for number, entry in enumerate(scanner.inside("{", scanner.entry)):
             assert entry.value == {"x": number}
             longest = max(longest, len(scanner.text))
     assert longest < 256

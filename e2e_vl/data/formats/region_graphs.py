@@ -1,0 +1,231 @@
+"""What the descriptions of Visual Genome's regions name: the objects of its region graphs, or the region itself.
+
+    region_graphs.json         list of {"image_id", "regions": [{"region_id", "phrase", "synsets", "objects", ...}]}
+        synsets    list of {"entity_idx_start", "entity_idx_end", "entity_name", "synset_name"}: its words
+        objects    list of {"x", "y", "w", "h", "name", "synsets": [names], ...}: what it is about
+    region_descriptions.json   list of {"id", "regions": [{"region_id", "phrase", "x", "y", "width", "height"}]}
+
+The words of an entity name all objects of the region with the entity's synset or, where none has it, with its name.
+Nothing else says which object is which, so of two people in a region each word for a person names both.
+
+The official file of region graphs is about 1 GB. It is read image by image, and only arrays of spans and boxes stay in
+memory, which data workers share (`tools/benchmarks/phrase_files.py` measures it).
+
+Shape legend: see `detector/structures.py`; and here
+    P   phrases of all regions
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from e2e_vl.data.storage.files import checked_records
+from e2e_vl.data.storage.json_entries import json_items
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.samples import PhraseBoxes
+
+logger = logging.getLogger(__name__)
+
+Corners = tuple[float, float, float, float]
+NamedBoxes = Mapping[tuple[int, int], Sequence[Corners]]  # characters of a description -> boxes that they name
+
+
+@dataclasses.dataclass(frozen=True)
+class DescribedRegion:
+    """One region of a file."""
+
+    number: int  # its id
+    words: str
+    named: NamedBoxes
+
+
+class RegionPhrases:
+    """The phrases of many descriptions and the boxes that they name, as arrays.
+
+    Args:
+        path: names the file in errors.
+        regions: with an id of its own each; those that name nothing are left out.
+
+    Raises:
+        ValueError: two regions with the same id.
+    """
+
+    def __init__(self, path: Path, regions: Iterator[DescribedRegion]) -> None:
+        self.path = path
+        numbers, sums, first_phrase = array("q"), array("I"), array("q")
+        spans, first_box, boxes = array("i"), array("q", [0]), array("f")
+        for region in regions:
+            if not region.named:
+                continue
+            numbers.append(region.number)
+            sums.append(_checksum(region.words))
+            first_phrase.append(len(spans) // 2)
+            for span, own in region.named.items():
+                spans.extend(span)
+                for box in own:
+                    boxes.extend(box)
+                first_box.append(len(boxes) // 4)
+        order = np.argsort(np.asarray(numbers), kind="stable")
+        self._numbers = np.asarray(numbers)[order]
+        twice = np.flatnonzero(self._numbers[1:] == self._numbers[:-1])
+        if len(twice):
+            raise ValueError(f"{path}: region {self._numbers[twice[0]]} is listed twice; ids of regions must be unique")
+        self._sums = np.asarray(sums)[order]
+        first = np.asarray([*first_phrase, len(spans) // 2], dtype=np.int64)
+        self._phrases = np.stack([first[:-1], first[1:]], axis=1)[
+            order
+        ]  # of each region the first and the last plus one
+        self._spans = np.asarray(spans).reshape(-1, 2)  # [P, 2]
+        self._first_box = np.asarray(first_box)  # [P + 1]
+        self._boxes = np.asarray(boxes).reshape(-1, 4)
+
+    def __len__(self) -> int:
+        """Number of regions that name anything."""
+        return len(self._numbers)
+
+    def of(self, number: int, words: str) -> PhraseBoxes | None:
+        """The phrases of one region; None where it names nothing.
+
+        Raises:
+            ValueError: the region is described in other words.
+        """
+        row = int(np.searchsorted(self._numbers, number))
+        if row == len(self) or self._numbers[row] != number:
+            return None
+        if self._sums[row] != _checksum(words):
+            raise ValueError(
+                f"{self.path}: region {number} has another description than '{words}'; use files of the same release"
+            )
+        first, end = self._phrases[row].tolist()
+        bounds = self._first_box[first : end + 1].tolist()
+        boxes = (self._boxes[bounds[i] : bounds[i + 1]].astype(np.float64) for i in range(end - first))
+        return PhraseBoxes(tuple(map(tuple, self._spans[first:end].tolist())), tuple(boxes))
+
+
+def read_region_graphs(path: str | Path, errors: RecordErrors = RAISE) -> RegionPhrases:
+    """What the words of each description name.
+
+    Words and objects that cannot be used (no characters of the description, no area) are counted in the log.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no such JSON, a record that lacks something, or a region that is there twice.
+    """
+    path, lost = Path(path).expanduser(), Counter()
+    keys = ("region_id", "phrase", "synsets", "objects")
+    name = partial(_named_by_words, lost=lost)
+    found = RegionPhrases(path, _described(path, "region graphs", keys, name, errors))
+    if lost:
+        counts = " and ".join(f"{lost[what]:,} {what}" for what in sorted(lost))
+        logger.warning("%s: left out are %s.", path, counts)
+    return found
+
+
+def read_region_boxes(path: str | Path, errors: RecordErrors = RAISE) -> RegionPhrases:
+    """Each description as one phrase that names the box of its region.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no such JSON, a record that lacks something, or a region that is there twice.
+    """
+    path = Path(path).expanduser()
+    keys = ("region_id", "phrase", "x", "y", "width", "height")
+    return RegionPhrases(path, _described(path, "region descriptions", keys, _named_as_a_whole, errors))
+
+
+def _described(
+    path: Path,
+    what: str,
+    keys: tuple[str, ...],
+    name: Callable[[Mapping[str, Any], str], NamedBoxes],
+    errors: RecordErrors,
+) -> Iterator[DescribedRegion]:
+    """All regions of a file that have these keys; `name` says what a record names."""
+    bar = tqdm(json_items(path, what), desc=f"reading {path.name}", unit=" images", delay=2, leave=False, disable=None)
+    for image, row in checked_records(bar, ("regions",), f"{path}: image", errors=errors):
+        with errors.about(image):
+            regions = f"{path}: image {row.get('image_id', row.get('id'))}: region"
+            for where, one in checked_records(row["regions"], keys, regions, "region_id", errors=errors):
+                with errors:
+                    if not isinstance(one["region_id"], int):
+                        raise ValueError(f"{where}: its id is no whole number; copy or download the file again")
+                    if not isinstance(one["phrase"], str):
+                        raise ValueError(f"{where} has {one['phrase']!r} in the place of a text")
+                    yield DescribedRegion(one["region_id"], one["phrase"], name(one, where))
+
+
+def _named_as_a_whole(region: Mapping[str, Any], where: str) -> NamedBoxes:
+    """The box of the region, for all characters of its description."""
+    box = _corners(*(region[side] for side in ("x", "y", "width", "height")), where)
+    return {(0, len(region["phrase"])): [box]} if box is not None and region["phrase"] else {}
+
+
+def _named_by_words(region: Mapping[str, Any], where: str, lost: Counter[str]) -> NamedBoxes:
+    """The boxes of objects that each word of a description names.
+
+    Millions of records pass here, so that their fields are taken for granted and looked at once more if one is missing.
+    """
+    try:
+        objects = []
+        for one in region["objects"]:
+            box = _corners(one["x"], one["y"], one["w"], one["h"], where)
+            if box is None:
+                lost["objects without an area"] += 1
+            else:
+                objects.append((box, one))
+        named: dict[tuple[int, int], list[Corners]] = {}
+        for one in region["synsets"]:
+            span = one["entity_idx_start"], one["entity_idx_end"]
+            if not 0 <= span[0] < span[1] <= len(region["phrase"]):
+                lost["words that are no characters of their description"] += 1
+            elif objects and (boxes := _named_by(one, objects, region["phrase"][slice(*span)])):
+                named.setdefault(span, boxes)
+        return named
+    except (KeyError, TypeError, AttributeError) as error:
+        for name, one in checked_records(region["objects"], ("x", "y", "w", "h"), f"{where}: object", "object_id"):
+            _corners(*(one[side] for side in "xywh"), name)
+        keys = ("entity_idx_start", "entity_idx_end")
+        for name, one in checked_records(region["synsets"], keys, f"{where}: entity"):
+            if not all(isinstance(one[key], int) for key in keys):
+                raise ValueError(f"{name} has no whole numbers in the place of characters; repair the file") from error
+        raise ValueError(f"{where} has a field of another type than expected ({error}); repair the file") from error
+
+
+def _named_by(
+    entity: Mapping[str, Any], objects: Sequence[tuple[Corners, Mapping[str, Any]]], words: str
+) -> list[Corners]:
+    """Different boxes of the objects that have the synset of an entity, or else its name."""
+    synset = entity.get("synset_name")
+    boxes = [box for box, one in objects if synset in (one.get("synsets") or ())]
+    if not boxes:
+        called = (entity.get("entity_name") or words).lower()
+        names = (one.get("name") or next(iter(one.get("names") or ()), "") for _, one in objects)
+        boxes = [box for (box, _), name in zip(objects, names, strict=True) if name.lower() == called]
+    return list(dict.fromkeys(boxes))
+
+
+def _corners(x: float, y: float, width: float, height: float, where: str) -> Corners | None:
+    """A box as corners; None without an area. Raises ValueError unless its sides are four numbers."""
+    try:
+        is_finite = math.isfinite(x + y + width + height)
+    except TypeError:
+        is_finite = False
+    if not is_finite:
+        raise ValueError(f"{where}: the box {[x, y, width, height]} is not four finite numbers; repair the file")
+    return (x, y, x + width, y + height) if width > 0 and height > 0 else None
+
+
+def _checksum(words: str) -> int:
+    return zlib.crc32(words.encode())

@@ -1,0 +1,87 @@
+"""The written files of Visual Genome, and as the reader states them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from e2e_vl.box_sources import BoxSource
+from e2e_vl.data.base import DataFiles, Wants
+from e2e_vl.data.visual_genome import GenomeOptions, VisualGenomeDataset
+from e2e_vl.data_settings import DataSettings
+from e2e_vl.synthetic import make_scenes
+
+FILES = {
+    "images": "visual_genome",
+    "image_data": "visual_genome/image_data_{split}.json",
+    "regions": "visual_genome/region_descriptions_{split}.json",
+    "region_graphs": "visual_genome/region_graphs_{split}.json",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("written") / "data"
+    make_scenes(path, scenes={"train": 12, "val": 3}, seed=5, formats=["visual_genome", "refcoco+"])
+    return path
+
+
+def read(folder: Path, name: str) -> list[dict]:
+    return json.loads((folder / "visual_genome" / f"{name}.json").read_text())
+
+
+def opened(folder: Path, *left_out: str, phrases: bool = True) -> VisualGenomeDataset:
+    files = {key: name for key, name in FILES.items() if key not in left_out}
+    settings = DataSettings(name="visual_genome", root=str(folder), files=files)
+    wants = Wants(BoxSource.ONLINE, phrases=phrases)
+    return VisualGenomeDataset.open(
+        DataFiles(settings, VisualGenomeDataset.known_files), GenomeOptions(), "train", wants
+    )
+
+
+def test_nouns_stand_where_the_graphs_say(folder):
+    shapes = {one["id"]: one for one in json.loads((folder / "refcoco+" / "instances.json").read_text())["annotations"]}
+    words = set()
+    for graph in read(folder, "region_graphs_train"):
+        for region in graph["regions"]:
+            assert region["image_id"] == graph["image_id"]
+            for one in region["synsets"]:
+                noun = region["phrase"][one["entity_idx_start"] : one["entity_idx_end"]]
+                assert noun == one["entity_name"] and one["synset_name"] == f"{noun}.n.01"
+                assert any(one["synset_name"] in thing["synsets"] for thing in region["objects"])
+                words.add(noun)
+            for thing in region["objects"]:
+                assert [thing[side] for side in "xywh"] == shapes[thing["object_id"]]["bbox"]
+                assert region["x"] <= thing["x"] and thing["x"] + thing["w"] <= region["x"] + region["width"]
+            ids = {thing["object_id"] for thing in region["objects"]}
+            assert all({link["subject_id"], link["object_id"]} <= ids for link in region["relationships"])
+            assert len(region["relationships"]) == len(ids) - 1
+    assert {"star", "circle"} < words
+    for image in read(folder, "image_data_val"):
+        file = folder / "visual_genome" / "VG_100K" / f"{image['image_id']}.jpg"
+        assert Image.open(file).size == (image["width"], image["height"])
+
+
+def test_the_reader_states_the_nouns(folder):
+    """The first noun names the object that is meant; the description alone names its region."""
+    dataset, plain = opened(folder), opened(folder, "region_graphs")
+    graphs = {one["region_id"]: one for graph in read(folder, "region_graphs_train") for one in graph["regions"]}
+    several = 0
+    for texts in dataset.groups:
+        sample = dataset.sample(texts)
+        assert sample.images[0].locate().is_file()
+        for text, whole in zip(sample.texts, plain.sample(texts).texts, strict=True):
+            graph = graphs[text.facts["region_id"]]
+            thing = graph["objects"][0]
+            meant = [thing["x"], thing["y"], thing["x"] + thing["w"], thing["y"] + thing["h"]]
+            assert meant in text.phrases.boxes[0].tolist()
+            several += len(text.phrases.spans) > 1
+            assert whole.phrases.spans == ((0, len(text.words)),)
+            x, y = graph["x"], graph["y"]
+            assert whole.phrases.boxes[0].tolist() == [[x, y, x + graph["width"], y + graph["height"]]]
+    assert several and dataset.has_phrases and plain.has_phrases
+    nobody = opened(folder, phrases=False)
+    assert not nobody.has_phrases and nobody.sample([0]).texts[0].phrases is None
