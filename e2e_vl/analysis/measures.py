@@ -1,8 +1,8 @@
 """Measures of attention heads, each a function of the maps of one text, and sums that do not grow with the data.
 
-Entity and syntactic grounding are those of section 3 of the ACL paper of VisualBERT, as far as it defines them; what it
-leaves open is in `AttentionChoices`. The measures among words alone and among regions alone are for encoders whose words
-and regions attend in graphs of their own.
+Entity and syntactic grounding are those of section 3 of VisualBERT's ACL paper, as far as it defines them; what it
+leaves open is in `AttentionChoices`. The measures among words alone and among regions alone are for encoders whose
+words and regions attend in graphs of their own.
 
 All maps are probabilities of one text, [layers heads slots slots] (query, key), with slots as in `EncoderOutput`.
 
@@ -167,9 +167,9 @@ def entity_grounding(
     baselines: Mapping[str, Float[Tensor, " examples"]],
     piece: str = "last",
 ) -> Judged:
-    """How often phrases or words attend most, among the regions, to a right region (ACL, section 3.2).
+    """How often phrases attend most, among the regions, to a right region.
 
-    Syntactic grounding (section 3.3) is the same with the words w2 as queries, and with the regions of w1 as right ones.
+    Syntactic grounding is the same with the words w2 as queries and the regions of w1 as right ones.
 
     Args:
         regions: slots of the regions.
