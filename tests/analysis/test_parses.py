@@ -20,7 +20,7 @@ def cut(parsed: list[ParsedWord], text: str) -> list[str]:
 
 
 def test_words_are_placed_in_the_caption():
-    text = "A man's  red car ( 3 ) , \"old\"."
+    text = 'A man\'s  red car ( 3 ) , "old".'
     forms = ["A", "man", "'s", "red", "car", "-LRB-", "3", "-RRB-", ",", "``", "old", "''", "."]
     assert cut(words(*forms), text) == ["A", "man", "'s", "red", "car", "(", "3", ")", ",", '"', "old", '"', "."]
     assert [word.governor for word in place_words(words("A", "b"), "A b")] == [-1, 0]
