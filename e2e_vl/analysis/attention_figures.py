@@ -91,6 +91,7 @@ def _panel(axes: Axes, results: AttentionResults, sums: HeadSums, top: float | N
             textcoords="offset points",
             fontsize=8,
             ha="right" if is_right else "left",
+            bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
         )
 
 

@@ -31,7 +31,7 @@ from e2e_vl.synthetic import SceneConfig, make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
-SCENES = {"train": 60, "val": 20}
+SCENES = {"train": 75, "val": 20}
 WIDTH, SHAPES, STRENGTH = 64, 6, 4.0  # of a feature; of its 17 attributes the first are shapes; the value of each
 CONFIG = """
 seed: 1
