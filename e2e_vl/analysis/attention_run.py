@@ -19,6 +19,7 @@ from e2e_vl.analysis.parses import Parses, parse_with_spacy, read_parses
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.base import open_options
+from e2e_vl.data.images.candidates import DetectedBoxes
 from e2e_vl.data.loading.example_dataset import ExampleDataset
 from e2e_vl.engine.build import named_parts
 from e2e_vl.engine.build_data import build_collate, build_loader, build_writer, open_split, warn_of_random_boxes
@@ -63,13 +64,15 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
         FileNotFoundError, ValueError: no model there, data that do not fit or state no phrases, an encoder without
             attention maps, or a head that does not exist.
     """
-    config, model, tokenizer = load_model(request.run, overrides=list(request.overrides))
+    of_data = [word for word in request.overrides if word.startswith("data.")] if request.data is not None else []
+    own = [word for word in request.overrides if word not in of_data]
+    config, model, tokenizer = load_model(request.run, overrides=own)
     if not model.encoder.attention_graphs:
         raise ValueError(
             f"{request.run}: the encoder {config.encoder.name} gives no attention maps; choose another run."
         )
     if request.data is not None:
-        config = with_data_of(config, request.data)
+        config = with_data_of(config, request.data, of_data)
     if request.boxes is BoxSource.ONLINE:
         warn_of_random_boxes(saved_settings(request.run).detector)
     accelerator = make_accelerator(config.train.mixed_precision)
@@ -83,7 +86,7 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
         *(model, examples, build_collate(config, model), request.choices, accelerator),
         images_per_batch=config.eval.images_per_batch,
         workers=config.data.workers,
-        sorted_boxes=request.boxes is BoxSource.DETECTIONS,
+        sorted_boxes=isinstance(examples.loader.boxes, DetectedBoxes),
         max_images=request.max_images,
         shown=texts_to_show(groups, request.pictures, config.seed),
     )
@@ -132,9 +135,9 @@ def write_results(
     return page
 
 
-def with_data_of(config: RunConfig, path: Path) -> RunConfig:
+def with_data_of(config: RunConfig, path: Path, overrides: list[str]) -> RunConfig:
     """The settings of a run, with the data of a config; sizes, vocabulary and controls stay those of the run."""
-    data = load_config(path).data
+    data = load_config(path, overrides).data
     own = {name: getattr(config.data, name) for name in ("resize", "canvas", "vocabulary", "max_text_length")}
     own |= {name: getattr(config.data, name) for name in ("blank_text", "blank_image", "workers")}
     return dataclasses.replace(config, data=dataclasses.replace(data, **own))

@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     model_folder(arguments.run)
     check_overrides(arguments.overrides)
     if arguments.data is not None:
-        load_config(arguments.data)
+        load_config(arguments.data, [word for word in arguments.overrides if word.startswith("data.")])
     if arguments.pictures < 0 or (arguments.max_images is not None and arguments.max_images < 1):
         raise ValueError("--pictures must not be negative, and --max-images must be at least 1.")
     choices = AttentionChoices(

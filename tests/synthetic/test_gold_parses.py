@@ -13,9 +13,9 @@ CAPTION = [
     *(("in", False), ("a picture", True), ("while", False), ("it", True), ("is still", False), (".", False)),
 ]
 EXPECTED = """
-The det star|big amod star|red amod star|star root -|, punct star|two num things|blue amod things|things conj star|and cc star
-the det cross|cross conj star|in prep star|a det picture|picture pobj in|while mark still|it nsubj still|is cop still
-still advcl star|. punct star
+The det star|big amod star|red amod star|star root -|, punct star|two num things|blue amod things|things conj star
+and cc star|the det cross|cross conj star|in prep star|a det picture|picture pobj in|while mark still
+it nsubj still|is cop still|still advcl star|. punct star
 """
 
 
