@@ -70,7 +70,7 @@ def _panel(axes: Axes, results: AttentionResults, sums: HeadSums, top: float | N
         ]
         x = [layer + choices.first_number + _spread(head, heads) for layer, head in places]
         y = [float(sums.accuracy[place]) for place in places]
-        axes.scatter(x, y, s=14, color=colour, zorder=order, linewidths=0)
+        axes.scatter(x, y, s=14, color=colour, zorder=order + 2, linewidths=0, clip_on=False)
     for name in sums.baselines:
         colour, style = LINES[name]
         axes.axhline(sums.baseline(name), color=colour, linestyle=style, linewidth=1.2, zorder=0)

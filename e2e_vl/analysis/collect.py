@@ -95,7 +95,7 @@ class Collected:
                 self.sums[key].join(sums)
             else:
                 self.sums[key] = sums
-        self.numbers += other.numbers
+        self.numbers.update(other.numbers)
         self.seen += other.seen
 
     def labels(self, graph: str, measure: str, choices: AttentionChoices) -> list[str]:
