@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from e2e_vl.analysis.caption_wording import CaptionFacts, Relation
+from detector.structures import ImageBatch, Regions
+from e2e_vl.analysis.caption_wording import RECORD, CaptionFacts, Relation
 from e2e_vl.analysis.choices import AttentionChoices
 from e2e_vl.analysis.collect import (
     ALL,
+    CONFIDENCE,
     DEPENDENCIES,
     ENTITIES,
     LARGEST,
@@ -17,6 +21,7 @@ from e2e_vl.analysis.collect import (
     Collected,
     MeasureKey,
     TextView,
+    add_batch,
     add_text,
     count_text,
     counted_phrases,
@@ -25,7 +30,7 @@ from e2e_vl.analysis.collect import (
     texts_to_show,
     word_pairs,
 )
-from e2e_vl.structures import AttentionBlock, AttentionGraph
+from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, EncoderOutput, TextBatch, gather_regions
 
 # [CLS] red star on it [SEP] | three regions. "red star" names region 0 or 1, "it" has no box; a third phrase ("on")
 # has a box that no region overlaps.
@@ -119,6 +124,54 @@ def test_the_measures_of_a_text():
     count_text(found.numbers, view(choices))
     assert found.numbers["phrases without a box"] == 1
     assert found.numbers["phrases with a box, without a right region"] == 1
+
+
+@pytest.mark.parametrize(
+    ("scores", "sorted_boxes", "expected"),
+    [
+        ([1.0, 0.2, 0.1, 0.9], False, 0.0),  # the whole image, which is no candidate, then three regions
+        ([1.0, 0.2, 0.9, 0.1], False, 0.5),
+        (None, True, 0.5),  # boxes by falling confidence: the first one
+        (None, False, None),
+    ],
+)
+def test_confidences_come_from_the_detector_or_from_the_order_of_a_file(scores, sorted_boxes, expected):
+    """The image was enlarged to twice its size."""
+    whole = np.array([[0.0, 0, 100, 100]])
+    rows = torch.from_numpy(2 * np.concatenate([whole, BOXES])).float()
+    regions = Regions(
+        *([rows], [torch.zeros(4, 2)], [torch.zeros(4, 3)]), scores=None if scores is None else [torch.tensor(scores)]
+    )
+    size = torch.tensor([[100, 100]])
+    ones = torch.ones(1, 6, dtype=torch.int64)
+    batch = Batch(
+        images=ImageBatch(torch.zeros(1, 3, 200, 200), 2 * size, size, ["image"]),
+        boxes=[rows[1:]],
+        texts=TextBatch(ones, ones, ones.bool()),
+        looks_at=torch.zeros(1, 1, dtype=torch.int64),
+        records=[{"text_index": 0, "file_name": "image", RECORD: FACTS}],
+    )
+    of_text = gather_regions(regions, batch.images.sizes, batch.looks_at, whole_image=True)
+    maps = torch.zeros(1, 1, 10, 10)
+    maps[0, 0, 2, 6], maps[0, 0, 2, 7] = 0.6, 0.4  # "star" looks at the whole image, then at region 0
+    encoded = EncoderOutput(torch.zeros(1, 6, 2), torch.zeros(1, 4, 2), attentions=(maps,))
+    model = SimpleNamespace(
+        encoder=SimpleNamespace(uses_whole_image=True),
+        encode=lambda batch, output_attentions: (regions, of_text, encoded),
+    )
+    graphs = {"g": AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS}))}
+    found = {}
+    for whole_image in ("excluded", "candidate"):
+        one = Collected()
+        add_batch(one, model, batch, graphs, AttentionChoices(whole_image=whole_image), sorted_boxes, [0])
+        found[whole_image] = one.sums[MeasureKey("g", ENTITIES)]
+        assert one.seen[0].region_boxes[1:].tolist() == BOXES.tolist(), "in pixels of the stored image"
+    sums = found["excluded"]
+    assert sums.examples == 2 and sums.accuracy.item() == 0.5 and found["candidate"].accuracy.item() == 0
+    if expected is None:
+        assert CONFIDENCE not in sums.baselines
+    else:
+        assert sums.baseline(CONFIDENCE) == expected
 
 
 def test_pictures_are_of_different_images():
