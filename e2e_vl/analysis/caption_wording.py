@@ -78,7 +78,7 @@ class CaptionWording(Wording):
             raise ValueError(
                 f"text {text.index} ('{text.words}') has no phrases with boxes; give data that state phrases."
             )
-        found = [pieces_of(places, own, span) for span in stated.spans]
+        found = [covered_pieces(places, own, span) for span in stated.spans]
         kept = [row for row, span in enumerate(found) if span is not None]
         parsed = None if self.parses is None else self.parses.find(text.words)
         if parsed is None and self.parses is not None and self.needs_parses:
@@ -86,7 +86,7 @@ class CaptionWording(Wording):
                 f"{self.parses.origin}: the caption '{text.words}' has no parse; parse it, or give --missing-parse "
                 "skip."
             )
-        words = [(word, pieces_of(places, own, word.span)) for word in parsed or plain_words(text.words)]
+        words = [(word, covered_pieces(places, own, word.span)) for word in parsed or plain_words(text.words)]
         new_row = {row: new for new, row in enumerate(row for row, (_, span) in enumerate(words) if span is not None)}
         phrase_of = [_phrase_of(word.span, [stated.spans[row] for row in kept]) for word, _ in words]
         return CaptionFacts(
@@ -115,7 +115,7 @@ def plain_words(words: str) -> list[PlacedWord]:
     return [PlacedWord(found.span(), -1, "") for found in re.finditer(r"\S+", words)]
 
 
-def pieces_of(
+def covered_pieces(
     places: Int64[np.ndarray, "L 2"], own: Bool[np.ndarray, " L"], span: tuple[int, int]
 ) -> tuple[int, int] | None:
     """The wordpieces that share characters with a span; None if they were cut off."""
