@@ -8,11 +8,11 @@ from pathlib import Path
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
+from e2e_vl.analysis.attention_choices import AttentionChoices
 from e2e_vl.analysis.attention_figures import draw_entity_figure, draw_relation_figure
 from e2e_vl.analysis.attention_page import write_page
 from e2e_vl.analysis.attention_tables import AttentionResults, write_tables
 from e2e_vl.analysis.caption_wording import CaptionWording
-from e2e_vl.analysis.choices import AttentionChoices
 from e2e_vl.analysis.collect import ENTITIES, RELATIONS, Collected, collect_attention, texts_to_show
 from e2e_vl.analysis.overlays import ChosenHead, chosen_heads, draw_overlays
 from e2e_vl.analysis.parses import Parses, parse_with_spacy, read_parses
@@ -96,7 +96,7 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
         data=config.data.name,
         split=request.split,
         boxes=str(request.boxes),
-        parses="none" if parses is None else parses.origin,
+        parses=None if parses is None else parses.origin,
         choices=request.choices,
         graphs=model.encoder.attention_graphs,
         sums=found.sums,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from e2e_vl.analysis.choices import AttentionChoices
+from e2e_vl.analysis.attention_choices import AttentionChoices
 from e2e_vl.analysis.collect import ALL, CONFIDENCE, ENTITIES, LARGEST, NEEDS, RELATIONS, MeasureKey
 from e2e_vl.analysis.measures import HeadSums
 from e2e_vl.structures import AttentionBlock, AttentionGraph
@@ -36,7 +36,7 @@ class AttentionResults:
     data: str
     split: str
     boxes: str
-    parses: str  # file or model; "none"
+    parses: str | None  # file or model; None: there are none
     choices: AttentionChoices
     graphs: Mapping[str, AttentionGraph]
     sums: Mapping[MeasureKey, HeadSums]
@@ -64,7 +64,7 @@ class AttentionResults:
     def notes(self) -> list[str]:
         """Sentences that the output must have beside its numbers."""
         notes = [] if self.has_confidence else [NO_CONFIDENCE]
-        if self.parses == "none":
+        if self.parses is None:
             notes.append("No parses were given, so there is no syntactic grounding; give --parses or --spacy.")
         notes.append(
             "A head is called active where more than "

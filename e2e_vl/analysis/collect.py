@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from e2e_vl.analysis.attention_choices import AttentionChoices
 from e2e_vl.analysis.caption_wording import RECORD, CaptionFacts
-from e2e_vl.analysis.choices import AttentionChoices
 from e2e_vl.analysis.measures import (
     HeadSums,
     Judged,

@@ -15,9 +15,9 @@ from matplotlib import colormaps
 from PIL import Image
 
 from detector.images import load_image
+from e2e_vl.analysis.attention_choices import AttentionChoices, parse_head
 from e2e_vl.analysis.attention_figures import draw_word_map
 from e2e_vl.analysis.attention_tables import AttentionResults
-from e2e_vl.analysis.choices import AttentionChoices, parse_head
 from e2e_vl.analysis.collect import DEPENDENCIES, ENTITIES, GROUPING, NEEDS, SeenText
 from e2e_vl.analysis.measures import attention_from
 from e2e_vl.drawing import BLUE, GREEN, LONGEST, RED, draw_boxes

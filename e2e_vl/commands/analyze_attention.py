@@ -24,7 +24,7 @@ import dataclasses
 import typing
 from pathlib import Path
 
-from e2e_vl.analysis.choices import AttentionChoices, option_name, parse_head
+from e2e_vl.analysis.attention_choices import AttentionChoices, option_name, parse_head
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.config import check_overrides, load_config

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from e2e_vl.analysis.attention_choices import AttentionChoices
 from e2e_vl.analysis.attention_run import AttentionRequest, caption_examples
-from e2e_vl.analysis.choices import AttentionChoices
 from e2e_vl.analysis.collect import view_of
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig, load_config

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from e2e_vl.analysis import collect
+from e2e_vl.analysis.attention_choices import AttentionChoices
 from e2e_vl.analysis.attention_run import AttentionRequest, caption_examples
-from e2e_vl.analysis.choices import AttentionChoices
 from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, Collected, MeasureKey, collect_attention
 from e2e_vl.analysis.parses import read_parses
 from e2e_vl.box_sources import BoxSource

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from detector.structures import ImageBatch, Regions
+from e2e_vl.analysis.attention_choices import AttentionChoices
 from e2e_vl.analysis.caption_wording import RECORD, CaptionFacts, Relation
-from e2e_vl.analysis.choices import AttentionChoices
 from e2e_vl.analysis.collect import (
     ALL,
     CONFIDENCE,

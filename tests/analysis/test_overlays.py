@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from e2e_vl.analysis.attention_choices import AttentionChoices
 from e2e_vl.analysis.attention_page import write_page
 from e2e_vl.analysis.attention_tables import AttentionResults
 from e2e_vl.analysis.caption_wording import CaptionFacts
-from e2e_vl.analysis.choices import AttentionChoices
 from e2e_vl.analysis.collect import SeenText
 from e2e_vl.analysis.overlays import ChosenHead, chosen_heads, draw_overlays, heat_on
 from e2e_vl.structures import AttentionBlock, AttentionGraph
@@ -47,7 +47,7 @@ def seen(file: str, size: tuple[int, int], phrase: str) -> SeenText:
 def results(**sums) -> AttentionResults:
     choices = AttentionChoices(first_number=1)
     return AttentionResults(
-        "r", "e", "d", "val", "gt", "none", choices, GRAPHS, sums, {}, {name: [] for name in GRAPHS}, 1
+        "r", "e", "d", "val", "gt", None, choices, GRAPHS, sums, {}, {name: [] for name in GRAPHS}, 1
     )
 
 
