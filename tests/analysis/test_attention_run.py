@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -18,7 +19,7 @@ from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, Co
 from e2e_vl.analysis.parses import read_parses
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.commands.analyze_attention import main
-from e2e_vl.config import load_config
+from e2e_vl.config import EncoderSettings, load_config
 from e2e_vl.engine.build import build_model
 from e2e_vl.engine.build_data import build_collate
 from e2e_vl.engine.launch import make_accelerator
@@ -172,8 +173,10 @@ def test_what_does_not_fit_is_one_sentence(run, tmp_path, capsys, words, message
 @pytest.mark.usefixtures("on_cpu")
 def test_three_graphs_are_measured_one_by_one(run, parses, tmp_path):
     """Untrained, on a few images: language, vision and cross attention each have their measures and pictures."""
-    layers = "l_layers: 2, r_layers: 1, x_layers: 1, num_attention_heads: 2, hidden_size: 16, intermediate_size: 16"
-    config = load_config(run.parent / "config.yaml", ["encoder.name=lxmert", f"encoder.config={{{layers}}}"])
+    layers = {"l_layers": 2, "r_layers": 1, "x_layers": 1}
+    sizes = {"num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
+    config = load_config(run.parent / "config.yaml")
+    config = dataclasses.replace(config, encoder=EncoderSettings("lxmert", layers | sizes))
     tokenizer = load_tokenizer(run / "vocab.txt")
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     save_model(tmp_path / "run" / "model", config, model, tokenizer)
