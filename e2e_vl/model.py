@@ -22,9 +22,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from detector.interface import Detector
+from detector.structures import Regions
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.hiding import cut_to_length, hide_regions, label_regions, swap_features
-from e2e_vl.structures import Ability, Batch, ModelOutput, gather_regions
+from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TextRegions, gather_regions
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.phrase_head import PhraseHead
 
@@ -89,6 +90,18 @@ class VisionLanguageModel(nn.Module):
         """
         self.check_images(batch.looks_at.shape[1])
         batch = self.hide(batch)
+        points = self.phrase_head is not None and batch.phrases is not None
+        inner_layer = self.phrase_head.layer if points else None
+        regions, text_regions, encoded = self.encode(batch, output_attentions, inner_layer)
+        task = self.task(batch, text_regions, encoded)
+        phrases = self.phrase_head(batch, text_regions, encoded.inner) if points else None
+        names = self.detector.class_names
+        return ModelOutput(task, regions, text_regions, encoded, batch, names, phrases)
+
+    def encode(
+        self, batch: Batch, output_attentions: bool = False, inner_layer: int | None = None
+    ) -> tuple[Regions, TextRegions, EncoderOutput]:
+        """What `forward` does before the task: the regions per image and per text, and the encoder's output."""
         classes = {"box_classes": batch.region_labels.classes} if self.detector.reads_classes else {}
         regions = self.detector(
             batch.images,
@@ -108,15 +121,11 @@ class VisionLanguageModel(nn.Module):
             hidden=batch.hidden,
             limit=batch.region_limit,
         )
-        points = self.phrase_head is not None and batch.phrases is not None
-        inner = {"inner_layer": self.phrase_head.layer} if points else {}
+        inner = {} if inner_layer is None else {"inner_layer": inner_layer}
         encoded = self.encoder(batch.texts, text_regions, output_attentions=output_attentions, **inner)
         if self.encoder.uses_whole_image and not self.encoder.whole_image_is_region:
             text_regions = text_regions.without_whole_image()
-        task = self.task(batch, text_regions, encoded)
-        phrases = self.phrase_head(batch, text_regions, encoded.inner) if points else None
-        names = self.detector.class_names
-        return ModelOutput(task, regions, text_regions, encoded, batch, names, phrases)
+        return regions, text_regions, encoded
 
     def check_images(self, count: int) -> None:
         """Raises ValueError unless the encoder can read texts that look at this number of images."""

@@ -51,6 +51,23 @@ class Ability(enum.Enum):
     INNER_STATES = "states between its layers"
 
 
+class AttentionBlock(enum.StrEnum):
+    """Who reads whom in an attention map."""
+
+    WORDS_TO_WORDS = "words to words"
+    WORDS_TO_REGIONS = "words to regions"
+    REGIONS_TO_WORDS = "regions to words"
+    REGIONS_TO_REGIONS = "regions to regions"
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionGraph:
+    """A stack of attention maps that belong together, such as all layers of one Transformer."""
+
+    steps: tuple[int, ...]  # of each layer, the row in `EncoderOutput.attentions`; of a text's first image
+    blocks: frozenset[AttentionBlock] = frozenset(AttentionBlock)  # those that are not zero
+
+
 @dataclasses.dataclass
 class TextBatch(Movable):
     """M wordpiece sequences, padded at the end."""

@@ -23,6 +23,7 @@ COMMANDS = {
     "predict": ("predict", "predictions of a whole split as a file, or (predict ask) one answer"),
     "ask": ("ask", "the answer of a trained run to one text about one image"),
     "extract": ("extract", "regions and features of one image, or of many"),
+    "analyze-attention": ("analyze_attention", "what the attention heads of a trained run ground"),
     "convert": ("convert_weights", "read published weights, or write a trained run as an official file"),
     "synthesize": ("make_synthetic", "draw a data set of scenes in the official formats"),
 }

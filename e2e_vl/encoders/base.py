@@ -5,6 +5,7 @@ Shape legend: see `e2e_vl/structures.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from e2e_vl.layout import TextLayout
-from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
+from e2e_vl.structures import Ability, AttentionGraph, EncoderOutput, TextBatch, TextRegions
 
 
 class Encoder(PreTrainedModel):
@@ -73,6 +74,11 @@ class Encoder(PreTrainedModel):
     def num_joint_layers(self) -> int:
         """Layers in which words and regions read each other."""
         return self.config.num_hidden_layers
+
+    @property
+    def attention_graphs(self) -> Mapping[str, AttentionGraph]:
+        """Name -> the attention maps of a stack of layers; none for an encoder that gives no maps."""
+        return {}
 
     def forward(
         self,

@@ -22,7 +22,15 @@ from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.geometry import GEOMETRY_LAYERS, RelativeGeometryBias
 from e2e_vl.encoders.image_passes import AttentionMaps, ImagePasses
 from e2e_vl.encoders.lxmert_layers import LayerStacks, TextEmbeddings
-from e2e_vl.structures import Ability, EncoderOutput, InnerStates, TextBatch, TextRegions
+from e2e_vl.structures import (
+    Ability,
+    AttentionBlock,
+    AttentionGraph,
+    EncoderOutput,
+    InnerStates,
+    TextBatch,
+    TextRegions,
+)
 
 CHOICES = {"cross_attention": ("shared", "separate"), "pooled": ("tanh", "state")}
 
@@ -134,6 +142,25 @@ class LxmertEncoder(Encoder):
     def max_images(self) -> int:
         """See `Encoder`; `config.image_slots`."""
         return self.config.image_slots
+
+    @property
+    def attention_graphs(self) -> dict[str, AttentionGraph]:
+        """See `Encoder`: the layers over words, the layers over regions, both with the self-attention of the layers
+        with cross attention behind them; and the cross attention.
+        """
+        config = self.config
+        before, each = config.l_layers + config.r_layers, 2 * config.image_slots
+        across = tuple(before + each * layer for layer in range(config.x_layers))
+        among = tuple(step + 1 for step in across)
+        return {
+            "language": AttentionGraph((*range(config.l_layers), *among), frozenset({AttentionBlock.WORDS_TO_WORDS})),
+            "vision": AttentionGraph(
+                (*range(config.l_layers, before), *among), frozenset({AttentionBlock.REGIONS_TO_REGIONS})
+            ),
+            "cross": AttentionGraph(
+                across, frozenset({AttentionBlock.WORDS_TO_REGIONS, AttentionBlock.REGIONS_TO_WORDS})
+            ),
+        }
 
     def lacks(self, ability: Ability) -> str | None:
         """See `Encoder.lacks`."""

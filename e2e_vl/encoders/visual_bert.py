@@ -26,7 +26,15 @@ from e2e_vl.encoders.geometry import GEOMETRY_LAYERS, RelativeGeometryBias, pack
 from e2e_vl.encoders.sequence import SequenceLayout
 from e2e_vl.encoders.visual_bert_embeddings import BOX_NUMBERS, VisualBertTables
 from e2e_vl.layout import CLS, MASK, SEP, Template, TextLayout
-from e2e_vl.structures import Ability, EncoderOutput, InnerStates, TextBatch, TextRegions
+from e2e_vl.structures import (
+    Ability,
+    AttentionBlock,
+    AttentionGraph,
+    EncoderOutput,
+    InnerStates,
+    TextBatch,
+    TextRegions,
+)
 
 REGION_POSITIONS = ("official", "paper")
 ANSWER_BEFORE_END = Template((CLS, 0, MASK, SEP), (0, 0, 0, 0), summary=2)
@@ -158,6 +166,15 @@ class VisualBertEncoder(Encoder):
     def num_joint_layers(self) -> int:
         """See `Encoder`; of late fusion, only the additional layer."""
         return 1 if self.config.bypass_transformer else self.config.num_hidden_layers
+
+    @property
+    def attention_graphs(self) -> dict[str, AttentionGraph]:
+        """See `Encoder`; one graph of words and regions, and with late fusion another one of words before it."""
+        count = self.config.num_hidden_layers
+        if not self.config.bypass_transformer:
+            return {"joint": AttentionGraph(tuple(range(count)))}
+        words = AttentionGraph(tuple(range(count)), frozenset({AttentionBlock.WORDS_TO_WORDS}))
+        return {"language": words, "joint": AttentionGraph((count,))}
 
     def forward(
         self,

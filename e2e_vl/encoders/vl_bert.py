@@ -30,7 +30,7 @@ from e2e_vl.encoders.vl_bert_embeddings import (
     VLBertEmbeddings,
 )
 from e2e_vl.layout import CLS, MASK, SEP, Template, TextLayout
-from e2e_vl.structures import Ability, EncoderOutput, InnerStates, TextBatch, TextRegions
+from e2e_vl.structures import Ability, AttentionGraph, EncoderOutput, InnerStates, TextBatch, TextRegions
 
 CHOICES = {
     "geometry": ("centre_size", "corners"),
@@ -189,6 +189,11 @@ class VLBertModel(Encoder):
     def max_images(self) -> int:
         """See `Encoder`; `config.image_slots`."""
         return self.config.image_slots
+
+    @property
+    def attention_graphs(self) -> dict[str, AttentionGraph]:
+        """See `Encoder`; one graph of words and regions."""
+        return {"joint": AttentionGraph(tuple(range(self.config.num_hidden_layers)))}
 
     def lacks(self, ability: Ability) -> str | None:
         """See `Encoder.lacks`."""

@@ -26,7 +26,9 @@ RECALLS = (1, 5, 10)  # k of "R@k"
 
 
 def right_candidates(
-    candidates: np.ndarray | Sequence[Sequence[float]], boxes: np.ndarray | Sequence[Sequence[float]]
+    candidates: np.ndarray | Sequence[Sequence[float]],
+    boxes: np.ndarray | Sequence[Sequence[float]],
+    min_iou: float = MIN_IOU,
 ) -> np.ndarray:
     """bool [R]: which candidates xyxy [R, 4] overlap any of the boxes xyxy [n, 4] enough."""
     ours = np.asarray(candidates, dtype=np.float64).reshape(-1, 1, 4)
@@ -36,7 +38,7 @@ def right_candidates(
     area, true_area = ((some[..., 2:] - some[..., :2]).prod(axis=2) for some in (ours, true))
     union = area + true_area - overlap
     iou = np.divide(overlap, union, out=np.zeros_like(overlap), where=union > 0)
-    return (iou >= MIN_IOU).any(axis=1)
+    return (iou >= min_iou).any(axis=1)
 
 
 def first_hit(scores: np.ndarray | Sequence[float], is_right: np.ndarray | Sequence[bool]) -> int | None:

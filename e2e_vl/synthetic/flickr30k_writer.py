@@ -16,6 +16,7 @@ import numpy as np
 
 from e2e_vl.synthetic.descriptions import Values, all_descriptions, identify, noun_phrase
 from e2e_vl.synthetic.format_writer import FormatWriter
+from e2e_vl.synthetic.gold_parses import conllu_lines, parse_of
 from e2e_vl.synthetic.language import SLOTS
 from e2e_vl.synthetic.relations import SceneFacts, members
 from e2e_vl.synthetic.scene_records import SceneRecord, by_split
@@ -44,7 +45,10 @@ EntityCaption = list[str | DrawnPhrase]
 
 
 class EntitiesWriter(FormatWriter[list[EntityCaption]]):
-    """Writes ``Sentences/<id>.txt``, ``Annotations/<id>.xml`` and ``<split>.txt``; an id is the image's number."""
+    """Writes ``Sentences/<id>.txt``, ``Annotations/<id>.xml`` and ``<split>.txt``; an id is the image's number.
+
+    The release has no parses; ``parses/<split>.conllu`` holds gold parses of all captions, see ``gold_parses.py``.
+    """
 
     def draw(self, scene: SceneRecord[Any], facts: SceneFacts) -> list[EntityCaption]:
         rng = self.recipe.generator(scene.split, scene.number, "flickr30k")
@@ -67,7 +71,20 @@ class EntitiesWriter(FormatWriter[list[EntityCaption]]):
                 boxes += sum(map(len, named))
             ids = "".join(f"{scene.image_id}\n" for scene in part)
             (folder / f"{split}.txt").write_text(ids, encoding="utf-8")
+            self.write_parses(folder, split, part)
         return {"phrases_with_boxes": phrases, "boxes_per_phrase": round(boxes / max(phrases, 1), 3)}
+
+    def write_parses(self, folder: Path, split: str, scenes: Sequence[SceneRecord[list[EntityCaption]]]) -> None:
+        """Write the parses of a split; a text of several images has one parse."""
+        found: dict[str, str] = {}
+        for scene in scenes:
+            for line, caption in enumerate(scene.drawn):
+                parts = [(part, False) if isinstance(part, str) else (part.words, True) for part in caption]
+                words = parse_of(parts)
+                text = " ".join(word.form for word in words)
+                found.setdefault(text, conllu_lines(f"{scene.image_id}#{line}", words))
+        (folder / "parses").mkdir(exist_ok=True)
+        (folder / "parses" / f"{split}.conllu").write_text("".join(found.values()), encoding="utf-8")
 
 
 def draw_entity_captions(facts: SceneFacts, values: Values, rng: np.random.Generator) -> list[EntityCaption]:

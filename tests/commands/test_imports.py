@@ -70,6 +70,7 @@ REQUIRED = {
     "predict ask": "--run x --image x --text x",
     "ask": "--run x --image x --text x",
     "extract": "x --output x",
+    "analyze-attention": "--run x",
     "convert": "x --output x",
     "synthesize": "--output x",
 }
@@ -113,6 +114,9 @@ def run(tmp_path_factory) -> Path:
         (f"check-data --config {TINY} --with nowhere.yaml", "Config file nowhere.yaml does not exist."),
         ("evaluate --run RUN train.learning_rate=1", NEAR),
         ("evaluate --run nowhere", "nowhere holds no trained model"),
+        ("analyze-attention --run nowhere", "nowhere holds no trained model"),
+        ("analyze-attention --run RUN --min-iou 2", "--min-iou is 2.0; it must be from 0 to 1"),
+        ("analyze-attention --run RUN --heads ten", "write a head as LAYER-HEAD"),
         ("predict split --run RUN --split val --boxes gt --output x train.learning_rate=1", NEAR),
         ("predict split --run nowhere --split val --boxes gt --output x", "nowhere holds no trained model"),
         ("ask --run nowhere --image x --text y", "nowhere holds no trained model"),

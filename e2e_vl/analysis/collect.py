@@ -1,0 +1,383 @@
+"""Measures of all captions of a split, over any number of processes; memory does not grow with the split.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from jaxtyping import Bool, Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from e2e_vl.analysis.attention_choices import AttentionChoices
+from e2e_vl.analysis.caption_wording import RECORD, CaptionFacts
+from e2e_vl.analysis.measures import (
+    HeadSums,
+    Judged,
+    entity_grounding,
+    region_grouping,
+    region_naming,
+    right_by_rule,
+    word_dependency,
+)
+from e2e_vl.data.loading.batches import BatchLoader
+from e2e_vl.data.loading.example_dataset import ExampleDataset
+from e2e_vl.data.loading.grouping import GroupedBatchSampler
+from e2e_vl.evaluation.flickr30k import right_candidates
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, TextRegions
+
+# The measures by name, and the block of a graph that each needs.
+ENTITIES, RELATIONS, NAMING, GROUPING, DEPENDENCIES = (
+    *("entity grounding", "syntactic grounding", "region naming", "region grouping", "word dependency"),
+)
+NEEDS = {
+    ENTITIES: AttentionBlock.WORDS_TO_REGIONS,
+    RELATIONS: AttentionBlock.WORDS_TO_REGIONS,
+    NAMING: AttentionBlock.REGIONS_TO_WORDS,
+    GROUPING: AttentionBlock.REGIONS_TO_REGIONS,
+    DEPENDENCIES: AttentionBlock.WORDS_TO_WORDS,
+}
+ALL = ""  # label of the sums over all relations
+CONFIDENCE, LARGEST = "highest confidence", "largest region"  # baselines beside "chance"
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasureKey:
+    """Which measure of which graph, for which relation."""
+
+    graph: str
+    measure: str
+    label: str = ALL
+
+
+@dataclasses.dataclass
+class SeenText:
+    """One text as pictures show it, on the CPU. Boxes are xyxy in pixels of the stored image."""
+
+    index: int
+    facts: CaptionFacts
+    file_name: str
+    region_boxes: np.ndarray  # float64 [R, 4]
+    allowed: np.ndarray  # bool [R]
+    is_right: np.ndarray  # bool [phrases, R]
+    length: int  # L, slots before the regions
+    maps: dict[str, np.ndarray]  # graph -> float16 [layers, heads, slots, slots]
+
+
+@dataclasses.dataclass
+class Collected:
+    """The sums of all measures, how many texts there were, and the texts that pictures show."""
+
+    sums: dict[MeasureKey, HeadSums] = dataclasses.field(default_factory=dict)
+    numbers: Counter[str] = dataclasses.field(default_factory=Counter)
+    seen: list[SeenText] = dataclasses.field(default_factory=list)
+
+    def add(self, key: MeasureKey, judged: Judged, *, per_sentence: bool) -> None:
+        """Add the examples of one text."""
+        if key not in self.sums:
+            self.sums[key] = HeadSums.zero(*judged.hits.shape[:2], list(judged.baselines))
+        self.sums[key].add(judged, per_sentence=per_sentence)
+
+    def join(self, other: Collected) -> None:
+        """Add what another process has collected."""
+        for key, sums in other.sums.items():
+            if key in self.sums:
+                self.sums[key].join(sums)
+            else:
+                self.sums[key] = sums
+        self.numbers.update(other.numbers)
+        self.seen += other.seen
+
+    def labels(self, graph: str, measure: str, choices: AttentionChoices) -> list[str]:
+        """The most common relations of a measure, by falling number of examples."""
+        found = {
+            key.label: sums.examples for key, sums in self.sums.items() if (key.graph, key.measure) == (graph, measure)
+        }
+        found = {label: count for label, count in found.items() if label != ALL and count >= choices.min_count}
+        return sorted(found, key=lambda label: (-found[label], label))[: choices.most_relations]
+
+
+@dataclasses.dataclass
+class TextView:
+    """The regions of one text, and which of them are right for its phrases."""
+
+    facts: CaptionFacts
+    length: int  # L
+    boxes: np.ndarray  # float64 [R, 4], xyxy in pixels of the stored image
+    allowed: Bool[Tensor, " R"]
+    is_right: Bool[Tensor, "phrases R"]
+    rules: dict[str, Float[Tensor, " R"]]  # baseline -> score of each region
+
+    @property
+    def regions(self) -> slice:
+        """Slots of the regions."""
+        return slice(self.length, self.length + len(self.allowed))
+
+    def baselines(self, is_right: Bool[Tensor, "examples R"]) -> dict[str, Float[Tensor, " examples"]]:
+        """Whether the region that each rule chooses is right."""
+        return {name: right_by_rule(score, self.allowed, is_right) for name, score in self.rules.items()}
+
+
+def collect_attention(
+    model: VisionLanguageModel,
+    examples: ExampleDataset,
+    collate: Callable[..., Batch],
+    choices: AttentionChoices,
+    accelerator: Accelerator,
+    *,
+    images_per_batch: int,
+    workers: int = 0,
+    sorted_boxes: bool = False,
+    max_images: int | None = None,
+    shown: Collection[int] = (),
+) -> Collected:
+    """All measures of every text of a split; the same on every process.
+
+    Args:
+        sorted_boxes: candidate boxes that come without scores are sorted by falling confidence.
+        shown: texts of which everything is kept for pictures.
+    """
+    graphs = model.encoder.attention_graphs
+    groups = examples.groups if max_images is None else examples.groups[:max_images]
+    sampler = GroupedBatchSampler(
+        groups,
+        images_per_batch=images_per_batch,
+        shuffle=False,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
+    loader = BatchLoader(examples, sampler, collate, workers=workers)
+    model.eval()
+    found = Collected()
+    bar = tqdm(
+        loader, desc="attention", unit="batch", leave=False, delay=1, disable=not accelerator.is_local_main_process
+    )
+    with torch.no_grad(), accelerator.autocast(), bar:
+        for batch in bar:
+            add_batch(found, model, batch.to(accelerator.device), graphs, choices, sorted_boxes, shown)
+    everything = Collected()
+    for other in gather_object([found]):
+        everything.join(other)
+    everything.seen.sort(key=lambda text: text.index)
+    return everything
+
+
+def add_batch(
+    found: Collected,
+    model: VisionLanguageModel,
+    batch: Batch,
+    graphs: Mapping[str, AttentionGraph],
+    choices: AttentionChoices,
+    sorted_boxes: bool,
+    shown: Collection[int],
+) -> None:
+    """One pass of the model, and the measures of the texts of a batch."""
+    regions, text_regions, encoded = model.encode(batch, output_attentions=True)
+    scores = regions.scores
+    if scores is not None and model.encoder.uses_whole_image:
+        scores = [rows[1:] for rows in scores]
+    if scores is None:
+        scores = batch.region_labels.found_scores
+    if scores is None and sorted_boxes and batch.boxes is not None:
+        scores = [-torch.arange(len(rows), device=rows.device, dtype=torch.float32) for rows in batch.boxes]
+    confidence = None if scores is None else text_regions.gather(scores, fill=-torch.inf)
+    length = batch.texts.input_ids.shape[1]
+    for text, record in enumerate(batch.records):
+        view = view_of(batch, text_regions, text, length, choices, None if confidence is None else confidence[text])
+        maps = {
+            name: torch.stack([encoded.attentions[step][text] for step in graph.steps]).float()
+            for name, graph in graphs.items()
+        }
+        for name, graph in graphs.items():
+            add_text(found, name, graph, maps[name], view, choices)
+        count_text(found.numbers, view)
+        if record["text_index"] in shown:
+            found.seen.append(seen_text(record, view, maps))
+
+
+def view_of(
+    batch: Batch,
+    regions: TextRegions,
+    text: int,
+    length: int,
+    choices: AttentionChoices,
+    confidence: Float[Tensor, " R"] | None,
+) -> TextView:
+    """What the measures need of one text."""
+    facts: CaptionFacts = batch.records[text][RECORD]
+    allowed = regions.attend[text] & (regions.image_slot[text] == 0)
+    if choices.whole_image == "excluded":
+        allowed = allowed & (regions.row[text] >= 0)
+    scales = batch.images.scales[regions.image[text].clamp(min=0)].double()
+    boxes = (regions.boxes[text].double() / torch.cat([scales, scales], dim=1)).cpu().numpy()
+    right = [right_regions_of(boxes, own, choices) for own in facts.boxes]
+    is_right = torch.tensor(np.array(right, dtype=bool).reshape(-1, len(boxes)), device=allowed.device) & allowed
+    sides = torch.from_numpy(boxes[:, 2:] - boxes[:, :2]).to(allowed.device)
+    rules = {LARGEST: sides.prod(dim=1).float()}
+    if confidence is not None:
+        rules = {CONFIDENCE: confidence.float(), **rules}
+    return TextView(facts, length, boxes, allowed, is_right, rules)
+
+
+def right_regions_of(regions: np.ndarray, boxes: np.ndarray, choices: AttentionChoices) -> np.ndarray:
+    """bool [R]: the regions that overlap the boxes of a phrase enough, as `choices.gold_boxes` says."""
+    if not len(boxes):
+        return np.zeros(len(regions), dtype=bool)
+    if choices.gold_boxes == "union":
+        boxes = np.concatenate([boxes[:, :2].min(axis=0), boxes[:, 2:].max(axis=0)])[None]
+    return right_candidates(regions, boxes, choices.min_iou)
+
+
+def add_text(
+    found: Collected,
+    graph_name: str,
+    graph: AttentionGraph,
+    maps: Float[Tensor, "layers heads slots slots"],
+    view: TextView,
+    choices: AttentionChoices,
+) -> None:
+    """The measures of one graph of one text."""
+    per_sentence = choices.mean_over == "sentences"
+    facts, device = view.facts, maps.device
+    counted = counted_phrases(view, choices)
+
+    def put(measure: str, judged: Judged, label: str = ALL) -> None:
+        found.add(MeasureKey(graph_name, measure, label), judged, per_sentence=per_sentence)
+
+    spans = torch.from_numpy(facts.phrase_spans).to(device)
+    if NEEDS[ENTITIES] in graph.blocks:
+        right = view.is_right[counted]
+        put(
+            ENTITIES,
+            entity_grounding(
+                *(maps, spans[counted], view.regions, view.allowed, right, view.baselines(right), choices.entity_piece)
+            ),
+        )
+    if NEEDS[NAMING] in graph.blocks:
+        is_word = torch.from_numpy(facts.is_word).to(device)
+        padded = torch.zeros(view.length, dtype=torch.bool, device=device)
+        padded[: len(is_word)] = is_word
+        put(NAMING, region_naming(maps, view.regions, view.is_right, spans, padded))
+    if NEEDS[GROUPING] in graph.blocks:
+        put(GROUPING, region_grouping(maps, view.regions, view.allowed, view.is_right))
+    if not facts.is_parsed:
+        return
+    words = torch.from_numpy(facts.word_spans).to(device)
+    if NEEDS[RELATIONS] in graph.blocks:
+        pairs = grounded_pairs(facts, counted.tolist(), choices)
+        source, phrase = (torch.tensor(column, dtype=torch.int64, device=device) for column in pairs.columns)
+        right = view.is_right[phrase]
+        judged = entity_grounding(
+            *(maps, words[source], view.regions, view.allowed, right, view.baselines(right), choices.word_piece)
+        )
+        put_by_label(put, RELATIONS, judged, pairs.labels)
+    if NEEDS[DEPENDENCIES] in graph.blocks:
+        pairs = word_pairs(facts, choices)
+        source, target = (torch.tensor(column, dtype=torch.int64, device=device) for column in pairs.columns)
+        put_by_label(put, DEPENDENCIES, word_dependency(maps, words, target, source, choices.word_piece), pairs.labels)
+
+
+def put_by_label(put: Callable[..., None], measure: str, judged: Judged, labels: Sequence[str]) -> None:
+    """Add the examples to the sums over all relations and of each relation."""
+    put(measure, judged)
+    for label in dict.fromkeys(labels):
+        kept = torch.tensor([own == label for own in labels], device=judged.hits.device)
+        put(measure, judged.select(kept), label)
+
+
+def counted_phrases(view: TextView, choices: AttentionChoices) -> Bool[Tensor, " phrases"]:
+    """The phrases that are measured: with or without boxes and right regions, as the choices say."""
+    has_box = torch.tensor([len(own) > 0 for own in view.facts.boxes], dtype=torch.bool, device=view.allowed.device)
+    has_region = view.is_right.any(dim=1)
+    counted = has_box if choices.without_box == "skip" else torch.ones_like(has_box)
+    if choices.without_proposal == "skip":
+        counted = counted & (has_region | ~has_box)
+    return counted
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Pairs of words that a relation joins: the attending word, and the other one or its phrase."""
+
+    columns: tuple[list[int], list[int]]
+    labels: list[str]
+
+
+def word_pairs(facts: CaptionFacts, choices: AttentionChoices) -> Pairs:
+    """Both directions of every relation: (attending word w2, word w1)."""
+    sources, targets, labels = [], [], []
+    for relation in facts.relations:
+        for source, target, direction in (
+            (relation.dependent, relation.governor, "to its governor"),
+            (relation.governor, relation.dependent, "from its governor"),
+        ):
+            sources.append(source)
+            targets.append(target)
+            labels.append(relation.label if choices.directions == "pooled" else f"{relation.label}, {direction}")
+    return Pairs((sources, targets), labels)
+
+
+def grounded_pairs(facts: CaptionFacts, counted: Sequence[bool], choices: AttentionChoices) -> Pairs:
+    """The pairs whose word w1 is in a counted phrase: (attending word w2, phrase of w1)."""
+    pairs = word_pairs(facts, choices)
+    rows = [
+        (source, facts.phrase_of[target], label)
+        for source, target, label in zip(*pairs.columns, pairs.labels, strict=True)
+        if facts.phrase_of[target] >= 0
+        and counted[facts.phrase_of[target]]
+        and (choices.phrase_word == "any" or facts.is_head[target])
+    ]
+    return Pairs(([row[0] for row in rows], [row[1] for row in rows]), [row[2] for row in rows])
+
+
+def count_text(numbers: Counter[str], view: TextView) -> None:
+    """What is said about the data beside the measures."""
+    facts = view.facts
+    has_box = [len(own) > 0 for own in facts.boxes]
+    has_region = view.is_right.any(dim=1).tolist()
+    numbers.update(
+        {
+            "captions": 1,
+            "captions without a parse": int(not facts.is_parsed),
+            "phrases": len(facts.phrases) + facts.phrases_cut,
+            "phrases cut off with the end of a caption": facts.phrases_cut,
+            "words cut off with the end of a caption": facts.words_cut,
+            "phrases without a box": has_box.count(False),
+            "phrases with a box, without a right region": sum(
+                box and not region for box, region in zip(has_box, has_region, strict=True)
+            ),
+            "candidate regions": int(view.allowed.sum()),
+        }
+    )
+
+
+def seen_text(record: dict, view: TextView, maps: Mapping[str, Float[Tensor, "layers heads slots slots"]]) -> SeenText:
+    """What pictures need of a text."""
+    return SeenText(
+        index=record["text_index"],
+        facts=view.facts,
+        file_name=record["file_name"],
+        region_boxes=view.boxes,
+        allowed=view.allowed.cpu().numpy(),
+        is_right=view.is_right.cpu().numpy(),
+        length=view.length,
+        maps={name: values.half().cpu().numpy() for name, values in maps.items()},
+    )
+
+
+def texts_to_show(groups: Sequence[Sequence[int]], number: int, seed: int) -> list[int]:
+    """One text each of some images, drawn at random."""
+    rng = np.random.default_rng(seed)
+    some = rng.permutation(len(groups))
+    filled = itertools.islice((groups[int(row)] for row in some if len(groups[int(row)])), number)
+    return sorted(int(own[int(rng.integers(len(own)))]) for own in filled)

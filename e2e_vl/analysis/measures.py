@@ -1,0 +1,239 @@
+"""Measures of attention heads, each a function of the maps of one text, and sums that do not grow with the data.
+
+Entity and syntactic grounding are those of section 3 of VisualBERT's ACL paper, as far as it defines them; what it
+leaves open is in `AttentionChoices`. The measures among words alone and among regions alone are for encoders whose
+words and regions attend in graphs of their own.
+
+All maps are probabilities of one text, [layers heads slots slots] (query, key), with slots as in `EncoderOutput`.
+
+Shape legend: see `e2e_vl/structures.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+Maps = Float[Tensor, "layers heads slots slots"]
+
+
+@dataclasses.dataclass
+class Judged:
+    """What a measure says of the examples of one text."""
+
+    hits: Bool[Tensor, "layers heads examples"]  # whether the largest attention is where it should be
+    attention: Float[Tensor, "layers heads examples"]  # that lies on what was chosen from
+    baselines: dict[str, Float[Tensor, " examples"]]  # share of right answers of rules that look at no attention
+
+    def __len__(self) -> int:
+        return self.hits.shape[2]
+
+    def select(self, kept: Bool[Tensor, " examples"]) -> Judged:
+        """Some of the examples."""
+        baselines = {name: values[kept] for name, values in self.baselines.items()}
+        return Judged(self.hits[:, :, kept], self.attention[:, :, kept], baselines)
+
+
+@dataclasses.dataclass
+class HeadSums:
+    """Sums over the examples, or over the sentences, of one measure."""
+
+    hits: Float[Tensor, "layers heads"]
+    attention: Float[Tensor, "layers heads"]
+    baselines: dict[str, float]
+    count: float = 0.0  # what the sums are divided by
+    examples: int = 0
+
+    @classmethod
+    def zero(cls, layers: int, heads: int, names: Sequence[str]) -> HeadSums:
+        """No examples yet."""
+        none = torch.zeros(layers, heads, dtype=torch.float64)
+        return cls(none, none.clone(), dict.fromkeys(names, 0.0))
+
+    def add(self, judged: Judged, *, per_sentence: bool = False) -> None:
+        """Add the examples of one text; with `per_sentence` their mean counts once."""
+        number = len(judged)
+        if not number:
+            return
+        weight = 1 / number if per_sentence else 1.0
+        self.hits += judged.hits.sum(dim=2).double().cpu() * weight
+        self.attention += judged.attention.double().sum(dim=2).cpu() * weight
+        for name, values in judged.baselines.items():
+            self.baselines[name] += float(values.double().sum()) * weight
+        self.count += 1 if per_sentence else number
+        self.examples += number
+
+    def join(self, other: HeadSums) -> None:
+        """Add the sums of another process."""
+        self.hits += other.hits
+        self.attention += other.attention
+        for name, value in other.baselines.items():
+            self.baselines[name] += value
+        self.count += other.count
+        self.examples += other.examples
+
+    @property
+    def accuracy(self) -> Float[Tensor, "layers heads"]:
+        """Share of hits of each head; 0 without examples."""
+        return self.hits / max(self.count, 1)
+
+    @property
+    def mean_attention(self) -> Float[Tensor, "layers heads"]:
+        """Mean attention on what was chosen from."""
+        return self.attention / max(self.count, 1)
+
+    def baseline(self, name: str) -> float:
+        """Share of hits of a rule that looks at no attention."""
+        return self.baselines[name] / max(self.count, 1)
+
+    def active(self, above: float) -> Bool[Tensor, "layers heads"]:
+        """Heads with more than a share of their attention on what was chosen from."""
+        return self.mean_attention > above
+
+    def best(self, above: float | None = None) -> tuple[int, int] | None:
+        """Layer and head with the highest accuracy among the active heads (None: all); of equal ones the first.
+
+        None without examples, or without an active head.
+        """
+        allowed = torch.ones_like(self.hits, dtype=torch.bool) if above is None else self.active(above)
+        if not self.examples or not allowed.any():
+            return None
+        place = int(self.accuracy.masked_fill(~allowed, -1).argmax())
+        return divmod(place, self.hits.shape[1])
+
+
+def attention_from(
+    maps: Maps, spans: Int64[Tensor, "queries 2"], piece: str
+) -> Float[Tensor, "layers heads queries slots"]:
+    """What words or phrases attend to.
+
+    Args:
+        spans: first slot of each and the last plus one.
+        piece: "last" or "first" wordpiece, or the "mean" of all.
+    """
+    first, end = spans.unbind(dim=1)
+    if piece == "mean":
+        slots = torch.arange(maps.shape[2], device=maps.device)
+        inside = ((slots >= first[:, None]) & (slots < end[:, None])).to(maps.dtype)
+        return torch.einsum("qs,lhst->lhqt", inside / inside.sum(dim=1, keepdim=True), maps)
+    return maps[:, :, first if piece == "first" else end - 1]
+
+
+def judge(
+    attention: Float[Tensor, "layers heads examples choices"],
+    allowed: Bool[Tensor, "examples choices"],
+    is_right: Bool[Tensor, "examples choices"],
+    baselines: Mapping[str, Float[Tensor, " examples"]] | None = None,
+) -> Judged:
+    """A hit is a right choice with the largest attention among the allowed ones; of equal ones the first counts.
+
+    The baseline "chance" is added: the share of right choices among the allowed ones.
+    """
+    right = is_right & allowed
+    number = allowed.sum(dim=1)
+    chance = right.sum(dim=1) / number.clamp(min=1)
+    seen = attention.masked_fill(~allowed, -1)
+    if not allowed.shape[1]:
+        hits = torch.zeros(attention.shape[:3], dtype=torch.bool, device=attention.device)
+    else:
+        places = seen.argmax(dim=3)  # [layers heads examples]
+        rows = torch.arange(len(right), device=right.device)
+        hits = right[rows, places]
+    total = (attention * allowed).sum(dim=3)
+    return Judged(hits, total, {**(baselines or {}), "chance": chance.to(attention.dtype)})
+
+
+def right_by_rule(
+    score: Float[Tensor, " choices"] | None,
+    allowed: Bool[Tensor, " choices"],
+    is_right: Bool[Tensor, "examples choices"],
+) -> Float[Tensor, " examples"]:
+    """Whether the allowed choice with the highest score is right for each example; 0 where none is allowed."""
+    if not bool(allowed.any()):
+        return is_right.new_zeros(len(is_right), dtype=torch.float32)
+    return is_right[:, score.masked_fill(~allowed, -torch.inf).argmax()].float()
+
+
+def entity_grounding(
+    maps: Maps,
+    spans: Int64[Tensor, "examples 2"],
+    regions: slice,
+    allowed: Bool[Tensor, " R"],
+    is_right: Bool[Tensor, "examples R"],
+    baselines: Mapping[str, Float[Tensor, " examples"]],
+    piece: str = "last",
+) -> Judged:
+    """How often phrases attend most, among the regions, to a right region.
+
+    Syntactic grounding is the same with the words w2 as queries and the regions of w1 as right ones.
+
+    Args:
+        regions: slots of the regions.
+        allowed: candidate regions.
+    """
+    seen = attention_from(maps, spans, piece)[..., regions]
+    return judge(seen, allowed.expand_as(is_right), is_right, baselines)
+
+
+def region_naming(
+    maps: Maps,
+    regions: slice,
+    is_right: Bool[Tensor, "entities R"],
+    spans: Int64[Tensor, "entities 2"],
+    is_word: Bool[Tensor, " L"],
+) -> Judged:
+    """How often the regions of entities attend most, among the words, to a word of a phrase that names them.
+
+    An example is a region that is right for some phrase; special wordpieces are no choice.
+    """
+    named = is_right.any(dim=0).nonzero()[:, 0]
+    length = len(is_word)
+    slots = torch.arange(length, device=maps.device)
+    inside = (slots >= spans[:, :1]) & (slots < spans[:, 1:])  # [entities, L]
+    names = (is_right[:, named].T.float() @ inside.float()) > 0  # [examples, L]
+    seen = maps[:, :, regions][:, :, named, :length]
+    return judge(seen, is_word.expand_as(names), names)
+
+
+def region_grouping(
+    maps: Maps, regions: slice, allowed: Bool[Tensor, " R"], is_right: Bool[Tensor, "entities R"]
+) -> Judged:
+    """How often a region of an entity with several ones attends most, among the others, to another one of them.
+
+    An example is a region of a phrase that has at least two right ones.
+    """
+    right = is_right & allowed
+    phrase, region = (right & (right.sum(dim=1, keepdim=True) > 1)).nonzero().unbind(dim=1)
+    others = torch.arange(len(allowed), device=maps.device) != region[:, None]
+    seen = maps[:, :, regions, regions][:, :, region]
+    return judge(seen, allowed & others, right[phrase] & others)
+
+
+def word_dependency(
+    maps: Maps,
+    spans: Int64[Tensor, "words 2"],
+    targets: Int64[Tensor, " examples"],
+    sources: Int64[Tensor, " examples"],
+    piece: str = "last",
+) -> Judged:
+    """How often words attend most, among the other words of the sentence, to the word that they are related to.
+
+    The attention on a word is the sum over its wordpieces; special wordpieces are no words. The baselines "word before"
+    and "word behind" always choose the neighbour.
+
+    Args:
+        targets: row of w1 of each pair.
+        sources: row of w2, the attending word.
+    """
+    slots = torch.arange(maps.shape[3], device=maps.device)
+    inside = ((slots >= spans[:, :1]) & (slots < spans[:, 1:])).to(maps.dtype)  # [words, slots]
+    seen = attention_from(maps, spans[sources], piece) @ inside.T  # [layers heads examples words]
+    rows = torch.arange(len(spans), device=maps.device)
+    others = rows != sources[:, None]
+    neighbours = {"word before": targets == sources - 1, "word behind": targets == sources + 1}
+    baselines = {name: is_it.to(maps.dtype) for name, is_it in neighbours.items()}
+    return judge(seen, others, rows == targets[:, None], baselines)

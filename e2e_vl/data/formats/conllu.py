@@ -1,0 +1,113 @@
+"""Reader of CoNLL-U: sentences as words with a governor and a relation each.
+
+A line per word has ten columns, divided by tabs; the first is its number, the second its form, the fourth its part of
+speech, the seventh the number of its governor (0: none, the root) and the eighth the relation to it. Sentences end with
+an empty line; lines with # are comments. Lines of several words (`3-4`) say how these are written; empty nodes (`8.1`)
+are left out. The labels are those of the file: Universal Dependencies, Stanford, or others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from e2e_vl.data.storage.files import require_file
+
+COLUMNS = 10
+_WORD, _SEVERAL, _EMPTY = (re.compile(form) for form in (r"[1-9]\d*", r"([1-9]\d*)-([1-9]\d*)", r"\d+\.\d+"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParsedWord:
+    """One word of a parsed sentence."""
+
+    form: str  # as written; words that are written as one have the same form
+    kind: str  # part of speech, "_" where the file has none
+    governor: int  # row of the governing word from 0; -1: the root
+    relation: str  # to the governor, in the labels of the file
+    joined: int = 0  # words after the first that are written as one count 1, 2, ...
+
+
+def read_conllu(path: str | Path) -> Iterator[list[ParsedWord]]:
+    """The sentences of a file, one after the other.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no UTF-8 text, a line that is no word, numbers out of order, or governors that are no tree. File and
+            line are named.
+    """
+    path = require_file(path, "parses")
+    rows: list[tuple[int, list[str]]] = []
+    number = 0
+    try:
+        with path.open(encoding="utf-8", newline="\n") as file:
+            for number, line in enumerate(file, start=1):
+                line = line.rstrip("\r\n")
+                if line.strip() and not line.startswith("#"):
+                    rows.append((number, line.split("\t")))
+                elif rows and not line.strip():
+                    yield _sentence(path, rows)
+                    rows = []
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a UTF-8 text file behind line {number}; copy or write it again") from error
+    if rows:
+        yield _sentence(path, rows)
+
+
+def _sentence(path: Path, rows: list[tuple[int, list[str]]]) -> list[ParsedWord]:
+    words: list[ParsedWord] = []
+    lines: list[int] = []
+    several, first, last = "", 0, -1  # the words first .. last are written as one
+    for line, cells in rows:
+        where = f"{path}, line {line}"
+        if len(cells) != COLUMNS:
+            raise ValueError(f"{where}: {len(cells)} columns; CoNLL-U has {COLUMNS}, divided by tabs, repair the file")
+        number, form, _, kind, _, _, governor, relation, _, _ = cells
+        if not form.strip():
+            raise ValueError(f"{where}: the word has no form; repair the file")
+        if _EMPTY.fullmatch(number):
+            continue
+        if found := _SEVERAL.fullmatch(number):
+            several, first, last = form, int(found[1]), int(found[2])
+            if first != len(words) + 1 or last <= first:
+                raise ValueError(f"{where}: the words {number} stand behind word {len(words)}; repair the file")
+            continue
+        if not _WORD.fullmatch(number) or int(number) != len(words) + 1:
+            raise ValueError(f"{where}: word {number!r} stands where word {len(words) + 1} should; repair the file")
+        if not governor.isdigit() or relation in ("", "_"):
+            raise ValueError(
+                f"{where}: the governor is {governor!r} and the relation {relation!r}; a number and a label are "
+                "expected, parse the sentence again"
+            )
+        own = int(number)
+        is_joined = first <= own <= last
+        words.append(
+            ParsedWord(
+                several if is_joined else form, kind, int(governor) - 1, relation, own - first if is_joined else 0
+            )
+        )
+        lines.append(line)
+    if last > len(words):
+        raise ValueError(f"{path}, line {rows[-1][0]}: the words {first}-{last} are not all there; repair the file")
+    if not words:
+        raise ValueError(f"{path}, line {rows[0][0]}: a sentence without words; repair the file")
+    for row, line in enumerate(lines):
+        _require_root(words, row, f"{path}, line {line}")
+    return words
+
+
+def _require_root(words: list[ParsedWord], row: int, where: str) -> None:
+    """Raises ValueError unless the governors of a word lead to the root."""
+    at = row
+    for _ in range(len(words)):
+        at = words[at].governor
+        if at == -1:
+            return
+        if at >= len(words):
+            break
+    raise ValueError(
+        f"{where}: the governors of word {row + 1} do not lead to a root among the {len(words)} words of its sentence; "
+        "parse the sentence again"
+    )

@@ -1,0 +1,39 @@
+"""Options of the analysis: their values, their words, and names of heads."""
+
+from __future__ import annotations
+
+import pytest
+
+from e2e_vl.analysis.attention_choices import AttentionChoices, parse_head
+
+
+def test_every_option_says_what_it_means_and_what_was_chosen():
+    described = {choice["name"]: choice for choice in AttentionChoices(gold_boxes="union").describe()}
+    assert described["--gold-boxes"]["value"] == "union" and described["--gold-boxes"]["default"] == "any"
+    assert described["--active-above"]["value"] == 0.2
+    assert len(described) >= 12 and all(choice["meaning"] for choice in described.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"entity_piece": "middle"}, "--entity-piece is 'middle'; it must be one of last, first, mean"),
+        ({"first_number": 2}, "--first-number is '2'; it must be one of 0, 1"),
+        ({"active_above": 20}, "--active-above is 20; it must be from 0 to 1"),
+        ({"min_iou": -0.5}, "--min-iou is -0.5; it must be from 0 to 1"),
+        ({"min_count": 0}, "--min-count is 0; it must be at least 1"),
+    ],
+)
+def test_other_values_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionChoices(**change)
+
+
+def test_heads_are_named_from_zero_or_one():
+    assert AttentionChoices().number(10, 1) == "10-1" and AttentionChoices(first_number=1).number(10, 1) == "11-2"
+    assert parse_head("10-1") == (None, 10, 1) and parse_head("cross:2-3", 1) == ("cross", 1, 2)
+    for text in ("10", "1-", "a-b", ":1-1", "1-2-3"):
+        with pytest.raises(ValueError, match="write a head as LAYER-HEAD"):
+            parse_head(text)
+    with pytest.raises(ValueError, match="counted from 1"):
+        parse_head("0-3", 1)

@@ -1,0 +1,80 @@
+"""Wordpieces of phrases and of parsed words, also where a caption is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from e2e_vl.analysis.caption_wording import RECORD, CaptionFacts, CaptionWording
+from e2e_vl.analysis.parses import Parses
+from e2e_vl.data.formats.conllu import ParsedWord
+from e2e_vl.layout import TextWriter
+from e2e_vl.samples import PhraseBoxes, SampleText
+from e2e_vl.text import load_tokenizer
+from tests.tasks.wordings import make_tokenizer, photo, sample_of
+
+TEXT = "The red star and it ."
+SPANS = ((0, 12), (17, 19))
+BOXES = (np.array([[1.0, 2, 3, 4]]), np.zeros((0, 4)))
+PARSE = [
+    ParsedWord("The", "DET", 2, "det"),
+    ParsedWord("red", "ADJ", 2, "amod"),
+    ParsedWord("star", "NOUN", -1, "root"),
+    ParsedWord("and", "CCONJ", 2, "cc"),
+    ParsedWord("it", "PRON", 2, "conj"),
+    ParsedWord(".", "PUNCT", 2, "punct"),
+]
+
+
+def facts_of(
+    tmp_path, *, parse: list[ParsedWord] | None = PARSE, max_length: int | None = None, **options
+) -> CaptionFacts:
+    """The vocabulary spells "star" as st ##ar."""
+    pieces = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "red", "st", "##ar", "and", "it", ".", "x")
+    (tmp_path / "vocab.txt").write_text("".join(f"{piece}\n" for piece in pieces))
+    tokenizer = load_tokenizer(tmp_path / "vocab.txt")
+    parses = None if parse is None else Parses.of([parse], "here")
+    wording = CaptionWording(TextWriter(tokenizer, max_length=max_length), parses, **options)
+    text = SampleText(0, TEXT, {}, phrases=PhraseBoxes(SPANS, BOXES))
+    [example] = wording(sample_of(text), [photo()], None)
+    return example.record[RECORD]
+
+
+def test_phrases_and_words_have_their_wordpieces(tmp_path):
+    facts = facts_of(tmp_path)
+    assert facts.phrases == ["The red star", "it"] and facts.phrase_spans.tolist() == [[1, 5], [6, 7]]
+    assert facts.forms == ["The", "red", "star", "and", "it", "."]
+    assert facts.word_spans.tolist() == [[1, 2], [2, 3], [3, 5], [5, 6], [6, 7], [7, 8]]
+    assert facts.phrase_of == [0, 0, 0, -1, 1, -1]
+    assert facts.is_head == [False, False, True, False, True, False]
+    found = {(facts.forms[one.governor], facts.forms[one.dependent], one.label) for one in facts.relations}
+    assert found == {
+        *(("star", "The", "det"), ("star", "red", "amod"), ("star", "and", "cc"), ("star", "it", "conj")),
+        ("star", ".", "punct"),
+    }
+    assert facts.is_word.tolist() == [False, *[True] * 7, False]
+    assert [len(own) for own in facts.boxes] == [1, 0] and facts.is_parsed
+
+
+def test_what_is_cut_off_is_counted(tmp_path):
+    facts = facts_of(tmp_path, max_length=6)  # [CLS] the red st ##ar [SEP]
+    assert facts.phrases == ["The red star"] and facts.phrases_cut == 1
+    assert facts.forms == ["The", "red", "star"] and facts.words_cut == 3
+    assert [one.label for one in facts.relations] == ["det", "amod"]
+
+
+def test_without_a_parse_there_are_words_without_relations(tmp_path):
+    facts = facts_of(tmp_path, parse=None)
+    assert facts.forms == TEXT.split() and not facts.relations and not facts.is_parsed
+    other = [dataclasses.replace(word, form="x") for word in PARSE]
+    with pytest.raises(ValueError, match=r"here: the caption 'The red star and it \.' has no parse"):
+        facts_of(tmp_path, parse=other)
+    assert not facts_of(tmp_path, parse=other, needs_parses=False).is_parsed
+
+
+def test_a_text_without_phrases_is_refused(tmp_path):
+    wording = CaptionWording(TextWriter(make_tokenizer(tmp_path, "the")))
+    with pytest.raises(ValueError, match=r"text 3 \('the'\) has no phrases with boxes"):
+        list(wording(sample_of(SampleText(3, "the", {})), [photo()], None))

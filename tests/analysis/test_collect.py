@@ -1,0 +1,181 @@
+"""What each choice does to phrases, regions and pairs of words, on captions that can be counted by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from detector.structures import ImageBatch, Regions
+from e2e_vl.analysis.attention_choices import AttentionChoices
+from e2e_vl.analysis.caption_wording import RECORD, CaptionFacts, Relation
+from e2e_vl.analysis.collect import (
+    ALL,
+    CONFIDENCE,
+    DEPENDENCIES,
+    ENTITIES,
+    LARGEST,
+    RELATIONS,
+    Collected,
+    MeasureKey,
+    TextView,
+    add_batch,
+    add_text,
+    count_text,
+    counted_phrases,
+    grounded_pairs,
+    right_regions_of,
+    texts_to_show,
+    word_pairs,
+)
+from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, EncoderOutput, TextBatch, gather_regions
+
+# [CLS] red star on it [SEP] | three regions. "red star" names region 0 or 1, "it" has no box; a third phrase ("on")
+# has a box that no region overlaps.
+FACTS = CaptionFacts(
+    words="red star on it",
+    phrases=["red star", "it", "on"],
+    phrase_spans=np.array([[1, 3], [4, 5], [3, 4]]),
+    boxes=[np.array([[0.0, 0, 10, 10], [20, 0, 30, 10]]), np.zeros((0, 4)), np.array([[90.0, 90, 99, 99]])],
+    forms=["red", "star", "on", "it"],
+    word_spans=np.array([[1, 2], [2, 3], [3, 4], [4, 5]]),
+    phrase_of=[0, 0, 2, 1],
+    is_head=[False, True, True, True],
+    relations=[Relation(1, 0, "amod"), Relation(1, 2, "prep"), Relation(2, 3, "pobj")],
+    is_word=np.array([False, True, True, True, True, False]),
+    is_parsed=True,
+)
+BOXES = np.array([[0.0, 0, 10, 10], [20, 0, 30, 10], [0, 0, 30, 10]])
+
+
+def view(choices: AttentionChoices) -> TextView:
+    right = np.array([right_regions_of(BOXES, own, choices) for own in FACTS.boxes])
+    areas = torch.tensor([100.0, 100, 300])
+    return TextView(FACTS, 6, BOXES, torch.ones(3, dtype=torch.bool), torch.from_numpy(right), {LARGEST: areas})
+
+
+def test_several_gold_boxes_are_any_of_them_or_one_around_all():
+    def right(**change):
+        return right_regions_of(BOXES, FACTS.boxes[0], AttentionChoices(**change)).tolist()
+
+    assert right() == [True, True, False]
+    assert right(gold_boxes="union") == [False, False, True]
+    assert right(min_iou=1 / 3) == [True, True, True]  # 100 / 300, inclusive
+    assert not right_regions_of(BOXES, FACTS.boxes[1], AttentionChoices()).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, [True, False, True]),
+        ({"without_box": "miss"}, [True, True, True]),
+        ({"without_proposal": "skip"}, [True, False, False]),
+        ({"without_box": "miss", "without_proposal": "skip"}, [True, True, False]),
+    ],
+)
+def test_phrases_without_boxes_or_regions_are_missed_or_left_out(change, expected):
+    choices = AttentionChoices(**change)
+    assert counted_phrases(view(choices), choices).tolist() == expected
+
+
+def told(pairs) -> set[tuple[int, int, str]]:
+    return set(zip(*pairs.columns, pairs.labels, strict=True))
+
+
+def test_relations_have_two_directions():
+    assert told(word_pairs(FACTS, AttentionChoices())) == {
+        *((0, 1, "amod"), (1, 0, "amod"), (2, 1, "prep"), (1, 2, "prep"), (3, 2, "pobj"), (2, 3, "pobj")),
+    }
+    labels = word_pairs(FACTS, AttentionChoices(directions="separate")).labels
+    assert labels[:2] == ["amod, to its governor", "amod, from its governor"]
+
+
+def test_w1_is_any_word_of_a_counted_phrase_or_its_head():
+    counted = [True, False, False]
+    found = told(grounded_pairs(FACTS, counted, AttentionChoices()))
+    assert found == {(0, 0, "amod"), (1, 0, "amod"), (2, 0, "prep")}  # attending word, phrase
+    head = told(grounded_pairs(FACTS, counted, AttentionChoices(phrase_word="head")))
+    assert head == {(0, 0, "amod"), (2, 0, "prep")}  # "red" is not the head of its phrase
+
+
+def test_the_measures_of_a_text():
+    """One layer, one head: "star" looks at region 1, "red" at region 2, "on" at region 0, "it" at [CLS]."""
+    maps = torch.zeros(1, 1, 9, 9)
+    maps[0, 0, 1, 8] = maps[0, 0, 3, 6] = 1.0
+    maps[0, 0, 2, 7], maps[0, 0, 2, 0] = 0.3, 0.7
+    maps[0, 0, 4, 0] = 1.0
+    graph = AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS, AttentionBlock.WORDS_TO_WORDS}))
+    found, choices = Collected(), AttentionChoices()
+    add_text(found, "g", graph, maps, view(choices), choices)
+    entities = found.sums[MeasureKey("g", ENTITIES)]
+    assert entities.examples == 2 and entities.accuracy.item() == 0.5  # "on" has no right region
+    assert entities.mean_attention.item() == pytest.approx((0.3 + 1.0) / 2)
+    assert entities.baseline("chance") == pytest.approx(1 / 3) and entities.baseline(LARGEST) == 0
+    amod = found.sums[MeasureKey("g", RELATIONS, "amod")]
+    assert amod.examples == 2 and amod.accuracy.item() == 0.5  # "star" is right, "red" is not
+    prep = found.sums[MeasureKey("g", RELATIONS, "prep")]
+    assert prep.examples == 2 and prep.accuracy.item() == 0.5  # "on" looks at the star; the star not at "on"
+    assert found.sums[MeasureKey("g", RELATIONS, ALL)].examples == 5  # pobj: "it" to "on", whose phrase is counted
+    assert found.sums[MeasureKey("g", DEPENDENCIES)].examples == 6
+    assert found.labels("g", RELATIONS, choices) == ["amod", "prep", "pobj"]
+    assert found.labels("g", RELATIONS, AttentionChoices(min_count=2, most_relations=1)) == ["amod"]
+    count_text(found.numbers, view(choices))
+    assert found.numbers["phrases without a box"] == 1
+    assert found.numbers["phrases with a box, without a right region"] == 1
+
+
+@pytest.mark.parametrize(
+    ("scores", "sorted_boxes", "expected"),
+    [
+        ([1.0, 0.2, 0.1, 0.9], False, 0.0),  # the whole image, which is no candidate, then three regions
+        ([1.0, 0.2, 0.9, 0.1], False, 0.5),
+        (None, True, 0.5),  # boxes by falling confidence: the first one
+        (None, False, None),
+    ],
+)
+def test_confidences_come_from_the_detector_or_from_the_order_of_a_file(scores, sorted_boxes, expected):
+    """The image was enlarged to twice its size."""
+    whole = np.array([[0.0, 0, 100, 100]])
+    rows = torch.from_numpy(2 * np.concatenate([whole, BOXES])).float()
+    regions = Regions(
+        *([rows], [torch.zeros(4, 2)], [torch.zeros(4, 3)]), scores=None if scores is None else [torch.tensor(scores)]
+    )
+    size = torch.tensor([[100, 100]])
+    ones = torch.ones(1, 6, dtype=torch.int64)
+    batch = Batch(
+        images=ImageBatch(torch.zeros(1, 3, 200, 200), 2 * size, size, ["image"]),
+        boxes=[rows[1:]],
+        texts=TextBatch(ones, ones, ones.bool()),
+        looks_at=torch.zeros(1, 1, dtype=torch.int64),
+        records=[{"text_index": 0, "file_name": "image", RECORD: FACTS}],
+    )
+    of_text = gather_regions(regions, batch.images.sizes, batch.looks_at, whole_image=True)
+    maps = torch.zeros(1, 1, 10, 10)
+    maps[0, 0, 2, 6], maps[0, 0, 2, 7] = 0.6, 0.4  # "star" looks at the whole image, then at region 0
+    encoded = EncoderOutput(torch.zeros(1, 6, 2), torch.zeros(1, 4, 2), attentions=(maps,))
+    model = SimpleNamespace(
+        encoder=SimpleNamespace(uses_whole_image=True),
+        encode=lambda batch, output_attentions: (regions, of_text, encoded),
+    )
+    graphs = {"g": AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS}))}
+    found = {}
+    for whole_image in ("excluded", "candidate"):
+        one = Collected()
+        add_batch(one, model, batch, graphs, AttentionChoices(whole_image=whole_image), sorted_boxes, [0])
+        found[whole_image] = one.sums[MeasureKey("g", ENTITIES)]
+        assert one.seen[0].region_boxes[1:].tolist() == BOXES.tolist(), "in pixels of the stored image"
+    sums = found["excluded"]
+    assert sums.examples == 2 and sums.accuracy.item() == 0.5 and found["candidate"].accuracy.item() == 0
+    if expected is None:
+        assert CONFIDENCE not in sums.baselines
+    else:
+        assert sums.baseline(CONFIDENCE) == expected
+
+
+def test_pictures_are_of_different_images():
+    groups = [range(5), range(5, 5), range(5, 9), range(9, 10)]
+    shown = texts_to_show(groups, 3, seed=0)
+    assert len(shown) == 3 and {sum(text >= own.start for own in groups if len(own)) for text in shown} == {1, 2, 3}
+    assert texts_to_show(groups, 3, seed=0) == shown and texts_to_show(groups, 0, seed=0) == []

@@ -1,0 +1,88 @@
+"""Regions coloured by attention: values, overlaps, and images of any shape."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from e2e_vl.analysis.attention_choices import AttentionChoices
+from e2e_vl.analysis.attention_page import write_page
+from e2e_vl.analysis.attention_tables import AttentionResults
+from e2e_vl.analysis.caption_wording import CaptionFacts
+from e2e_vl.analysis.collect import SeenText
+from e2e_vl.analysis.overlays import ChosenHead, chosen_heads, draw_overlays, heat_on
+from e2e_vl.structures import AttentionBlock, AttentionGraph
+
+GRAPHS = {
+    "language": AttentionGraph((0, 1), frozenset({AttentionBlock.WORDS_TO_WORDS})),
+    "joint": AttentionGraph((2,)),
+}
+
+
+def test_the_most_attended_region_is_the_reddest_and_the_rest_is_grey():
+    image = np.full((20, 30, 3), (0, 0, 255), dtype=np.uint8)
+    boxes = np.array([[0.0, 0, 10, 20], [5, 0, 20, 20]])
+    found = heat_on(image, boxes, np.array([0.1, 0.4])).astype(int)
+    assert (image == (0, 0, 255)).all(), "the image is not changed"
+    rest, weak, overlap, strong = found[10, 25], found[10, 2], found[10, 7], found[10, 15]
+    assert (overlap == strong).all(), "the highest value counts"
+    assert rest[2] > weak[2] > strong[2] and strong[0] > rest[0]
+    assert (heat_on(image, boxes, np.zeros(2)) == found[10, 25]).all()
+    assert (heat_on(image, boxes[:0], np.zeros(0)) == found[10, 25]).all()
+
+
+def seen(file: str, size: tuple[int, int], phrase: str) -> SeenText:
+    """A text with one phrase, [CLS] phrase | two regions."""
+    height, width = size
+    boxes = np.array([[0.0, 0, width / 2, height], [width / 4, height / 4, width, height]])
+    facts = CaptionFacts(
+        *("a caption", [phrase], np.array([[1, 2]]), [boxes[:1]], ["word"], np.array([[1, 2]]), [0], [True], []),
+        np.array([False, True]),
+    )
+    maps = {name: np.full((len(graph.steps), 1, 4, 4), 0.25, np.float16) for name, graph in GRAPHS.items()}
+    return SeenText(7, facts, file, boxes, np.ones(2, bool), np.array([[True, False]]), 2, maps)
+
+
+def results(**sums) -> AttentionResults:
+    choices = AttentionChoices(first_number=1)
+    return AttentionResults(
+        "r", "e", "d", "val", "gt", None, choices, GRAPHS, sums, {}, {name: [] for name in GRAPHS}, 1
+    )
+
+
+@pytest.mark.parametrize(
+    "size", [(900, 90), (90, 1100), (24, 32), (1500, 2000)], ids=["tall", "wide", "small", "large"]
+)
+def test_pictures_of_images_of_any_shape(tmp_path, size):
+    file = tmp_path / "image.png"
+    Image.fromarray(np.full((*size, 3), 120, np.uint8)).save(file)
+    heads = [ChosenHead("joint", 0, 0), ChosenHead("language", 1, 0)]
+    text = seen(
+        str(file), size, "a phrase with so many words that its title needs several lines, as some captions have"
+    )
+    region, word = draw_overlays(tmp_path / "out", results(), [text], heads)
+    assert region.file.name == "000007_joint_1-1_0.jpg" and word.file.name == "000007_language_2-1.png"
+    assert "50 % of the attention is on regions; the most attended one is right" in region.note
+    for overlay in (region, word):
+        with Image.open(overlay.file) as picture:
+            assert min(picture.size) >= 160 and 300 <= max(picture.size) <= 1600
+
+
+def test_an_image_that_is_missing_is_said_on_the_page(tmp_path):
+    overlays = draw_overlays(tmp_path / "out", results(), [seen(str(tmp_path / "no.png"), (9, 9), "x")], [])
+    region = next(one for one in overlays if one.graph == "joint")
+    assert region.file is None and "no.png" in region.problem
+    page = write_page(tmp_path / "page.html", results(), {}, overlays).read_text()
+    assert "No picture: " in page and "no.png" in page and "No parses were given" in page
+    assert "No measure of this graph has an example." in page
+
+
+def test_heads_are_chosen_by_graph_and_number():
+    choices = AttentionChoices(first_number=1)
+    assert chosen_heads(["1-3", "language:2-1"], GRAPHS, choices, 3) == [
+        *(ChosenHead("joint", 0, 2), ChosenHead("language", 1, 0)),
+    ]
+    for word in ("2-1", "1-4", "language:3-1"):
+        with pytest.raises(ValueError, match=r"has the layers 1 to [12] with the heads 1 to 3"):
+            chosen_heads([word], GRAPHS, choices, 3)
