@@ -223,9 +223,7 @@ class TrainedModel(
                 answers[number] = self._answer(questions[number], reply, stamps[number])
         return answers, errors
 
-    def look(
-        self, question: Question, change: Callable[[Batch], Batch] | None = None
-    ) -> tuple[Answer, ModelOutput]:
+    def look(self, question: Question, change: Callable[[Batch], Batch] | None = None) -> tuple[Answer, ModelOutput]:
         """Answer one prepared question and keep all that the model computed, attention maps included.
 
         Args:

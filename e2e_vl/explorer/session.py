@@ -96,7 +96,11 @@ class Session:
     @property
     def attention(self) -> np.ndarray | None:
         """float32 [items], how much the chosen item looks at each; None: no item is chosen."""
-        return None if self.shown is None or self.item is None else self.shown.attention_of(self.item, self.step, self.head)
+        return (
+            None
+            if self.shown is None or self.item is None
+            else self.shown.attention_of(self.item, self.step, self.head)
+        )
 
     def attending(self, item: int | None) -> Session:
         """The session with another item whose attention is shown.

@@ -9,35 +9,11 @@ import numpy as np
 
 from detector.images import decode_resized
 from e2e_vl.api.results import SHOWN_SIZE
+from e2e_vl.explorer.limits import Limits
 from e2e_vl.samples import EncodedImage
 
 FILE_ENDS = (".jpg", ".jpeg", ".png")
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # first bytes of JPEG and PNG files
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """The largest photo that is accepted.
-
-    Raises:
-        ValueError: a limit that is not positive.
-    """
-
-    megapixels: float = 40.0  # of the decoded photo, millions of pixels
-    megabytes: float = 20.0  # of the file, millions of bytes
-
-    def __post_init__(self) -> None:
-        for name in ("megapixels", "megabytes"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"--max-{name} is {getattr(self, name)}; it must be a positive number.")
-
-    @property
-    def bytes(self) -> int:
-        return int(self.megabytes * 1e6)
-
-    @property
-    def pixels(self) -> int:
-        return int(self.megapixels * 1e6)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

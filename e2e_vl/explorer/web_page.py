@@ -1,15 +1,16 @@
 """The page: gradio's components around a session. Needs the optional package gradio."""
 
-from __future__ import annotations
+# Annotations are evaluated here, unlike in other modules: gradio looks for `SelectData` in them, and finds no strings.
 
 import html
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from e2e_vl.explorer.limits import Limits
 from e2e_vl.explorer.pictures import boxes_of, draw_answer, draw_regions, to_photo
 from e2e_vl.explorer.session import LONGEST_TEXT, Explorer, Look, Session
-from e2e_vl.explorer.uploads import FILE_ENDS, Limits, read_photo
+from e2e_vl.explorer.uploads import FILE_ENDS, read_photo
 
 if TYPE_CHECKING:
     import gradio
@@ -34,7 +35,7 @@ def import_gradio() -> Any:
     return gradio
 
 
-def build_page(explorer: Explorer, limits: Limits, title: str) -> gradio.Blocks:
+def build_page(explorer: Explorer, limits: Limits, title: str) -> "gradio.Blocks":
     """The page with its events; every visitor has a session of their own.
 
     Raises:
@@ -62,7 +63,9 @@ def build_page(explorer: Explorer, limits: Limits, title: str) -> gradio.Blocks:
                         label="Answer with hidden regions", lines=2, max_lines=8, elem_id="answer-after"
                     )
                 with gr.Row():
-                    boxes = gr.Textbox(label="Boxes: x1, y1, x2, y2 in pixels of the photo", max_lines=8, elem_id="boxes")
+                    boxes = gr.Textbox(
+                        label="Boxes: x1, y1, x2, y2 in pixels of the photo", max_lines=8, elem_id="boxes"
+                    )
                     boxes_after = gr.Textbox(label="Boxes with hidden regions", max_lines=8, elem_id="boxes-after")
                 phrases = gr.Textbox(label="Phrases", max_lines=10, visible=False, elem_id="phrases")
             with gr.Column(scale=3, min_width=400):
@@ -89,7 +92,20 @@ def build_page(explorer: Explorer, limits: Limits, title: str) -> gradio.Blocks:
                 interactive=False,
                 elem_id="table",
             )
-        outputs = [state, problem, answer, answer_after, boxes, boxes_after, phrases, regions, hidden, words, item, step]
+        outputs = [
+            state,
+            problem,
+            answer,
+            answer_after,
+            boxes,
+            boxes_after,
+            phrases,
+            regions,
+            hidden,
+            words,
+            item,
+            step,
+        ]
         outputs += [head, picture, picture_after, table]
 
         def shown(session: Session, error: str = "") -> list[Any]:
@@ -125,7 +141,12 @@ def build_page(explorer: Explorer, limits: Limits, title: str) -> gradio.Blocks:
             chosen = session.attending(item)
             return chosen.with_map(chosen.step if step is None else step, None if head == MEAN else head)
 
-        rules = {"outputs": outputs, "concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "undocumented"}
+        rules = {
+            "outputs": outputs,
+            "concurrency_limit": 1,
+            "concurrency_id": "model",
+            "api_visibility": "undocumented",
+        }
         gr.on([photo.upload, photo.clear], new_photo, [state, photo, text], api_name="photo", **rules)
         gr.on([ask.click, text.submit], saying(explorer.ask), [state, text], api_name="ask", **rules)
         hidden.input(saying(explorer.hide), [state, hidden], api_name="hide", **rules)
@@ -137,23 +158,22 @@ def build_page(explorer: Explorer, limits: Limits, title: str) -> gradio.Blocks:
     return page
 
 
-def serve(page: gradio.Blocks, limits: Limits, *, host: str, port: int | None, wait: bool = True) -> tuple[str, Any]:
-    """Start the server; nothing but this machine reaches it unless the host says so, and no link is shared.
+def serve(page: "gradio.Blocks", limits: Limits, *, host: str, port: int | None) -> str:
+    """Start the server in threads of its own, until `page.close()`; no link is shared.
 
     Args:
         port: None: a free one.
-        wait: do not return before the process is interrupted.
 
     Returns:
-        The address, and what `page.close()` ends.
+        The address.
     """
     gr = import_gradio()
     page.queue(max_size=_WAITING, default_concurrency_limit=1)
-    app, address, _ = page.launch(
+    _, address, _ = page.launch(
         server_name=host,
         server_port=port,
         share=False,
-        prevent_thread_lock=not wait,
+        prevent_thread_lock=True,
         max_file_size=limits.bytes,
         show_error=True,
         footer_links=[],
@@ -166,7 +186,7 @@ def serve(page: gradio.Blocks, limits: Limits, *, host: str, port: int | None, w
         css=_CSS,
         theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),  # nothing is downloaded
     )
-    return address, app
+    return address
 
 
 def _click(session: Session, explorer: Explorer, action: str, place: Any) -> Session:
