@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 SHOWS, HIDES = "shows its attention", "hides it, or shows it again"  # what a click on a region does
 MEAN = "mean of all heads"
 KEPT_SECONDS = 3600  # how long photos and sessions are kept after their last use
+REGIONS_HEIGHT, ANSWER_HEIGHT = 620, 480  # of pictures on the page, pixels; larger ones are shrunk
 _WAITING = 20  # visitors' requests in the queue, above which more are refused
 _CSS = """
 .gradio-container {max-width: 1500px !important}
 #problem {border-left: 4px solid #c0392b; padding: 0.4em 0.8em}
-#photo {min-height: 120px}
+#words .token {margin: 2px; padding: 1px 5px; border: 1px solid #bbb; border-radius: 4px; cursor: pointer}
 """
 
 
@@ -68,12 +69,6 @@ def build_page(explorer: Explorer, limits: Limits, title: str) -> "gradio.Blocks
                     )
                     boxes_after = gr.Textbox(label="Boxes with hidden regions", max_lines=8, elem_id="boxes-after")
                 phrases = gr.Textbox(label="Phrases", max_lines=10, visible=False, elem_id="phrases")
-            with gr.Column(scale=3, min_width=400):
-                click = gr.Radio([SHOWS, HIDES], value=SHOWS, label="A click on a region", elem_id="click")
-                regions = gr.Image(
-                    label="Regions", interactive=False, format="png", buttons=["fullscreen"], elem_id="regions"
-                )
-                hidden = gr.Dropdown([], multiselect=True, label="Hidden regions", elem_id="hidden")
                 words = gr.HighlightedText(
                     label="Words: click one to see its attention", show_legend=False, elem_id="words"
                 )
@@ -81,11 +76,26 @@ def build_page(explorer: Explorer, limits: Limits, title: str) -> "gradio.Blocks
                     item = gr.Dropdown([], label="Attention of", elem_id="item")
                     step = gr.Dropdown([], label="Layer", elem_id="step")
                     head = gr.Dropdown([MEAN], value=MEAN, label="Head", elem_id="head")
+            with gr.Column(scale=3, min_width=400):
+                click = gr.Radio([SHOWS, HIDES], value=SHOWS, label="A click on a region", elem_id="click")
+                regions = gr.Image(
+                    label="Regions",
+                    interactive=False,
+                    format="png",
+                    height=REGIONS_HEIGHT,
+                    buttons=["fullscreen"],
+                    elem_id="regions",
+                )
+                hidden = gr.Dropdown([], multiselect=True, label="Hidden regions", elem_id="hidden")
         with gr.Row():
-            picture = gr.Image(label="Answer", interactive=False, format="png", elem_id="picture")
-            picture_after = gr.Image(
-                label="Answer with hidden regions", interactive=False, format="png", elem_id="picture-after"
-            )
+            shape = {
+                "interactive": False,
+                "format": "png",
+                "height": ANSWER_HEIGHT,
+                "buttons": ["fullscreen", "download"],
+            }
+            picture = gr.Image(label="Answer", elem_id="picture", **shape)
+            picture_after = gr.Image(label="Answer with hidden regions", elem_id="picture-after", **shape)
         with gr.Accordion("All regions", open=False):
             table = gr.Dataframe(
                 headers=["region", "name", "x1", "y1", "x2", "y2", "attention"],
