@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from detector.images import decode_resized
-from e2e_vl.api.results import SHOWN_SIZE
+from detector.images import ResizeRule, decode_resized
 from e2e_vl.explorer.limits import Limits
 from e2e_vl.samples import EncodedImage
 
+# About the room on the page, so that labels are not shrunk; not below the size to which `e2e_vl.drawing` enlarges.
+SHOWN_SIZE = ResizeRule(600, 640)
 FILE_ENDS = (".jpg", ".jpeg", ".png")
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")  # first bytes of JPEG and PNG files
 
