@@ -72,9 +72,16 @@ def boxes_of(look: Look) -> list[tuple[str, list[float]]]:
     """Labels and boxes, in pixels of the original photo: the answer's, then the phrases' that name a region clearly."""
     phrases = [one for one in look.answer.phrases if one.box is not None and one.score >= CLEARLY_NAMED]
     return [
-        *((label or "answer", list(box)) for label, box in look.answer.pointed),
+        *((_with_name(look, label, box) or "answer", list(box)) for label, box in look.answer.pointed),
         *((f"{one.text} {one.score:.2f}", list(one.box)) for one in phrases),
     ]
+
+
+def _with_name(look: Look, label: str, box: list[float]) -> str:
+    """The label with what the detector called the region, which an answer about given regions does not say."""
+    rows = np.flatnonzero(np.isclose(look.answer.boxes, box, atol=1e-3).all(axis=1))
+    name = look.names[rows[0]] if len(rows) else ""
+    return label if label.startswith(name) else f"{name} {label}".strip()
 
 
 def _on_picture(photo: Photo, boxes: np.ndarray) -> np.ndarray:

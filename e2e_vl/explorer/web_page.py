@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 SHOWS, HIDES = "shows its attention", "hides it, or shows it again"  # what a click on a region does
 MEAN = "mean of all heads"
 KEPT_SECONDS = 3600  # how long photos and sessions are kept after their last use
-REGIONS_HEIGHT, ANSWER_HEIGHT = 620, 480  # of pictures on the page, pixels; larger ones are shrunk
 _WAITING = 20  # visitors' requests in the queue, above which more are refused
 _CSS = """
 .gradio-container {max-width: 1500px !important}
@@ -82,18 +81,12 @@ def build_page(explorer: Explorer, limits: Limits, title: str) -> "gradio.Blocks
                     label="Regions",
                     interactive=False,
                     format="png",
-                    height=REGIONS_HEIGHT,
                     buttons=["fullscreen"],
                     elem_id="regions",
                 )
                 hidden = gr.Dropdown([], multiselect=True, label="Hidden regions", elem_id="hidden")
         with gr.Row():
-            shape = {
-                "interactive": False,
-                "format": "png",
-                "height": ANSWER_HEIGHT,
-                "buttons": ["fullscreen", "download"],
-            }
+            shape = {"interactive": False, "format": "png", "buttons": ["fullscreen", "download"]}
             picture = gr.Image(label="Answer", elem_id="picture", **shape)
             picture_after = gr.Image(label="Answer with hidden regions", elem_id="picture-after", **shape)
         with gr.Accordion("All regions", open=False):

@@ -105,6 +105,7 @@ def test_hiding_the_region_of_the_answer_changes_the_answer_and_showing_it_resto
     row = asked.before.region_at(*(box[:2] + box[2:]) / 2)
     hidden = explorer.toggle(asked, row)
     assert hidden.hidden == (row,)
+    assert boxes_of(hidden.after)[0][0].split()[0] in asked.before.names, "the detector's name of the region"
     assert abs(hidden.after.answer.score - asked.before.answer.score) > 1e-4
     assert hidden.shown is hidden.after and hidden.before is asked.before
     shown = explorer.toggle(hidden, row)
