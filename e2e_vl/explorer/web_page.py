@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SHOWS, HIDES = "shows its attention", "hides it, or shows it again"  # what a click on a region does
 MEAN = "mean of all heads"
-KEPT_SECONDS = 3600  # how long photos and sessions are kept after their last use
+KEPT_SECONDS = 3600  # how long sessions are kept after their last change, and photos at least
 _WAITING = 20  # visitors' requests in the queue, above which more are refused
 _CSS = """
 .gradio-container {max-width: 1500px !important}
