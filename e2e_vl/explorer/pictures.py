@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from e2e_vl.drawing import BLUE, RED, Colour, draw_boxes
-from e2e_vl.explorer.session import Look, Session
+from e2e_vl.explorer.session import Inspection, Session
 from e2e_vl.explorer.uploads import Photo
 from e2e_vl.tasks.base import CLEARLY_NAMED
 
@@ -59,7 +59,7 @@ def row_label(row: int, shares: np.ndarray | None) -> str:
     return str(row) if shares is None else f"{row}: {shares[row]:.2f}"
 
 
-def draw_answer(session: Session, look: Look | None, hidden: tuple[int, ...] = ()) -> np.ndarray | None:
+def draw_pointed(session: Session, look: Inspection | None, hidden: tuple[int, ...] = ()) -> np.ndarray | None:
     """uint8 RGB picture of the boxes that an answer points at and of the phrases that name one region clearly."""
     if look is None or session.photo is None:
         return None
@@ -68,7 +68,7 @@ def draw_answer(session: Session, look: Look | None, hidden: tuple[int, ...] = (
     return draw_boxes(_covered(session.photo, look, hidden), boxes, [label for label, _ in found])
 
 
-def boxes_of(look: Look) -> list[tuple[str, list[float]]]:
+def boxes_of(look: Inspection) -> list[tuple[str, list[float]]]:
     """Labels and boxes, in pixels of the original photo: the answer's, then the phrases' that name a region clearly."""
     phrases = [one for one in look.answer.phrases if one.box is not None and one.score >= CLEARLY_NAMED]
     return [
@@ -77,7 +77,7 @@ def boxes_of(look: Look) -> list[tuple[str, list[float]]]:
     ]
 
 
-def _with_name(look: Look, label: str, box: list[float]) -> str:
+def _with_name(look: Inspection, label: str, box: list[float]) -> str:
     """The label with what the detector called the region, which an answer about given regions does not say."""
     rows = np.flatnonzero(np.isclose(look.answer.boxes, box, atol=1e-3).all(axis=1))
     name = look.names[rows[0]] if len(rows) else ""
@@ -88,7 +88,7 @@ def _on_picture(photo: Photo, boxes: np.ndarray) -> np.ndarray:
     return np.asarray(boxes, dtype=np.float64).reshape(-1, 4) * np.tile(photo.scale, 2)
 
 
-def _covered(photo: Photo, look: Look, hidden: tuple[int, ...]) -> np.ndarray:
+def _covered(photo: Photo, look: Inspection, hidden: tuple[int, ...]) -> np.ndarray:
     """A copy of the photo without the pixels of some regions."""
     pixels = photo.pixels.copy()
     for x1, y1, x2, y2 in _on_picture(photo, look.answer.boxes[list(hidden)]).astype(int):

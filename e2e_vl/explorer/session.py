@@ -26,7 +26,7 @@ WHOLE_IMAGE, END = "[whole image]", "[END]"  # items that are neither words nor 
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Look:
+class Inspection:
     """What the model said to one text about one photo, and where it looked."""
 
     answer: Answer  # its boxes are in pixels of the original photo
@@ -81,15 +81,15 @@ class Session:
     """Everything that a page shows to one visitor."""
 
     photo: Photo | None = None
-    before: Look | None = None  # with all pixels; None: no text was asked
-    after: Look | None = None  # with hidden regions; None: nothing is hidden
+    before: Inspection | None = None  # with all pixels; None: no text was asked
+    after: Inspection | None = None  # with hidden regions; None: nothing is hidden
     hidden: tuple[int, ...] = ()  # rows of the regions
     item: int | None = None  # whose attention is shown; None: nobody's
     step: int = 0
     head: int | None = None  # None: the mean over the heads
 
     @property
-    def shown(self) -> Look | None:
+    def shown(self) -> Inspection | None:
         """Whose attention is shown: with hidden regions where some are hidden."""
         return self.after or self.before
 
@@ -124,7 +124,7 @@ class Session:
             raise ValueError("There is no such attention map; choose a layer and a head of the list.")
         return dataclasses.replace(self, step=step, head=head)
 
-    def _require_answer(self) -> Look:
+    def _require_answer(self) -> Inspection:
         if self.shown is None:
             raise ValueError("Nothing was asked yet; give a photo, write a phrase or a question, and ask.")
         return self.shown
@@ -176,7 +176,9 @@ class Explorer:
         """Hide a region, or show it again."""
         return self.hide(session, set(session.hidden) ^ {row})
 
-    def _look(self, photo: Photo, text: str, before: Look | None = None, hidden: Sequence[int] = ()) -> Look:
+    def _look(
+        self, photo: Photo, text: str, before: Inspection | None = None, hidden: Sequence[int] = ()
+    ) -> Inspection:
         change = None if before is None else _hiding(before.boxes, hidden)
         answer, output = self.model.look(Question(photo.file, text), change)
         names = tuple(answer.box_names) if before is None else before.names
@@ -198,7 +200,9 @@ def _hiding(boxes: Tensor, hidden: Sequence[int]) -> Callable[[Batch], Batch]:
     return change
 
 
-def _look_of(answer: Answer, output: ModelOutput, tokenizer: PreTrainedTokenizerBase, names: tuple[str, ...]) -> Look:
+def _look_of(
+    answer: Answer, output: ModelOutput, tokenizer: PreTrainedTokenizerBase, names: tuple[str, ...]
+) -> Inspection:
     """What is shown of a batch of one photo and one text."""
     texts, regions = output.batch.texts, output.text_regions
     length, width = texts.input_ids.shape[1], regions.row.shape[1]
@@ -210,7 +214,7 @@ def _look_of(answer: Answer, output: ModelOutput, tokenizer: PreTrainedTokenizer
     slots = [*pieces, *(length + row for row in whole), *ends, *(length + row for row in rows)]
     words = tokenizer.convert_ids_to_tokens(texts.input_ids[0, pieces].tolist())
     maps = [one[0][:, slots][:, :, slots].float().cpu().numpy() for one in output.encoded.attentions]
-    return Look(
+    return Inspection(
         answer=answer,
         words=(*words, *[WHOLE_IMAGE] * len(whole), *[END] * len(ends)),
         names=names,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from e2e_vl.explorer.limits import Limits
-from e2e_vl.explorer.pictures import boxes_of, draw_answer, draw_regions, to_photo
-from e2e_vl.explorer.session import LONGEST_TEXT, Explorer, Look, Session
+from e2e_vl.explorer.pictures import boxes_of, draw_pointed, draw_regions, to_photo
+from e2e_vl.explorer.session import LONGEST_TEXT, Explorer, Inspection, Session
 from e2e_vl.explorer.uploads import FILE_ENDS, read_photo
 
 if TYPE_CHECKING:
@@ -222,13 +222,13 @@ def _values(gr: Any, session: Session) -> list[Any]:
         gr.update(choices=items, value=session.item),
         gr.update(choices=steps, value=session.step if steps else None),
         gr.update(choices=[(MEAN, MEAN), *heads], value=MEAN if session.head is None else session.head),
-        draw_answer(session, before),
-        draw_answer(session, after, session.hidden),
+        draw_pointed(session, before),
+        draw_pointed(session, after, session.hidden),
         _table(session),
     ]
 
 
-def _words(look: Look | None) -> str:
+def _words(look: Inspection | None) -> str:
     if look is None:
         return ""
     unknown = look.answer.unknown_words
@@ -236,11 +236,11 @@ def _words(look: Look | None) -> str:
     return "\n".join([*lines, *([f"unknown words: {', '.join(unknown)}"] if unknown else [])])
 
 
-def _boxes(look: Look | None) -> str:
+def _boxes(look: Inspection | None) -> str:
     return "" if look is None else "\n".join(f"{_numbers(box)}  ({label})" for label, box in boxes_of(look))
 
 
-def _phrases(look: Look | None) -> str:
+def _phrases(look: Inspection | None) -> str:
     if look is None:
         return ""
     return "\n".join(

@@ -13,7 +13,7 @@ from PIL import Image
 import e2e_vl
 from detector.pixel_masking import mask_rectangles
 from e2e_vl.explorer.limits import Limits
-from e2e_vl.explorer.pictures import GREY, boxes_of, draw_answer, draw_regions, to_photo
+from e2e_vl.explorer.pictures import GREY, boxes_of, draw_pointed, draw_regions, to_photo
 from e2e_vl.explorer.session import LONGEST_TEXT, Explorer, Session
 from e2e_vl.explorer.uploads import read_photo
 
@@ -128,7 +128,7 @@ def test_the_smallest_region_around_a_point_is_found(asked):
 def test_pictures(explorer, asked):
     photo, seen = asked.photo, asked.before
     plain = draw_regions(asked)
-    assert draw_regions(Session()) is None and draw_answer(asked, None) is None
+    assert draw_regions(Session()) is None and draw_pointed(asked, None) is None
     assert plain.shape[0] >= photo.pixels.shape[0] and plain.shape[1] >= photo.pixels.shape[1]
     [(_, box)] = boxes_of(seen)
     assert box == pytest.approx(seen.answer.box.tolist())
@@ -138,8 +138,8 @@ def test_pictures(explorer, asked):
     assert not np.array_equal(coloured, plain)
     hidden = explorer.toggle(asked, 0)
     x, y = ((hidden.before.answer.boxes[0, :2] + hidden.before.answer.boxes[0, 2:]) / 2 * photo.scale).astype(int)
-    assert draw_answer(hidden, hidden.after, hidden.hidden)[y, x].tolist() == [GREY] * 3
-    assert draw_answer(hidden, hidden.before)[y, x].tolist() != [GREY] * 3
+    assert draw_pointed(hidden, hidden.after, hidden.hidden)[y, x].tolist() == [GREY] * 3
+    assert draw_pointed(hidden, hidden.before)[y, x].tolist() != [GREY] * 3
 
 
 @pytest.mark.parametrize("size", [(12, 300), (300, 12), (1600, 1200), (9, 7)])
@@ -151,7 +151,7 @@ def test_photos_of_any_size(explorer, asked, size, tmp_path):
     hidden = explorer.toggle(session, 0).attending(len(session.before.words))
     width, height = size
     assert (hidden.before.answer.boxes <= np.array([width, height, width, height]) + 1e-3).all()
-    for picture in (draw_regions(hidden), draw_answer(hidden, hidden.after, hidden.hidden)):
+    for picture in (draw_regions(hidden), draw_pointed(hidden, hidden.after, hidden.hidden)):
         assert picture.shape[0] >= session.photo.pixels.shape[0] and picture.shape[1] >= session.photo.pixels.shape[1]
 
 
