@@ -126,7 +126,7 @@ def test_a_visitor_drops_a_photo_asks_and_hides_a_region(tab, address, asked):
 def test_nothing_is_cut_off(tab, address, asked, tmp_path):
     """No label, answer or control of the page is wider than the place that it has, for photos of any shape."""
     for number, size in enumerate([(60, 600), (600, 60), (16, 12), (800, 600)]):
-        file = tmp_path / f"photo{number}.png"
+        file = tmp_path / f"photo{number}.jpg"  # a PNG file of the largest one would be above the limit
         Image.open(asked.file).resize(size).save(file)
         tab.go(address)
         tab.wait("!!document.querySelector('#photo button') && !document.querySelector('#regions img')")
