@@ -138,16 +138,18 @@ def load_resized(path: str | Path, rule: ResizeRule, channel_order: str = "BGR")
 
 
 def decode_resized(
-    content: bytes, name: str, rule: ResizeRule, channel_order: str = "BGR"
+    content: bytes, name: str, rule: ResizeRule, channel_order: str = "BGR", max_pixels: int = MAX_PIXELS
 ) -> tuple[Pixels, tuple[int, int]]:
     """`load_resized` for the content of a file, such as a member of an archive; `name` names it in errors.
+
+    An image of more than `max_pixels` pixels is refused before its pixels are decoded.
 
     Raises:
         ValueError: as `load_image`.
     """
     if not content:
         raise ValueError(f"Image {name} is empty (0 bytes); get the file again.")
-    return _resized(_decode(io.BytesIO(content), name), rule, channel_order)
+    return _resized(_decode(io.BytesIO(content), name, max_pixels), rule, channel_order)
 
 
 def _resized(image: Image.Image, rule: ResizeRule, channel_order: str) -> tuple[Pixels, tuple[int, int]]:
@@ -238,15 +240,15 @@ def _read(path: str | Path) -> Image.Image:
         return _decode(stream, str(path))
 
 
-def _decode(stream: io.BufferedIOBase, name: str) -> Image.Image:
+def _decode(stream: io.BufferedIOBase, name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """An upright RGB image from the content of a file."""
     try:
         image = _open(stream)
     except _DAMAGED as error:
         raise ValueError(f"Image {name} is not a readable JPEG or PNG file; get or convert it again.") from error
-    if image.width * image.height > MAX_PIXELS:
+    if image.width * image.height > max_pixels:
         raise ValueError(
-            f"Image {name} has {image.width} x {image.height} pixels; the limit is {MAX_PIXELS} pixels, "
+            f"Image {name} has {image.width} x {image.height} pixels; the limit is {max_pixels} pixels, "
             "so make it smaller first."
         )
     try:

@@ -34,8 +34,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": BELOW_MODEL | {"model", "weights", "report"},
     "analysis": BELOW_MODEL | {"model", "weights", "engine"},
     "api": BELOW_MODEL | {"model", "weights", "extraction", "engine"},
-    "commands": BELOW_MODEL | {"model", "weights", "report", "extraction", "engine", "analysis", "api"},
-    "tools": BELOW_MODEL | {"model", "weights", "report", "extraction", "engine", "analysis", "api", "commands"},
+    "explorer": BELOW_MODEL | {"api"},  # one model, one visitor, one photo
+    "commands": BELOW_MODEL | {"model", "weights", "report", "extraction", "engine", "analysis", "api", "explorer"},
+    "tools": BELOW_MODEL
+    | {"model", "weights", "report", "extraction", "engine", "analysis", "api", "explorer", "commands"},
 }
 # Modules and packages directly in e2e_vl/ whose layer is not their own name.
 BASE = (
@@ -71,7 +73,10 @@ THIRD_PARTY = {
     },
     "evaluation": {"numpy"},
 }
-ONLY_IN = {"detectron2": "detector/detectron2_adapter.py"}  # optional packages, each behind one file
+ONLY_IN = {
+    "detectron2": "detector/detectron2_adapter.py",
+    "gradio": "e2e_vl/explorer/web_page.py",
+}  # optional packages, each behind one file
 # Modules in the folders of tools/, by the plain names under which their neighbours import them.
 NEIGHBOURS = {path.stem: path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "tools").glob("*/*.py")}
 
@@ -231,6 +236,8 @@ def test_files_stay_small() -> None:
         ("tools/train.py", "import tools.evaluate"),
         ("detector/faster_rcnn.py", "from detectron2.modeling import build_model"),
         ("e2e_vl/engine/build.py", "def late():\n    import detectron2"),
+        ("e2e_vl/explorer/session.py", "import gradio"),
+        ("e2e_vl/api/results.py", "from e2e_vl.explorer.pictures import draw_regions"),
     ],
 )
 def test_checker_flags_a_forbidden_import(file: str, source: str) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from e2e_vl.api.sharing import CARD, make_card, without_paths
 from e2e_vl.api.trained_detector import TrainedDetector
 from e2e_vl.config import RunConfig
 from e2e_vl.data.base import open_options
-from e2e_vl.engine.asking import Reply, reply_to
+from e2e_vl.engine.asking import Reply, look_at, reply_to
 from e2e_vl.engine.build import named_parts
 from e2e_vl.engine.saving import load_model, save_model, saved_settings
 from e2e_vl.extraction.detectors import RANDOM_BOXES, LoadedDetector
@@ -42,6 +42,7 @@ from e2e_vl.extraction.settings import SHOWN
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import is_shared_model
 from e2e_vl.samples import Question, Sample
+from e2e_vl.structures import Batch, ModelOutput
 from e2e_vl.text import unknown_words
 
 
@@ -221,6 +222,26 @@ class TrainedModel(
             for number, reply in zip(group, replies, strict=True):
                 answers[number] = self._answer(questions[number], reply, stamps[number])
         return answers, errors
+
+    def look(self, question: Question, change: Callable[[Batch], Batch] | None = None) -> tuple[Answer, ModelOutput]:
+        """Answer one prepared question and keep all that the model computed, attention maps included.
+
+        Args:
+            change: see `e2e_vl.engine.asking.look_at`.
+
+        Raises:
+            FileNotFoundError, ValueError: as `ask`.
+        """
+        self.check_question(question)
+        stamps = tuple(stamp_of(file) for file in question.images)
+        reply, output = look_at(self.settings, self.network, self.tokenizer, self._sample([question]), change)
+        return self._answer(question, reply, stamps), output
+
+    def check_question(self, question: Question) -> None:
+        """Raises ValueError if the model does not answer such a question; opens no image."""
+        self._require_detector()
+        self._require_answers([question])
+        self._sample([question])
 
     def warning_of_boxes(self, questions: Sequence[Question]) -> str:
         """One sentence if boxes that mean nothing stand behind an answer; else empty."""

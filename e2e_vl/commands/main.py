@@ -22,6 +22,7 @@ COMMANDS = {
     "evaluate": ("evaluate", "evaluate a trained run on a split"),
     "predict": ("predict", "predictions of a whole split as a file, or (predict ask) one answer"),
     "ask": ("ask", "the answer of a trained run to one text about one image"),
+    "explore": ("explore", "a page in the browser: regions, answers, phrases, attention, hidden regions"),
     "extract": ("extract", "regions and features of one image, or of many"),
     "analyze-attention": ("analyze_attention", "what the attention heads of a trained run ground"),
     "convert": ("convert_weights", "read published weights, or write a trained run as an official file"),

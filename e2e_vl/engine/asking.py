@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,11 +74,8 @@ def reply_to(
     Raises:
         FileNotFoundError, ValueError: an image that is missing or cannot be read, or boxes that lie outside it.
     """
-    boxes = BoxSource.ONLINE if samples[0].images[0].objects is None else BoxSource.GT
-    loader = build_loader(config, model, None, boxes)
-    wording = model.task.wording(build_writer(config, model, tokenizer))
+    read = _reader(config, model, tokenizer, samples[0])
     collate = build_collate(config, model)
-    draw = functools.partial(random_generator, config.seed, 0)
     together = config.eval.images_per_batch if model.task.answers_together else 1
     answers: list[list[Reply] | Exception] = []
     for start in range(0, len(samples), together):
@@ -86,13 +83,13 @@ def reply_to(
         open_answers: list[tuple[Sample, list[Reply]]] = []
         for sample in samples[start : start + together]:
             try:
-                images = [_load(loader, image, loader.draw_augmentation(draw(0))) for image in sample.images]
+                example = read(sample)
             except (ValueError, OSError) as error:
                 if not keep_going:
                     raise
                 answers.append(error)
                 continue
-            examples.append(Example(images, list(wording(sample, images, draw))))
+            examples.append(example)
             open_answers.append((sample, []))
             answers.append(open_answers[-1][1])
         if not examples:
@@ -103,6 +100,48 @@ def reply_to(
         for sample, replies_of_sample in open_answers:
             replies_of_sample += itertools.islice(replies, len(sample.texts))
     return answers
+
+
+def look_at(
+    config: RunConfig,
+    model: VisionLanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sample: Sample,
+    change: Callable[[Batch], Batch] | None = None,
+) -> tuple[Reply, ModelOutput]:
+    """Answer the one question of a sample as `reply_to` does, and keep all that the model computed for it.
+
+    Args:
+        change: makes another batch of the question's own, such as one with hidden pixels, before the model sees it.
+
+    Returns:
+        The reply, and the model's output with attention maps.
+
+    Raises:
+        FileNotFoundError, ValueError: as `reply_to`.
+    """
+    example = _reader(config, model, tokenizer, sample)(sample)
+    batch = build_collate(config, model)([example]).to(next(model.parameters()).device)
+    with torch.no_grad():
+        output = model(batch if change is None else change(batch), output_attentions=True)
+        [reply] = _replies(model, tokenizer, output)
+    return reply, output
+
+
+def _reader(
+    config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, first: Sample
+) -> Callable[[Sample], Example]:
+    """What loads and words samples; whether boxes are given is decided by the first one."""
+    boxes = BoxSource.ONLINE if first.images[0].objects is None else BoxSource.GT
+    loader = build_loader(config, model, None, boxes)
+    wording = model.task.wording(build_writer(config, model, tokenizer))
+    draw = functools.partial(random_generator, config.seed, 0)
+
+    def read(sample: Sample) -> Example:
+        images = [_load(loader, image, loader.draw_augmentation(draw(0))) for image in sample.images]
+        return Example(images, list(wording(sample, images, draw)))
+
+    return read
 
 
 def _load(loader: ImageLoader, image: SampleImage, augmentation: Augmentation) -> ImageExample:

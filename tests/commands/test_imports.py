@@ -69,6 +69,7 @@ REQUIRED = {
     "predict split": "--run x --split x --boxes gt --output x",
     "predict ask": "--run x --image x --text x",
     "ask": "--run x --image x --text x",
+    "explore": "--run x",
     "extract": "x --output x",
     "analyze-attention": "--run x",
     "convert": "x --output x",

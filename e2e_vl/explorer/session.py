@@ -1,0 +1,234 @@
+"""What one visitor does: a photo, a text, regions to hide, and whose attention to see. Knows nothing of pages.
+
+Shape legend: see `e2e_vl/structures.py`; besides
+    items  what attends and is attended to: wordpieces, whole images, an end, then the R regions
+    steps  attention maps of the encoder, one after the other
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from detector.pixel_masking import mask_pixels, mask_rectangles
+from e2e_vl.api.results import Answer
+from e2e_vl.api.trained_model import TrainedModel
+from e2e_vl.explorer.uploads import Photo
+from e2e_vl.samples import EncodedImage, Question
+from e2e_vl.structures import Batch, ModelOutput
+
+LONGEST_TEXT = 500  # characters
+WHOLE_IMAGE, END = "[whole image]", "[END]"  # items that are neither words nor regions
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inspection:
+    """What the model said to one text about one photo, and where it looked."""
+
+    answer: Answer  # its boxes are in pixels of the original photo
+    words: tuple[str, ...]  # the items before the regions
+    names: tuple[str, ...]  # R classes that the detector found; "" where it is unknown
+    attention: np.ndarray  # float32 [steps, heads, items, items]: of the first item to the second
+    boxes: Tensor  # float32 [R, 4] in pixels of the network's input
+
+    def __len__(self) -> int:
+        """The number of regions."""
+        return len(self.names)
+
+    @property
+    def num_heads(self) -> int:
+        return self.attention.shape[1]
+
+    @property
+    def step_names(self) -> list[str]:
+        """A name for each attention map, with what it connects where that is not everything."""
+        return [_step_name(number, maps.sum(axis=0), len(self.words)) for number, maps in enumerate(self.attention)]
+
+    @property
+    def best_step(self) -> int:
+        """The last map in which words attend to regions; the last one if none does."""
+        count = len(self.words)
+        reads = [step for step, maps in enumerate(self.attention) if maps[:, :count, count:].any()]
+        return reads[-1] if reads else len(self.attention) - 1
+
+    def attention_of(self, item: int, step: int, head: int | None) -> np.ndarray:
+        """float32 [items], how much one item looks at each; `head` None: the mean over the heads."""
+        maps = self.attention[step]
+        return maps.mean(axis=0)[item] if head is None else maps[head, item]
+
+    def item_name(self, item: int) -> str:
+        count = len(self.words)
+        if item < count:
+            return f"{item + 1}: {self.words[item]}"
+        return self.region_name(item - count)
+
+    def region_name(self, row: int) -> str:
+        return f"region {row} {self.names[row]}".strip()
+
+    def region_at(self, x: float, y: float) -> int | None:
+        """The smallest region around a point of the original photo."""
+        x1, y1, x2, y2 = self.answer.boxes.T
+        areas = np.where((x1 <= x) & (x < x2) & (y1 <= y) & (y < y2), (x2 - x1) * (y2 - y1), np.inf)
+        return int(areas.argmin()) if len(areas) and np.isfinite(areas.min()) else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Session:
+    """Everything that a page shows to one visitor."""
+
+    photo: Photo | None = None
+    before: Inspection | None = None  # with all pixels; None: no text was asked
+    after: Inspection | None = None  # with hidden regions; None: nothing is hidden
+    hidden: tuple[int, ...] = ()  # rows of the regions
+    item: int | None = None  # whose attention is shown; None: nobody's
+    step: int = 0
+    head: int | None = None  # None: the mean over the heads
+
+    @property
+    def shown(self) -> Inspection | None:
+        """Whose attention is shown: with hidden regions where some are hidden."""
+        return self.after or self.before
+
+    @property
+    def attention(self) -> np.ndarray | None:
+        """float32 [items], how much the chosen item looks at each; None: no item is chosen."""
+        return (
+            None
+            if self.shown is None or self.item is None
+            else self.shown.attention_of(self.item, self.step, self.head)
+        )
+
+    def attending(self, item: int | None) -> Session:
+        """The session with another item whose attention is shown.
+
+        Raises:
+            ValueError: no such item.
+        """
+        shown = self._require_answer()
+        if item is not None and not 0 <= item < len(shown.words) + len(shown):
+            raise ValueError(f"There is no item {item}; choose a word or a region.")
+        return dataclasses.replace(self, item=item)
+
+    def with_map(self, step: int, head: int | None) -> Session:
+        """The session with another attention map.
+
+        Raises:
+            ValueError: no such map.
+        """
+        shown = self._require_answer()
+        if not 0 <= step < len(shown.attention) or not (head is None or 0 <= head < shown.num_heads):
+            raise ValueError("There is no such attention map; choose a layer and a head of the list.")
+        return dataclasses.replace(self, step=step, head=head)
+
+    def _require_answer(self) -> Inspection:
+        if self.shown is None:
+            raise ValueError("Nothing was asked yet; give a photo, write a phrase or a question, and ask.")
+        return self.shown
+
+
+class Explorer:
+    """A model that is loaded once and answers all visitors.
+
+    Raises:
+        ValueError: the model does not answer a text about one image without further facts.
+    """
+
+    def __init__(self, model: TrainedModel):
+        model.check_question(Question(EncodedImage(b"", "(a photo)"), "a text"))
+        self.model = model
+
+    def ask(self, session: Session, text: str) -> Session:
+        """The session with the answer to a text about its photo; nothing is hidden.
+
+        Raises:
+            ValueError: no photo, or a text that is empty or too long, or as `TrainedModel.ask`.
+        """
+        if session.photo is None:
+            raise ValueError("There is no photo yet; drop a JPEG or PNG file first.")
+        if len(text) > LONGEST_TEXT:
+            raise ValueError(f"The text has {len(text)} characters; write at most {LONGEST_TEXT}.")
+        look = self._look(session.photo, text)
+        return Session(session.photo, look, step=look.best_step)
+
+    def hide(self, session: Session, rows: Iterable[int]) -> Session:
+        """The session with the answer to the same text when the pixels of some regions have the mean colour.
+
+        The regions stay the same: the detector describes them, but does not look for others.
+
+        Raises:
+            ValueError: nothing was asked yet, or there is no such region.
+        """
+        before = session.before
+        if before is None:
+            raise ValueError("Nothing was asked yet; there are no regions to hide.")
+        hidden = tuple(sorted(set(rows)))
+        unknown = [row for row in hidden if not 0 <= row < len(before)]
+        if unknown:
+            raise ValueError(f"There is no region {unknown[0]}; this photo has {len(before)}.")
+        after = self._look(session.photo, before.answer.text, before, hidden) if hidden else None
+        return dataclasses.replace(session, hidden=hidden, after=after)
+
+    def toggle(self, session: Session, row: int) -> Session:
+        """Hide a region, or show it again."""
+        return self.hide(session, set(session.hidden) ^ {row})
+
+    def _look(
+        self, photo: Photo, text: str, before: Inspection | None = None, hidden: Sequence[int] = ()
+    ) -> Inspection:
+        change = None if before is None else _hiding(before.boxes, hidden)
+        answer, output = self.model.look(Question(photo.file, text), change)
+        names = tuple(answer.box_names) if before is None else before.names
+        return _look_of(answer, output, self.model.tokenizer, names)
+
+
+def _hiding(boxes: Tensor, hidden: Sequence[int]) -> Callable[[Batch], Batch]:
+    """Makes a batch of one photo in which the regions are given and the pixels of some have the mean colour.
+
+    The pixels are those that pre-training hides; they are changed before any detector, so a teacher does not see them.
+    """
+
+    def change(batch: Batch) -> Batch:
+        images = batch.images
+        rectangles = mask_rectangles(boxes[list(hidden)], images.sizes[0].tolist(), "truncate").to(boxes.dtype)
+        pixels = mask_pixels(images.pixels, images.sizes, [rectangles])
+        return dataclasses.replace(batch, images=dataclasses.replace(images, pixels=pixels), boxes=[boxes])
+
+    return change
+
+
+def _look_of(
+    answer: Answer, output: ModelOutput, tokenizer: PreTrainedTokenizerBase, names: tuple[str, ...]
+) -> Inspection:
+    """What is shown of a batch of one photo and one text."""
+    texts, regions = output.batch.texts, output.text_regions
+    length, width = texts.input_ids.shape[1], regions.row.shape[1]
+    pieces = texts.attend[0].nonzero()[:, 0].tolist()
+    is_region = (regions.row[0] >= 0).tolist()
+    whole = [row for row, is_whole in enumerate(regions.is_whole_image[0].tolist()) if is_whole]
+    rows = [row for row, is_one in enumerate(is_region) if is_one]
+    ends = range(length + width, output.encoded.attentions[0].shape[-1])
+    slots = [*pieces, *(length + row for row in whole), *ends, *(length + row for row in rows)]
+    words = tokenizer.convert_ids_to_tokens(texts.input_ids[0, pieces].tolist())
+    maps = [one[0][:, slots][:, :, slots].float().cpu().numpy() for one in output.encoded.attentions]
+    return Inspection(
+        answer=answer,
+        words=(*words, *[WHOLE_IMAGE] * len(whole), *[END] * len(ends)),
+        names=names,
+        attention=np.stack(maps),
+        boxes=regions.boxes[0, rows],
+    )
+
+
+def _step_name(number: int, total: np.ndarray, words: int) -> str:
+    blocks = {
+        "words to words": total[:words, :words],
+        "words to regions": total[:words, words:],
+        "regions to words": total[words:, :words],
+        "regions to regions": total[words:, words:],
+    }
+    there = [name for name, block in blocks.items() if block.any()]
+    return f"{number + 1}" if len(there) == len(blocks) or not there else f"{number + 1} ({', '.join(there)})"

@@ -1,0 +1,284 @@
+"""The page: gradio's components around a session. Needs the optional package gradio."""
+
+# Annotations are evaluated here, unlike in other modules: gradio looks for `SelectData` in them, and finds no strings.
+
+import html
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from e2e_vl.explorer.limits import Limits
+from e2e_vl.explorer.pictures import boxes_of, draw_pointed, draw_regions, to_photo
+from e2e_vl.explorer.session import LONGEST_TEXT, Explorer, Inspection, Session
+from e2e_vl.explorer.uploads import FILE_ENDS, read_photo
+
+if TYPE_CHECKING:
+    import gradio
+
+SHOWS, HIDES = "shows its attention", "hides it, or shows it again"  # what a click on a region does
+MEAN = "mean of all heads"
+KEPT_SECONDS = 3600  # how long sessions are kept after their last change, and photos at least
+_WAITING = 20  # visitors' requests in the queue, above which more are refused
+_CSS = """
+.gradio-container {max-width: 1500px !important}
+#problem {border-left: 4px solid #c0392b; padding: 0.4em 0.8em}
+#words .token {margin: 2px; padding: 1px 5px; border: 1px solid #bbb; border-radius: 4px; cursor: pointer}
+"""
+
+
+def import_gradio() -> Any:
+    """Gradio. Raises ValueError with the remedy if it is not installed."""
+    try:
+        import gradio
+    except ImportError as error:
+        raise ValueError('The explorer needs gradio; install it with pip install "e2e-vl[explore]".') from error
+    return gradio
+
+
+def build_page(explorer: Explorer, limits: Limits, title: str) -> "gradio.Blocks":
+    """The page with its events; every visitor has a session of their own.
+
+    Raises:
+        ValueError: gradio is not installed.
+    """
+    gr = import_gradio()
+    page = gr.Blocks(title=title, analytics_enabled=False, delete_cache=(KEPT_SECONDS, KEPT_SECONDS))
+    with page:
+        state = gr.State(Session(), time_to_live=KEPT_SECONDS)
+        gr.Markdown(f"## {_plain(title)}")
+        with gr.Row():
+            with gr.Column(scale=2, min_width=320):
+                photo = gr.File(
+                    label=f"Photo: JPEG or PNG, at most {limits.megabytes:g} MB and {limits.megapixels:g} megapixels",
+                    file_types=list(FILE_ENDS),
+                    height=140,
+                    elem_id="photo",
+                )
+                text = gr.Textbox(label="Phrase or question", max_length=LONGEST_TEXT, max_lines=1, elem_id="text")
+                ask = gr.Button("Ask", variant="primary", elem_id="ask")
+                problem = gr.Markdown(visible=False, elem_id="problem")
+                with gr.Row():
+                    answer = gr.Textbox(label="Answer", lines=2, max_lines=8, elem_id="answer")
+                    answer_after = gr.Textbox(
+                        label="Answer with hidden regions", lines=2, max_lines=8, elem_id="answer-after"
+                    )
+                with gr.Row():
+                    boxes = gr.Textbox(
+                        label="Boxes: x1, y1, x2, y2 in pixels of the photo", max_lines=8, elem_id="boxes"
+                    )
+                    boxes_after = gr.Textbox(label="Boxes with hidden regions", max_lines=8, elem_id="boxes-after")
+                phrases = gr.Textbox(label="Phrases", max_lines=10, visible=False, elem_id="phrases")
+                words = gr.HighlightedText(
+                    label="Words: click one to see its attention", show_legend=False, elem_id="words"
+                )
+                with gr.Row():
+                    item = gr.Dropdown([], label="Attention of", elem_id="item")
+                    step = gr.Dropdown([], label="Layer", elem_id="step")
+                    head = gr.Dropdown([MEAN], value=MEAN, label="Head", elem_id="head")
+            with gr.Column(scale=3, min_width=400):
+                click = gr.Radio([SHOWS, HIDES], value=SHOWS, label="A click on a region", elem_id="click")
+                regions = gr.Image(
+                    label="Regions",
+                    interactive=False,
+                    format="png",
+                    buttons=["fullscreen"],
+                    elem_id="regions",
+                )
+                hidden = gr.Dropdown([], multiselect=True, label="Hidden regions", elem_id="hidden")
+        with gr.Row():
+            shape = {"interactive": False, "format": "png", "buttons": ["fullscreen", "download"]}
+            picture = gr.Image(label="Answer", elem_id="picture", **shape)
+            picture_after = gr.Image(label="Answer with hidden regions", elem_id="picture-after", **shape)
+        with gr.Accordion("All regions", open=False):
+            table = gr.Dataframe(
+                headers=["region", "name", "x1", "y1", "x2", "y2", "attention"],
+                interactive=False,
+                elem_id="table",
+            )
+        outputs = [
+            state,
+            problem,
+            answer,
+            answer_after,
+            boxes,
+            boxes_after,
+            phrases,
+            regions,
+            hidden,
+            words,
+            item,
+            step,
+        ]
+        outputs += [head, picture, picture_after, table]
+
+        def shown(session: Session, error: str = "") -> list[Any]:
+            return [session, gr.update(value=_plain(error), visible=bool(error)), *_values(gr, session)]
+
+        def saying(change: Callable[..., Session]) -> Callable[..., list[Any]]:
+            """An event that changes the session, or says in one sentence why it cannot."""
+
+            def event(session: Session, *values: Any) -> list[Any]:
+                try:
+                    return shown(change(session, *values))
+                except (ValueError, OSError) as error:
+                    return shown(session, str(error))
+
+            return event
+
+        def new_photo(session: Session, file: str | None, words: str) -> list[Any]:
+            if file is None:
+                return shown(Session())
+            try:
+                session = Session(read_photo(Path(file), limits))
+                return shown(explorer.ask(session, words) if words.strip() else session)
+            except (ValueError, OSError) as error:
+                return shown(session, str(error))
+
+        def clicked(session: Session, action: str, event: gr.SelectData) -> list[Any]:
+            return saying(_click)(session, explorer, action, event.index)
+
+        def word_clicked(session: Session, event: gr.SelectData) -> list[Any]:
+            return saying(lambda session: session.attending(int(_first(event.index))))(session)
+
+        def chosen_map(session: Session, item: int | None, step: int | None, head: int | str) -> Session:
+            chosen = session.attending(item)
+            return chosen.with_map(chosen.step if step is None else step, None if head == MEAN else head)
+
+        rules = {
+            "outputs": outputs,
+            "concurrency_limit": 1,
+            "concurrency_id": "model",
+            "api_visibility": "undocumented",
+        }
+        gr.on([photo.upload, photo.clear], new_photo, [state, photo, text], api_name="photo", **rules)
+        gr.on([ask.click, text.submit], saying(explorer.ask), [state, text], api_name="ask", **rules)
+        hidden.input(saying(explorer.hide), [state, hidden], api_name="hide", **rules)
+        regions.select(clicked, [state, click], api_name="click", **rules)
+        words.select(word_clicked, [state], api_name="word", **rules)
+        gr.on(
+            [item.input, step.input, head.input], saying(chosen_map), [state, item, step, head], api_name="map", **rules
+        )
+    return page
+
+
+def serve(page: "gradio.Blocks", limits: Limits, *, host: str, port: int | None) -> str:
+    """Start the server in threads of its own, until `page.close()`; no link is shared.
+
+    Args:
+        port: None: a free one.
+
+    Returns:
+        The address.
+    """
+    gr = import_gradio()
+    page.queue(max_size=_WAITING, default_concurrency_limit=1)
+    _, address, _ = page.launch(
+        server_name=host,
+        server_port=port,
+        share=False,
+        prevent_thread_lock=True,
+        max_file_size=limits.bytes,
+        show_error=True,
+        footer_links=[],
+        run_history=False,
+        enable_monitoring=False,
+        mcp_server=False,
+        ssr_mode=False,
+        pwa=False,
+        quiet=True,
+        css=_CSS,
+        theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),  # nothing is downloaded
+    )
+    return address
+
+
+def _click(session: Session, explorer: Explorer, action: str, place: Any) -> Session:
+    """A click on the picture of the regions, at (x, y) of its pixels."""
+    if session.photo is None or session.shown is None:
+        raise ValueError("Nothing was asked yet; write a phrase or a question, and ask.")
+    row = session.shown.region_at(*to_photo(session.photo, tuple(place)))
+    if row is None:
+        raise ValueError("There is no region at this place; click inside a box.")
+    return explorer.toggle(session, row) if action == HIDES else session.attending(len(session.shown.words) + row)
+
+
+def _values(gr: Any, session: Session) -> list[Any]:
+    """What the components show, in the order of the page's outputs."""
+    before, after, seen = session.before, session.after, session.shown
+    regions = [] if before is None else [(before.region_name(row), row) for row in range(len(before))]
+    items = [] if seen is None else [(seen.item_name(item), item) for item in range(len(seen.words) + len(seen))]
+    steps = [] if seen is None else [(name, number) for number, name in enumerate(seen.step_names)]
+    heads = [] if seen is None else [(str(number + 1), number) for number in range(seen.num_heads)]
+    phrases = _phrases(seen)
+    return [
+        _words(before),
+        _words(after),
+        _boxes(before),
+        _boxes(after),
+        gr.update(value=phrases, visible=bool(phrases)),
+        draw_regions(session),
+        gr.update(choices=regions, value=list(session.hidden)),
+        _coloured_words(session),
+        gr.update(choices=items, value=session.item),
+        gr.update(choices=steps, value=session.step if steps else None),
+        gr.update(choices=[(MEAN, MEAN), *heads], value=MEAN if session.head is None else session.head),
+        draw_pointed(session, before),
+        draw_pointed(session, after, session.hidden),
+        _table(session),
+    ]
+
+
+def _words(look: Inspection | None) -> str:
+    if look is None:
+        return ""
+    unknown = look.answer.unknown_words
+    lines = list(look.answer.lines)
+    return "\n".join([*lines, *([f"unknown words: {', '.join(unknown)}"] if unknown else [])])
+
+
+def _boxes(look: Inspection | None) -> str:
+    return "" if look is None else "\n".join(f"{_numbers(box)}  ({label})" for label, box in boxes_of(look))
+
+
+def _phrases(look: Inspection | None) -> str:
+    if look is None:
+        return ""
+    return "\n".join(
+        f"{one.text}: {'no region' if one.box is None else _numbers(one.box)}  ({one.score:.2f})"
+        for one in look.answer.phrases
+    )
+
+
+def _numbers(box: Any) -> str:
+    return ", ".join(f"{number:.1f}" for number in box)
+
+
+def _coloured_words(session: Session) -> list[tuple[str, float]]:
+    """The words with their share of the attention, relative to the largest one."""
+    if session.shown is None:
+        return []
+    words, shares = session.shown.words, session.attention
+    if shares is None:
+        return [(word, None) for word in words]
+    largest = max(float(shares[: len(words)].max(initial=0.0)), 1e-12)
+    return [(word, float(share) / largest) for word, share in zip(words, shares, strict=False)]
+
+
+def _table(session: Session) -> list[list[Any]]:
+    seen = session.shown
+    if seen is None:
+        return []
+    shares = None if session.attention is None else session.attention[len(seen.words) :]
+    return [
+        [row, seen.names[row], *(round(float(side), 1) for side in box), "" if shares is None else f"{shares[row]:.3f}"]
+        for row, box in enumerate(seen.answer.boxes)
+    ]
+
+
+def _first(index: Any) -> Any:
+    return index[0] if isinstance(index, list | tuple) else index
+
+
+def _plain(text: str) -> str:
+    """A text that Markdown shows as it is."""
+    return "".join(f"&#{ord(one)};" if one in "\\`*_{}[]()#+-!|~>" else one for one in html.escape(text))

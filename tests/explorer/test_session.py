@@ -1,0 +1,168 @@
+"""What the explorer's page shows: answers, attention of words and regions, and answers when regions are hidden."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import e2e_vl
+from detector.pixel_masking import mask_rectangles
+from e2e_vl.explorer.limits import Limits
+from e2e_vl.explorer.pictures import GREY, boxes_of, draw_pointed, draw_regions, to_photo
+from e2e_vl.explorer.session import LONGEST_TEXT, Explorer, Session
+from e2e_vl.explorer.uploads import read_photo
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+@pytest.fixture(scope="module")
+def record(trained_run) -> dict:
+    """A prediction of the evaluation with the detector's own boxes."""
+    return json.loads((trained_run.path / "predictions_val_online.json").read_text("utf-8"))[0]
+
+
+@pytest.fixture(scope="module")
+def explorer(trained_run) -> Explorer:
+    return Explorer(e2e_vl.load(trained_run.path, device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def asked(explorer, record) -> Session:
+    photo = read_photo(Path(record["file_name"]), Limits())
+    return explorer.ask(Session(photo), record["sent"])
+
+
+def test_the_answer_is_the_one_of_the_evaluation(asked, record):
+    assert asked.before.answer.box == pytest.approx(record["box"], abs=1e-3)
+    assert asked.before.answer.score == pytest.approx(record["score"], abs=1e-5)
+    assert asked.after is None and asked.hidden == () and asked.attention is None
+    assert set(asked.before.names) == set(asked.before.answer.box_names) and len(asked.before) > 2
+
+
+def test_attention_of_a_word_and_of_a_region(explorer, asked, record):
+    seen = asked.before
+    pieces = explorer.model.tokenizer.tokenize(record["sent"])
+    assert list(seen.words[1 : 1 + len(pieces)]) == pieces
+    count = len(seen.words) + len(seen)
+    encoder = explorer.model.settings.encoder
+    assert seen.attention.shape[2:] == (count, count)
+    assert seen.attention.shape[1] == seen.num_heads == explorer.model.network.encoder.config.num_attention_heads, (
+        encoder
+    )
+    assert np.allclose(seen.attention.sum(axis=3), 1, atol=1e-5), "all that this encoder reads is shown"
+    for item in (1, len(seen.words) + 1):
+        mean = asked.attending(item).attention
+        assert mean == pytest.approx(seen.attention[seen.best_step, :, item].mean(axis=0))
+        one = asked.attending(item).with_map(0, 1).attention
+        assert one == pytest.approx(seen.attention[0, 1, item]) and not np.allclose(one, mean)
+    for item in (-1, count):
+        with pytest.raises(ValueError, match="no item"):
+            asked.attending(item)
+    for step, head in ((99, None), (-1, None), (0, 99)):
+        with pytest.raises(ValueError, match="no such attention map"):
+            asked.with_map(step, head)
+
+
+def test_nothing_changes_when_nothing_is_hidden(explorer, asked):
+    """The same regions are given the second time, so they must have the same features."""
+    again = explorer._look(asked.photo, asked.before.answer.text, asked.before, ())
+    assert again.answer.score == pytest.approx(asked.before.answer.score, abs=1e-6)
+    assert np.allclose(again.attention, asked.before.attention, atol=1e-6)
+    assert np.array_equal(again.answer.boxes, asked.before.answer.boxes)
+
+
+def test_the_pixels_of_hidden_regions_have_the_mean_colour_before_the_detector(explorer, asked, monkeypatch):
+    seen: list[torch.Tensor] = []
+    forward = explorer.model.network.detector.forward
+
+    def watched(images, *args, **kwargs):
+        seen.append(images.pixels.clone())
+        return forward(images, *args, **kwargs)
+
+    monkeypatch.setattr(explorer.model.network.detector, "forward", watched)
+    explorer.ask(asked, asked.before.answer.text)
+    hidden = explorer.hide(asked, [2, 0])
+    whole, covered = seen
+    size = whole.shape[2:]
+    inside = torch.zeros(size, dtype=torch.bool)
+    for x1, y1, x2, y2 in mask_rectangles(asked.before.boxes[[0, 2]], size, "truncate").tolist():
+        inside[y1:y2, x1:x2] = True
+    assert 0 < inside.float().mean() < 1 and whole[0, :, inside].any()
+    assert not covered[0, :, inside].any(), "0 is the mean colour"
+    assert torch.equal(covered[0, :, ~inside], whole[0, :, ~inside])
+    assert hidden.hidden == (0, 2)
+    assert np.array_equal(hidden.after.answer.boxes, asked.before.answer.boxes)
+    assert hidden.after.names == asked.before.names
+
+
+def test_hiding_the_region_of_the_answer_changes_the_answer_and_showing_it_restores_it(explorer, asked):
+    box = asked.before.answer.box
+    row = asked.before.region_at(*(box[:2] + box[2:]) / 2)
+    hidden = explorer.toggle(asked, row)
+    assert hidden.hidden == (row,)
+    assert boxes_of(hidden.after)[0][0].split()[0] in asked.before.names, "the detector's name of the region"
+    assert abs(hidden.after.answer.score - asked.before.answer.score) > 1e-4
+    assert hidden.shown is hidden.after and hidden.before is asked.before
+    shown = explorer.toggle(hidden, row)
+    assert shown.hidden == () and shown.after is None and shown.shown is asked.before
+    assert explorer.ask(hidden, "the star").hidden == (), "another question begins anew"
+    with pytest.raises(ValueError, match=f"no region {len(asked.before)}"):
+        explorer.hide(asked, [len(asked.before)])
+
+
+def test_the_smallest_region_around_a_point_is_found(asked):
+    boxes = asked.before.answer.boxes
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1)
+    for x, y in ((boxes[:, :2] + boxes[:, 2:]) / 2).tolist():
+        found = asked.before.region_at(x, y)
+        around = ((boxes[:, :2] <= (x, y)) & (boxes[:, 2:] > (x, y))).all(axis=1)
+        assert areas[found] == areas[around].min()
+    assert asked.before.region_at(-1, -1) is None
+
+
+def test_pictures(explorer, asked):
+    photo, seen = asked.photo, asked.before
+    plain = draw_regions(asked)
+    assert draw_regions(Session()) is None and draw_pointed(asked, None) is None
+    assert plain.shape[0] >= photo.pixels.shape[0] and plain.shape[1] >= photo.pixels.shape[1]
+    [(_, box)] = boxes_of(seen)
+    assert box == pytest.approx(seen.answer.box.tolist())
+    corner = tuple(np.array(box[:2]) * photo.scale)
+    assert to_photo(photo, corner) == pytest.approx(box[:2])
+    coloured = draw_regions(asked.attending(1))
+    assert not np.array_equal(coloured, plain)
+    hidden = explorer.toggle(asked, 0)
+    x, y = ((hidden.before.answer.boxes[0, :2] + hidden.before.answer.boxes[0, 2:]) / 2 * photo.scale).astype(int)
+    assert draw_pointed(hidden, hidden.after, hidden.hidden)[y, x].tolist() == [GREY] * 3
+    assert draw_pointed(hidden, hidden.before)[y, x].tolist() != [GREY] * 3
+
+
+@pytest.mark.parametrize("size", [(12, 300), (300, 12), (1600, 1200), (9, 7)])
+def test_photos_of_any_size(explorer, asked, size, tmp_path):
+    path = tmp_path / "photo.png"
+    Image.effect_noise(size, 60).convert("RGB").save(path)
+    session = explorer.ask(Session(read_photo(path, Limits())), "the star")
+    assert session.photo.size == size[::-1]
+    hidden = explorer.toggle(session, 0).attending(len(session.before.words))
+    width, height = size
+    assert (hidden.before.answer.boxes <= np.array([width, height, width, height]) + 1e-3).all()
+    for picture in (draw_regions(hidden), draw_pointed(hidden, hidden.after, hidden.hidden)):
+        assert picture.shape[0] >= session.photo.pixels.shape[0] and picture.shape[1] >= session.photo.pixels.shape[1]
+
+
+def test_what_cannot_be_asked_is_said_in_a_sentence(explorer, asked):
+    with pytest.raises(ValueError, match="no photo yet"):
+        explorer.ask(Session(), "the star")
+    with pytest.raises(ValueError, match="text is empty"):
+        explorer.ask(asked, "  ")
+    with pytest.raises(ValueError, match=f"at most {LONGEST_TEXT}"):
+        explorer.ask(asked, "a" * (LONGEST_TEXT + 1))
+    with pytest.raises(ValueError, match="Nothing was asked yet"):
+        explorer.hide(Session(asked.photo), [0])
+    with pytest.raises(ValueError, match="Nothing was asked yet"):
+        Session(asked.photo).attending(0)

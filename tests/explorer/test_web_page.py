@@ -1,0 +1,146 @@
+"""The explorer's page: as a program asks its server, and as a visitor sees it in a real browser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+import e2e_vl
+from e2e_vl.explorer.limits import Limits
+from e2e_vl.explorer.session import Explorer
+from tests.conftest import cpu_with_one_thread
+from tests.explorer.browser import Tab, find_browser, open_browser
+
+pytest.importorskip("gradio", reason='gradio is not installed; pip install "e2e-vl[explore]" lets this test run')
+
+from e2e_vl.explorer.web_page import HIDES, _plain, build_page, serve
+
+LIMITS = Limits(megapixels=0.5, megabytes=0.2)
+# rows of the values that an event returns to a program: without the session, which stays on the server
+PROBLEM, ANSWER, ANSWER_AFTER, BOXES, BOXES_AFTER = range(5)
+
+
+@pytest.fixture(scope="module")
+def asked(trained_run) -> SimpleNamespace:
+    """A `file`, its `size` (width, height), a `text`, and the `box` that the evaluation found."""
+    record = json.loads((trained_run.path / "predictions_val_online.json").read_text("utf-8"))[0]
+    file = Path(record["file_name"])
+    return SimpleNamespace(file=file, size=Image.open(file).size, text=record["sent"], box=record["box"])
+
+
+@pytest.fixture(scope="module")
+def address(trained_run) -> Iterator[str]:
+    with cpu_with_one_thread():
+        page = build_page(Explorer(e2e_vl.load(trained_run.path, device="cpu")), LIMITS, "A run")
+        try:
+            yield serve(page, LIMITS, host="127.0.0.1", port=None)
+        finally:
+            page.close()
+
+
+def numbers(text: str) -> list[float]:
+    """The coordinates of the first box of a list of boxes."""
+    return [float(one) for one in text.partition("  (")[0].split(", ")]
+
+
+def test_a_program_asks_hides_and_is_refused(address, asked, tmp_path):
+    from gradio_client import Client, handle_file
+
+    visitor = Client(address, verbose=False, analytics_enabled=False)
+    assert "no photo yet" in visitor.predict(asked.text, api_name="/ask")[PROBLEM]["value"]
+    visitor.predict(handle_file(asked.file), "", api_name="/photo")
+    shown = visitor.predict(asked.text, api_name="/ask")
+    assert numbers(shown[BOXES]) == pytest.approx(asked.box, abs=0.06)
+    assert shown[ANSWER] and not shown[ANSWER_AFTER]
+    hidden = visitor.predict([0, 1], api_name="/hide")
+    assert hidden[ANSWER] == shown[ANSWER] and hidden[ANSWER_AFTER] not in ("", shown[ANSWER])
+    other = Client(address, verbose=False, analytics_enabled=False)
+    assert "no photo yet" in other.predict(asked.text, api_name="/ask")[PROBLEM]["value"], "visitors share nothing"
+    large = tmp_path / "large.png"
+    Image.new("RGB", (1000, 600)).save(large)
+    assert "1000 x 600 pixels" in visitor.predict(handle_file(large), "", api_name="/photo")[PROBLEM]["value"]
+    heavy = tmp_path / "heavy.png"
+    Image.effect_noise((700, 500), 90).save(heavy)
+    with pytest.raises(Exception, match="exceeds the maximum file size"):
+        visitor.predict(handle_file(heavy), "", api_name="/photo")
+
+
+def test_errors_are_shown_as_they_are():
+    assert _plain("a_b <i>") == "a&#95;b &lt;i&gt;"
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory) -> Iterator[Tab]:
+    pytest.importorskip("websockets", reason="websockets is not installed, which drives the browser")
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium is installed; apt-get install chromium lets this test run")
+    with open_browser(program, tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+def value(name: str) -> str:
+    """What a text of the page says, as an expression."""
+    return f"document.querySelector('#{name} textarea, #{name} input').value"
+
+
+def test_a_visitor_drops_a_photo_asks_and_hides_a_region(tab, address, asked):
+    tab.go(address)
+    tab.wait("!!document.querySelector('#photo button')")
+    tab.drop("document.querySelector('#photo button')", asked.file)
+    tab.wait("!!document.querySelector('#regions img')")
+    tab.type("document.querySelector('#text textarea, #text input')", asked.text)
+    tab.click("document.querySelector('button#ask')")
+    answer = tab.wait(value("answer"))
+    box = numbers(tab.wait(value("boxes")))
+    assert box == pytest.approx(asked.box, abs=0.06)
+
+    tab.click("document.querySelectorAll('#words .token')[1]")
+    assert tab.wait(value("item")).startswith("2: ")
+    tab.wait("!!document.querySelector('#words .score-token')")
+
+    tab.click(f"[...document.querySelectorAll('#click label')].find(one => one.innerText.includes('{HIDES}'))")
+    before = tab.run("document.querySelector('#regions img').src")
+    # the picture is as large as the photo, or larger at the right and the bottom
+    picture = "document.querySelector('#regions img')"
+    wide, high = tab.run(f"[{picture}.naturalWidth, {picture}.naturalHeight]")
+    scale = min(wide / asked.size[0], high / asked.size[1])
+    centre = ((box[0] + box[2]) / 2 * scale / wide, (box[1] + box[3]) / 2 * scale / high)
+    tab.click(picture, centre)
+    changed = tab.wait(value("answer-after"))
+    assert changed != answer and tab.run(value("answer")) == answer
+    assert tab.run(value("boxes-after")) and "region" in tab.run("document.querySelector('#hidden').innerText")
+    tab.wait(f"document.querySelector('#regions img').src != '{before}'")
+    tab.click(picture, centre)
+    tab.wait(f"!{value('answer-after')}")
+
+    hosts = {one.split("/")[2] for one in tab.requests if one.startswith("http")}
+    assert hosts == {address.split("/")[2]}, "the page asks nobody else"
+
+
+def test_nothing_is_cut_off(tab, address, asked, tmp_path):
+    """No label, answer or control of the page is wider than the place that it has, for photos of any shape."""
+    for number, size in enumerate([(60, 600), (600, 60), (16, 12), (800, 600)]):
+        file = tmp_path / f"photo{number}.jpg"  # a PNG file of the largest one would be above the limit
+        Image.open(asked.file).resize(size).save(file)
+        tab.go(address)
+        tab.wait("!!document.querySelector('#photo button') && !document.querySelector('#regions img')")
+        tab.drop("document.querySelector('#photo button')", file)
+        tab.wait("!!document.querySelector('#regions img')")
+        tab.type("document.querySelector('#text textarea, #text input')", asked.text)
+        tab.click("document.querySelector('button#ask')")
+        tab.wait(value("answer"))
+        tab.wait("!!document.querySelector('#picture img')")
+        assert tab.run("document.documentElement.scrollWidth <= window.innerWidth")
+        cut = "[...document.querySelectorAll('textarea, input, label span, .token, #ask')].filter(one => "
+        cut += "one.clientWidth && one.scrollWidth > one.clientWidth + 1).map(one => one.outerHTML.slice(0, 300))"
+        assert (found := tab.run(cut)) == [], found
+        for name in ("regions", "picture"):
+            x, _, width, height = tab.place(f"document.querySelector('#{name} img')")
+            left, _, outer_width, outer_height = tab.place(f"document.querySelector('#{name}')")
+            assert x >= left - 1 and x + width <= left + outer_width + 1 and height <= outer_height + 1
