@@ -5,6 +5,7 @@ Commands run with less data and fewer steps than they say; a placeholder such as
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shlex
@@ -18,7 +19,7 @@ import pytest
 import yaml
 from transformers import BertConfig, BertModel
 
-from e2e_vl.commands import predict, train
+from e2e_vl.commands import analyze_attention, explore, predict, train
 from e2e_vl.text import build_vocabulary
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +71,12 @@ def commands_of(block: str) -> list[str]:
     return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
+def parse(parser: argparse.ArgumentParser, options: list[str]) -> int:
+    """Read the options; argparse ends the test for one that it does not know."""
+    parser.parse_args(options)
+    return 0
+
+
 def run_command(command: str, placeholders: dict[str, str]) -> None:
     """Run a command of a page: what an installation precedes is run without it.
 
@@ -79,11 +86,17 @@ def run_command(command: str, placeholders: dict[str, str]) -> None:
     words = shlex.split(command.split("&&")[-1])
     words = [re.sub(r"\b[A-Z]{3,}\b", lambda name: placeholders.get(name[0], name[0]), word) for word in words]
     program = next((word for word in words if word.startswith("tools/")), words[0])
+    if program == "e2e-vl":  # has the same commands
+        program = f"tools/{words[1].replace('-', '_')}.py"
+        words = [program, *words[2:]]
     options = words[words.index(program) + 1 :]
     runners: dict[str, Callable[[], int]] = {
         ".venv/bin/pytest": lambda: 0,  # this very run
         "tools/train.py": lambda: train.main([*options, *reduced(options, placeholders)]),
         "tools/predict.py": lambda: predict.main(options),
+        # a server, and a run that no page makes: their own tests run them, here only the options are read
+        "tools/explore.py": lambda: parse(explore.build_parser(), options),
+        "tools/analyze_attention.py": lambda: parse(analyze_attention.build_parser(), options),
         "tools/experiments/compare.py": lambda: run_tool([program, *options, "--set", *FEW_STEPS, *few_scenes()]),
         "tools/benchmarks/benchmark.py": lambda: run_tool([program, *options, "--repetitions", "1"]),
     }
@@ -130,7 +143,7 @@ def run_page(page: str, placeholders: dict[str, str]) -> tuple[dict, int]:
 
 def test_readme(folder: Path, placeholders: dict[str, str]) -> None:
     names, commands = run_page("README.md", placeholders)
-    assert names["answer"].box is not None and commands == 4
+    assert names["answer"].box is not None and commands == 6
     assert (folder / "answer.png").is_file() and (folder / "asked" / "answer.png").is_file()
     assert (folder / "runs" / "demo_refcoco" / "report.html").is_file()
     table = (folder / "runs" / "demo_compare" / "comparison.md").read_text("utf-8")
