@@ -116,7 +116,7 @@ def parse_head(text: str, first_number: int = 0) -> tuple[str | None, int, int]:
     """
     graph, colon, numbers = text.rpartition(":")
     layer, dash, head = numbers.partition("-")
-    if not (dash and layer.isdigit() and head.isdigit()) or (colon and not graph):
+    if not (dash and layer.isdecimal() and head.isdecimal()) or (colon and not graph):
         raise ValueError(f"--heads has '{text}'; write a head as LAYER-HEAD such as 10-1, or GRAPH:LAYER-HEAD.")
     if min(int(layer), int(head)) < first_number:
         raise ValueError(f"--heads has '{text}', but layers and heads are counted from {first_number}.")

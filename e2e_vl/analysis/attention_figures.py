@@ -50,7 +50,7 @@ def draw_relation_figure(results: AttentionResults, graph: str, measure: str = R
         every.append(sums)
         _panel(axes, results, sums, top=top)
         short = label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
-        axes.set_title(f"{short} ({sums.examples:,})", fontsize=9)
+        axes.set_title(f"{short} ({sums.examples:,})", fontsize=9, parse_math=False)
         if number % columns == 0:
             axes.set_ylabel("accuracy", fontsize=8)
         if number >= len(labels) - columns:
@@ -126,8 +126,8 @@ def draw_word_map(title: str, words: Sequence[str], values: np.ndarray) -> bytes
     figure = Figure(figsize=(side, side), layout="constrained", dpi=110)
     axes = figure.add_subplot()
     axes.imshow(values, cmap="Blues", vmin=0, vmax=max(float(values.max()), 1e-6))
-    axes.set_xticks(range(len(words)), words, rotation=90, fontsize=8)
-    axes.set_yticks(range(len(words)), words, fontsize=8)
-    axes.set_title(title, fontsize=9)
+    axes.set_xticks(range(len(words)), words, rotation=90, fontsize=8, parse_math=False)  # "$5" is no formula
+    axes.set_yticks(range(len(words)), words, fontsize=8, parse_math=False)
+    axes.set_title(title, fontsize=9, parse_math=False)
     axes.set_ylabel("attends", fontsize=8)
     return _png(figure)

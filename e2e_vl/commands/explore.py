@@ -75,7 +75,10 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
             f"warning: every machine that reaches {arguments.host} can use this page, without a password.",
             file=sys.stderr,
         )
-    page = build_page(Explorer(load(arguments.run, arguments.device)), limits, f"e2e-vl explorer: {arguments.run}")
+    explorer = Explorer(load(arguments.run, arguments.device))
+    if explorer.warning:
+        print(f"warning: {explorer.warning}", file=sys.stderr)
+    page = build_page(explorer, limits, f"e2e-vl explorer: {arguments.run}")
     address = serve(page, limits, host=arguments.host, port=arguments.port)
     print(f"{address}  (Ctrl+C ends it)", flush=True)
     page.block_thread()

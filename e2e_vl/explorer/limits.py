@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("megapixels", "megabytes"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"--max-{name} is {getattr(self, name)}; it must be a positive number.")
 
     @property

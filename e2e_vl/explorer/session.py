@@ -134,12 +134,22 @@ class Explorer:
     """A model that is loaded once and answers all visitors.
 
     Raises:
-        ValueError: the model does not answer a text about one image without further facts.
+        ValueError: the model does not answer a text about one image without further facts, or has no attention to show.
+
+    Attributes:
+        warning: one sentence if boxes that mean nothing stand behind every answer; else empty.
     """
 
     def __init__(self, model: TrainedModel):
-        model.check_question(Question(EncodedImage(b"", "(a photo)"), "a text"))
+        # pre-training answers only texts with a masked word, and other tasks read it as any word
+        question = Question(EncodedImage(b"", "(a photo)"), f"a {model.tokenizer.mask_token}")
+        model.check_question(question)
+        if not model.network.encoder.attention_graphs:
+            raise ValueError(
+                f"The encoder '{model.settings.encoder.name}' has no attention to show; give a run with another one."
+            )
         self.model = model
+        self.warning = model.warning_of_boxes([question])
 
     def ask(self, session: Session, text: str) -> Session:
         """The session with the answer to a text about its photo; nothing is hidden.

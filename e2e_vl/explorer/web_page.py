@@ -2,7 +2,6 @@
 
 # Annotations are evaluated here, unlike in other modules: gradio looks for `SelectData` in them, and finds no strings.
 
-import html
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 SHOWS, HIDES = "shows its attention", "hides it, or shows it again"  # what a click on a region does
 MEAN = "mean of all heads"
 KEPT_SECONDS = 3600  # how long sessions are kept after their last change, and photos at least
+SESSIONS = 50  # visitors whose photos and attention are kept at a time
 _WAITING = 20  # visitors' requests in the queue, above which more are refused
 _CSS = """
 .gradio-container {max-width: 1500px !important}
@@ -46,6 +46,8 @@ def build_page(explorer: Explorer, limits: Limits, title: str) -> "gradio.Blocks
     with page:
         state = gr.State(Session(), time_to_live=KEPT_SECONDS)
         gr.Markdown(f"## {_plain(title)}")
+        if explorer.warning:
+            gr.Markdown(_plain(explorer.warning))
         with gr.Row():
             with gr.Column(scale=2, min_width=320):
                 photo = gr.File(
@@ -181,6 +183,7 @@ def serve(page: "gradio.Blocks", limits: Limits, *, host: str, port: int | None)
         show_error=True,
         footer_links=[],
         run_history=False,
+        state_session_capacity=SESSIONS,
         enable_monitoring=False,
         mcp_server=False,
         ssr_mode=False,
@@ -281,4 +284,4 @@ def _first(index: Any) -> Any:
 
 def _plain(text: str) -> str:
     """A text that Markdown shows as it is."""
-    return "".join(f"&#{ord(one)};" if one in "\\`*_{}[]()#+-!|~>" else one for one in html.escape(text))
+    return "".join(f"&#{ord(one)};" if one in "\\`*_{}[]()#+-!|~<>&\"'" else one for one in text)

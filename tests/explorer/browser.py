@@ -27,8 +27,11 @@ PATIENCE = 120.0  # seconds, for a busy machine
 
 
 def find_browser() -> str | None:
-    """The path of an installed Chromium."""
-    return next((path for path in map(shutil.which, NAMES) if path), None)
+    """The path of an installed Chromium that runs: some systems have a script of that name that only asks for one."""
+    for path in filter(None, map(shutil.which, NAMES)):
+        if subprocess.run([path, "--version"], capture_output=True, check=False).returncode == 0:
+            return path
+    return None
 
 
 @contextlib.contextmanager
@@ -47,7 +50,11 @@ def open_browser(program: str, folder: Path) -> Iterator[Tab]:
             yield Tab(socket)
     finally:
         process.terminate()
-        process.wait(30)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _port(log: Path, process: subprocess.Popen) -> int:

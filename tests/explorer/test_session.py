@@ -166,3 +166,18 @@ def test_what_cannot_be_asked_is_said_in_a_sentence(explorer, asked):
         explorer.hide(Session(asked.photo), [0])
     with pytest.raises(ValueError, match="Nothing was asked yet"):
         Session(asked.photo).attending(0)
+
+
+def test_a_pretraining_run_fills_in_a_masked_word(pretraining_run):
+    explorer = Explorer(e2e_vl.load(pretraining_run, device="cpu"))
+    records = json.loads(next(pretraining_run.glob("predictions_val_*.json")).read_text("utf-8"))
+    asked = explorer.ask(Session(read_photo(Path(records[0]["file_name"]), Limits())), "a [MASK] circle")
+    assert asked.before.answer.answer and "[MASK]" in asked.before.words
+    assert len(explorer.hide(asked, [0]).after) == len(asked.before)
+
+
+def test_an_encoder_without_attention_is_refused(explorer, monkeypatch):
+    encoder = type(explorer.model.network.encoder)
+    monkeypatch.setattr(encoder, "attention_graphs", property(lambda self: {}))
+    with pytest.raises(ValueError, match="has no attention to show"):
+        Explorer(explorer.model)

@@ -76,7 +76,7 @@ def _sentence(path: Path, rows: list[tuple[int, list[str]]]) -> list[ParsedWord]
             continue
         if not _WORD.fullmatch(number) or int(number) != len(words) + 1:
             raise ValueError(f"{where}: word {number!r} stands where word {len(words) + 1} should; repair the file")
-        if not governor.isdigit() or relation in ("", "_"):
+        if not governor.isdecimal() or relation in ("", "_"):
             raise ValueError(
                 f"{where}: the governor is {governor!r} and the relation {relation!r}; a number and a label are "
                 "expected, parse the sentence again"
