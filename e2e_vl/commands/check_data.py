@@ -112,7 +112,7 @@ def as_lines(report: DataReport, examples: int) -> list[str]:
     for overlap in report.overlaps:
         shown = ", ".join(overlap.examples)
         lines.append(
-            f"SHARED: {overlap.number:,} of {overlap.of:,} images of {overlap.split} are in {overlap.elsewhere} "
+            f"SHARED: {overlap.number:,} of {overlap.of:,} photos of {overlap.split} are in {overlap.elsewhere} "
             f"(such as {shown})"
         )
     kinds = report.alike()

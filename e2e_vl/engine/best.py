@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -87,7 +88,8 @@ class BestModel:
             return
         # a family of texts may be missing in a part of the images
         found = MetricName.read(self.metric)
-        is_measured = self.metric in metrics or (found is not None and str(found.whole) in metrics)
+        has_details = found is not None and found.metric != LOSS
+        is_measured = self.metric in metrics or (has_details and str(found.whole) in metrics)
         if not is_measured or (found is not None and found.is_constant):
             names = [name for name in metrics if (other := MetricName.read(name)) is None or not other.is_constant]
             raise ValueError(f"train.keep_best is '{self.metric}'; it must be one of {', '.join(names)}.")
@@ -98,7 +100,7 @@ class BestModel:
             return False
         self.check_name(metrics)
         value = metrics.get(self.metric)
-        is_best = value is not None and (self.value is None or self._is_better(value))
+        is_best = value is not None and math.isfinite(value) and (self.value is None or self._is_better(value))
         self.judged_step, self.waited = step, 0 if is_best else self.waited + 1
         if is_best:
             self.step, self.value = step, float(value)

@@ -170,7 +170,7 @@ def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | Non
         raise ValueError(f"{output} is not empty and was not written by this tool: choose another output folder")
     try:
         stamp = json.loads(path.read_text(encoding="utf-8"))
-        found = {"version": stamp["version"], **stamp["settings"]}
+        found = {"version": stamp["version"], **_with_newer_settings(stamp["settings"])}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error}): remove the folder {output} and start again") from error
     wanted = {"version": start["version"], **start["settings"]}
@@ -181,6 +181,13 @@ def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | Non
             "choose another one"
         )
     return stamp if path.name == STAMP else None
+
+
+def _with_newer_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A stamp's settings with the defaults of those that came later, which draw what was drawn before."""
+    parts = {"scene": SceneConfig(), "language": LanguageConfig(), "detections": ImitatedDetectorConfig()}
+    defaults = {name: json.loads(json.dumps(asdict(part))) for name, part in parts.items()}
+    return {name: {**defaults[name], **value} if name in defaults else value for name, value in settings.items()}
 
 
 def _mapped(function: Callable[[ScenePlace], _DrawnScene], places: list[ScenePlace], workers: int) -> list[_DrawnScene]:

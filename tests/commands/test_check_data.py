@@ -52,7 +52,7 @@ def test_shared_photos(tiny_words, tmp_path, capsys, monkeypatch):
     other = tmp_path / "other.yaml"
     other.write_text(f"base: {TINY / 'vqa.yaml'}\ndata: {{root: {root}, train_split: val}}\n")
     assert tool.main(words(root, "--with", other)) == 0
-    assert "SHARED: 6 of 6 images of val are in the training split val of" in capsys.readouterr().out
+    assert "SHARED: 6 of 6 photos of val are in the training split val of" in capsys.readouterr().out
     assert tool.main(words(root, "--with", other, "--no-overlap")) == 1
 
 

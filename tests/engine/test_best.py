@@ -223,6 +223,20 @@ def test_values_that_are_equal_or_unknown_are_not_better(tmp_path):
     assert not best.judge(4, {"m": 9.0}), "a step is judged once"
 
 
+def test_a_value_that_is_no_number_is_never_the_best(tmp_path):
+    best = BestModel(tmp_path / "best", "val/loss_gt_boxes")
+    values = [float("nan"), float("inf"), 0.7, float("-inf"), 0.6]
+    assert [best.judge(step, {"val/loss_gt_boxes": value}) for step, value in enumerate(values)] == [
+        *(False, False, True, False, True),
+    ]
+
+
+def test_a_loss_has_no_details(tmp_path):
+    best = BestModel(tmp_path / "best", "val/loss_gt_boxes/relation")
+    with pytest.raises(ValueError, match="it must be one of val/loss_gt_boxes"):
+        best.check_name({"val/loss_gt_boxes": 0.5})
+
+
 def test_a_checkpoint_that_lost_the_best_model(tmp_path, caplog):
     best = BestModel(tmp_path / "best", "m")
     position = {"metric": "m", "step": 3, "value": 0.25, "judged_step": 4, "waited": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,18 @@ def test_second_call_does_nothing(small):
 def test_other_settings_in_the_same_folder_are_an_error(small, change, name):
     with pytest.raises(ValueError, match=rf"other settings \({name}\): remove the folder"):
         make_scenes(small, **{**SMALL, **change})
+
+
+def test_settings_that_came_later_do_not_refuse_a_folder(small, tmp_path):
+    folder = tmp_path / "data"
+    shutil.copytree(small, folder)
+    stamp = json.loads((folder / "synthetic.json").read_text())
+    for name in ("sentences_per_pair", "pair_families"):
+        del stamp["settings"]["language"][name]
+    (folder / "synthetic.json").write_text(json.dumps(stamp))
+    assert make_scenes(folder, **SMALL) == stamp
+    with pytest.raises(ValueError, match=r"other settings \(language\)"):
+        make_scenes(folder, **SMALL, language=LanguageConfig(sentences_per_pair=4))
 
 
 def test_interrupted_run_is_finished_and_foreign_folders_are_left_alone(small, tmp_path, monkeypatch):

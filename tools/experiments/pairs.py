@@ -190,7 +190,8 @@ def make_jobs(
         if cell.variant == "image_blind" and configs[pair].data.boxes.train != BoxSource.ONLINE:
             words.append("detector.loss_weight=0")  # there is nothing to detect
         start = configs[pair].detector.weights
-        if start is not None and not Path(start).exists() and Path(start).parent.name == DETECTOR:
+        is_own = not any(word.startswith("detector.weights=") for word in settings)
+        if start is not None and is_own and Path(start).parent.name == DETECTOR:
             run = output / DETECTOR
             jobs.setdefault(DETECTOR, Job(CONFIGS / f"{DETECTOR}.yaml", (f"data.root={output / 'drawn'}",), run))
             words.append(f"detector.weights={run / 'model'}")
