@@ -67,6 +67,9 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
     of_data = [word for word in request.overrides if word.startswith("data.")] if request.data is not None else []
     own = [word for word in request.overrides if word not in of_data]
     config, model, tokenizer = load_model(request.run, overrides=own)
+    if config.data.blank_text or config.data.blank_image:
+        missing = "text" if config.data.blank_text else "image"
+        raise ValueError(f"{request.run}: a run without the {missing} grounds nothing; choose another run.")
     if not model.encoder.attention_graphs:
         raise ValueError(
             f"{request.run}: the encoder {config.encoder.name} gives no attention maps; choose another run."

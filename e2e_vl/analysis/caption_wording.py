@@ -68,17 +68,29 @@ class CaptionWording(Wording):
         laid = self.writer.single(pieces)
         own = laid.source >= 0
         at = np.where(own[:, None], places[laid.source], 0) if len(places) else np.zeros((len(own), 2), np.int64)
-        record = {**self.record(text, images, laid), RECORD: self.facts(text, at, own)}
+        record = {**self.record(text, images, laid), RECORD: self.facts(text, at, own, places)}
         yield TextExample(laid, text.looks_at, record)
 
-    def facts(self, text: SampleText, places: Int64[np.ndarray, "L 2"], own: Bool[np.ndarray, " L"]) -> CaptionFacts:
-        """What the measures need of a text, from the characters of its wordpieces."""
+    def facts(
+        self,
+        text: SampleText,
+        places: Int64[np.ndarray, "L 2"],
+        own: Bool[np.ndarray, " L"],
+        uncut: Int64[np.ndarray, "pieces 2"],
+    ) -> CaptionFacts:
+        """What the measures need of a text.
+
+        Args:
+            places: characters of each wordpiece: the first and the last plus one.
+            own: wordpieces of the text, not of the layout.
+            uncut: the places of all wordpieces that the text has before it is cut.
+        """
         stated = text.phrases
         if stated is None or stated.boxes is None or not text.looks_at:
             raise ValueError(
                 f"text {text.index} ('{text.words}') has no phrases with boxes; give data that state phrases."
             )
-        found = [covered_pieces(places, own, span) for span in stated.spans]
+        found = [covered_pieces(places, own, uncut, span) for span in stated.spans]
         kept = [row for row, span in enumerate(found) if span is not None]
         parsed = None if self.parses is None else self.parses.find(text.words)
         if parsed is None and self.parses is not None and self.needs_parses:
@@ -86,7 +98,7 @@ class CaptionWording(Wording):
                 f"{self.parses.origin}: the caption '{text.words}' has no parse; parse it, or give --missing-parse "
                 "skip."
             )
-        words = [(word, covered_pieces(places, own, word.span)) for word in parsed or plain_words(text.words)]
+        words = [(word, covered_pieces(places, own, uncut, word.span)) for word in parsed or plain_words(text.words)]
         new_row = {row: new for new, row in enumerate(row for row, (_, span) in enumerate(words) if span is not None)}
         phrase_of = [_phrase_of(word.span, [stated.spans[row] for row in kept]) for word, _ in words]
         return CaptionFacts(
@@ -116,11 +128,19 @@ def plain_words(words: str) -> list[PlacedWord]:
 
 
 def covered_pieces(
-    places: Int64[np.ndarray, "L 2"], own: Bool[np.ndarray, " L"], span: tuple[int, int]
+    places: Int64[np.ndarray, "L 2"],
+    own: Bool[np.ndarray, " L"],
+    uncut: Int64[np.ndarray, "pieces 2"],
+    span: tuple[int, int],
 ) -> tuple[int, int] | None:
-    """The wordpieces that share characters with a span; None if they were cut off."""
-    inside = np.flatnonzero(own & (places[:, 0] < span[1]) & (places[:, 1] > span[0]))
-    return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else None
+    """The wordpieces that share characters with a span; None if any of them was cut off."""
+    inside = np.flatnonzero(own & _touches(places, span))
+    is_whole = 0 < len(inside) == np.count_nonzero(_touches(uncut, span))
+    return (int(inside[0]), int(inside[-1]) + 1) if is_whole else None
+
+
+def _touches(places: Int64[np.ndarray, "pieces 2"], span: tuple[int, int]) -> Bool[np.ndarray, " pieces"]:
+    return (places[:, 0] < span[1]) & (places[:, 1] > span[0])
 
 
 def _phrase_of(span: tuple[int, int], phrases: Sequence[tuple[int, int]]) -> int:

@@ -48,6 +48,7 @@ NEEDS = {
     DEPENDENCIES: AttentionBlock.WORDS_TO_WORDS,
 }
 ALL = ""  # label of the sums over all relations
+ROUNDING = 1e-6  # of an IoU
 CONFIDENCE, LARGEST = "highest confidence", "largest region"  # baselines beside "chance"
 
 
@@ -162,7 +163,7 @@ def collect_attention(
     bar = tqdm(
         loader, desc="attention", unit="batch", leave=False, delay=1, disable=not accelerator.is_local_main_process
     )
-    with torch.no_grad(), accelerator.autocast(), bar:
+    with torch.no_grad(), bar:  # in float32 also where the run was trained in less: rounded shares would be equal
         for batch in bar:
             add_batch(found, model, batch.to(accelerator.device), graphs, choices, sorted_boxes, shown)
     everything = Collected()
@@ -235,7 +236,8 @@ def right_regions_of(regions: np.ndarray, boxes: np.ndarray, choices: AttentionC
         return np.zeros(len(regions), dtype=bool)
     if choices.gold_boxes == "union":
         boxes = np.concatenate([boxes[:, :2].min(axis=0), boxes[:, 2:].max(axis=0)])[None]
-    return right_candidates(regions, boxes, choices.min_iou)
+    # boxes come back from the resized image with rounding, which must not decide where the overlap is exactly that
+    return right_candidates(regions, boxes, choices.min_iou - ROUNDING)
 
 
 def add_text(

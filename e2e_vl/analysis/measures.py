@@ -62,6 +62,10 @@ class HeadSums:
         weight = 1 / number if per_sentence else 1.0
         self.hits += judged.hits.sum(dim=2).double().cpu() * weight
         self.attention += judged.attention.double().sum(dim=2).cpu() * weight
+        if set(judged.baselines) != set(self.baselines):
+            raise ValueError(
+                "Some regions have scores and others have none, so their baselines differ; give boxes of one kind."
+            )
         for name, values in judged.baselines.items():
             self.baselines[name] += float(values.double().sum()) * weight
         self.count += 1 if per_sentence else number

@@ -142,6 +142,8 @@ def parse_with_spacy(texts: Iterable[str], model: str) -> Parses:
 def _spacy_sentences(pipeline, texts: Iterable[str]) -> Iterator[list[ParsedWord]]:
     """The words of each different text; words of white space are no words."""
     for document in pipeline.pipe(dict.fromkeys(texts)):
+        if not document.has_annotation("DEP"):
+            raise ValueError("the spaCy model has no parser; choose one that has, such as en_core_web_sm.")
         kept = [token for token in document if not token.is_space]
         rows = {token.i: row for row, token in enumerate(kept)}
         yield [

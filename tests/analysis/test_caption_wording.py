@@ -65,6 +65,12 @@ def test_what_is_cut_off_is_counted(tmp_path):
     assert [one.label for one in facts.relations] == ["det", "amod"]
 
 
+def test_a_phrase_that_is_cut_in_its_middle_is_left_out(tmp_path):
+    facts = facts_of(tmp_path, max_length=5)  # [CLS] the red st [SEP]
+    assert facts.phrases == [] and facts.phrases_cut == 2
+    assert facts.forms == ["The", "red"] and facts.words_cut == 4
+
+
 def test_without_a_parse_there_are_words_without_relations(tmp_path):
     facts = facts_of(tmp_path, parse=None)
     assert facts.forms == TEXT.split() and not facts.relations and not facts.is_parsed

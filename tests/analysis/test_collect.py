@@ -64,6 +64,8 @@ def test_several_gold_boxes_are_any_of_them_or_one_around_all():
     assert right(gold_boxes="union") == [False, False, True]
     assert right(min_iou=1 / 3) == [True, True, True]  # 100 / 300, inclusive
     assert not right_regions_of(BOXES, FACTS.boxes[1], AttentionChoices()).any()
+    half = np.array([[0, 0, 10, 20.000001], [0, 0, 10, 20.01]])  # the first is half covered but for rounding
+    assert right_regions_of(half, np.array([[0.0, 0, 10, 10]]), AttentionChoices()).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(

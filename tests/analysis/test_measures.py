@@ -157,6 +157,12 @@ def test_means_are_over_examples_or_over_sentences(per_sentence, count, accuracy
     assert sums.baseline("rule") == pytest.approx(rule)
 
 
+def test_sums_of_other_baselines_are_refused():
+    sums = HeadSums.zero(1, 2, ["another rule"])
+    with pytest.raises(ValueError, match="their baselines differ; give boxes of one kind"):
+        sums.add(FIRST)
+
+
 def test_the_best_head_is_the_first_of_the_active_ones():
     sums = HeadSums.zero(2, 2, [])
     sums.hits = torch.tensor([[3.0, 1.0], [2.0, 2.0]])

@@ -54,14 +54,18 @@ def test_a_file_without_sentences_is_refused(tmp_path):
 
 
 def test_spacy_parses_each_text_once(monkeypatch):
-    asked = []
+    asked, annotated = [], [True]
+
+    class Document(list):
+        def has_annotation(self, name: str) -> bool:
+            return name == "DEP" and annotated[0]
 
     def document(text: str):
         tokens = [SimpleNamespace(i=i, text=form, pos_="X", dep_="dep") for i, form in enumerate(text.split(" "))]
         for token in tokens:
             token.is_space = not token.text
             token.head = tokens[-1]
-        return tokens
+        return Document(tokens)
 
     def load(name: str, **options):
         if name == "missing":
@@ -73,6 +77,9 @@ def test_spacy_parses_each_text_once(monkeypatch):
     assert asked == ["a  star", "b"] and parses.origin == "spaCy, small"
     found = parses.find("a star")
     assert [(word.span, word.governor) for word in found] == [((0, 1), 1), ((2, 6), -1)]
+    annotated[0] = False
+    with pytest.raises(ValueError, match="the spaCy model has no parser"):
+        parse_with_spacy(["a"], "small")
     with pytest.raises(ValueError, match=r"no model 'missing'; install it \(python -m spacy download missing\)"):
         parse_with_spacy(["a"], "missing")
     monkeypatch.setitem(sys.modules, "spacy", None)
