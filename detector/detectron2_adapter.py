@@ -24,7 +24,7 @@ from detector.detector_config import OUR_KEYS, DetectorConfig
 from detector.faster_rcnn import TwoStageDetector, pad_to_multiple
 from detector.resnet import BLOCKS_PER_STAGE
 from detector.roi_features import RoIFeatures
-from detector.roi_heads import Detections, mask_maps
+from detector.roi_heads import CHUNK, Detections, mask_maps
 from detector.structures import DetectionTargets, FeatureMap, FeatureMaps, ImageBatch, ImageBoxes, ImageSizes, Loss
 
 try:
@@ -189,6 +189,11 @@ class Detectron2Detector(TwoStageDetector):
     def describe(
         self, features: FeatureMaps, rois: Float[Tensor, "J 5"], masks: Float[Tensor, "J S S"] | None = None
     ) -> RoIFeatures:
+        if not (torch.is_grad_enabled() or self.training or len(rois) <= CHUNK):
+            parts = torch.arange(len(rois), device=rois.device).split(CHUNK)
+            return RoIFeatures.join(
+                [self.describe(features, rois[rows], None if masks is None else masks[rows]) for rows in parts]
+            )
         order = rois[:, 0].argsort(stable=True)
         back = order.argsort()
         maps = self.pool(features, rois[order])

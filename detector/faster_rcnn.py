@@ -30,7 +30,7 @@ from torch import Tensor
 from detector.boxes import check_all_boxes, prepend, whole_image_boxes
 from detector.detector_config import DetectorConfig
 from detector.fpn import FPN
-from detector.interface import Detector
+from detector.interface import Detector, evaluation_mode
 from detector.mobilenet import make_mobilenet
 from detector.pixel_masking import mask_pixels
 from detector.resnet import ResNet, recompute_activations
@@ -88,22 +88,18 @@ class TwoStageDetector(Detector):
     ) -> Detections:
         """Final boxes from class logits and box deltas ([J, 4 * K], or [J, 4] if class-agnostic) of the proposals."""
 
+    @torch.no_grad()
     def detect(
         self, features: FeatureMaps, proposals: ImageBoxes, sizes: ImageSizes
-    ) -> tuple[Detections, list[RoIFeatures] | None]:
-        """Final boxes from proposals, and the features of the proposals that they came from.
+    ) -> tuple[Detections, list[RoIFeatures]]:
+        """Final boxes from proposals, and the features of the proposals that they came from, as in evaluation.
 
-        The features are None where FEATURES_OF is "final": then nothing here is differentiable.
+        Nothing is differentiable, so that only some of the hundreds of proposals are in memory at a time.
         """
-        keep_features = self.config.roi_heads.features_of == "proposal"
-        with torch.set_grad_enabled(torch.is_grad_enabled() and keep_features):
+        with evaluation_mode(self):
             pooled = self.describe(features, to_rois(proposals))
-            predictions = self.roi_heads.box_predictor(pooled.predictor)
-        detections = self.choose(predictions, proposals, sizes)
-        if not keep_features:
-            return detections, None
-        split = pooled.split([len(boxes) for boxes in proposals])
-        pairs = zip(split, detections.proposal_index, strict=True)
+            detections = self.choose(self.roi_heads.box_predictor(pooled.predictor), proposals, sizes)
+        pairs = zip(pooled.split([len(boxes) for boxes in proposals]), detections.proposal_index, strict=True)
         return detections, [rows.apply(lambda rows, index=index: rows[index]) for rows, index in pairs]
 
     def forward(
@@ -130,19 +126,24 @@ class TwoStageDetector(Detector):
         losses = {}
         sampled = detections = proposal_features = None
         if boxes is None or targets is not None:
-            rpn_output = self.run_rpn(features)
-            proposals = self.propose(rpn_output, sizes)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and targets is not None):
+                rpn_output = self.run_rpn(features)
         if targets is not None:
             losses |= self.rpn_losses(rpn_output, targets, sizes)
-            sampled = self.sample(proposals, targets, sizes)
-        if boxes is None and (sampled is None or not self.training):
-            detections, proposal_features = self.detect(features, proposals, sizes)
+            sampled = self.sample(self.propose(rpn_output, sizes), targets, sizes)
 
         groups = {"whole": whole_image_boxes(images.sizes)} if whole_image else {}
         if boxes is not None:
             groups["regions"] = boxes
-        elif detections is not None and proposal_features is None:
-            groups["regions"] = detections.boxes
+        elif sampled is None or not self.training:
+            with evaluation_mode(self):
+                proposals = self.propose(rpn_output, sizes)
+            detections, proposal_features = self.detect(features, proposals, sizes)
+            if self.config.roi_heads.features_of == "final":
+                groups["regions"], proposal_features = detections.boxes, None
+            elif self.training or torch.is_grad_enabled():  # describe the chosen proposals once more
+                pairs = zip(proposals, detections.proposal_index, strict=True)
+                groups["regions"], proposal_features = [rows[index] for rows, index in pairs], None
         if sampled is not None:
             groups["sampled"] = sampled.boxes
         pooled = self._describe(features, groups, roi_masks)
@@ -150,7 +151,9 @@ class TwoStageDetector(Detector):
         if sampled is not None:
             losses |= self.head_losses(RoIFeatures.join(pooled["sampled"]).predictor, sampled, targets)
         if proposal_features is not None:
-            groups["regions"], pooled["regions"] = detections.boxes, proposal_features
+            pooled["regions"] = proposal_features
+        if detections is not None:
+            groups["regions"] = detections.boxes
         group = "regions" if "regions" in groups else "sampled"
         region_boxes, region_features = groups[group], pooled[group]
         if whole_image:

@@ -6,6 +6,8 @@ Shape legend: see `detector/structures.py`.
 from __future__ import annotations
 
 import abc
+import contextlib
+from collections.abc import Iterator
 from typing import ClassVar
 
 from jaxtyping import Float
@@ -53,7 +55,8 @@ class Detector(nn.Module, abc.ABC):
             boxes: N entries, the boxes to describe (R may be 0), or None: the detector proposes them itself. Without
                 boxes, in training mode with `targets`, the regions are the RoIs that the box head was trained on in
                 this step (sampled proposals with the annotated boxes appended, Faster R-CNN section 3.2); otherwise
-                they are the detector's final detections, best score first.
+                they are the detector's final detections, best score first, found as in evaluation also in training
+                mode.
             targets: annotated objects; adds `loss_rpn_cls`, `loss_rpn_loc`, `loss_cls`, `loss_box_reg` (and
                 `loss_attribute` with an attribute head) to the result.
             pixel_masks: N entries, boxes whose pixels become 0 in the network input (that is the mean colour) before
@@ -66,3 +69,15 @@ class Detector(nn.Module, abc.ABC):
         Raises:
             ValueError: a box that is not finite or has no area; the message names the image and the row.
         """
+
+
+@contextlib.contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; afterwards every part is in the mode that it was in."""
+    before = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.training = training

@@ -9,6 +9,21 @@ from collections.abc import Callable
 from typing import Any
 
 
+class StoppedRunError(BaseException):
+    """A run was asked to stop and did; it is not at fault.
+
+    As a KeyboardInterrupt, it must pass what catches every `Exception`.
+
+    Args:
+        sentence: for the user; "" on processes that say nothing.
+        status: exit status of the process.
+    """
+
+    def __init__(self, sentence: str, status: int) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
 def make_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:
     """A parser whose help begins with the docstring of the command, as it is written.
 
@@ -19,13 +34,20 @@ def make_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def says_errors(main: Callable[..., int]) -> Callable[..., int]:
-    """Errors about settings, files and diverging losses become one sentence on stderr and the exit status 2."""
+    """Errors about settings, files, memory and diverging losses become one sentence on stderr and the exit status 2.
+
+    A run that was stopped says so and has the exit status of the signal that stopped it.
+    """
 
     @functools.wraps(main)
     def wrapped(*arguments: Any, **named: Any) -> int:
         try:
             return main(*arguments, **named)
-        except (ValueError, OSError, FloatingPointError) as error:
+        except StoppedRunError as stopped:
+            if str(stopped):
+                print(stopped, file=sys.stderr)
+            return stopped.status
+        except (ValueError, OSError, FloatingPointError, MemoryError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
 

@@ -23,6 +23,7 @@ from detector.choices import EXPECTED_PARTS
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.converter import check_choice, check_numbers, nearest
 from e2e_vl.data_settings import DataSettings
+from e2e_vl.whole_files import write_text
 
 VERSION = 2  # layout of the settings
 INPUTS = {  # section -> keys that name existing files or folders, see `load_config`
@@ -107,6 +108,8 @@ class TrainSettings:
     clip_norm: float | None = 1.0  # of all gradients together
     clip_tensor_norm: float | None = None  # of bert_adam: of the gradient of each parameter (VisualBERT: 1.0)
     mixed_precision: str = "no"  # no | bf16 | fp16
+    # how long processes wait for each other: the main one reads the data, and makes indices of large files, first
+    max_wait_minutes: float = 240.0
     channels_last: bool = True
     activation_checkpointing: bool = False  # less memory, more time: compute activations again in the backward pass
     save_every_epochs: float = 1.0
@@ -125,7 +128,11 @@ class TrainSettings:
         check_choice("train.mixed_precision", self.mixed_precision, ("no", "bf16", "fp16"))
         counts = ("images_per_batch", "accumulate", "epochs", "max_steps", "keep_checkpoints", "log_every", "patience")
         rates = ("lr", "detector_lr", "head_lr", "momentum", "weight_decay")
-        check_numbers(self, "train.", positive=[*counts, "eps", "decay_factor", "clip_norm", "clip_tensor_norm"])
+        check_numbers(
+            self,
+            "train.",
+            positive=[*counts, "max_wait_minutes", "eps", "decay_factor", "clip_norm", "clip_tensor_norm"],
+        )
         check_numbers(self, "train.", not_negative=[*rates, "warmup_steps", "save_every_epochs"])
         if self.patience is not None and self.keep_best is None:
             raise ValueError("train.patience needs train.keep_best, the metric that is to become better.")
@@ -275,7 +282,7 @@ def load_overrides(words: list[str]) -> dict[str, Any]:
 
 def save_config(config: RunConfig, path: str | Path) -> None:
     """Write the resolved settings; `load_config` reads them back equal."""
-    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    write_text(Path(path), OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
 def saved_version(path: str | Path) -> int:

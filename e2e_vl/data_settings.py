@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
@@ -34,12 +34,23 @@ class BoxSettings:
     """Where the boxes of training images come from, and which boxes of a detector are kept."""
 
     train: str = "gt"  # a value of BoxSource, see e2e_vl/box_sources.py
-    selection: SelectionRule = field(default_factory=SelectionSettings)
+    selection: SelectionRule = field(default_factory=SelectionSettings)  # of boxes that come from a file
     max_precomputed: int | None = None  # of precomputed regions, only the first of each image, by falling score
 
     def __post_init__(self) -> None:
         check_numbers(self, "data.boxes.", positive=["max_precomputed"])
         check_choice("data.boxes.train", self.train, BoxSource)
+
+    @property
+    def unread_by_own_boxes(self) -> str | None:
+        """A sentence where a selection is set, which boxes 'online' do not read; else None."""
+        if astuple(self.selection) == astuple(SelectionSettings()):
+            return None
+        return (
+            "data.boxes.selection chooses among boxes of files, so it does not change boxes 'online': these are the "
+            "detector's final detections, which MODEL.ROI_HEADS.SCORE_THRESH_TEST and TEST.DETECTIONS_PER_IMAGE of its "
+            "config limit"
+        )
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,9 @@ class DataSettings:
     mirror_precomputed: bool = False
     # the whole image's feature is the mean of its regions' where a features file has none (official VL-BERT code)
     mean_image_feature: bool = False
-    skip_broken: bool = False  # in training, take the next image in place of a missing or unreadable one, and log it
+    # missing or unreadable images: training takes the next one and logs it; tools/evaluate.py leaves them out and
+    # counts them, as the evaluations of a training run always do
+    skip_broken: bool = False
     check_images: int | None = 100  # images of each split that are looked for before a run; 0 = none, None = all
     keep_empty_images: bool = True  # detection: also train on images without objects
     texts_per_image: int | None = 1  # texts of one image in one batch; None = all of them

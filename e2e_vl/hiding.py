@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from detector.boxes import pairwise_iou
-from detector.interface import Detector
+from detector.interface import Detector, evaluation_mode
 from detector.pixel_masking import mask_pixels, mask_rectangles
 from detector.structures import ImageBatch, Regions
 from e2e_vl.structures import Batch, HiddenRegions, RegionLabels, TextBatch
@@ -88,13 +88,8 @@ def describe_regions(
     The teacher is in evaluation mode for this pass. `boxes` None: its own detections, best score first, at most
     `rule.max_own_regions`.
     """
-    was_training = [(module, module.training) for module in teacher.modules()]
-    teacher.eval()
-    try:
+    with evaluation_mode(teacher):
         regions = teacher(images, boxes)
-    finally:
-        for module, training in was_training:
-            module.training = training
     kept = slice(rule.max_own_regions if boxes is None else None)
     probabilities = [logits[kept].float().softmax(dim=1) for logits in regions.class_logits]
     labels = RegionLabels(features=[rows[kept] for rows in regions.features])

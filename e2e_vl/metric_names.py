@@ -8,6 +8,8 @@ from typing import Any
 
 from e2e_vl.box_sources import BoxSource
 
+COUNTS = ("count", "unreadable_images")
+
 
 @dataclasses.dataclass(frozen=True)
 class MetricName:
@@ -43,13 +45,13 @@ class MetricName:
 
     @property
     def is_count(self) -> bool:
-        """The number of evaluated texts."""
-        return self.metric == "count"
+        """The number of evaluated texts, or of images that could not be read."""
+        return self.metric in COUNTS
 
     @property
     def measures_model(self) -> bool:
         """Neither a number of texts nor the best value that any model could reach with the candidate boxes."""
-        return self.metric not in ("count", "ceiling")
+        return self.metric not in (*COUNTS, "ceiling")
 
     @property
     def is_constant(self) -> bool:

@@ -1,4 +1,4 @@
-"""Files of a run directory: its log (`log.jsonl`, one JSON object per line), and files that are never half written."""
+"""Files of a run directory: its log (`log.jsonl`, one JSON object per line), and which files a command may write."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+
+from e2e_vl.whole_files import json_text, without_nan, write_text
+from e2e_vl.whole_files import write_json as write_json  # readers and reports find it here
 
 FILE_ENDS = (".txt", ".json", ".bin", ".model", ".safetensors", ".pth", ".pkl")  # no hub names
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -16,8 +19,8 @@ class RunLog:
 
     Args:
         enabled: True on the main process only; the other processes write nothing.
-        resume_step: drop the lines beyond this step, because its successors are about to be computed again; None starts
-            a new file.
+        resume_step: drop the lines beyond this step and the evaluations of this step, because they are about to be
+            computed again; None starts a new file.
     """
 
     def __init__(self, path: Path, *, enabled: bool, resume_step: int | None = None):
@@ -25,11 +28,11 @@ class RunLog:
         self.enabled = enabled
         if not enabled:
             return
-        kept = [line for line in read_log(path) if line["step"] <= resume_step] if resume_step is not None else []
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        kept = [line for line in read_log(path) if _stays(line, resume_step)] if resume_step is not None else []
+        write_text(path, "".join(json_text(line, str(path)) + "\n" for line in kept))
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
-        """Append one line.
+        """Append one line; a value that is NaN or infinite becomes null, and its name stands under `not_finite`.
 
         Args:
             kind: "train"; "eval" for an evaluation of the images that all evaluations of the run look at, and "final"
@@ -37,7 +40,11 @@ class RunLog:
         """
         if self.enabled:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+                file.write(json_text({"step": step, "kind": kind, **without_nan(values)}, str(self.path)) + "\n")
+
+
+def _stays(line: dict[str, Any], resume_step: int) -> bool:
+    return line["step"] < resume_step or (line["step"] == resume_step and line["kind"] == "train")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -46,18 +53,6 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         return []
     *lines, _ = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines]
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file in one step."""
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file in one step, so that a killed run never leaves half of it."""
-    temporary = path.with_suffix(path.suffix + ".part")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def looks_like_hub_name(name: str) -> bool:

@@ -159,6 +159,10 @@ class TextRegions(Movable):
         """A copy in which whole images count as padding; they keep their rows, so padding may be in front."""
         return dataclasses.replace(self, attend=self.attend & ~self.is_whole_image)
 
+    def original_boxes(self, scales: Float[Tensor, "N 2"]) -> Float[Tensor, "M R 4"]:
+        """The boxes in pixels of the original images, whose `ImageBatch.scales` these are; meaningless at padding."""
+        return self.boxes / scales[self.image.clamp(min=0)].repeat(1, 1, 2)
+
     def gather(self, values: list[Shaped[Tensor, "_R ..."]], fill: float) -> Shaped[Tensor, "M R ..."]:
         """Copy what is known about the candidate boxes of N images to the texts that read them.
 

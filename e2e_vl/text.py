@@ -14,6 +14,7 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 
 from e2e_vl.run_files import looks_like_hub_name
+from e2e_vl.whole_files import write_text
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 SPELLINGS = {f"{article} {who}": who for article in ("a", "the") for who in ("man", "woman")}
@@ -107,7 +108,7 @@ def plain_answer(answer: str) -> str:
 
 
 def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:
-    """Write a BERT-style vocab.txt of all words of some sentences, for training from scratch.
+    """Write a BERT-style vocab.txt of all words of some sentences, in one step, for training from scratch.
 
     The order is fixed: [PAD] 0, [UNK] 1, [CLS] 2, [SEP] 3, [MASK] 4; words by falling count, then alphabetically; then
     single characters and their `##` continuations (from the sentences, a-z and 0-9), with which unseen words are
@@ -130,7 +131,7 @@ def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:
     vocabulary = list(dict.fromkeys([*SPECIAL_TOKENS, *words, *characters, *(f"##{char}" for char in characters)]))
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{word}\n" for word in vocabulary), encoding="utf-8", newline="\n")
+    write_text(path, "".join(f"{word}\n" for word in vocabulary))
     return vocabulary
 
 

@@ -31,7 +31,7 @@ CHECKED = (
     "detector",
     *(
         f"e2e_vl.{name}"
-        for name in ("encoders", "examples", "hiding", "layout", "model", "structures", "targets", "tasks")
+        for name in ("analysis", "encoders", "examples", "hiding", "layout", "model", "structures", "targets", "tasks")
     ),
 )
 PreTrainedConfig.__no_type_check__ = True  # its constructors take more keys than their signatures say
@@ -150,8 +150,8 @@ def trained_run(tiny_words: list[str], tmp_path_factory: pytest.TempPathFactory)
     with cpu_with_one_thread(), pytest.MonkeyPatch.context() as patch:
         build = training.build_run
 
-        def build_and_keep(config: RunConfig, *more):
-            kept.run = build(config, *more)
+        def build_and_keep(config: RunConfig, *more, **named):
+            kept.run = build(config, *more, **named)
             return kept.run
 
         patch.setattr(training, "build_run", build_and_keep)

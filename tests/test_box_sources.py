@@ -28,6 +28,10 @@ def test_what_a_source_reads(source, files, reads_annotations):
     assert BoxSource(source).reads_annotations is reads_annotations
 
 
+def test_the_selection_is_about_detections_of_a_file():
+    assert [source for source in BoxSource if source.reads_selection] == ["detections", "detections+gt"]
+
+
 def test_the_truth_is_never_mixed_into_evaluation():
     sources = BoxSource.for_evaluation()
     assert set(BoxSource) - set(sources) == {BoxSource.DETECTIONS_GT}

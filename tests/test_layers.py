@@ -57,6 +57,7 @@ BASE = (
         "metric_names",
         "plain_yaml",
         "run_files",
+        "whole_files",
         "auto_classes",
     ),
     *("command_line", "samples", "structures", "targets", "text", "wording"),

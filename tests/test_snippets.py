@@ -97,7 +97,7 @@ def run_command(command: str, placeholders: dict[str, str]) -> None:
         # a server, and a run that no page makes: their own tests run them, here only the options are read
         "tools/explore.py": lambda: parse(explore.build_parser(), options),
         "tools/analyze_attention.py": lambda: parse(analyze_attention.build_parser(), options),
-        "tools/experiments/compare.py": lambda: run_tool([program, *options, "--set", *FEW_STEPS, *few_scenes()]),
+        "tools/experiments/pairs.py": lambda: run_tool([program, *options, "--dry-run"]),
         "tools/benchmarks/benchmark.py": lambda: run_tool([program, *options, "--repetitions", "1"]),
     }
     assert program in runners, f"no test knows how to run: {command}"
@@ -117,7 +117,7 @@ def reduced(options: list[str], placeholders: dict[str, str]) -> list[str]:
 
 
 def few_scenes() -> list[str]:
-    return ["data.synthetic.scenes={train: 6, val: 3}"]
+    return ["data.synthetic.scenes={train: 6, val: 3, test: 3}"]
 
 
 def run_tool(words: list[str]) -> int:
@@ -146,8 +146,6 @@ def test_readme(folder: Path, placeholders: dict[str, str]) -> None:
     assert names["answer"].box is not None and commands == 6
     assert (folder / "answer.png").is_file() and (folder / "asked" / "answer.png").is_file()
     assert (folder / "runs" / "demo_refcoco" / "report.html").is_file()
-    table = (folder / "runs" / "demo_compare" / "comparison.md").read_text("utf-8")
-    assert "detector frozen at its start" in table and "without the text" in table
 
 
 def test_the_page_about_python(folder: Path, placeholders: dict[str, str], trained_run: SimpleNamespace) -> None:

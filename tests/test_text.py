@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import concurrent.futures
+import multiprocessing
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -36,6 +39,21 @@ def test_unseen_words_are_spelled(vocabulary_file):
 def test_a_vocabulary_needs_words(tmp_path):
     with pytest.raises(ValueError, match="no word in the sentences"):
         build_vocabulary(["", "  "], tmp_path / "vocab.txt")
+
+
+def build_again_and_again(path, times=30):
+    for _ in range(times):
+        build_vocabulary(SENTENCES * 20, path)
+
+
+def test_several_processes_may_build_a_vocabulary_while_others_read_it(vocabulary_file):
+    whole = vocabulary_file.read_text(encoding="utf-8")
+    with concurrent.futures.ProcessPoolExecutor(3, multiprocessing.get_context("fork")) as pool:
+        writers = [pool.submit(build_again_and_again, vocabulary_file) for _ in range(3)]
+        while not all(writer.done() for writer in writers):
+            assert vocabulary_file.read_text(encoding="utf-8") == whole, "never a part of it"
+    assert [writer.result() for writer in writers] == [None] * 3
+    assert list(vocabulary_file.parent.iterdir()) == [vocabulary_file], "nothing else stays"
 
 
 def test_splitting_follows_the_tokenizer(vocabulary_file):

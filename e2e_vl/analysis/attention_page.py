@@ -43,7 +43,7 @@ def write_page(
         figures={name: _uri(content, "png") for name, content in figures.items()},
         captions=[
             (text, [(one, _picture(one)) for one in own])
-            for text, own in itertools.groupby(overlays, key=lambda one: one.text)
+            for (_, text), own in itertools.groupby(overlays, key=lambda one: (one.index, one.text))
         ],
     )
     write_text(path, page)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -29,6 +32,21 @@ from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import write_json
 
 FOLDER = "attention"  # of a run directory
+PAGE = "attention.html"
+# all that an analysis writes
+WRITTEN = (
+    PAGE,
+    "attention.json",
+    "heads.csv",
+    "relations.csv",
+    "table2_*.csv",
+    "entities_*.png",
+    "relations_*.png",
+    "overlays",
+    "overlays/[0-9]*.[jp][pn]g",
+)
+# settings of `data` about the input of the model and the work: those of the run, whichever data are read
+OF_RUN = ("resize", "canvas", "vocabulary", "max_text_length", "blank_text", "blank_image", "workers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +82,8 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
         FileNotFoundError, ValueError: no model there, data that do not fit or state no phrases, an encoder without
             attention maps, or a head that does not exist.
     """
-    of_data = [word for word in request.overrides if word.startswith("data.")] if request.data is not None else []
-    own = [word for word in request.overrides if word not in of_data]
+    check_results_folder(request.folder)
+    own, of_data = divided(request.overrides, has_data=request.data is not None)
     config, model, tokenizer = load_model(request.run, overrides=own)
     if config.data.blank_text or config.data.blank_image:
         missing = "text" if config.data.blank_text else "image"
@@ -103,7 +121,10 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
         choices=request.choices,
         graphs=model.encoder.attention_graphs,
         sums=found.sums,
-        numbers=dict(found.numbers),
+        numbers={
+            **found.numbers,
+            "captions of the whole split that the data set leaves out": examples.dataset.left_out,
+        },
         relations={graph: found.labels(graph, RELATIONS, request.choices) for graph in model.encoder.attention_graphs},
         images=len(groups),
     )
@@ -118,10 +139,12 @@ def write_results(
     heads: list[ChosenHead],
     accelerator: Accelerator,
 ) -> Path | None:
-    """Write all files on the main process; the page."""
+    """Write all files on the main process, in the place of an earlier analysis; the page."""
     page = None
     if accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
+        final, folder = folder.resolve(), folder.resolve().with_name(f"{folder.resolve().name}.part")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         write_json(folder / "attention.json", results.as_json())
         write_tables(folder, results)
         figures: dict[str, bytes] = {}
@@ -133,16 +156,52 @@ def write_results(
         for name, content in figures.items():
             (folder / name).write_bytes(content)
         overlays = draw_overlays(folder / "overlays", results, found.seen, heads)
-        page = write_page(folder / "attention.html", results, figures, overlays)
+        write_page(folder / PAGE, results, figures, overlays)
+        check_results_folder(final)  # nothing else came while this was measured
+        if final.exists():
+            shutil.rmtree(final)
+        folder.replace(final)
+        page = final / PAGE
     accelerator.wait_for_everyone()
     return page
 
 
+def check_results_folder(folder: Path) -> None:
+    """Raises ValueError if the folder holds anything but an earlier analysis, which is replaced as a whole."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; choose another --output, a folder for the results.")
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if not any(fnmatch.fnmatchcase(name, own) for own in WRITTEN):
+            raise ValueError(
+                f"{folder} holds {name}, which is no result of an analysis, and is not replaced; choose another "
+                "--output, or take it out."
+            )
+
+
+def divided(overrides: Sequence[str], *, has_data: bool) -> tuple[list[str], list[str]]:
+    """What changes the settings of the run, and what changes the data that another config names.
+
+    How images and texts become input stays with the run, as it was trained (see `OF_RUN`).
+    """
+    of_data = [
+        word for word in overrides if has_data and _section(word)[0] == "data" and _section(word)[1] not in OF_RUN
+    ]
+    return [word for word in overrides if word not in of_data], of_data
+
+
+def _section(word: str) -> list[str]:
+    return [*word.partition("=")[0].split("."), ""]
+
+
 def with_data_of(config: RunConfig, path: Path, overrides: list[str]) -> RunConfig:
-    """The settings of a run, with the data of a config; sizes, vocabulary and controls stay those of the run."""
-    data = load_config(path, overrides).data
-    own = {name: getattr(config.data, name) for name in ("resize", "canvas", "vocabulary", "max_text_length")}
-    own |= {name: getattr(config.data, name) for name in ("blank_text", "blank_image", "workers")}
+    """The settings of a run, with the data of a config; what `OF_RUN` names stays that of the run.
+
+    Args:
+        overrides: changes of the config's data, of which `divided` left out what stays.
+    """
+    data = load_config(path, [*overrides, "output=unused"]).data
+    own = {name: getattr(config.data, name) for name in OF_RUN}
     return dataclasses.replace(config, data=dataclasses.replace(data, **own))
 
 

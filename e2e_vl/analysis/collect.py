@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -284,7 +284,7 @@ def add_text(
         )
         put_by_label(put, RELATIONS, judged, pairs.labels)
     if NEEDS[DEPENDENCIES] in graph.blocks:
-        pairs = word_pairs(facts, choices)
+        pairs = word_pairs(facts, choices).apart(facts.word_spans)
         source, target = (torch.tensor(column, dtype=torch.int64, device=device) for column in pairs.columns)
         put_by_label(put, DEPENDENCIES, word_dependency(maps, words, target, source, choices.word_piece), pairs.labels)
 
@@ -313,6 +313,17 @@ class Pairs:
 
     columns: tuple[list[int], list[int]]
     labels: list[str]
+
+    def apart(self, spans: Int64[np.ndarray, "words 2"]) -> Pairs:
+        """The pairs of two words that share no wordpiece, which attention could not tell apart."""
+        kept = [row for row, pair in enumerate(zip(*self.columns, strict=True)) if not shares_piece(spans, *pair)]
+        source, target = ([column[row] for row in kept] for column in self.columns)
+        return Pairs((source, target), [self.labels[row] for row in kept])
+
+
+def shares_piece(spans: Int64[np.ndarray, "words 2"], first: int, second: int) -> bool:
+    """Whether two words have a wordpiece together."""
+    return bool(max(spans[first, 0], spans[second, 0]) < min(spans[first, 1], spans[second, 1]))
 
 
 def word_pairs(facts: CaptionFacts, choices: AttentionChoices) -> Pairs:
@@ -354,6 +365,9 @@ def count_text(numbers: Counter[str], view: TextView) -> None:
             "phrases": len(facts.phrases) + facts.phrases_cut,
             "phrases cut off with the end of a caption": facts.phrases_cut,
             "words cut off with the end of a caption": facts.words_cut,
+            "relations of words that share a wordpiece, left out of word dependency": sum(
+                shares_piece(facts.word_spans, one.governor, one.dependent) for one in facts.relations
+            ),
             "phrases without a box": has_box.count(False),
             "phrases with a box, without a right region": sum(
                 box and not region for box, region in zip(has_box, has_region, strict=True)

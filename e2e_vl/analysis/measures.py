@@ -226,18 +226,20 @@ def word_dependency(
 ) -> Judged:
     """How often words attend most, among the other words of the sentence, to the word that they are related to.
 
-    The attention on a word is the sum over its wordpieces; special wordpieces are no words. The baselines "word before"
-    and "word behind" always choose the neighbour.
+    The attention on a word is the sum over its wordpieces; special wordpieces are no words. Words of the same
+    wordpieces are one choice, and words that share a wordpiece with the attending one are no choice. The baselines
+    "word before" and "word behind" always choose the neighbour.
 
     Args:
-        targets: row of w1 of each pair.
+        targets: row of w1 of each pair; it shares no wordpiece with w2.
         sources: row of w2, the attending word.
     """
+    choices, choice = torch.unique(spans, dim=0, return_inverse=True)  # in the order of the text
     slots = torch.arange(maps.shape[3], device=maps.device)
-    inside = ((slots >= spans[:, :1]) & (slots < spans[:, 1:])).to(maps.dtype)  # [words, slots]
-    seen = attention_from(maps, spans[sources], piece) @ inside.T  # [layers heads examples words]
-    rows = torch.arange(len(spans), device=maps.device)
-    others = rows != sources[:, None]
-    neighbours = {"word before": targets == sources - 1, "word behind": targets == sources + 1}
-    baselines = {name: is_it.to(maps.dtype) for name, is_it in neighbours.items()}
-    return judge(seen, others, rows == targets[:, None], baselines)
+    inside = ((slots >= choices[:, :1]) & (slots < choices[:, 1:])).to(maps.dtype)  # [choices, slots]
+    seen = attention_from(maps, spans[sources], piece) @ inside.T  # [layers heads examples choices]
+    rows = torch.arange(len(choices), device=maps.device)
+    others = (inside[choice[sources]] @ inside.T) == 0  # [examples, choices]
+    step = choice[targets] - choice[sources]
+    baselines = {"word before": (step == -1).to(maps.dtype), "word behind": (step == 1).to(maps.dtype)}
+    return judge(seen, others, rows == choice[targets][:, None], baselines)

@@ -43,6 +43,7 @@ class ChosenHead:
 class Overlay:
     """One picture and what it shows."""
 
+    index: int  # of the text in its split
     text: str  # the caption
     graph: str
     title: str  # phrase and head
@@ -168,7 +169,7 @@ def _region_overlay(
     note = f"{100 * total:.0f} % of the attention is on regions"
     if best is not None and source is None:
         note += f"; the most attended one is {'right' if is_right else 'wrong'}"
-    shown = Overlay(text.facts.words, head.graph, title, note, path)
+    shown = Overlay(text.index, text.facts.words, head.graph, title, note, path)
     try:
         image = load_image(text.file_name, "RGB")
     except (FileNotFoundError, ValueError) as error:  # it lies in an archive, or was not needed for saved features
@@ -236,4 +237,6 @@ def _word_overlay(path: Path, text: SeenText, head: ChosenHead, own: torch.Tenso
     inside = ((slots >= spans[:, :1]) & (slots < spans[:, 1:])).float()
     values = (attention_from(own, spans, "mean")[0, 0] @ inside.T).numpy()
     path.write_bytes(draw_word_map(f"{head.graph}, {name}", text.facts.forms, values))
-    return Overlay(text.facts.words, head.graph, f"words to words, {name}", "each row attends to the columns", path)
+    return Overlay(
+        text.index, text.facts.words, head.graph, f"words to words, {name}", "each row attends to the columns", path
+    )

@@ -38,7 +38,10 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--split", default="val", help="split of the data set (default: val)")
     parser.add_argument("--boxes", default="online", choices=BoxSource.for_evaluation())
     parser.add_argument(
-        "--data", type=Path, metavar="CONFIG", help="config whose data are read in place of those of the run"
+        "--data",
+        type=Path,
+        metavar="CONFIG",
+        help="config whose data are read in place of those of the run, in the sizes of the run",
     )
     parses = parser.add_mutually_exclusive_group()
     parses.add_argument("--parses", type=Path, metavar="FILE", help="CoNLL-U file with the parses of the captions")
@@ -75,7 +78,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     model_folder(arguments.run)
     check_overrides(arguments.overrides)
     if arguments.data is not None:
-        load_config(arguments.data, [word for word in arguments.overrides if word.startswith("data.")])
+        own = [word for word in arguments.overrides if word.startswith("data.")]
+        load_config(arguments.data, [*own, "output=unused"])
     if arguments.pictures < 0 or (arguments.max_images is not None and arguments.max_images < 1):
         raise ValueError("--pictures must not be negative, and --max-images must be at least 1.")
     choices = AttentionChoices(

@@ -31,7 +31,8 @@ from e2e_vl.commands.early_check import check_part_names
 from e2e_vl.config import load_config
 
 if TYPE_CHECKING:
-    from e2e_vl.engine.data_check import DataReport, SplitFacts
+    from e2e_vl.engine.data_check import DataReport
+    from e2e_vl.engine.split_walk import SplitFacts
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -65,6 +66,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
         "--visual-genome", type=Path, metavar="FILE", help="Visual Genome's image_data.json, with COCO's ids"
     )
     parser.add_argument("--images", type=int, metavar="N", help="look at N images of each split (default: all)")
+    parser.add_argument("--processes", type=int, metavar="N", help="for large splits (default: see docs/real_data.md)")
     parser.add_argument("--examples", type=int, default=3, metavar="N", help="problems shown of each kind (default: 3)")
     parser.add_argument("--no-overlap", action="store_true", help="shared photos are problems too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found, all problems too")
@@ -75,7 +77,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 @says_errors
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     options = build_parser(prog).parse_intermixed_args(argv)
-    for name in ("images", "examples"):
+    for name in ("images", "processes", "examples"):
         number = getattr(options, name)
         if number is not None and number < 1:
             raise ValueError(f"--{name} is {number}; give a positive number.")
@@ -94,7 +96,12 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         lists = (photo_ids.of_list(path, options.detector_ids) for path in options.detector_images)
         detector_photos = {one for photos in lists for ids in photos for one in ids}
     report = check_data(
-        config, others=others, photo_ids=photo_ids, detector_photos=detector_photos, max_images=options.images
+        config,
+        others=others,
+        photo_ids=photo_ids,
+        detector_photos=detector_photos,
+        max_images=options.images,
+        processes=options.processes,
     )
     print("\n".join([*as_lines(report, options.examples), f"{time.perf_counter() - start:.0f} seconds"]))
     if options.json is not None:

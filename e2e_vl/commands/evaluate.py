@@ -10,8 +10,9 @@ IoU conventions, all at 0.5 and all counted per expression:
   vlbert   the official VL-BERT code: every extent + 1 pixel, prediction clamped to the image, IoU >= 0.5
   strict   mattnet's IoU, but > 0.5 (UNITER)
 Prints accuracy, the ceiling (how often any candidate reaches the threshold) and both per family where the data names
-families, and writes predictions and metrics as JSON files of their own: RUN/evaluations/SPLIT_BOXES.json and
-RUN/evaluations/SPLIT_BOXES_metrics.json, with the convention in the name if --iou chooses one.
+families, with --loss also the loss, and writes predictions and metrics as JSON files of their own:
+RUN/evaluations/SPLIT_BOXES.json and RUN/evaluations/SPLIT_BOXES_metrics.json, with the convention in the name if --iou
+chooses one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
     parser.add_argument("--split", default="val", help="split of the data set (default: val)")
     parser.add_argument("--boxes", default="online", choices=BoxSource.for_evaluation())
     parser.add_argument("--iou", default=None, choices=("mattnet", "vlbert", "strict"), help="default: the run's")
+    parser.add_argument("--loss", action="store_true", help="compute the loss too, as train.keep_best judges by it")
     parser.add_argument("--output", type=Path, help="predictions (default: a file in RUN/evaluations)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change, such as data.root=DIR")
     return parser
@@ -51,6 +53,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         iou=arguments.iou,
         output=arguments.output,
         overrides=arguments.overrides,
+        with_loss=arguments.loss,
     )
     if path is not None:  # the main process
         for name, value in metrics.items():

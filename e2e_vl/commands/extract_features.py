@@ -77,7 +77,6 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     settings = extraction_settings(arguments)
     images = list_images(arguments.images, arguments.root)
     given = None if arguments.boxes is None else read_given_boxes(arguments.boxes)
-    from accelerate.utils import InitProcessGroupKwargs  # late: it imports torch
 
     from e2e_vl.engine.launch import make_accelerator
     from e2e_vl.extraction.bulk import LONGEST_WAIT, ExtractionJob, extract_images
@@ -95,8 +94,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         batch_size=arguments.batch_size,
         workers=arguments.workers,
     )
-    waits = InitProcessGroupKwargs(timeout=LONGEST_WAIT)
-    accelerator = make_accelerator(arguments.precision, kwargs_handlers=[waits])
+    accelerator = make_accelerator(arguments.precision, max_wait_minutes=LONGEST_WAIT.total_seconds() / 60)
     summary = extract_images(job, accelerator)
     if accelerator.is_main_process:
         show(job, summary)

@@ -4,7 +4,8 @@
     accelerate launch tools/train.py --config configs/demo/refcoco.yaml train.lr=1e-3 output=runs/my_run
 
 Everything after the options is `key=value` and beats the file. `--resume` continues the run in `output` exactly.
-`e2e-vl` trains in one process; `accelerate launch` and `torchrun` start several.
+`e2e-vl` trains in one process; `accelerate launch` and `torchrun` start several. SIGTERM, SIGHUP and Ctrl-C end a run
+after its step and a checkpoint, with the status 143, 129 or 130; errors have the status 2.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
         train(config, resume=arguments.resume)
     except KeyboardInterrupt:
-        print("interrupted; --resume continues from the newest checkpoint", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+            print("interrupted; --resume continues from the newest checkpoint", file=sys.stderr)
         return 130
     return 0

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.converter import check_keys, from_dict
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.data.storage.record_table import TextGroups
 from e2e_vl.data.storage.shared_reads import SharedReads
 from e2e_vl.data_settings import DataSettings
 from e2e_vl.samples import Sample
@@ -59,6 +60,7 @@ class VLDataset(abc.ABC):
         class_names: of the annotated objects, in the order of the detector's classes; None where there are no classes.
         corpus: texts without images, where there are any.
         has_phrases: some texts say what their phrases name (`SampleText.phrases`).
+        left_out: number of texts of the split that its files have, and that are not among the texts.
     """
 
     known_files: ClassVar[tuple[str, ...]]
@@ -71,6 +73,7 @@ class VLDataset(abc.ABC):
     class_names: Sequence[str] | None = None
     corpus: Sequence[str] | None = None
     has_phrases: bool = False
+    left_out: int = 0
 
     @classmethod
     @abc.abstractmethod
@@ -137,13 +140,32 @@ class VLDataset(abc.ABC):
         """Ids of all images that files of boxes must hold; nothing where that is only found out on the way."""
         return ()
 
-    def check_classes(self, num_classes: int) -> None:
-        """Raises ValueError if a detector with `num_classes` foreground classes cannot learn the annotated objects."""
-        if self.class_names is not None and len(self.class_names) > num_classes:
+    def check_classes(self, num_classes: int, known: Sequence[str] | None = None) -> None:
+        """Compare the classes of the annotated objects, which are mere numbers to a detector, with the detector's.
+
+        Args:
+            num_classes: foreground classes of the detector.
+            known: their names, where its weights come with them; None: unknown.
+
+        Raises:
+            ValueError: a class has another name, or, of unknown names, another number of them. (A file with only some
+                of the categories would number them anew.)
+        """
+        names = self.class_names
+        if names is None:
+            return
+        if len(names) > num_classes or (known is None and len(names) < num_classes):
             raise ValueError(
-                f"The data have {len(self.class_names)} categories, but the detector has {num_classes} classes; set "
+                f"The data have {len(names)} categories, but the detector has {num_classes} classes; set "
                 "MODEL.ROI_HEADS.NUM_CLASSES in its config."
             )
+        for number, (name, other) in enumerate(zip(names, known or names, strict=False)):
+            if _letters(name) != _letters(other):
+                raise ValueError(
+                    f"Class {number} is '{name}' in the data, but '{other}' to the detector's weights; give a file "
+                    "with the categories of the weights, or start a detector of the data's own classes from a backbone "
+                    "(detector.expect=backbone)."
+                )
 
 
 class DataFiles:
@@ -198,6 +220,11 @@ class DataFiles:
         return name
 
 
+def _letters(name: str) -> str:
+    """A class name without what differs between its spellings: "traffic light", "trafficlight", "Traffic_Light"."""
+    return "".join(letter for letter in name.casefold() if letter.isalnum()) or name
+
+
 def open_options(
     dataset: type[VLDataset],
     settings: DataSettings,
@@ -217,12 +244,9 @@ def open_options(
     return files, from_dict(dataset.options, settings.config, "data.config")
 
 
-def group_texts(images: Iterable[Any]) -> list[list[int]]:
+def group_texts(images: Iterable[Any]) -> TextGroups:
     """Text indices of each image, images in the order of first mention; `images` names the image of every text."""
-    groups: dict[Any, list[int]] = {}
-    for index, image in enumerate(images):
-        groups.setdefault(image, []).append(index)
-    return list(groups.values())
+    return TextGroups(images)
 
 
 def split_names(split: str) -> list[str]:

@@ -172,7 +172,7 @@ def _source(files: DataFiles, options: CaptionOptions, split: str, boxes: BoxSou
     """Captions of a split, with the boxes that lie beside them if `boxes` asks for them."""
     if options.source == "coco":
         parts = [
-            CocoCaptions(files.path("captions", **values), files.path("images", **values), files.errors)
+            files.read(CocoCaptions, files.path("captions", **values), files.path("images", **values))
             for values in _parts(options, split)
         ]
         return parts[0] if len(parts) == 1 else JoinedCaptions(parts)

@@ -68,13 +68,14 @@ class CocoDetectionDataset(VLDataset):
         """The category names: the only words there are for a vocabulary."""
         return _instances(files, split).class_names
 
-    def check_classes(self, num_classes: int) -> None:
-        """Raises ValueError unless a detector with `num_classes` foreground classes has one for each category."""
+    def check_classes(self, num_classes: int, known: Sequence[str] | None = None) -> None:
+        """As in `VLDataset`; and the detector may not have more classes, which would be no categories."""
         if len(self.class_names) != num_classes:
             raise ValueError(
                 f"{self.instances.path} has {len(self.class_names)} categories, but the detector has "
                 f"{num_classes} classes; set MODEL.ROI_HEADS.NUM_CLASSES in its config."
             )
+        super().check_classes(num_classes, known)
 
     def __len__(self) -> int:
         """Number of images in the file, so also of texts."""

@@ -8,12 +8,13 @@ Files (`data.files`, relative to `data.root`; {split} is the split)
     instances    COCO instances of the same images, in place of the annotated boxes as candidates: detection losses
 
 As in BAN's and VisualBERT's code, phrases without a box (scenes, what cannot be seen) are left out, and so are captions
-without any phrase that has one. All small files of a split are read when it is opened.
+without any phrase that has one, which are counted in the log. All small files of a split are read when it is opened.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -32,7 +33,10 @@ from e2e_vl.data.formats.flickr_entities import (
 )
 from e2e_vl.data.formats.image_names import ImageNames, instances_image, require_instances
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.samples import AnnotatedObjects, PhraseBoxes, Sample, SampleImage, SampleText
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Flickr30KDataset(VLDataset):
         folder: of the image files.
         annotations_folder: names the boxes in errors.
         parts: placeholder values of each split, see `VLDataset.parts`.
+        left_out: number of captions of the split that are not among them.
 
     Raises:
         ValueError: no caption has a phrase with a box, or an image that the instances lack.
@@ -90,6 +95,7 @@ class Flickr30KDataset(VLDataset):
         options: Flickr30KOptions,
         parts: Sequence[Mapping[str, str]],
         instances: CocoInstances | None = None,
+        left_out: int = 0,
     ) -> None:
         if not captions:
             raise ValueError(f"{annotations_folder}: no phrase of any caption has a box; use files of one release")
@@ -99,6 +105,7 @@ class Flickr30KDataset(VLDataset):
         self.settings = options
         self.parts = parts
         self.instances = instances
+        self.left_out = left_out
         self._ids = list(captions)
         self.captions = [caption for own in captions.values() for caption in own]
         self.groups = ConsecutiveGroups([len(own) for own in captions.values()])
@@ -119,27 +126,17 @@ class Flickr30KDataset(VLDataset):
         if wants.annotations and "instances" in files:
             path = files.path("instances", split=split)
             instances = files.read(read_instances, path, drop_empty_boxes=True)
-        sentences, boxes = files.path("sentences"), files.path("annotations")
-        captions: dict[str, list[Caption]] = {}
-        annotations: dict[str, AnnotatedImage] = {}
-        for image_id in _image_ids(files, split):
-            with files.errors.about(f"{sentences / image_id}.txt"):
-                own = read_sentences(sentences / f"{image_id}.txt", files.errors)
-                annotated = read_annotation(boxes / f"{image_id}.xml")
-                known = {chain for names in annotated.names for chain in names}
-                phrases = [tuple(phrase for phrase in one.phrases if phrase.chain in known) for one in own]
-                kept = [Caption(line, *pair) for line, pair in enumerate(zip(own, phrases, strict=True)) if pair[1]]
-                if kept:
-                    captions[image_id], annotations[image_id] = kept, annotated
-        return cls(captions, annotations, files.path("images"), boxes, options, parts, instances)
+        read = _read_splits(files, split)
+        captions = {image_id: own for one in read for image_id, own in one.captions.items()}
+        annotations = {image_id: own for one in read for image_id, own in one.annotations.items()}
+        left_out = sum(one.left_out for one in read)
+        folders = files.path("images"), files.path("annotations")
+        return cls(captions, annotations, *folders, options, parts, instances, left_out)
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: Flickr30KOptions, split: str) -> Iterable[str]:
         """All captions of a split."""
-        folder = files.path("sentences")
-        for image_id in _image_ids(files, split):
-            for sentence in read_sentences(folder / f"{image_id}.txt"):
-                yield sentence.words
+        return (words for one in _read_splits(files, split) for words in one.words)
 
     def __len__(self) -> int:
         """Number of captions with a phrase that has a box."""
@@ -191,14 +188,47 @@ class Flickr30KDataset(VLDataset):
         return boxes - 1 if self.settings.coordinates == "zero_based" else boxes
 
 
-def _image_ids(files: DataFiles, split: str) -> list[str]:
-    """The images of one or several splits. Raises ValueError for an image in two of them."""
+@dataclasses.dataclass(frozen=True)
+class _EntitySplit:
+    """What the files of one split say."""
+
+    image_ids: list[str]
+    words: list[str]  # of all captions
+    captions: dict[str, list[Caption]]  # of every image that has any with a boxed phrase
+    annotations: dict[str, AnnotatedImage]  # of the same images
+    left_out: int  # captions without a phrase that has a box
+
+
+def _read_splits(files: DataFiles, split: str) -> list[_EntitySplit]:
+    """One or several splits, each read once for all that share it. Raises ValueError for an image in two of them."""
     found: dict[str, str] = {}
+    read = []
     for name in split_names(split):
-        for image_id in read_image_ids(files.path("ids", split=name), files.errors):
+        places = (files.path("ids", split=name), files.path("sentences"), files.path("annotations"))
+        read.append(files.read(_read_split, *places))
+        for image_id in read[-1].image_ids:
             if image_id in found:
                 raise ValueError(
                     f"image {image_id} is in the splits {found[image_id]} and {name}; name each split once"
                 )
             found[image_id] = name
-    return list(found)
+    return read
+
+
+def _read_split(ids: Path, sentences: Path, annotations: Path, errors: RecordErrors = RAISE) -> _EntitySplit:
+    read = _EntitySplit(read_image_ids(ids, errors), [], {}, {}, 0)
+    left_out = 0
+    for image_id in read.image_ids:
+        with errors.about(f"{sentences / image_id}.txt"):
+            own = read_sentences(sentences / f"{image_id}.txt", errors)
+            annotated = read_annotation(annotations / f"{image_id}.xml")
+            read.words.extend(one.words for one in own)
+            known = {chain for names in annotated.names for chain in names}
+            phrases = [tuple(phrase for phrase in one.phrases if phrase.chain in known) for one in own]
+            kept = [Caption(line, *pair) for line, pair in enumerate(zip(own, phrases, strict=True)) if pair[1]]
+            left_out += len(own) - len(kept)
+            if kept:
+                read.captions[image_id], read.annotations[image_id] = kept, annotated
+    if left_out:
+        logger.warning("%s: left out are %d captions without a phrase that has a box.", ids, left_out)
+    return dataclasses.replace(read, left_out=left_out)

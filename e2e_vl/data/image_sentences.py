@@ -19,6 +19,7 @@ from e2e_vl.data.base import DataFiles, VLDataset, Wants, split_names
 from e2e_vl.data.formats.image_sets import ImageSets
 from e2e_vl.data.formats.lxmert_files import SourcedSentence, read_image_sentences
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
+from e2e_vl.data.storage.record_table import RecordTable, text_column
 from e2e_vl.samples import Sample, SampleImage, SampleText, ScoredAnswers
 
 
@@ -49,8 +50,8 @@ class ImageSentenceDataset(VLDataset):
         options: SentenceOptions,
         parts: Sequence[Mapping[str, str]],
     ) -> None:
-        self.images = list(sentences)
-        self.sentences = [sentence for own in sentences.values() for sentence in own]
+        self.images = text_column(sentences)
+        self.sentences = RecordTable(SourcedSentence, (one for own in sentences.values() for one in own))
         self.groups = ConsecutiveGroups([len(own) for own in sentences.values()])
         self.folders = folders
         self.settings = options
@@ -92,7 +93,7 @@ class ImageSentenceDataset(VLDataset):
 
     def __getitem__(self, text: int) -> str:
         """One sentence; the data set is a pool of texts."""
-        return self.sentences[text].words
+        return self.sentences.column("words")[text]
 
     def image_ids(self) -> Iterable[str]:
         return self.images

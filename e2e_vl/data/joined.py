@@ -114,6 +114,7 @@ class JoinedDataset(VLDataset):
             raise ValueError("several of the joined data sets have a corpus; name it in one of them")
         self.corpus = corpora[0] if corpora else None
         self.has_phrases = any(member.dataset.has_phrases for member in self.members)
+        self.left_out = sum(member.dataset.left_out for member in self.members)
 
     @classmethod
     @abc.abstractmethod

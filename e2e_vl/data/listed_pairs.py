@@ -18,6 +18,7 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts, split_names
 from e2e_vl.data.formats.image_sets import ImageSets
 from e2e_vl.data.formats.lxmert_files import ListedPair, read_listed_pairs
+from e2e_vl.data.storage.record_table import RecordTable
 from e2e_vl.samples import RightChoice, Sample, SampleImage, SampleText
 
 LABELS = ("False", "True")  # as predictions and the official scores have them
@@ -50,7 +51,7 @@ class ListedPairDataset(VLDataset):
         options: ListedPairOptions,
         parts: Sequence[Mapping[str, str]],
     ) -> None:
-        self.pairs = pairs
+        self.pairs = RecordTable(ListedPair, pairs)
         self.folders = folders
         self.settings = options
         self.parts = parts

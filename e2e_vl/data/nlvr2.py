@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts, split_names
 from e2e_vl.data.formats.coco import CocoInstances, read_instances
 from e2e_vl.data.formats.nlvr2_files import LABELS, PairStatement, read_examples
+from e2e_vl.data.storage.record_table import JoinedRecords
 from e2e_vl.samples import RightChoice, Sample, SampleImage, SampleText
 
 
@@ -72,26 +73,28 @@ class NLVR2Dataset(VLDataset):
     @classmethod
     def open(cls, files: DataFiles, options: NLVR2Options, split: str, wants: Wants) -> NLVR2Dataset:
         """`split` names one split or several joined by "+"; the top of this file says which files there are."""
-        examples: dict[str, PairStatement] = {}
+        examples: list[Sequence[PairStatement]] = []
+        seen: set[str] = set()
         folders, parts, instances = {}, [], {}
         for name in split_names(split):
             own = files.read(read_examples, files.path("examples", split=name))
-            double = next((one.identifier for one in own if one.identifier in examples), None)
+            double = next((one for one in own.column("identifier") if one in seen), None)
             if double is not None:
                 raise ValueError(f"example {double} is in two of the splits {split}; name each split once")
             values = {"split": name, "images": own[0].identifier.partition("-")[0]}
-            examples |= {one.identifier: one for one in own}
+            seen.update(own.column("identifier"))
+            examples.append(own)
             folders[values["images"]] = files.path("images", **values)
             if wants.annotations:
                 path = files.path("instances", **values)
                 instances[values["images"]] = files.read(read_instances, path, drop_empty_boxes=True)
             parts.append(values)
-        labelled = {one.label is not None for one in examples.values()}
+        labelled = {own[0].label is not None for own in examples}  # each is of one kind
         if len(labelled) > 1:
             raise ValueError(f"some of the splits {split} have labels and some have none; join splits of one kind")
         if wants.training and labelled == {False}:
             raise ValueError(f"the split {split} has no labels to learn from; train on another split")
-        return cls(list(examples.values()), folders, options, parts, instances or None)
+        return cls(JoinedRecords(examples), folders, options, parts, instances or None)
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: NLVR2Options, split: str) -> Iterable[str]:

@@ -19,6 +19,7 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts, split_names
 from e2e_vl.data.formats.image_sets import ImageSets
 from e2e_vl.data.formats.lxmert_files import ScoredQuestion, read_scored_questions
+from e2e_vl.data.storage.record_table import RecordTable
 from e2e_vl.samples import Sample, SampleImage, SampleText, ScoredAnswers
 
 
@@ -42,7 +43,7 @@ class ScoredQuestionDataset(VLDataset):
         options: ImageSets,
         parts: Sequence[Mapping[str, str]],
     ) -> None:
-        self.questions = questions
+        self.questions = RecordTable(ScoredQuestion, questions)
         self.folders = folders
         self.settings = options
         self.parts = parts

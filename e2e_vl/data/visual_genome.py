@@ -8,7 +8,8 @@ Files (`data.files`, relative to `data.root`; the release has no splits, so {spl
     questions   question_answers.json, for `data.config.texts: questions`
     detections, features   boxes of images by their ids
 
-For phrases beside the task, a description without region graphs is one phrase, which names the box of its region.
+For phrases beside the task, a description without region graphs is one phrase, which names the box of its region. A
+description that has other words in the region graphs has no phrases; where only white space differs, it has them.
 """
 
 from __future__ import annotations
@@ -96,14 +97,17 @@ class VisualGenomeDataset(VLDataset):
     @classmethod
     def open(cls, files: DataFiles, options: GenomeOptions, split: str, wants: Wants) -> VisualGenomeDataset:
         """The top of this file says which files there are."""
+        texts = _texts(files, options, split)
         phrases = None
         if wants.phrases and options.texts == "regions":
-            key = "region_graphs" if "region_graphs" in files else "regions"
-            read = read_region_graphs if key == "region_graphs" else read_region_boxes
-            phrases = read(files.path(key, split=split), files.errors)
+            if "region_graphs" in files:
+                phrases = files.read(read_region_graphs, files.path("region_graphs", split=split))
+                phrases.compare(((one.number, one.words) for own in texts.values() for one in own), files.errors)
+            else:
+                phrases = files.read(read_region_boxes, files.path("regions", split=split))
         return cls(
-            READ[options.texts](files.path(options.texts, split=split), files.errors),
-            read_genome_images(files.path("image_data", split=split), files.errors),
+            texts,
+            files.read(read_genome_images, files.path("image_data", split=split)),
             Path() if wants.boxes is BoxSource.PRECOMPUTED else files.path("images", split=split),
             options,
             [{"split": split}],
@@ -120,15 +124,14 @@ class VisualGenomeDataset(VLDataset):
     @classmethod
     def texts_of(cls, files: DataFiles, options: GenomeOptions, split: str) -> Iterable[str]:
         """All descriptions, or all questions."""
-        found = READ[options.texts](files.path(options.texts, split=split))
-        return (text.words for own in found.values() for text in own)
+        return (text.words for own in _texts(files, options, split).values() for text in own)
 
     @classmethod
     def answers_of(cls, files: DataFiles, options: GenomeOptions, split: str) -> dict[int, str]:
         """The answer to each question."""
         if options.texts != "questions":
             return super().answers_of(files, options, split)
-        found = read_genome_questions(files.path("questions", split=split))
+        found = _texts(files, options, split)
         return {text.number: text.answer for own in found.values() for text in own}
 
     def __len__(self) -> int:
@@ -161,6 +164,11 @@ class VisualGenomeDataset(VLDataset):
         phrases = None if self.phrases is None else self.phrases.of(text.number, text.words)
         facts = {kind: text.number, "sent": text.words}
         return SampleText(index, text.words, facts, _truth(text), phrases=phrases)
+
+
+def _texts(files: DataFiles, options: GenomeOptions, split: str) -> Mapping[int, Sequence[GenomeText]]:
+    """All descriptions, or all questions, of each image; nobody may change it."""
+    return files.read(READ[options.texts], files.path(options.texts, split=split))
 
 
 def _truth(text: GenomeText) -> RightAnswer | None:

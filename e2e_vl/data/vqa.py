@@ -9,7 +9,8 @@ from typing import Any
 
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, coco_image_set, group_texts, split_names
 from e2e_vl.data.formats.coco import CocoInstances, read_instances
-from e2e_vl.data.formats.vqa_files import VQAQuestion, read_questions
+from e2e_vl.data.formats.vqa_files import VQAQuestion, VQAQuestions, read_questions
+from e2e_vl.data.storage.record_table import JoinedRecords
 from e2e_vl.samples import HumanAnswers, Sample, SampleImage, SampleText
 
 
@@ -35,7 +36,7 @@ class VQAOptions:
 class VQAPart:
     """Questions of one split, and where their images are."""
 
-    questions: list[VQAQuestion]
+    questions: VQAQuestions
     folder: Path  # of the images
     image_name: str  # with {id}
     instances: CocoInstances | None = None
@@ -52,7 +53,7 @@ class VQAPart:
         if self.instances is None:
             return
         known = self.instances.images
-        missing = [question.image_id for question in self.questions if question.image_id not in known]
+        missing = [image_id for image_id in self.questions.image_ids if image_id not in known]
         if missing:
             raise ValueError(
                 f"{self.instances.path}: has no image {missing[0]} and {len(set(missing)) - 1} more of the questions; "
@@ -80,18 +81,16 @@ class VQADataset(VLDataset):
     def __init__(self, parts: Sequence[VQAPart], names: Sequence[Mapping[str, str]]) -> None:
         self.question_parts = list(parts)
         self.parts = names
-        self.questions = [question for part in parts for question in part.questions]
-        self._part_of = [number for number, part in enumerate(parts) for _ in part.questions]
+        self.questions = JoinedRecords([part.questions for part in parts])
         seen: set[int] = set()
-        for question in self.questions:
-            if question.question_id in seen:
+        for part in parts:
+            double = next((number for number in part.questions.question_ids if number in seen), None)
+            if double is not None:
                 splits = "+".join(one["split"] for one in names)
-                raise ValueError(
-                    f"question {question.question_id} is in two of the splits {splits}; name each split once"
-                )
-            seen.add(question.question_id)
-        images = (question.image_id for question in self.questions)
-        self.groups = group_texts(zip(self._part_of, images, strict=True))
+                raise ValueError(f"question {double} is in two of the splits {splits}; name each split once")
+            seen.update(part.questions.question_ids if len(parts) > 1 else ())
+        images = ((number, one) for number, part in enumerate(parts) for one in part.questions.image_ids)
+        self.groups = group_texts(images)
         for part in parts:
             part.check_images()
         if parts[0].instances is not None:
@@ -126,29 +125,38 @@ class VQADataset(VLDataset):
     @classmethod
     def texts_of(cls, files: DataFiles, options: VQAOptions, split: str) -> Iterable[str]:
         """All questions of a split and the most frequent answer to each."""
-        questions = [q for name in split_names(split) for q in _read_split(files, name, annotated=True)]
-        return [text for question in questions for text in (question.text, question.most_frequent)]
+        for name in split_names(split):
+            for question in _read_split(files, name, annotated=True):
+                yield question.text
+                yield question.most_frequent
 
     @classmethod
     def answers_of(cls, files: DataFiles, options: VQAOptions, split: str) -> dict[Any, str]:
-        questions = [q for name in split_names(split) for q in _read_split(files, name, annotated=True)]
-        return {question.question_id: question.most_frequent for question in questions}
+        found: dict[Any, str] = {}
+        for name in split_names(split):
+            questions = _read_split(files, name, annotated=True)
+            found.update(zip(questions.question_ids, questions.most_frequent, strict=True))
+        return found
 
     def __len__(self) -> int:
         """Number of questions."""
         return len(self.questions)
 
     def image_ids(self) -> Iterable[str]:
-        return (str(self.questions[texts[0]].image_id) for texts in self.groups)
+        return (str(self._image_id(texts[0])) for texts in self.groups)
 
     def truths(self) -> Iterable[HumanAnswers | None]:
         return (_truth(question) for question in self.questions)
 
     def sample(self, texts: Sequence[int]) -> Sample:
         """Some questions about one image."""
-        part = self.question_parts[self._part_of[texts[0]]]
-        image = part.image(self.questions[texts[0]].image_id)
+        part = self.question_parts[self.questions.part_of(texts[0])]
+        image = part.image(self._image_id(texts[0]))
         return Sample((image,), tuple(self._text(index) for index in texts))
+
+    def _image_id(self, text: int) -> int:
+        number = self.questions.part_of(text)
+        return self.question_parts[number].questions.image_ids[text - self.questions.starts[number]]
 
     def _text(self, index: int) -> SampleText:
         question = self.questions[index]
@@ -159,7 +167,7 @@ def _truth(question: VQAQuestion) -> HumanAnswers | None:
     return None if question.answers is None else HumanAnswers(question.answers)
 
 
-def _read_split(files: DataFiles, name: str, *, annotated: bool) -> list[VQAQuestion]:
+def _read_split(files: DataFiles, name: str, *, annotated: bool) -> VQAQuestions:
     """Questions of one split, with answers if there are any or they are needed."""
     annotations = None
     if annotated or "annotations" in files:

@@ -95,15 +95,20 @@ class _GeometryOutput(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
+# What decides about "next to" is a few hundredths of the image. In shares of it the weights would have to grow to tens
+# before the bias could follow; in units this small, drawn relations are learned in half of the steps.
+UNITS = 20.0
+
 GEOMETRY_LAYERS = (_GeometryHidden, _GeometryOutput)  # do not start as the other Linears of an encoder
 
 
 class RelativeGeometryBias(nn.Module):
     """A learned number per layer and head for each pair of regions of one image, added to their attention logits.
 
-    Each layer has a small network of its own: Linear, GELU, Linear over `relative_geometry`. Relation Networks (Hu et
-    al., CVPR 2018, equations 3 to 5) multiply the exponential of the attention logit with a weight from a linear map of
-    sinusoids, which can express neither a direction nor a distance; here the *logarithm* of such a weight is learned.
+    Each layer has a small network of its own: Linear, GELU, Linear over 20 times `relative_geometry`. Relation Networks
+    (Hu et al., CVPR 2018, equations 3 to 5) multiply the exponential of the attention logit with a weight from a linear
+    map of sinusoids, which can express neither a direction nor a distance; here the *logarithm* of such a weight is
+    learned.
     It starts at 0, which is plain attention, so a checkpoint without it starts as it was.
 
     Args:
@@ -120,10 +125,17 @@ class RelativeGeometryBias(nn.Module):
     def forward(
         self, boxes: Float[Tensor, "M R 4"], image_sizes: Num[Tensor, "M R 2"], is_pair: Bool[Tensor, "M R R"]
     ) -> list[Float[Tensor, "M heads R R"]]:
-        """Regions of M texts -> a bias per layer: rows are queries, columns keys; 0 where there is no pair."""
-        numbers = relative_geometry(boxes, image_sizes).to(self.hidden[0].weight.dtype)
+        """Regions of M texts -> a bias per layer: rows are queries, columns keys; 0 where there is no pair.
+
+        Texts with the same boxes (as those about one image mostly have) share one run of the networks.
+        """
+        places = torch.cat([boxes, image_sizes.to(boxes.dtype)], dim=-1).flatten(1).detach()
+        known, which = torch.unique(places, dim=0, return_inverse=True)
+        # a text that has these boxes; which one does not matter
+        text = which.new_zeros(len(known)).scatter(0, which, torch.arange(len(which), device=which.device))
+        numbers = UNITS * relative_geometry(boxes[text], image_sizes[text]).to(self.hidden[0].weight.dtype)
         return [
-            (output(F.gelu(hidden(numbers))) * is_pair[..., None]).permute(0, 3, 1, 2)
+            (output(F.gelu(hidden(numbers))).index_select(0, which) * is_pair[..., None]).permute(0, 3, 1, 2)
             for hidden, output in zip(self.hidden, self.output, strict=True)
         ]
 

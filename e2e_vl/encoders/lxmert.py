@@ -22,6 +22,7 @@ from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.geometry import GEOMETRY_LAYERS, RelativeGeometryBias
 from e2e_vl.encoders.image_passes import AttentionMaps, ImagePasses
 from e2e_vl.encoders.lxmert_layers import LayerStacks, TextEmbeddings
+from e2e_vl.encoders.sequence import naming_words
 from e2e_vl.structures import (
     Ability,
     AttentionBlock,
@@ -67,6 +68,9 @@ class LxmertEncoderConfig(PreTrainedConfig):
     # zeros replace the feature of a hidden region (pre-training on saved features; official code). False: it is what
     # the detector makes of hidden pixels.
     hidden_region_feature: bool = False
+    # a region also carries the mean of the position vectors of the words that name it, as VisualBERT's do (for VCR);
+    # official code has no such link
+    named_regions: bool = False
     # most images that one text looks at. Each is read in a pass of its own, and the summaries of the passes stand side
     # by side.
     image_slots: int = 1
@@ -168,6 +172,7 @@ class LxmertEncoder(Encoder):
         wanted = {
             Ability.HIDDEN_REGIONS: (config.hidden_region_feature, "hidden_region_feature to true"),
             Ability.HIDDEN_FEATURES: (config.hidden_region_feature, "hidden_region_feature to true"),
+            Ability.NAMED_REGIONS: (config.named_regions, "named_regions to true"),
             Ability.IMAGE_PAIRS: (config.image_slots > 1, "image_slots to 2"),
         }
         if ability not in wanted:
@@ -198,7 +203,7 @@ class LxmertEncoder(Encoder):
         maps = AttentionMaps(texts, passes) if output_attentions else None
         words = self.encode_words(texts, passes, maps)
         biases = self.biases(regions, passes)
-        objects = self.encode_regions(regions, passes, maps, biases)
+        objects = self.encode_regions(texts, regions, passes, maps, biases)
         words, objects, between = self.encode_together(words, objects, texts, passes, maps, biases, inner_layer)
         pooled = words[:, 0] if self.pooler is None else self.pooler(words)
         states = self.of_texts(words, objects, texts, passes)
@@ -232,6 +237,7 @@ class LxmertEncoder(Encoder):
 
     def encode_regions(
         self,
+        texts: TextBatch,
         regions: TextRegions,
         passes: ImagePasses,
         maps: AttentionMaps | None,
@@ -243,6 +249,10 @@ class LxmertEncoder(Encoder):
             features = features.masked_fill(regions.is_hidden[..., None], 0.0)
         shares = regions.boxes / regions.image_sizes.flip(-1).repeat(1, 1, 2)  # x by the width, y by the height
         objects = self.encoder.visn_fc(passes.split(features), passes.split(shares))
+        places = self.embeddings.position_embeddings.weight[: texts.input_ids.shape[1]]
+        named = naming_words(texts, regions, places.dtype) if self.config.named_regions else None
+        if named is not None:
+            objects = objects + passes.split(named / named.sum(dim=2, keepdim=True).clamp(min=1) @ places)
         attend = passes.attend.flatten(0, 1)
         for layer, bias in zip(self.encoder.r_layers, biases[: self.config.r_layers], strict=True):
             objects, found = layer(objects, attend, maps is not None, bias)

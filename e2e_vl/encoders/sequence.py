@@ -13,8 +13,10 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from jaxtyping import Bool, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
+
+from e2e_vl.structures import TextBatch, TextRegions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,3 +72,12 @@ def _gather_pairs(
     """Select rows and columns by an index."""
     rows = values.take_along_dim(index[:, None, :, None], dim=2)
     return rows.take_along_dim(index[:, None, None, :], dim=3)
+
+
+def naming_words(texts: TextBatch, regions: TextRegions, dtype: torch.dtype) -> Float[Tensor, "M R L"] | None:
+    """1 where a word names a region, which is a candidate box of the text's first image; None: no word names any."""
+    if texts.region_of_token is None:
+        return None
+    can_be_named = regions.attend & (regions.row >= 0) & (regions.image_slot == 0)
+    is_named = regions.row[:, :, None] == texts.region_of_token[:, None]
+    return (is_named & can_be_named[:, :, None]).to(dtype)

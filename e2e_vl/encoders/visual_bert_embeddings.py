@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Num
 from torch import Tensor, nn
 
-from e2e_vl.encoders.sequence import SequenceLayout
+from e2e_vl.encoders.sequence import SequenceLayout, naming_words
 from e2e_vl.structures import TextBatch, TextRegions
 
 BOX_NUMBERS = 6  # width of `box_numbers`
@@ -73,11 +73,7 @@ class VisualBertTables(nn.Module):
 
         The official code lists the words of each region (`image_text_alignment`).
         """
-        if texts.region_of_token is None:
-            return None
-        can_be_named = regions.attend & (regions.row >= 0) & (regions.image_slot == 0)
-        is_named = regions.row[:, :, None] == texts.region_of_token[:, None]
-        return (is_named & can_be_named[:, :, None]).to(self.position_embeddings.weight.dtype)
+        return naming_words(texts, regions, self.position_embeddings.weight.dtype)
 
     def join(
         self, texts: TextBatch, regions: TextRegions, alignment: Float[Tensor, "M R L"] | None

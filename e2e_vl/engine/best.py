@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from e2e_vl.box_sources import BoxSource
+from e2e_vl.data.loading.example_dataset import ExampleDataset
 from e2e_vl.engine.loss_sums import LOSS
 from e2e_vl.metric_names import MetricName
-from e2e_vl.run_files import write_json
+from e2e_vl.whole_files import whole_folder, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class BestModel:
         judged_step: of the last evaluation that was judged.
         waited: evaluations since the best one.
         checkpoint: folder of the newest checkpoint that remembers the model in `folder`.
+        is_remembered: the run goes on from a checkpoint that judged by the same metric.
     """
 
     folder: Path
@@ -68,6 +70,7 @@ class BestModel:
     judged_step: int | None = None
     waited: int = 0
     checkpoint: Path | None = None
+    is_remembered: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -117,40 +120,56 @@ class BestModel:
 
     def write(self, save: Callable[[Path], None]) -> None:
         """Put the model that was just judged into the folder; `save` writes it into a folder of any name."""
-        part = self.folder.with_name(f"{self.folder.name}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        save(part)
-        write_json(part / FILE, self.found)
-        if self.folder.exists():
-            if self.checkpoint is not None and self.checkpoint.is_dir():
-                self.folder.replace(self.checkpoint / self.folder.name)
-            else:
-                shutil.rmtree(self.folder)
+        with whole_folder(self.folder) as part:
+            save(part)
+            write_json(part / FILE, self.found)
+            if self.folder.exists() and self.checkpoint is not None and self.checkpoint.is_dir():
+                kept = self.checkpoint / self.folder.name
+                shutil.rmtree(kept, ignore_errors=True)  # of another metric
+                self.folder.replace(kept)
         self.checkpoint = None
-        part.replace(self.folder)
+
+    def judged_images(self, data: Mapping[tuple[str, BoxSource], ExampleDataset], limit: int | None) -> int:
+        """Number of images behind the value that the best model was chosen by.
+
+        Args:
+            data: by split and boxes.
+            limit: most images of an evaluation; None = all.
+        """
+        name = MetricName.read(self.metric)
+        number = len(data[name.split, name.source].groups)
+        return number if limit is None else min(number, limit)
 
     def position(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {name: getattr(self, name) for name in POSITION}
 
-    def go_on(self, position: Mapping[str, Any], checkpoint: Path, *, is_writer: bool) -> None:
-        """Be as when the checkpoint was saved; what was measured by another metric is forgotten.
+    def prepare(self, position: Mapping[str, Any], checkpoint: Path) -> None:
+        """Know what was known when the checkpoint was saved; what was measured by another metric is forgotten.
 
         Args:
             position: what the checkpoint kept; empty if it knows of no best model.
-            is_writer: True on the process that moves the files.
         """
         self.checkpoint = checkpoint
-        if position.get("metric") != self.metric:
+        self.is_remembered = self.metric is not None and position.get("metric") == self.metric
+        if self.is_remembered:
+            vars(self).update({name: position[name] for name in POSITION})
+
+    def go_on(self, *, is_writer: bool) -> None:
+        """Put the model that `prepare` knows of into the folder, from the checkpoints if a later one took its place.
+
+        Args:
+            is_writer: True on the process that moves the files.
+        """
+        if not self.is_remembered or not is_writer:
             return
-        vars(self).update({name: position[name] for name in POSITION})
-        if not is_writer:
-            return
-        kept, path = checkpoint / self.folder.name, self.folder / FILE
-        if kept.is_dir():
+        # the newest of the checkpoints that remember a model has it, also if the run goes on from an earlier one
+        places = [self.folder, *sorted(self.checkpoint.parent.glob(f"step_*/{self.folder.name}"))]
+        found = next((place for place in places if _step_in(place) == self.step), None)
+        if found not in (None, self.folder) and self.step is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
-            kept.replace(self.folder)
-        if self.step != (json.loads(path.read_text(encoding="utf-8"))["step"] if path.is_file() else None):
+            found.replace(self.folder)
+        if self.step != _step_in(self.folder):
             shutil.rmtree(self.folder, ignore_errors=True)
             if self.step is not None:
                 logger.warning(
@@ -158,3 +177,11 @@ class BestModel:
                     "%g for %s will be kept.",
                     *(self.step, "less" if self.prefers_less else "more", self.value, self.metric),
                 )
+
+
+def _step_in(folder: Path) -> int | None:
+    """The step of the best model in a folder; None: there is none."""
+    try:
+        return json.loads((folder / FILE).read_text(encoding="utf-8"))["step"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None

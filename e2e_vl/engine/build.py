@@ -190,8 +190,8 @@ def resolve(config: RunConfig) -> RunConfig:
     `data.resize` comes from the detector's YAML file where it is null, so that the saved settings hold numbers.
 
     Raises:
-        ValueError: a wrong name, own boxes of a detector that never learns to find any, or sizes of training and
-            testing that `data.resize` cannot express together.
+        ValueError: a wrong name, own boxes of a detector that never learns to find any, a selection of boxes that
+            nothing reads, or sizes of training and testing that `data.resize` cannot express together.
     """
     named_parts(config)
     is_random = config.detector.loss_weight == 0 and config.detector.weights is None
@@ -200,6 +200,10 @@ def resolve(config: RunConfig) -> RunConfig:
             "data.boxes.train is online, but the detector starts at random and detector.loss_weight is 0, so its boxes "
             "would never become useful; set detector.loss_weight or detector.weights."
         )
+    sources = {BoxSource(source) for source in (config.data.boxes.train, *config.eval.boxes)}
+    unread = config.data.boxes.unread_by_own_boxes
+    if unread is not None and BoxSource.ONLINE in sources and not any(source.reads_selection for source in sources):
+        raise ValueError(f"{unread}; leave it out and set these.")
     if config.data.resize is not None:
         return config
     sizes = read_detector_config(config.detector).input

@@ -66,16 +66,20 @@ def is_drawn(config: RunConfig) -> bool:
     return set(FORMATS if formats is None else formats) <= set(present)
 
 
-def build_tokenizer(config: RunConfig, shared: SharedReads | None = None) -> PreTrainedTokenizerBase:
+def build_tokenizer(
+    config: RunConfig, shared: SharedReads | None = None, *, writes: bool = True
+) -> PreTrainedTokenizerBase:
     """The named vocabulary, or one built from the training texts and kept with the run.
 
     Args:
         shared: what splits have read already; None: nothing.
+        writes: this process builds the vocabulary; False: another one has built it for this run.
     """
     if config.data.vocabulary is not None:
         return load_tokenizer(config.data.vocabulary)
     path = Path(config.output) / "tokenizer" / "vocab.txt"
-    build_vocabulary(training_texts(config, shared), path)
+    if writes:
+        build_vocabulary(training_texts(config, shared), path)
     return load_tokenizer(path)
 
 
@@ -105,11 +109,13 @@ def build_examples(
         shared: what other splits have read already; None: nothing.
 
     Raises:
-        FileNotFoundError, ValueError: see `open_split`.
+        FileNotFoundError, ValueError: see `open_split`; or a task scores classes that are not the detector's.
     """
     boxes = BoxSource(boxes)
     if dataset is None:
         dataset = open_split(config, split, boxes, training=training, shared=shared)
+    if model.task.predicts_classes and not training:
+        dataset.check_classes(model.detector.num_classes, model.detector.class_names)
     wording = model.task.wording(build_writer(config, model, tokenizer, training=training))
     loader = build_loader(config, model, dataset, boxes, training=training, shared=shared)
     loader.require_images(dataset.image_ids(), split)
@@ -146,6 +152,8 @@ def open_split(
             f"The box source is {boxes} and detector.backend is {config.detector.backend}: precomputed features need "
             "both to be precomputed (data.boxes.train, eval.boxes and detector.backend)."
         )
+    if boxes is BoxSource.ONLINE and config.data.boxes.unread_by_own_boxes is not None:
+        logger.warning("%s.", config.data.boxes.unread_by_own_boxes)
     kind = named_parts(config).dataset
     check_boxes_source(kind, config.data.name, boxes)
     wants = wants_of(config, boxes, training=training)

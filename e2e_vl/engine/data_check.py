@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from e2e_vl.box_sources import BoxSource
@@ -28,48 +27,11 @@ from e2e_vl.engine.build import named_parts, task_config
 from e2e_vl.engine.build_data import is_drawn, open_split
 from e2e_vl.engine.preflight import Findings, find_files
 from e2e_vl.engine.run import splits_of
-from e2e_vl.samples import (
-    AnnotatedObjects,
-    Categories,
-    ChoiceText,
-    HumanAnswers,
-    RightAnswer,
-    SampleImage,
-    SampleText,
-    ScoredAnswers,
-    Sentence,
-)
-from e2e_vl.text import load_tokenizer, split_words
+from e2e_vl.engine.split_walk import FolderLists, SplitFacts, SplitWalk, TextLengths, WalkRules
+from e2e_vl.samples import SampleImage
+from e2e_vl.text import load_tokenizer
 
-MARGIN = 1.0  # pixels by which a box may leave its image without being counted: corners are often rounded
-_CHUNK = 8192  # texts that are cut into wordpieces together
 _VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|\d[\d.]*(?:-\d+)*")
-
-
-@dataclasses.dataclass
-class SplitFacts:
-    """How large a split is, and what is unusual in it. Problems are apart."""
-
-    split: str
-    is_trained: bool
-    images: int = 0
-    photos: int = 0  # different ones; joined data sets may have the same photo under two ids
-    looked_at: float = 1.0  # share of the images that the following numbers are about
-    missing_images: int = 0
-    missing_examples: list[str] = dataclasses.field(default_factory=list)
-    texts: int = 0
-    longest: int = 0  # wordpieces (words, where a vocabulary is built from the data), special ones included
-    mean_length: float = 0.0
-    too_long: int = 0  # texts that data.max_text_length cuts
-    too_long_example: str | None = None
-    boxes: int = 0
-    classes: int | None = None  # that occur, where boxes have any
-    images_without_boxes: int | None = None  # None: the split was read without annotated boxes
-    empty_boxes: int = 0
-    boxes_outside: int = 0  # by more than `MARGIN`
-    boxes_outside_example: str | None = None
-    answers: int | None = None  # in the list of possible answers
-    texts_without_known_answer: int | None = None  # no annotated answer is in the list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,58 +66,6 @@ class DataReport:
         return list(kinds.values())
 
 
-class _Lengths:
-    """Wordpieces of texts, many texts at a time.
-
-    The tokenizer (BERT's) splits at spaces before all else, so a text has as many wordpieces as its words together, and
-    each word is cut once, however often it comes.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, facts: SplitFacts, limit: int | None) -> None:
-        self.tokenizer, self.facts, self.limit = tokenizer, facts, limit
-        self.waiting: list[tuple[str, int]] = []
-        self.pieces: dict[str, int] = {"": 0}  # of each word that came
-        self.total = self.number = 0
-
-    def add(self, words: str, extra: int) -> None:
-        self.waiting.append((words, extra))
-        if len(self.waiting) == _CHUNK:
-            self.flush()
-
-    def flush(self) -> None:
-        texts = [words for words, _ in self.waiting]
-        if self.tokenizer is None:
-            lengths = [len(split_words(words)) for words in texts]
-        else:
-            words_of = [words.split(" ") for words in texts]
-            new = list({word for own in words_of for word in own}.difference(self.pieces))
-            encoded = self.tokenizer.backend_tokenizer.encode_batch_fast(new, add_special_tokens=False)
-            self.pieces.update((word, len(one.ids)) for word, one in zip(new, encoded, strict=True))
-            lengths = [sum(map(self.pieces.__getitem__, own)) for own in words_of]
-        for (words, extra), length in zip(self.waiting, lengths, strict=True):
-            length += extra
-            self.total, self.number = self.total + length, self.number + 1
-            self.facts.longest = max(self.facts.longest, length)
-            if self.limit is not None and length > self.limit:
-                self.facts.too_long += 1
-                self.facts.too_long_example = self.facts.too_long_example or words
-        self.waiting.clear()
-        self.facts.mean_length = self.total / max(self.number, 1)
-
-
-class _Files:
-    """Looks for files; a folder is listed once."""
-
-    def __init__(self) -> None:
-        self._names: dict[Path, set[str]] = {}
-
-    def has(self, path: Path) -> bool:
-        folder = path.parent
-        if folder not in self._names:
-            self._names[folder] = {one.name for one in folder.iterdir()} if folder.is_dir() else set()
-        return path.name in self._names[folder]
-
-
 def check_data(
     config: RunConfig,
     *,
@@ -163,6 +73,7 @@ def check_data(
     photo_ids: PhotoIds | None = None,
     detector_photos: set[PhotoId] | None = None,
     max_images: int | None = None,
+    processes: int | None = None,
 ) -> DataReport:
     """Read all splits that the settings train on and evaluate.
 
@@ -171,20 +82,22 @@ def check_data(
         photo_ids: finds photos again in other data sets.
         detector_photos: what the detector was trained on.
         max_images: look at this many images of each split, evenly spread; None = all.
+        processes: at most this many look at the records of a large split; None = as `forked_work.affordable` says.
 
     Raises:
         ValueError: drawn data that are not drawn yet.
+        ChildProcessError: one of the processes has died.
     """
     with collection_paused():  # what is made in millions stays until the end
-        return _Check(config, photo_ids or PhotoIds(), max_images).run(others, detector_photos)
+        return _Check(config, photo_ids or PhotoIds(), max_images, processes).run(others, detector_photos)
 
 
 class _Check:
-    def __init__(self, config: RunConfig, photo_ids: PhotoIds, max_images: int | None) -> None:
-        self.config, self.photo_ids, self.max_images = config, photo_ids, max_images
+    def __init__(self, config: RunConfig, photo_ids: PhotoIds, max_images: int | None, processes: int | None) -> None:
+        self.config, self.photo_ids, self.max_images, self.processes = config, photo_ids, max_images, processes
         self.errors = NotedErrors()
         self.shared = SharedReads()  # what the splits have read
-        self.files = _Files()
+        self.files = FolderLists()
         self.parts = named_parts(config)
         self.tokenizer: PreTrainedTokenizerBase | None = None
         self.answers: set[str] | None = None
@@ -249,7 +162,8 @@ class _Check:
             dataset = open_split(
                 self.config, facts.split, main, training=facts.is_trained, errors=self.errors, shared=self.shared
             )
-            self._walk(dataset, facts, photos)
+            walk = SplitWalk(dataset, self._rules(facts), facts, photos, self.errors)
+            walk.run(self.max_images, self.processes)
             for boxes in sources:
                 with self.errors:
                     reader = open_boxes_of(dataset, self.config.data, boxes, self.errors, self.shared)
@@ -257,69 +171,18 @@ class _Check:
                         reader.require_images(dataset.image_ids(), facts.split)
         return photos
 
-    def _walk(self, dataset: VLDataset, facts: SplitFacts, photos: dict[str, tuple[PhotoId, ...]]) -> None:
-        layout = self.parts.encoder[1].layout
-        extra = (layout.question if self.parts.task[1].chooses_answers else layout.single).extra
-        extras = (extra, layout.pair.extra)
-        lengths = _Lengths(self.tokenizer, facts, self.config.data.max_text_length)
-        groups = dataset.groups
-        number = len(groups) if self.max_images is None else min(self.max_images, len(groups))
-        facts.looked_at = number / max(len(groups), 1)
-        facts.texts = len(dataset)
-        needs_files = self.config.detector.backend != "precomputed"
-        classes: set[int] = set()
-        for step in range(number):
-            texts = groups[step * len(groups) // number]
-            with self.errors.about(f"the split {facts.split}, text {texts[0] if len(texts) else step}"):
-                sample = dataset.sample(texts)
-                for image in sample.images:
-                    if image.id in photos:
-                        continue
-                    photos[image.id] = self._ids(self.config, dataset, image)
-                    if needs_files and isinstance(image.file, Path) and not self.files.has(image.file):
-                        facts.missing_images += 1
-                        if len(facts.missing_examples) < 3:
-                            facts.missing_examples.append(str(image.file))
-                    if image.objects is not None:
-                        _count_boxes(facts, image.objects, image.size, classes)
-                for text in sample.texts:
-                    self._count_text(facts, text, sample.images, lengths, extras)
-        lengths.flush()
-        facts.images, facts.photos = len(photos), number_of_photos(photos.values())
-        if classes:
-            facts.classes = len(classes)
-        skips = facts.is_trained and self.config.data.skip_broken
-        if facts.missing_images and not skips:
-            self.errors.note(
-                f"{facts.missing_examples[0]}: the file of an image is missing ({facts.missing_images} of "
-                f"{facts.images} images of the split {facts.split} that were looked at are missing)"
-            )
-
-    def _count_text(
-        self,
-        facts: SplitFacts,
-        text: SampleText,
-        images: Sequence[SampleImage],
-        lengths: _Lengths,
-        extras: tuple[int, int],
-    ) -> None:
-        """`extras`: special wordpieces beside one text, and beside two."""
-        if isinstance(text, ChoiceText):
-            names = images[0].objects.names if images and images[0].objects is not None else None
-            query = " ".join(_plain(sentence, names) for sentence in text.query)
-            for choice in text.choices:
-                lengths.add(f"{query} {_plain(choice, names)}", extras[1])
-        else:
-            if not isinstance(text.words, str):
-                raise ValueError(f"text {text.index} of the split {facts.split} is {text.words!r}; it must be a text")
-            if not text.words.strip() and not isinstance(text.truth, Categories):  # detection has no texts
-                ids = ", ".join(f"{key} {text.facts[key]}" for key in text.facts if key.endswith(("_id", "Id")))
-                self.errors.note(f"the split {facts.split}: text {text.index} is empty ({ids or 'no ids'})")
-            lengths.add(text.words, extras[0])
-        if self.answers is not None and text.truth is not None:
-            facts.answers = len(self.answers)
-            is_known = any(map(self._is_known, _annotated_answers(text.truth)))
-            facts.texts_without_known_answer = (facts.texts_without_known_answer or 0) + (not is_known)
+    def _rules(self, facts: SplitFacts) -> WalkRules:
+        data, layout = self.config.data, self.parts.encoder[1].layout
+        alone = (layout.question if self.parts.task[1].chooses_answers else layout.single).extra
+        return WalkRules(
+            lengths=TextLengths(self.tokenizer, data.max_text_length, facts.split),
+            extras=(alone, layout.pair.extra),
+            files=None if self.config.detector.backend == "precomputed" else self.files,
+            ids=partial(self._ids, self.config),
+            answers=None if self.answers is None else len(self.answers),
+            is_known=self._is_known,
+            skips_missing=facts.is_trained and data.skip_broken,
+        )
 
     def _is_known(self, answer: str) -> bool:
         """Whether an answer is in the list; the same answers come again and again."""
@@ -343,7 +206,8 @@ class _Check:
         with self.errors.about(f"--with {name}"):
             _require_drawn(config)
             boxes = BoxSource.ONLINE if BoxSource.ONLINE in kind.box_sources else kind.box_sources[0]
-            files, options = open_options(kind, config.data, errors, self.shared)
+            # what only the other run reads need not stay
+            files, options = open_options(kind, config.data, errors, self.shared.copy())
             dataset = kind.open(files, options, config.data.train_split, Wants(boxes))
             for texts in dataset.groups:
                 with errors:
@@ -366,40 +230,6 @@ def _each_split(config: RunConfig) -> Iterator[tuple[str, list[BoxSource], bool]
         sources, is_trained = found.get(split, ([], False))
         found[split] = ([*sources, *([] if boxes in sources else [boxes])], is_trained or training)
     yield from ((split, *facts) for split, facts in found.items())
-
-
-def _count_boxes(facts: SplitFacts, objects: AnnotatedObjects, size: tuple[int, int] | None, classes: set[int]) -> None:
-    boxes = objects.boxes
-    facts.boxes += len(boxes)
-    facts.images_without_boxes = (facts.images_without_boxes or 0) + (not len(boxes))
-    if objects.classes is not None:
-        classes.update(objects.classes.tolist())
-    if not len(boxes):
-        return
-    facts.empty_boxes += int(((boxes[:, 2] <= boxes[:, 0]) | (boxes[:, 3] <= boxes[:, 1])).sum())
-    if size is not None:
-        height, width = size
-        outside = (boxes[:, :2] < -MARGIN).any(axis=1) | (boxes[:, 2:] > np.array([width, height]) + MARGIN).any(axis=1)
-        facts.boxes_outside += int(outside.sum())
-        if outside.any() and facts.boxes_outside_example is None:
-            row = boxes[int(outside.argmax())].tolist()
-            facts.boxes_outside_example = f"{objects.origin}: {row} of {width} x {height} pixels"
-
-
-def _plain(sentence: Sentence, names: Sequence[str] | None) -> str:
-    """A sentence in words; objects are called by their classes."""
-    return " ".join(
-        token if isinstance(token, str) else " ".join(names[number] if names else "object" for number in token)
-        for token in sentence
-    )
-
-
-def _annotated_answers(truth: Any) -> Sequence[str]:
-    if isinstance(truth, HumanAnswers):
-        return truth.answers
-    if isinstance(truth, RightAnswer):
-        return (truth.answer,)
-    return list(truth.scores) if isinstance(truth, ScoredAnswers) else ()
 
 
 def _joined(photos: dict[str, tuple[PhotoId, ...]]) -> set[PhotoId]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,22 @@ from tqdm.auto import tqdm
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
-from e2e_vl.data.loading.batches import BatchLoader
+from e2e_vl.data.loading.batches import BatchLoader, Unreadable
 from e2e_vl.data.loading.example_dataset import ExampleDataset
 from e2e_vl.data.loading.grouping import GroupedBatchSampler
 from e2e_vl.engine.build_data import build_collate, build_examples, warn_of_random_boxes
-from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.engine.launch import gather_to_main, make_accelerator, on_main
 from e2e_vl.engine.loss_sums import LOSS, LossSums
 from e2e_vl.engine.run import Run
 from e2e_vl.engine.saving import load_model, saved_settings
 from e2e_vl.metric_names import MetricName, named_metrics
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run_files import check_output, write_json, write_text
+from e2e_vl.run_files import check_output
 from e2e_vl.tasks.base import Records, Task
 from e2e_vl.tasks.phrase_head import grounding_metrics, in_short, with_phrases
+from e2e_vl.whole_files import json_text, without_nan, write_json, write_text
+
+logger = logging.getLogger(__name__)
 
 EVALUATIONS = "evaluations"  # folder of a run directory, for what evaluate_run writes
 
@@ -39,13 +44,18 @@ def evaluate_splits(
     max_images: int | None = None,
     output: Path | None = None,
     show: Callable[[Records, str], None] | None = None,
+    should_stop: Callable[[], int | None] = lambda: None,
 ) -> dict[str, Any]:
     """Evaluate all of `data.eval_splits` with all of `eval.boxes`, on `run.eval_data`.
+
+    Images that are missing or cannot be read are left out: the log names them, the metric `unreadable_images` counts
+    them, and with `output` they are listed in `unreadable_<split>_<boxes>.json`.
 
     Args:
         max_images: look only at the first `max_images` images of each split; None = all.
         output: folder for `predictions_<split>_<boxes>.json`; None writes none.
         show: given the predictions of each split and box source, and their name, on the main process.
+        should_stop: see `evaluate`.
 
     Returns:
         Metrics under names such as `val/accuracy_own_boxes` and `val/accuracy_own_boxes/relation`; with `val/loss_...`,
@@ -58,15 +68,22 @@ def evaluate_splits(
             examples, name = run.eval_data[split, boxes], f"{split}, {boxes}"
             is_judged = best is not None and (best.metric, best.split, best.source) == (LOSS, split, boxes)
             losses = LossSums() if is_judged else None
+            unreadable: list[Unreadable] = []
             records = evaluate(
-                config, run.model, examples, accelerator, max_images=max_images, name=name, losses=losses
+                *(config, run.model, examples, accelerator),
+                max_images=max_images,
+                name=name,
+                losses=losses,
+                unreadable=unreadable,
+                should_stop=should_stop,
             )
-            scores = run.model.task.metrics(records) | grounding_metrics(records)
+            scores = on_main(accelerator, functools.partial(metrics_of, run.model.task, records)) | counted(unreadable)
             if losses is not None:
                 scores |= losses.score(config)
             metrics.update(named_metrics(scores, split, boxes))
             if output is not None and accelerator.is_main_process:
                 write_predictions(output / f"predictions_{split}_{boxes}.json", records, run.model.task)
+                write_unreadable(output / f"unreadable_{split}_{boxes}.json", unreadable)
             if show is not None and accelerator.is_main_process:
                 show(records, name)
     return metrics
@@ -81,8 +98,10 @@ def evaluate(
     max_images: int | None = None,
     name: str = "evaluation",
     losses: LossSums | None = None,
+    unreadable: list[Unreadable] | None = None,
+    should_stop: Callable[[], int | None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Predictions for every text of a split, as plain records, the same list on every process.
+    """Predictions for every text of a split, as plain records, on the main process; the others return none.
 
     Whole batches are dealt to the processes: a box's features depend a little on how far its image is padded, so the
     make-up of a batch must not depend on how many processes there are.
@@ -91,9 +110,14 @@ def evaluate(
         max_images: look only at the first `max_images` images; None = all.
         name: for the progress bar and errors.
         losses: the losses of the task and of phrases are added to it.
+        unreadable: images that are missing or cannot be read are left out, logged and added to it, the same on every
+            process; None: such an image is an error.
+        should_stop: asked before every batch; where it gives a number on any process, `EvaluationStoppedError` is
+            raised on all of them.
 
     Raises:
         RuntimeError: a text was predicted twice or not at all.
+        FileNotFoundError, ValueError: an image is missing or cannot be read; or no image at all could be read.
     """
     groups = examples.groups[:max_images] if max_images is not None else examples.groups
     sampler = GroupedBatchSampler(
@@ -103,7 +127,10 @@ def evaluate(
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
     )
-    loader = BatchLoader(examples, sampler, build_collate(config, model), workers=config.data.workers)
+    own_unreadable = None if unreadable is None else []
+    loader = BatchLoader(
+        examples, sampler, build_collate(config, model), workers=config.data.workers, unreadable=own_unreadable
+    )
     was_training = model.training
     model.eval()
     if accelerator.num_processes > 1:  # batch statistics of the main process count, as when the model is saved
@@ -113,23 +140,69 @@ def evaluate(
     bar = tqdm(loader, desc=name, unit="batch", leave=False, delay=1, disable=not accelerator.is_local_main_process)
     with torch.no_grad(), accelerator.autocast(), bar:
         for batch in bar:
+            if should_stop():
+                break
             batch = batch.to(accelerator.device)
             output = with_phrases(model(batch, output_attentions=model.task.reads_attention))
             records += model.task.predict(output.batch, output)
             if losses is not None:
                 losses.add(output.task_losses)
     model.train(was_training)
-    records = gather_object(records)
+    if stopped := max(gather_object([should_stop() or 0])):
+        raise EvaluationStoppedError(stopped)
+    records = gather_to_main(accelerator, records)
+    if unreadable is not None:
+        unreadable += sorted(gather_object(own_unreadable), key=lambda one: one.texts)
+        _tell(unreadable, name, accelerator)
+    on_main(accelerator, lambda: _check_complete(records, groups, unreadable or [], name))
+    return records
+
+
+def _check_complete(
+    records: Records, groups: Sequence[Sequence[int]], unreadable: Sequence[Unreadable], name: str
+) -> None:
+    """Sort the records; raises RuntimeError unless there is one for each text of a readable image."""
     records.sort(key=lambda record: record["text_index"])
-    expected = sorted(index for group in groups for index in group)
+    if unreadable and not records:
+        raise ValueError(f"{name}: no image can be read; {unreadable[0].reason}")
+    lost = {index for one in unreadable for index in one.texts}
+    expected = sorted(index for group in groups for index in group if index not in lost)
     if [record["text_index"] for record in records] != expected:
         raise RuntimeError(f"{name}: {len(records)} predictions for {len(expected)} texts; some are missing or double.")
-    return records
+
+
+def metrics_of(task: Task, records: Records) -> dict[str, Any]:
+    """The metrics of a task, and those of phrases where there are any."""
+    return task.metrics(records) | grounding_metrics(records)
+
+
+class EvaluationStoppedError(Exception):
+    """A signal asked to stop; its number is the argument."""
+
+
+def counted(unreadable: list[Unreadable]) -> dict[str, int]:
+    """The number of images that could not be read, as a metric, if there are any."""
+    return {"unreadable_images": len({image for one in unreadable for image in one.images})} if unreadable else {}
+
+
+def _tell(unreadable: list[Unreadable], name: str, accelerator: Accelerator) -> None:
+    if unreadable and accelerator.is_main_process:
+        more = f" (and {len(unreadable) - 1} more)" if len(unreadable) > 1 else ""
+        texts = sum(len(one.texts) for one in unreadable)
+        logger.warning("%s: %s%s; %d texts have no prediction.", name, unreadable[0].reason, more, texts)
+
+
+def write_unreadable(path: Path, unreadable: list[Unreadable]) -> None:
+    """One JSON list with ids, texts and reason of the images that could not be read; without any, no file."""
+    if unreadable:
+        write_json(path, [dataclasses.asdict(one) for one in unreadable])
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_predictions(path: Path, records: list[dict[str, Any]], task: Task) -> None:
     """One JSON list, one object per text, each with `correct`; all boxes xyxy in pixels of the original image."""
-    lines = [json.dumps(in_short(record) | {"correct": task.correct(record)}, ensure_ascii=False) for record in records]
+    lines = [json_text(in_short(record) | {"correct": task.correct(record)}, str(path)) for record in records]
     write_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 
@@ -141,10 +214,12 @@ def evaluate_run(
     iou: str | None = None,
     output: Path | None = None,
     overrides: list[str] | None = None,
+    with_loss: bool = False,
 ) -> tuple[dict[str, Any], Path | None]:
     """Load a trained run and evaluate it; what tools/evaluate.py does.
 
     Args:
+        with_loss: the metrics have the loss too, as `train.keep_best` judges by it; None where no text has a truth.
         output: file of the predictions; the metrics go beside it, into `<its name>_metrics.json`. None: the folder
             `evaluations` of the run, where an earlier evaluation of the same name is replaced.
 
@@ -166,14 +241,26 @@ def evaluate_run(
     config, model, tokenizer = load_model(run_dir, overrides=[*(overrides or []), *convention])
     if boxes is BoxSource.ONLINE:
         warn_of_random_boxes(saved_settings(run_dir).detector)
-    accelerator = make_accelerator(config.train.mixed_precision)
+    waits = config.train.max_wait_minutes
+    accelerator = make_accelerator(config.train.mixed_precision, max_wait_minutes=waits)
     model.to(accelerator.device)
     examples = build_examples(config, model, tokenizer, split, boxes=boxes)
-    records = evaluate(config, model, examples, accelerator, name=f"{split}, {boxes}")
-    metrics = named_metrics(model.task.metrics(records) | grounding_metrics(records), split, boxes)
+    losses = LossSums() if with_loss else None
+    unreadable: list[Unreadable] = []
+    left_out = unreadable if config.data.skip_broken else None
+    records = evaluate(
+        config, model, examples, accelerator, name=f"{split}, {boxes}", losses=losses, unreadable=left_out
+    )
+    scores = on_main(accelerator, functools.partial(metrics_of, model.task, records)) | counted(unreadable)
+    if losses is not None:
+        scores |= {LOSS: None} | losses.score(config)
+    metrics = named_metrics(scores, split, boxes)
     if accelerator.is_main_process:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(metrics_path, {**metrics, "run": str(run_dir), "settings": [*(overrides or []), *convention]})
+        write_unreadable(path.with_name(f"{path.stem}_unreadable.json"), unreadable)
+        write_json(
+            metrics_path, {**without_nan(metrics), "run": str(run_dir), "settings": [*(overrides or []), *convention]}
+        )
         write_predictions(path, records, model.task)
     accelerator.wait_for_everyone()
     return metrics, path if accelerator.is_main_process else None

@@ -2,38 +2,114 @@
 
 from __future__ import annotations
 
+import datetime
+import logging
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import get_cpu_distributed_information, get_int_from_env, parse_flag_from_env
+from accelerate.utils import (
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    get_cpu_distributed_information,
+    get_int_from_env,
+    parse_flag_from_env,
+)
+
+logger = logging.getLogger(__name__)
 
 # What torch's launcher and the MPI libraries tell each process about the number of processes.
 NUMBERS_OF_PROCESSES = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+# Ways of accelerate to divide a model, which checkpoints and the check of gradients know nothing of.
+DIVIDED = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config",
+}
+ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+Found = TypeVar("Found")
 _ON_THE_CPU = "or use the CPU (`accelerate launch --cpu`, or ACCELERATE_USE_CPU=true)"
 
 
-def make_accelerator(mixed_precision: str, **options: Any) -> Accelerator:
+def make_accelerator(mixed_precision: str, *, max_wait_minutes: float = 240.0, **options: Any) -> Accelerator:
     """An `Accelerator` on the GPU, or on the CPU where there is no GPU or ACCELERATE_USE_CPU is true.
 
     On the CPU, processes of `torchrun` find each other. `accelerate launch` leaves each process one thread; the
     processes share all cores here unless `--num_cpu_threads_per_process` gives them more.
-    `mixed_precision` is no, bf16 or fp16.
+    `mixed_precision` is no, bf16 or fp16. Gradients are accumulated as the settings say, whatever accelerate's own
+    settings are. Processes wait `max_wait_minutes` for each other before they give up (accelerate's own limit is 10
+    minutes, in which large data cannot be read for the first time).
 
     Raises:
         ValueError: GPUs were asked for that do not exist, or `accelerate launch` was asked for several processes and
-            started one.
+            started one; or the model was to be divided by FSDP, DeepSpeed or the like.
     """
     refuse_missing_gpus()
+    refuse_divided_models()
+    if os.environ.get(ACCUMULATION, "1") != "1":
+        logger.warning(
+            "%s is %s, which is ignored; train.accumulate says how many micro-batches a step has.",
+            *(ACCUMULATION, os.environ[ACCUMULATION]),
+        )
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
         _refuse_missing_processes()
         if on_cpu:
             processes = get_cpu_distributed_information().local_world_size
             torch.set_num_threads(max((os.cpu_count() or 1) // processes, torch.get_num_threads()))
-    return Accelerator(mixed_precision=mixed_precision, cpu=on_cpu, **options)
+    one = GradientAccumulationPlugin(num_steps=1)  # else the environment decides, and every loss is divided by it
+    waiting = InitProcessGroupKwargs(timeout=datetime.timedelta(minutes=max_wait_minutes))
+    handlers = [*options.pop("kwargs_handlers", []), waiting]
+    return Accelerator(
+        mixed_precision=mixed_precision,
+        cpu=on_cpu,
+        gradient_accumulation_plugin=one,
+        kwargs_handlers=handlers,
+        **options,
+    )
+
+
+def refuse_divided_models() -> None:
+    """Raise a ValueError if `accelerate launch` was to divide the model over processes."""
+    for variable, name in DIVIDED.items():
+        if parse_flag_from_env(variable):
+            raise ValueError(
+                f"{name} was asked for ({variable}, of `accelerate launch` or `accelerate config`), which this project "
+                "does not support; every process has the whole model, so launch without it (for less memory: "
+                "train.activation_checkpointing=true, train.mixed_precision=bf16)."
+            )
+
+
+def gather_to_main(accelerator: Accelerator, own: list[Found]) -> list[Found]:
+    """The lists of all processes one after the other, on the main process; the others get an empty list.
+
+    (Predictions of a large split on every process would take that many times their memory.)
+    """
+    if accelerator.num_processes == 1:
+        return own
+    parts: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
+    torch.distributed.gather_object(own, parts, dst=0)
+    return [] if parts is None else [one for part in parts for one in part]
+
+
+def on_main(accelerator: Accelerator, compute: Callable[[], Found]) -> Found:
+    """What the main process computes, on every process; an error of it is raised on every process."""
+    if accelerator.num_processes == 1:
+        return compute()
+    found: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            found[0] = compute()
+        except Exception as error:  # the others would wait for ever
+            found[1] = error
+    torch.distributed.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
 
 
 def _refuse_missing_processes() -> None:

@@ -8,6 +8,7 @@ from accelerate.utils import gather_object
 
 from detector.structures import Loss
 from e2e_vl.config import RunConfig
+from e2e_vl.tasks.phrase_head import TAGS
 
 LOSS = "loss"  # metric of an evaluation that sums the losses, of which less is better
 
@@ -15,7 +16,7 @@ LOSS = "loss"  # metric of an evaluation that sums the losses, of which less is 
 def task_weights(config: RunConfig, names: Iterable[str]) -> dict[str, float]:
     """The weights of losses of the task, which are 1, and of phrases."""
     phrases = config.phrases
-    weights = {"phrases": phrases.weight, "phrase_tags": phrases.weight * phrases.tag_weight}
+    weights = {"phrases": phrases.weight, TAGS: phrases.weight * phrases.tag_weight}
     return {name: weights.get(name, 1.0) for name in names}
 
 

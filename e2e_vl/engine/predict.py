@@ -14,7 +14,7 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.engine.build_data import build_examples, warn_of_random_boxes
 from e2e_vl.engine.evaluate import evaluate
-from e2e_vl.engine.launch import make_accelerator
+from e2e_vl.engine.launch import make_accelerator, on_main
 from e2e_vl.engine.saving import load_model, saved_settings
 from e2e_vl.metric_names import named_metrics
 from e2e_vl.model import VisionLanguageModel
@@ -50,7 +50,8 @@ def predict_split(
     boxes = BoxSource(boxes)
     loaded = _load_runs(run_dir, second_run_dir, overrides or [])
     examples = [build_examples(*one, split, boxes=boxes) for _, *one in loaded]  # errors early
-    accelerator = make_accelerator(loaded[0][1].train.mixed_precision)
+    settings = loaded[0][1].train
+    accelerator = make_accelerator(settings.mixed_precision, max_wait_minutes=settings.max_wait_minutes)
     predictions = []
     for (path, config, model, _), own in zip(loaded, examples, strict=True):
         if boxes is BoxSource.ONLINE:
@@ -59,9 +60,10 @@ def predict_split(
         predictions.append(evaluate(config, model, own, accelerator, name=f"{path.name}: {split}, {boxes}"))
         model.cpu()
     task = loaded[0][2].task
-    metrics = named_metrics(task.metrics(predictions[0]), split, boxes)
+    metrics = named_metrics(on_main(accelerator, lambda: task.metrics(predictions[0])), split, boxes)
     if len(predictions) == 2:
-        metrics.update(named_metrics(task.joint_metrics(*predictions), split, boxes))
+        joint = on_main(accelerator, lambda: task.joint_metrics(*predictions))
+        metrics.update(named_metrics(joint, split, boxes))
     if accelerator.is_main_process:
         task.write_submission(output, *predictions)
     accelerator.wait_for_everyone()

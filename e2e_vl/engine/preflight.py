@@ -22,7 +22,7 @@ from e2e_vl.data.base import VLDataset, open_options
 from e2e_vl.data.storage.shared_reads import SharedReads
 from e2e_vl.data_settings import DataSettings
 from e2e_vl.detector_yaml import read_detector_config
-from e2e_vl.engine import saving
+from e2e_vl.engine import checkpoints
 from e2e_vl.engine.answer_lists import answers_path
 from e2e_vl.engine.best import check_metric_name
 from e2e_vl.engine.build import build_detector, build_encoder, named_parts, resolve
@@ -71,12 +71,13 @@ class Findings(list[str]):
             raise ValueError(f"the run cannot begin, for {len(sentences)} reasons:{lines}")
 
 
-def look_ahead(config: RunConfig, processes: int, *, resume: bool = False) -> Preflight:
+def look_ahead(config: RunConfig, processes: int, *, resume: bool = False, looks_at_output: bool = True) -> Preflight:
     """Look at everything that a run of these settings needs.
 
     Args:
         processes: number of processes that train together.
         resume: the run goes on from its newest checkpoint.
+        looks_at_output: look into the run directory, too; of several processes one does, and checks the checkpoints.
 
     Raises:
         ValueError: there are findings.
@@ -89,10 +90,10 @@ def look_ahead(config: RunConfig, processes: int, *, resume: bool = False) -> Pr
         known.config = config = resolve(config)
     output = Path(config.output)
     with found.noting():
-        if resume:
-            known.resume_from = saving.find_resumable(output, config, processes)
-        if known.resume_from is None:
-            saving.refuse_to_overwrite(output)
+        if resume and looks_at_output:
+            known.resume_from = checkpoints.find_resumable(output, config, processes)
+        if known.resume_from is None and looks_at_output:
+            checkpoints.refuse_to_overwrite(output)
     with found.noting():
         _check_batch(config, processes)
     with found.noting():
@@ -107,8 +108,9 @@ def look_ahead(config: RunConfig, processes: int, *, resume: bool = False) -> Pr
         if name is not None and not is_on_hub(name):
             vocab_size = len(load_tokenizer(name))
     with found.noting():
-        _check_disk(config, vocab_size, resumes=known.resume_from is not None)
-    known.datasets = _read_data(config, found, known.shared)
+        if looks_at_output:
+            _check_disk(config, vocab_size, resumes=known.resume_from is not None)
+    known.datasets = _read_data(config, found, known.shared, resume=resume)
     _ask_hub(config, found)
     found.refuse()
     return known
@@ -166,7 +168,7 @@ def _check_disk(config: RunConfig, vocab_size: int, *, resumes: bool) -> None:
     # the oldest checkpoint goes after the newest is there
     number = keep + 1 if config.train.save_every_epochs > 0 else 1
     if resumes:
-        number = max(number - len(saving.complete_checkpoints(output)), 1)
+        number = max(number - len(checkpoints.complete_checkpoints(output)), 1)
     needed = number * checkpoint + model * (2 if config.train.keep_best is not None else 1)
     free = shutil.disk_usage(place).free
     if free < needed:
@@ -202,8 +204,11 @@ def _in_words(size: int) -> str:
 # Data
 
 
-def _read_data(config: RunConfig, found: Findings, shared: SharedReads) -> DataSets:
-    """Read all splits if their files are there, and look for their images."""
+def _read_data(config: RunConfig, found: Findings, shared: SharedReads, *, resume: bool) -> DataSets:
+    """Read all splits if their files are there, and look for their images.
+
+    A run that goes on is not held up by images of its evaluation, which counts what it cannot read.
+    """
     will_be_drawn = False
     before = len(found)
     with found.noting():
@@ -218,7 +223,8 @@ def _read_data(config: RunConfig, found: Findings, shared: SharedReads) -> DataS
         with found.noting():
             dataset = open_split(config, split, boxes, training=training, shared=shared)
             datasets[split, boxes, training] = dataset
-            needs_images = boxes is not BoxSource.PRECOMPUTED and not (training and config.data.skip_broken)
+            may_miss_images = config.data.skip_broken or (resume and not training)
+            needs_images = boxes is not BoxSource.PRECOMPUTED and not may_miss_images
             if needs_images and split not in looked_at:
                 looked_at.add(split)
                 _find_images(dataset, split, config.data.check_images)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,7 +53,9 @@ class Run:
     eval_data: dict[tuple[str, BoxSource], ExampleDataset] = dataclasses.field(default_factory=dict)
 
 
-def build_run(config: RunConfig, datasets: DataSets | None = None, shared: SharedReads | None = None) -> Run:
+def build_run(
+    config: RunConfig, datasets: DataSets | None = None, shared: SharedReads | None = None, *, writes: bool = True
+) -> Run:
     """Data (drawn first if the settings ask for it), tokenizer and model of settings as `resolve` returns them.
 
     A vocabulary and a list of answers that are built from the data are written into the run directory.
@@ -61,10 +63,11 @@ def build_run(config: RunConfig, datasets: DataSets | None = None, shared: Share
     Args:
         datasets: splits that have been read already, see `splits_of`.
         shared: what they have read; None: nothing.
+        writes: this process writes these files; False: another one has written them.
     """
     make_synthetic_data(config)
     shared = SharedReads() if shared is None else shared
-    tokenizer = build_tokenizer(config, shared)
+    tokenizer = build_tokenizer(config, shared, writes=writes)
     starts: list[Start] = []
     model = build_model(
         config,
@@ -73,14 +76,16 @@ def build_run(config: RunConfig, datasets: DataSets | None = None, shared: Share
         tell_start=lambda *start: starts.append(Start(*start)),
         shared=shared,
     )
-    if model.task.chooses_answers and not are_given(config):
+    if writes and model.task.chooses_answers and not are_given(config):
         write_answers(Path(config.output) / ANSWERS_FILE, model.task.answers)
     [(split, source, _)] = [one for one in splits_of(config) if one[2]]
     read = (datasets or {}).get((split, source, True))
     examples = build_examples(config, model, tokenizer, split, boxes=source, training=True, dataset=read, shared=shared)
     if config.detector.loss_weight > 0:
-        examples.dataset.check_classes(model.detector.num_classes)
-        model.detector.class_names = _all_named(examples.dataset.class_names, model.detector.num_classes)
+        known = model.detector.class_names
+        examples.dataset.check_classes(model.detector.num_classes, known)
+        if known is None and examples.dataset.class_names is not None:
+            model.detector.class_names = tuple(examples.dataset.class_names)
     model.task.check_data(examples.dataset, model.detector)
     if model.phrase_head is not None and not examples.dataset.has_phrases:
         raise ValueError(
@@ -88,13 +93,6 @@ def build_run(config: RunConfig, datasets: DataSets | None = None, shared: Share
             "set it to 0, or train on data that do (see docs/training.md), also joined with these."
         )
     return Run(model, tokenizer, examples, build_collate(config, model), starts)
-
-
-def _all_named(names: Sequence[str] | None, count: int) -> tuple[str, ...] | None:
-    """The names of `count` classes of which the data may have only the first ones."""
-    if names is None:
-        return None
-    return (*names, *(f"class {number}" for number in range(len(names), count)))
 
 
 def build_eval_data(

@@ -15,7 +15,8 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.data.loading.example_dataset import ExampleDataset
 from e2e_vl.engine.run import Run, Start
-from e2e_vl.metric_names import MetricName
+from e2e_vl.metric_names import COUNTS, MetricName
+from e2e_vl.model import VisionLanguageModel
 
 PRECISIONS = {"no": "float32", "bf16": "bfloat16 mixed with float32", "fp16": "float16 mixed with float32"}
 SHOWN_NAMES = 3  # of parameters that stay random
@@ -116,6 +117,20 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(names[:SHOWN_NAMES]) + more
 
 
+def parameter_counts(model: VisionLanguageModel) -> dict[str, int]:
+    """Numbers of parameters of the parts that there are."""
+    parts = {"detector": model.detector, "encoder": model.encoder, "task": model.task, "phrases": model.phrase_head}
+    return {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items() if part is not None}
+
+
+def finished_text(output: Path, steps: int) -> str:
+    """What a finished run says that was to go on."""
+    return (
+        f"{output} is finished after {_count(steps, 'step')} and stays as it is; train on with more train.epochs or "
+        "train.max_steps, or evaluate it with tools/evaluate.py."
+    )
+
+
 def end_text(summary: Mapping[str, Any], output: Path, report: Path) -> str:
     """The table of results, and where everything is.
 
@@ -154,13 +169,13 @@ def result_table(metrics: Mapping[str, Any]) -> list[str]:
     splits = list(dict.fromkeys(split for split, *_ in cells))
     kinds = list(dict.fromkeys(metric for _, metric, _ in cells))
     # families stand below the whole, and numbers of texts last
-    rows = sorted(cells, key=lambda row: (splits.index(row[0]), row[1] == "count", kinds.index(row[1])))
+    rows = sorted(cells, key=lambda row: (splits.index(row[0]), row[1] in COUNTS, kinds.index(row[1])))
     columns = list(dict.fromkeys(found.boxes for found in names.values()))
     labels = {row: "/".join(filter(None, row)) for row in rows}
     width = max(map(len, labels.values()), default=0)
     lines = ["  ".join([" " * width, *columns])] if cells else []
     for row in rows:
-        form = ".0f" if row[1] == "count" else ".3f"
+        form = ".0f" if row[1] in COUNTS else ".3f"
         texts = ["-" if cells[row].get(column) is None else format(cells[row][column], form) for column in columns]
         shown = [f"{text:>{len(column)}s}" for text, column in zip(texts, columns, strict=True)]
         lines.append("  ".join([f"{labels[row]:<{width}s}", *shown]))

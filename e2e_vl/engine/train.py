@@ -2,7 +2,7 @@
 
 A run directory holds `config.yaml`, `log.jsonl`, `metrics.json`, TensorBoard events, `checkpoints/step_*`, `model/`
 (the final model in `save_pretrained` form), `predictions_*.json` and `report.html`; with `train.keep_best` also `best/`
-(the best model, see `e2e_vl/engine/best.py`).
+(the best model, see `e2e_vl/engine/best.py`). Where a step's numbers were NaN, `failed_step/` has what is known of it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,43 +18,47 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, gather_object, set_seed
-from torch import Tensor, nn
+from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, set_seed
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from detector.structures import Loss
+from e2e_vl.command_line import StoppedRunError
 from e2e_vl.config import RunConfig, save_config
-from e2e_vl.data.loading.batches import BatchLoader
-from e2e_vl.data.loading.grouping import GroupedBatchSampler
-from e2e_vl.engine import saving
+from e2e_vl.data.loading.batches import DATA_ERRORS, BatchLoader
+from e2e_vl.engine import checkpoints, failed_step, gradients, position, saving
+from e2e_vl.engine.beginning import build_sampler, look_ahead_together
 from e2e_vl.engine.best import BestModel
 from e2e_vl.engine.default_settings import part_defaults
-from e2e_vl.engine.evaluate import evaluate_splits
+from e2e_vl.engine.evaluate import EvaluationStoppedError, evaluate_splits
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.loss_sums import task_weights
 from e2e_vl.engine.optim import build_optimizer, build_schedule
-from e2e_vl.engine.preflight import Preflight, look_ahead
 from e2e_vl.engine.run import Run, build_eval_data, build_run
-from e2e_vl.engine.summary import end_text, start_text
+from e2e_vl.engine.stopping import StopRequest, exit_status, faults_as_sentences, let_workers_die
+from e2e_vl.engine.summary import end_text, finished_text, parameter_counts, start_text
 from e2e_vl.engine.trackers import installed_trackers, start_trackers, track_pictures, without_constants
-from e2e_vl.metric_names import MetricName
-from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run_files import RunLog, write_json
+from e2e_vl.run_files import RunLog
 from e2e_vl.structures import Batch
+from e2e_vl.whole_files import whole_folder, without_nan, write_json
 
-POSITION = ("step", "steps_summed", "loss_sums", "seconds_training")  # attributes of a run that a checkpoint keeps
+# attributes of a run that a checkpoint keeps
+POSITION = ("step", "steps_summed", "loss_sums", "seconds_training", "images_seen")
 
 
 def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
     """Train as the config says; `config.output` becomes the run directory.
 
-    With `resume`, training continues from the newest checkpoint there, exactly as if the run had not stopped.
+    With `resume`, training continues from the newest whole checkpoint there, exactly as if the run had not stopped; a
+    finished run is left as it is. SIGTERM, SIGHUP and Ctrl-C end a run after its current step and a checkpoint.
 
     Returns:
         What `metrics.json` holds.
 
     Raises:
-        ValueError, FileNotFoundError: settings, data or a checkpoint that do not fit, in one sentence.
+        ValueError, OSError, FloatingPointError, MemoryError: settings, data or a checkpoint that do not fit, a full
+            disk, losses or gradients that are not finite, or too little memory, in one sentence.
+        StoppedRunError: the run was asked to stop.
     """
     started = time.perf_counter()
     output = Path(config.output)
@@ -62,81 +67,47 @@ def train(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         log_with=[name for name in config.train.trackers if name in installed_trackers()] or None,
         project_config=ProjectConfiguration(str(output), logging_dir=str(output / "tensorboard")),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+        max_wait_minutes=config.train.max_wait_minutes,
     )
-    known = _look_ahead_together(config, accelerator, resume=resume)
-    config, resume_from = known.config, known.resume_from
-    if accelerator.is_main_process:
-        output.mkdir(parents=True, exist_ok=True)
-    set_seed(config.seed)  # the same on all processes, so that all start from the same weights
-    with accelerator.main_process_first():
-        run = build_run(config, known.datasets, known.shared)
-        if resume_from is not None:
-            saving.check_lists(resume_from, run.model, run.tokenizer)
-        # settings that do not fit are found before training, not after it
-        build_eval_data(config, run, known.datasets, known.shared)
-    del known  # the data sets keep what they need of the files
-    if accelerator.is_main_process:
-        save_config(config, output / "config.yaml")
-        run.tokenizer.save_pretrained(output / "tokenizer")
-    return _Training(config, accelerator, run, resume_from).run(started)
-
-
-def _look_ahead_together(config: RunConfig, accelerator: Accelerator, *, resume: bool) -> Preflight:
-    """`look_ahead` on all processes, of which the main one raises what any of them found; the others leave silently."""
-    known, findings = None, None
-    with accelerator.main_process_first():
-        try:
-            known = look_ahead(config, accelerator.num_processes, resume=resume)
-        except ValueError as error:
-            findings = str(error)
-    found = next(filter(None, gather_object([findings])), None)
-    if found is None:
-        return known
-    if accelerator.is_main_process:
-        raise ValueError(found)
-    raise SystemExit(2)
-
-
-class _Losses(nn.Module):
-    """The model as DistributedDataParallel may see it: it returns nothing but what gradients come from.
-
-    (From the parameters behind any other output it would wait for gradients that never come.)
-    """
-
-    def __init__(self, model: VisionLanguageModel):
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Batch) -> tuple[dict[str, Loss], dict[str, Loss]]:
-        """Task losses (with those of phrases) and detection losses, unweighted."""
-        output = self.model(batch)
-        return output.task_losses, output.regions.losses
+    where = "Nothing that was saved is lost; --resume continues from the newest checkpoint."
+    with StopRequest() as stop, contextlib.ExitStack() as held, faults_as_sentences(accelerator, where):
+        known = look_ahead_together(config, accelerator, held, resume=resume)
+        config, resume_from = known.config, known.resume_from
+        set_seed(config.seed)  # the same on all processes, so that all start from the same weights
+        with accelerator.main_process_first():
+            run = build_run(config, known.datasets, known.shared, writes=accelerator.is_main_process)
+            if resume_from is not None:
+                checkpoints.check_lists(resume_from, run.model, run.tokenizer)
+            # settings that do not fit are found before training, not after it
+            build_eval_data(config, run, known.datasets, known.shared)
+        del known  # the data sets keep what they need of the files
+        training = _Training(config, accelerator, run, resume_from)
+        training.stop = stop
+        finished = training.finished_metrics()
+        if finished is None:
+            return training.run(started)
+        if accelerator.is_main_process:
+            print(finished_text(output, training.step), flush=True)
+        accelerator.end_training()
+        return finished
 
 
 class _Training:
     """One run in progress: its position (epoch, batch, step) and everything that changes with it."""
 
     def __init__(self, config: RunConfig, accelerator: Accelerator, run: Run, resume_from: Path | None):
-        self.config, self.accelerator, self.built = config, accelerator, run
+        self.config, self.accelerator, self.built, self.resume_from = config, accelerator, run, resume_from
+        self.stop = StopRequest()
         settings = config.train
         self.output = Path(config.output)
-        self.sampler = GroupedBatchSampler(
-            run.train_data.groups,
-            images_per_batch=settings.images_per_batch // settings.accumulate,
-            accumulate=settings.accumulate,
-            texts_per_image=config.data.texts_per_image,
-            seed=config.seed,
-            rank=accelerator.process_index,
-            world_size=accelerator.num_processes,
-        )
+        self.sampler = build_sampler(config, run, accelerator)
         self.steps_per_epoch = len(self.sampler) // settings.accumulate
-        self.total_steps = settings.max_steps or math.ceil(settings.epochs * self.steps_per_epoch)
         optimizer = build_optimizer(run.model, settings)
         if settings.activation_checkpointing:
             run.model.recompute_activations()
         if settings.channels_last:
             run.model.detector.to(memory_format=torch.channels_last)
-        self.model, self.optimizer = accelerator.prepare(_Losses(run.model), optimizer)
+        self.model, self.optimizer = accelerator.prepare(gradients.LossesOnly(run.model), optimizer)
         # what evaluations during training look at; None: all images, as the last one
         limit = config.eval.max_images
         looks_at_all = limit is None or all(len(one.groups) <= limit for one in run.eval_data.values())
@@ -146,21 +117,50 @@ class _Training:
             self.best.check_name(evaluate_splits(config, run, accelerator, max_images=config.eval.images_per_batch))
         # After the weights: processes draw different dropout masks and RoI samples, but reproducibly.
         set_seed(config.seed, device_specific=True)
-        self.step = 0
+        self.step = self.images_seen = 0
+        self.saved_step = 0  # of the newest checkpoint
+        self.ahead = 0  # steps of today's size to the place in the data, less the steps that were made
+        self.check = gradients.NumberCheck(scaled=accelerator.scaler is not None)
         self.seconds_training = 0.0
         self.steps_summed, self.loss_sums = 0, {}  # since the last logged step
         self.rates: dict[str, float] = {}  # learning rates of the last step
         if resume_from:
-            position = saving.load_state(accelerator, optimizer, resume_from)
-            vars(self).update({name: position[name] for name in POSITION})
-            self.best.go_on(position.get("best", {}), resume_from, is_writer=accelerator.is_main_process)
+            self._go_on(optimizer, resume_from)
+        self.total_steps = settings.max_steps or math.ceil(settings.epochs * self.steps_per_epoch) - self.ahead
         self.schedule = build_schedule(optimizer, settings, self.total_steps, steps_done=self.step)
+
+    def _go_on(self, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+        """Take weights, optimiser, random states and position from a checkpoint."""
+        saved = checkpoints.load_state(self.accelerator, optimizer, folder)
+        vars(self).update({name: saved[name] for name in POSITION if name in saved})
+        self.saved_step = self.step
+        if "place" in saved:
+            self.ahead = position.steps_to(saved["place"], self.sampler) - self.step
+        else:  # of an earlier version
+            position.check_same_size(saving.saved_settings(folder), self.config)
+            self.images_seen = self.step * self.config.train.images_per_batch
+        self.best.prepare(saved.get("best", {}), folder)
+
+    def _begin(self) -> None:
+        """Write what a run directory has from the start."""
+        if self.resume_from is not None:
+            self.best.go_on(is_writer=self.accelerator.is_main_process)
+        if self.accelerator.is_main_process:
+            save_config(self.config, self.output / "config.yaml")
+            self.built.tokenizer.save_pretrained(self.output / "tokenizer")
+            print(start_text(self.config, self.built, self.accelerator, self.step, self.total_steps), flush=True)
         self.log = RunLog(
             self.output / "log.jsonl",
-            enabled=accelerator.is_main_process,
-            resume_step=self.step if resume_from else None,
+            enabled=self.accelerator.is_main_process,
+            resume_step=self.step if self.resume_from else None,
         )
-        start_trackers(accelerator, config)
+        start_trackers(self.accelerator, self.config)
+
+    def finished_metrics(self) -> dict[str, Any] | None:
+        """What a run that goes on has written at its end, if these settings leave nothing to do; else None."""
+        if not self.resume_from:
+            return None
+        return checkpoints.finished_metrics(self.output, self.step, is_over=self.is_over, patience=self.best.patience)
 
     @property
     def is_over(self) -> bool:
@@ -168,8 +168,8 @@ class _Training:
         return self.step >= self.total_steps or self.best.is_over
 
     def run(self, started: float) -> dict[str, Any]:
-        if self.accelerator.is_main_process:
-            print(start_text(self.config, self.built, self.accelerator, self.step, self.total_steps), flush=True)
+        self._begin()
+        self.stop.at_once = False
         bar = tqdm(
             total=self.total_steps,
             initial=self.step,
@@ -178,28 +178,45 @@ class _Training:
             delay=1,  # seconds; a shorter one would only flash up
             disable=not self.accelerator.is_local_main_process,
         )
-        since = time.perf_counter()
         with bar:  # closed on errors too, so that their message starts a line
+            if 0 < self.step < self.total_steps:
+                self._evaluate_if_due()  # as the run did after the checkpoint
+            since = time.perf_counter()
             for micro_batches in self._steps():
                 values = self._update(micro_batches)
+                stopped = int(values.pop("stop", self.stop.number or 0))  # as all processes know it
                 self.step += 1
+                self.images_seen += self.config.train.images_per_batch
                 bar.update()
                 self._log_training(values, bar)
+                self.seconds_training += time.perf_counter() - since
+                if stopped:
+                    self._stop(stopped)
                 if self.step == self.total_steps:
                     break
-                self.seconds_training += time.perf_counter() - since
-                # before saving: a resumed run does not evaluate this step again
-                if self._is_due(self.config.eval.every_epochs):
-                    self._evaluate(self.eval_images)
+                # before evaluating: whatever happens there, nothing is lost
                 if self._is_due(self.config.train.save_every_epochs):
                     self._save()
+                self._evaluate_if_due()
                 since = time.perf_counter()
-        self.seconds_training += time.perf_counter() - since
         self._save()
         if self.best.metric is not None and self.best.judged_step != self.step and self.eval_images:
             self._evaluate(self.eval_images)  # on the images that the earlier models were judged by
         metrics = self._evaluate(None, final=True)
+        self.stop.at_once = True
         return self._finish(metrics, started)
+
+    def _evaluate_if_due(self) -> None:
+        if self._is_due(self.config.eval.every_epochs):
+            self._evaluate(self.eval_images)
+
+    def _stop(self, number: int) -> None:
+        """Save and leave, because a signal asked for it; called on every process."""
+        self._save()
+        self.accelerator.end_training()
+        name = signal.Signals(number).name
+        sentence = f"stopped by {name} after step {self.step}. {checkpoints.newest_in_words(self.output)}"
+        raise StoppedRunError(sentence if self.accelerator.is_main_process else "", exit_status(number))
 
     def _steps(self) -> Iterator[list[Batch]]:
         """Micro-batches of each optimiser step still to be done, across epochs."""
@@ -215,45 +232,81 @@ class _Training:
             keep_workers=True,
         )
         while True:
-            epoch, done = divmod(self.step, per_epoch)
+            epoch, done = divmod(self.step + self.ahead, per_epoch)
             self.sampler.set_epoch(epoch, start_batch=done * accumulate)
             micro_batches: list[Batch] = []
-            for batch in loader:
+            for batch in self._saving_on_faults(loader):
                 micro_batches.append(batch)
                 if len(micro_batches) == accumulate:
                     yield micro_batches
                     micro_batches = []
                     if self.is_over:
                         return
-                    if self.step % per_epoch == 0:
+                    if (self.step + self.ahead) % per_epoch == 0:
                         break
 
+    def _saving_on_faults(self, loader: BatchLoader) -> Iterator[Batch]:
+        """The batches; where one cannot be had, a lone process saves what it has before it gives up."""
+        batches = iter(loader)
+        while True:
+            try:
+                batch = next(batches, None)
+            except (*DATA_ERRORS, RuntimeError):
+                if self.accelerator.num_processes == 1 and self.step > self.saved_step:
+                    self._save()
+                if self.accelerator.num_processes == 1 and self.stop.number:  # the signal also came to the workers
+                    self._stop(self.stop.number)
+                raise
+            if batch is None:
+                return
+            if self.config.data.workers:
+                let_workers_die()
+            yield batch
+
     def _update(self, micro_batches: list[Batch]) -> dict[str, float]:
-        """One optimiser step; returns the (weighted) losses that were minimised and the gradient norm."""
+        """One optimiser step; returns the (weighted) losses that were minimised and the gradient norm.
+
+        The host waits for the device once, between gradients and update, so that what is not finite is never applied.
+
+        Raises:
+            ValueError: a loss or a gradient is NaN or infinite; `failed_step/` has the batches.
+        """
         self.model.train()
+        random_state = torch.get_rng_state()
         logged: dict[str, Tensor] = {}
-        for number, batch in enumerate(micro_batches):
-            is_last = number == len(micro_batches) - 1
-            with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model):
-                task_losses, detection_losses = self.model(batch.to(self.accelerator.device))
-                loss = self._total_loss(task_losses, detection_losses, logged, len(micro_batches))
-                self.accelerator.backward(loss)
-        if self.config.train.clip_norm is not None:
-            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.train.clip_norm)
-            logged["grad_norm"] = torch.as_tensor(norm, dtype=torch.float32)
+        own: list[dict[str, Tensor]] = []  # losses of each micro-batch of this process
+        try:
+            for number, batch in enumerate(micro_batches):
+                is_last = number == len(micro_batches) - 1
+                with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model):
+                    task_losses, detection_losses = self.model(batch.to(self.accelerator.device))
+                    loss = self._total_loss(task_losses, detection_losses, logged, len(micro_batches))
+                    own.append({name: one.total.detach() for name, one in (task_losses | detection_losses).items()})
+                    self.accelerator.backward(loss)
+        except FloatingPointError as error:  # of the detector
+            self._refuse([str(error).partition(" are ")[0]], micro_batches, own, random_state, alone=True)
+        logged[gradients.NORM] = gradients.clip(
+            self.accelerator, list(self.model.parameters()), self.config.train.clip_norm
+        )
+        if self.accelerator.num_processes > 1:
+            asked = torch.full((1,), float(self.stop.number or 0), device=self.accelerator.device)
+            logged["stop"] = self.accelerator.gather(asked).max()
+        numbers = torch.stack([value.float() for value in logged.values()]).tolist()
+        values = dict(zip(logged, numbers, strict=True))
+        if bad := self.check.bad(values):
+            self._refuse(bad, micro_batches, own, random_state)
         self.rates = {f"lr_{group['name']}": group["lr"] for group in self.optimizer.param_groups}
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
-        values = {name: float(value) for name, value in logged.items()}
-        bad = [name for name, value in values.items() if name != "grad_norm" and not math.isfinite(value)]
-        if bad:
-            names = [name for batch in micro_batches for name in batch.images.names]
-            raise ValueError(
-                f"{', '.join(bad)} became NaN or infinite in step {self.step + 1} (images {', '.join(names[:4])}, "
-                "...); lower train.lr, set train.clip_norm, or look at these images' annotations."
-            )
         return values
+
+    def _refuse(self, bad: list[str], batches: list[Batch], own: list, random_state: Tensor, *, alone: bool = False):
+        """Keep and tell what is known of a step whose numbers are not finite."""
+        folder = self.output / failed_step.FOLDER
+        failed = failed_step.FailedStep(folder, self.step + 1, bad, batches, own, random_state)
+        advice = checkpoints.newest_in_words(self.output)
+        failed_step.refuse(failed, self.accelerator, self.built.model, self.optimizer, advice=advice, alone=alone)
 
     def _total_loss(
         self,
@@ -270,6 +323,8 @@ class _Training:
             [torch.stack([losses[name].total.detach().float(), losses[name].count.float()]) for name in names]
         )
         everywhere = self.accelerator.reduce(sums, reduction="sum")
+        if self.built.model.phrase_head is not None:
+            self.built.model.phrase_head.learned_from(dict(zip(names, everywhere[:, 1], strict=True)))
         total = torch.zeros((), device=sums.device)
         for name, (loss_sum, count) in zip(names, everywhere, strict=True):
             divisor = count.clamp(min=1) * micro_batches
@@ -289,7 +344,7 @@ class _Training:
         return {name: settings.loss_weight * settings.loss_weights.get(name, 1.0) for name in losses}
 
     def _is_due(self, every_epochs: float) -> bool:
-        return every_epochs > 0 and self.step % max(round(every_epochs * self.steps_per_epoch), 1) == 0
+        return every_epochs > 0 and (self.step + self.ahead) % max(round(every_epochs * self.steps_per_epoch), 1) == 0
 
     def _log_training(self, values: dict[str, float], bar: tqdm) -> None:
         """Write the averages since the last line, every `log_every` steps."""
@@ -298,8 +353,8 @@ class _Training:
             self.loss_sums[name] = self.loss_sums.get(name, 0.0) + value
         if self.step % self.config.train.log_every and self.step != self.total_steps:
             return
-        epoch = self.step / self.steps_per_epoch
-        averages = {name: value / self.steps_summed for name, value in self.loss_sums.items()}
+        epoch = (self.step + self.ahead) / self.steps_per_epoch
+        averages = gradients.averages(self.loss_sums, self.steps_summed)
         self.steps_summed, self.loss_sums = 0, {}
         values = {**averages, **self.rates}
         self.log.write(self.step, "train", {"epoch": epoch, **values})
@@ -307,24 +362,27 @@ class _Training:
         bar.set_postfix({"loss": f"{values['loss']:.3f}"}, refresh=False)
 
     def _evaluate(self, max_images: int | None, *, final: bool = False) -> dict[str, Any]:
-        metrics = evaluate_splits(
-            self.config,
-            self.built,
-            self.accelerator,
-            max_images=max_images,
-            output=self.output if final else None,
-            show=lambda records, name: track_pictures(
-                self.accelerator, self.built.model.task, records, name, self.step
-            ),
-        )
+        try:
+            metrics = evaluate_splits(
+                self.config,
+                self.built,
+                self.accelerator,
+                max_images=max_images,
+                output=self.output if final else None,
+                show=lambda records, name: track_pictures(
+                    self.accelerator, self.built.model.task, records, name, self.step
+                ),
+                should_stop=lambda: self.stop.number,
+            )
+        except EvaluationStoppedError as stopped:
+            self._stop(stopped.args[0])
         compares = max_images == self.eval_images  # only evaluations of the same images do
         self.log.write(self.step, "eval" if compares else "final", metrics)
         if compares:
             self._track(metrics)
         if compares and self.best.judge(self.step, metrics):
             if self.accelerator.is_main_process:
-                own = (self.config, self.built.model, self.built.tokenizer)
-                self.best.write(lambda folder: saving.save_model(folder, *own))
+                self.best.write(lambda folder: saving.save_model(folder, *self._own))
             self.accelerator.wait_for_everyone()
         return metrics
 
@@ -332,23 +390,20 @@ class _Training:
         self.accelerator.log(without_constants(self.config, values), step=self.step)
 
     def _save(self) -> None:
+        """Save a checkpoint of this step, unless there is one; a resumed run does what follows it, evaluation too."""
+        if self.saved_step == self.step:
+            return
         folder = self.output / "checkpoints" / f"step_{self.step:08d}"
-        saving.save_state(
-            self.accelerator,
-            folder,
-            self.config,
-            self.built.model,
-            self.built.tokenizer,
-            position={**{name: getattr(self, name) for name in POSITION}, "best": self.best.position()},
-            keep=self.config.train.keep_checkpoints,
-        )
-        self.best.checkpoint = folder
+        place = position.place_after(self.step + self.ahead, self.sampler)
+        kept = {**{name: getattr(self, name) for name in POSITION}, "place": place, "best": self.best.position()}
+        keep = self.config.train.keep_checkpoints
+        checkpoints.save_state(self.accelerator, folder, *self._own, self.optimizer, position=kept, keep=keep)
+        self.best.checkpoint, self.saved_step = folder, self.step
 
-    def _judged_images(self) -> int:
-        """Number of images behind the value that the best model was chosen by."""
-        name = MetricName.read(self.best.metric)
-        number = len(self.built.eval_data[name.split, name.source].groups)
-        return number if self.eval_images is None else min(number, self.eval_images)
+    @property
+    def _own(self) -> tuple:
+        """What `save_model` writes."""
+        return self.config, self.built.model, self.built.tokenizer
 
     def _evaluate_best(self) -> dict[str, Any]:
         """The metrics of the best model over all images, unless it is the last model, or is lost."""
@@ -361,25 +416,24 @@ class _Training:
 
     def _finish(self, metrics: dict[str, Any], started: float) -> dict[str, Any]:
         model = self.built.model
-        parts = {"detector": model.detector, "encoder": model.encoder, "task": model.task, "phrases": model.phrase_head}
         summary = {
             **metrics,
             "steps": self.step,
             "seconds": time.perf_counter() - started,
             "seconds_training": self.seconds_training,
-            "images_per_second": self.step * self.config.train.images_per_batch / max(self.seconds_training, 1e-9),
+            "images_per_second": self.images_seen / max(self.seconds_training, 1e-9),
             "processes": self.accelerator.num_processes,
-            "parameters": {
-                name: sum(p.numel() for p in part.parameters()) for name, part in parts.items() if part is not None
-            },
+            "parameters": parameter_counts(model),
         }
         if self.best.found is not None:
-            summary["best"] = {**self.best.found, "images": self._judged_images(), **self._evaluate_best()}
+            judged = self.best.judged_images(self.built.eval_data, self.eval_images)
+            summary["best"] = {**self.best.found, "images": judged, **self._evaluate_best()}
         if self.best.is_over and self.step < self.total_steps:
             summary["stopped_early"] = self.best.waited
         if self.accelerator.is_main_process:
-            saving.save_model(self.output / "model", self.config, model, self.built.tokenizer)
-            write_json(self.output / "metrics.json", summary)
+            with whole_folder(self.output / "model") as folder:
+                saving.save_model(folder, *self._own)
+            write_json(self.output / "metrics.json", without_nan(summary))
             from e2e_vl.report.page import write_report  # late: matplotlib takes seconds
 
             report = write_report(self.output, self.config, model.task, part_defaults(self.config))

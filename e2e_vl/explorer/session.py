@@ -2,26 +2,30 @@
 
 Shape legend: see `e2e_vl/structures.py`; besides
     items  what attends and is attended to: wordpieces, whole images, an end, then the R regions
-    steps  attention maps of the encoder, one after the other
+    steps  layers of the encoder's graphs of attention, graph by graph (`Encoder.attention_graphs`)
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from detector.pixel_masking import mask_pixels, mask_rectangles
 from e2e_vl.api.results import Answer
 from e2e_vl.api.trained_model import TrainedModel
 from e2e_vl.explorer.uploads import Photo
 from e2e_vl.samples import EncodedImage, Question
-from e2e_vl.structures import Batch, ModelOutput
+from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, ModelOutput
 
 LONGEST_TEXT = 500  # characters
+DESCRIBED_AGAIN = (
+    "The detector of this run describes its proposals before it refines them (FEATURES_OF: proposal). Here it "
+    "describes the refined boxes, with and without hidden regions, so that the two answers can be compared; `ask` and "
+    "an evaluation may answer otherwise."
+)
 WHOLE_IMAGE, END = "[whole image]", "[END]"  # items that are neither words nor regions
 
 
@@ -33,6 +37,8 @@ class Inspection:
     words: tuple[str, ...]  # the items before the regions
     names: tuple[str, ...]  # R classes that the detector found; "" where it is unknown
     attention: np.ndarray  # float32 [steps, heads, items, items]: of the first item to the second
+    # GRAPH:LAYER of each step, counted from 0 as in an analysis, with what it connects where that is not everything
+    step_names: tuple[str, ...]
     boxes: Tensor  # float32 [R, 4] in pixels of the network's input
 
     def __len__(self) -> int:
@@ -42,11 +48,6 @@ class Inspection:
     @property
     def num_heads(self) -> int:
         return self.attention.shape[1]
-
-    @property
-    def step_names(self) -> list[str]:
-        """A name for each attention map, with what it connects where that is not everything."""
-        return [_step_name(number, maps.sum(axis=0), len(self.words)) for number, maps in enumerate(self.attention)]
 
     @property
     def best_step(self) -> int:
@@ -138,6 +139,7 @@ class Explorer:
 
     Attributes:
         warning: one sentence if boxes that mean nothing stand behind every answer; else empty.
+        note: sentences on what the answers are that the page must say; else empty.
     """
 
     def __init__(self, model: TrainedModel):
@@ -150,6 +152,9 @@ class Explorer:
             )
         self.model = model
         self.warning = model.warning_of_boxes([question])
+        heads = getattr(model.network.detector.config, "roi_heads", None)
+        self._describes_again = heads is not None and heads.features_of == "proposal"
+        self.note = DESCRIBED_AGAIN if self._describes_again else ""
 
     def ask(self, session: Session, text: str) -> Session:
         """The session with the answer to a text about its photo; nothing is hidden.
@@ -162,12 +167,15 @@ class Explorer:
         if len(text) > LONGEST_TEXT:
             raise ValueError(f"The text has {len(text)} characters; write at most {LONGEST_TEXT}.")
         look = self._look(session.photo, text)
+        if self._describes_again:
+            look = self._look(session.photo, text, look)
         return Session(session.photo, look, step=look.best_step)
 
     def hide(self, session: Session, rows: Iterable[int]) -> Session:
         """The session with the answer to the same text when the pixels of some regions have the mean colour.
 
-        The regions stay the same: the detector describes them, but does not look for others.
+        The regions stay the same: the detector describes them, but does not look for others. All else is as it was
+        without hidden regions.
 
         Raises:
             ValueError: nothing was asked yet, or there is no such region.
@@ -192,7 +200,7 @@ class Explorer:
         change = None if before is None else _hiding(before.boxes, hidden)
         answer, output = self.model.look(Question(photo.file, text), change)
         names = tuple(answer.box_names) if before is None else before.names
-        return _look_of(answer, output, self.model.tokenizer, names)
+        return _look_of(answer, output, self.model, names)
 
 
 def _hiding(boxes: Tensor, hidden: Sequence[int]) -> Callable[[Batch], Batch]:
@@ -210,9 +218,7 @@ def _hiding(boxes: Tensor, hidden: Sequence[int]) -> Callable[[Batch], Batch]:
     return change
 
 
-def _look_of(
-    answer: Answer, output: ModelOutput, tokenizer: PreTrainedTokenizerBase, names: tuple[str, ...]
-) -> Inspection:
+def _look_of(answer: Answer, output: ModelOutput, model: TrainedModel, names: tuple[str, ...]) -> Inspection:
     """What is shown of a batch of one photo and one text."""
     texts, regions = output.batch.texts, output.text_regions
     length, width = texts.input_ids.shape[1], regions.row.shape[1]
@@ -222,23 +228,44 @@ def _look_of(
     rows = [row for row, is_one in enumerate(is_region) if is_one]
     ends = range(length + width, output.encoded.attentions[0].shape[-1])
     slots = [*pieces, *(length + row for row in whole), *ends, *(length + row for row in rows)]
-    words = tokenizer.convert_ids_to_tokens(texts.input_ids[0, pieces].tolist())
+    words = model.tokenizer.convert_ids_to_tokens(texts.input_ids[0, pieces].tolist())
     maps = [one[0][:, slots][:, :, slots].float().cpu().numpy() for one in output.encoded.attentions]
+    words = (*words, *[WHOLE_IMAGE] * len(whole), *[END] * len(ends))
+    step_names, attention = _maps_of(model.network.encoder.attention_graphs, maps, len(words))
     return Inspection(
         answer=answer,
-        words=(*words, *[WHOLE_IMAGE] * len(whole), *[END] * len(ends)),
+        words=words,
         names=names,
-        attention=np.stack(maps),
+        attention=attention,
+        step_names=step_names,
         boxes=regions.boxes[0, rows],
     )
 
 
-def _step_name(number: int, total: np.ndarray, words: int) -> str:
-    blocks = {
-        "words to words": total[:words, :words],
-        "words to regions": total[:words, words:],
-        "regions to words": total[words:, :words],
-        "regions to regions": total[words:, words:],
+def _maps_of(
+    graphs: Mapping[str, AttentionGraph], steps: Sequence[np.ndarray], words: int
+) -> tuple[tuple[str, ...], np.ndarray]:
+    """Name and map of each layer of each graph, in their order; where graphs share a map, each has its own part of it.
+
+    Args:
+        steps: maps [heads, items, items] of the encoder, one after the other.
+        words: number of items before the regions.
+    """
+    parts = (slice(0, words), slice(words, None))
+    places = {
+        AttentionBlock.WORDS_TO_WORDS: (parts[0], parts[0]),
+        AttentionBlock.WORDS_TO_REGIONS: (parts[0], parts[1]),
+        AttentionBlock.REGIONS_TO_WORDS: (parts[1], parts[0]),
+        AttentionBlock.REGIONS_TO_REGIONS: (parts[1], parts[1]),
     }
-    there = [name for name, block in blocks.items() if block.any()]
-    return f"{number + 1}" if len(there) == len(blocks) or not there else f"{number + 1} ({', '.join(there)})"
+    names, maps = [], []
+    for graph, stated in graphs.items():
+        left_out = [block for block in places if block not in stated.blocks]
+        said = f" ({', '.join(block for block in places if block in stated.blocks)})" if left_out else ""
+        for layer, step in enumerate(stated.steps):
+            own = steps[step].copy()
+            for block in left_out:
+                own[:, *places[block]] = 0
+            names.append(f"{graph}:{layer}{said}")
+            maps.append(own)
+    return tuple(names), np.stack(maps)

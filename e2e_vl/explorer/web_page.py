@@ -48,6 +48,8 @@ def build_page(explorer: Explorer, limits: Limits, title: str) -> "gradio.Blocks
         gr.Markdown(f"## {_plain(title)}")
         if explorer.warning:
             gr.Markdown(_plain(explorer.warning))
+        if explorer.note:
+            gr.Markdown(_plain(explorer.note))
         with gr.Row():
             with gr.Column(scale=2, min_width=320):
                 photo = gr.File(
@@ -75,7 +77,7 @@ def build_page(explorer: Explorer, limits: Limits, title: str) -> "gradio.Blocks
                 )
                 with gr.Row():
                     item = gr.Dropdown([], label="Attention of", elem_id="item")
-                    step = gr.Dropdown([], label="Layer", elem_id="step")
+                    step = gr.Dropdown([], label="Graph and layer", elem_id="step")
                     head = gr.Dropdown([MEAN], value=MEAN, label="Head", elem_id="head")
             with gr.Column(scale=3, min_width=400):
                 click = gr.Radio([SHOWS, HIDES], value=SHOWS, label="A click on a region", elem_id="click")
@@ -211,7 +213,7 @@ def _values(gr: Any, session: Session) -> list[Any]:
     regions = [] if before is None else [(before.region_name(row), row) for row in range(len(before))]
     items = [] if seen is None else [(seen.item_name(item), item) for item in range(len(seen.words) + len(seen))]
     steps = [] if seen is None else [(name, number) for number, name in enumerate(seen.step_names)]
-    heads = [] if seen is None else [(str(number + 1), number) for number in range(seen.num_heads)]
+    heads = [] if seen is None else [(str(number), number) for number in range(seen.num_heads)]
     phrases = _phrases(seen)
     return [
         _words(before),

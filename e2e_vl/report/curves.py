@@ -16,14 +16,15 @@ from e2e_vl.metric_names import MetricName
 Line = dict[str, Any]  # of log.jsonl, see `e2e_vl.run_files.RunLog`
 Series = dict[str, list[tuple[int, float]]]  # name -> (step, value)
 
-TOTAL = "loss"  # the weighted sum that is minimised
+TOTAL = "loss"  # the weighted sum that is minimised, and the metric of an evaluation that sums the losses
+EVALUATION = "evaluation"
 DETECTOR_PREFIX = "loss_"  # Detectron2's names of detection losses, which both detector backends use
 OTHER_VALUES = ("step", "kind", "epoch", "grad_norm")  # of a line about training; learning rates begin with "lr_"
 FEW_POINTS = 30  # curves of at most this many points show each of them
 
 
 def draw_curves(lines: Sequence[Line]) -> bytes | None:
-    """A PNG with one plot each for task losses, detector losses, their weighted sum, and the evaluations.
+    """A PNG with one plot each for task losses, detector losses, their weighted sum, the evaluations, and their losses.
 
     A plot without values is left out. Evaluations of other images than the rest (the kind "final") are no points of a
     curve.
@@ -32,14 +33,15 @@ def draw_curves(lines: Sequence[Line]) -> bytes | None:
         The content of a PNG file; None if there is nothing to plot.
     """
     losses = _losses([line for line in lines if line["kind"] == "train"])
-    evaluations = _evaluations([line for line in lines if line["kind"] == "eval"])
+    evaluations = [line for line in lines if line["kind"] == "eval"]
     of_detector = {name: points for name, points in losses.items() if name.startswith(DETECTOR_PREFIX)}
     of_task = {name: points for name, points in losses.items() if name not in (*of_detector, TOTAL)}
     plots = {
         "losses of the task": of_task,
         "losses of the detector (not weighted)": of_detector,
         "weighted sum of all losses": {name: losses[name] for name in losses if name == TOTAL},
-        "evaluation": evaluations,
+        EVALUATION: _evaluations(evaluations, of_loss=False),
+        "loss of the evaluation": _evaluations(evaluations, of_loss=True),
     }
     plots = {title: series for title, series in plots.items() if series}
     if not plots:
@@ -62,13 +64,15 @@ def _losses(lines: Sequence[Line]) -> Series:
     return dict(sorted(series.items()))
 
 
-def _evaluations(lines: Sequence[Line]) -> Series:
-    """The metrics over all texts."""
+def _evaluations(lines: Sequence[Line], *, of_loss: bool) -> Series:
+    """The metrics over all texts: losses, which have no upper end, or all others."""
     series: Series = {}
     for line in lines:
         for name, value in line.items():
             found = MetricName.read(name)
             if found is None or found.detail or not found.measures_model or value is None:
+                continue
+            if (found.metric == TOTAL) != of_loss:
                 continue
             label = f"{found.split}: {found.metric.replace('_', ' ')}, {found.boxes}"
             series.setdefault(label, []).append((line["step"], value))
@@ -81,7 +85,7 @@ def _plot(axes: Axes, title: str, series: Series) -> None:
         steps, values = zip(*dict(points).items(), strict=True)
         axes.plot(steps, values, label=name, linewidth=1.2, marker="." if len(steps) <= FEW_POINTS else None)
     values = [value for points in series.values() for _, value in points]
-    if title == "evaluation":
+    if title == EVALUATION:
         axes.set_ylim(0, max(1.02, *values))
     elif min(values) > 0 and max(values) > 10 * min(values):
         axes.set_yscale("log")

@@ -28,6 +28,7 @@ from typing import Any
 
 import cv2
 import numpy as np
+from filelock import FileLock
 from tqdm import tqdm
 
 from e2e_vl.synthetic.captioning import draw_captions
@@ -94,7 +95,8 @@ def make_scenes(
 ) -> dict[str, Any]:
     """Write the data set, or do nothing when the folder already holds it.
 
-    Formats that a finished folder lacks are added; its images and other files stay as they are.
+    Formats that a finished folder lacks are added; its images and other files stay as they are. A lock beside the
+    folder keeps two processes from drawing it at the same time.
 
     Args:
         output: folder to write to; new, empty, or one of a finished or interrupted run with the same settings.
@@ -121,10 +123,19 @@ def make_scenes(
     output = Path(output)
     start = {"version": VERSION, "settings": json.loads(json.dumps(asdict(recipe)))}  # tuples as lists, as in a file
     finished = _finished_stamp(output, start)
-    present = set() if finished is None else set(finished.get("formats", WRITERS))  # older stamps name none
-    if finished is not None and wanted <= present:
+    if wanted <= _formats_of(finished):
         return finished
-    return _add_formats(output, recipe, wanted - present, start, finished, workers)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(output.with_name(f".{output.name}.lock"))
+    with lock:  # runs that start together draw once
+        finished = _finished_stamp(output, start)
+        missing = wanted - _formats_of(finished)
+        return _add_formats(output, recipe, missing, start, finished, workers) if missing else finished
+
+
+def _formats_of(finished: dict[str, Any] | None) -> set[str]:
+    """The formats that a folder holds; none if it is not finished. (Older stamps name none and stand for all.)"""
+    return set() if finished is None else set(finished.get("formats", WRITERS))
 
 
 def _add_formats(

@@ -112,6 +112,7 @@ class Task(nn.Module, abc.ABC):
     # `key=value` settings under which a second run predicts the other half of that file; None: one run is enough
     second_run: ClassVar[tuple[str, ...] | None] = None
     second_run_option: ClassVar[str] = ""  # how users give that run
+    predicts_classes: ClassVar[bool] = False  # its metrics compare classes of the detector with the data's
     answers_questions: ClassVar[bool] = True  # a user may ask about an image
     # arguments of `e2e_vl.load(run).ask` that fit the task, for model cards
     example_call: ClassVar[str] = '"photo.jpg", "what is in the picture"'

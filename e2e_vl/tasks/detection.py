@@ -63,6 +63,7 @@ class DetectionWording(Wording):
 class DetectionTask(Task):
     """No head and no loss of its own: both are the detector's, and so the losses are `Regions.losses`."""
 
+    predicts_classes = True
     answers_questions = False
 
     def __init__(self, hidden_size: int, config: DetectionConfig | None = None):

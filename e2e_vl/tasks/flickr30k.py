@@ -207,8 +207,7 @@ class Flickr30KTask(Task):
         right one); else `ranks` is None.
         """
         regions, spans = output.text_regions, batch.targets.spans
-        scales = batch.images.scales[regions.image.clamp(min=0)]  # [M, R, 2]
-        boxes = (regions.boxes / torch.cat([scales, scales], dim=-1)).detach().cpu().double().numpy()
+        boxes = regions.original_boxes(batch.images.scales).detach().cpu().double().numpy()
         shares = output.task.logits.detach().exp().cpu().double().numpy()
         kept = (output.task.logits > -torch.inf).cpu().numpy()
         predictions, phrase = [], 0

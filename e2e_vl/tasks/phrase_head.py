@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +22,9 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from detector.boxes import area
+from detector.checkpoint import LoadReport, load_weights
 from detector.structures import Loss
+from detector.weight_files import read_tensors
 from e2e_vl.phrases import PhraseBatch, characters_of
 from e2e_vl.structures import Batch, InnerStates, ModelOutput, PhraseOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Ragged
@@ -28,6 +32,7 @@ from e2e_vl.tasks.base import Records
 from e2e_vl.tasks.heads import start_head
 
 MIN_IOU = 0.5
+TAGS = "phrase_tags"  # the loss of finding phrases, counted in words of texts whose phrases are all known
 INSIDE, FIRST = 1, 2  # tags of wordpieces in a phrase; 0 = outside
 
 
@@ -40,7 +45,7 @@ class PhraseHead(nn.Module):
         layer: number of layers with words and regions after which states are read.
 
     Attributes:
-        finds_phrases: 1 once it was trained on a text whose phrases are all known, otherwise 0; saved with the weights.
+        finds_phrases: 1 once it learned from a text whose phrases are all known, otherwise 0; saved with the weights.
     """
 
     def __init__(self, hidden_size: int, size: int, layer: int):
@@ -50,6 +55,7 @@ class PhraseHead(nn.Module):
         self.tags = nn.Linear(hidden_size, 3)
         start_head([self.query, self.key, self.tags], "official")
         self.register_buffer("finds_phrases", torch.zeros(()))
+        self.register_load_state_dict_pre_hook(_add_flag)
 
     def forward(self, batch: Batch, regions: TextRegions, states: InnerStates) -> PhraseOutput:
         """Find the phrases of M texts where they are not stated, and point at regions.
@@ -62,21 +68,27 @@ class PhraseHead(nn.Module):
         stated: PhraseBatch = batch.phrases
         tags = at_least_float32(self.tags(states.text))
         spans, is_stated = stated.spans, slice(None)
-        if self.training:
-            seen = stated.is_complete.any().to(self.finds_phrases)
-            self.finds_phrases.copy_(torch.maximum(self.finds_phrases, seen))
-        else:
+        if not self.training:
             words = is_word(stated)
             found = find_spans(tags.argmax(dim=2), words) if self.finds_phrases else whole_spans(words)
             spans = with_found(stated, found)
             is_stated = stated.spans.counts[spans.owner] > 0
         log_shares = self.point(spans, regions, states)
         is_right = right_regions(regions, stated)
-        losses = {
-            "phrases": pointing_loss(log_shares[is_stated], is_right),
-            "phrase_tags": tagging_loss(tags, stated),
-        }
+        losses = {"phrases": pointing_loss(log_shares[is_stated], is_right), TAGS: tagging_loss(tags, stated)}
         return PhraseOutput(spans, log_shares, is_right, losses)
+
+    def learned_from(self, counts: Mapping[str, Tensor]) -> None:
+        """To be called in each training step, on all processes, with the same numbers of items behind the losses.
+
+        (A flag that each process set from its own texts would be lost: the processes take over the buffers of the first
+        one before every step.)
+
+        Args:
+            counts: of each loss, over all processes; losses of others are allowed.
+        """
+        seen = (counts[TAGS] > 0).to(self.finds_phrases)
+        self.finds_phrases.copy_(torch.maximum(self.finds_phrases, seen))
 
     def point(self, spans: Ragged, regions: TextRegions, states: InnerStates) -> Float[Tensor, "P R"]:
         """Logarithm of each phrase's attention on the regions of its text."""
@@ -88,6 +100,27 @@ class PhraseHead(nn.Module):
         # the lowest number while the sum is formed: a text without regions must not give NaN
         scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).log_softmax(dim=1)
         return scores.masked_fill(~allowed, -torch.inf)
+
+
+def _add_flag(head: PhraseHead, tensors: MutableMapping[str, Tensor], prefix: str, *_: Any) -> None:
+    """Before a state dict is loaded: add `finds_phrases` to a head that was saved before there was such a flag.
+
+    It learned to find phrases if the bias of its tags, which starts at 0, has moved.
+    """
+    bias = tensors.get(f"{prefix}tags.bias")
+    if bias is not None:
+        tensors.setdefault(f"{prefix}finds_phrases", bias.any().float())
+
+
+def load_head(head: PhraseHead, path: str | Path) -> LoadReport:
+    """Load a saved head; all of it must fit.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file, a damaged one, or one that does not fit.
+    """
+    tensors = read_tensors(path)
+    _add_flag(head, tensors, "")
+    return load_weights(head, tensors, path, layout="this project")
 
 
 def nameable_regions(regions: TextRegions) -> Bool[Tensor, "M R"]:
@@ -220,8 +253,7 @@ def phrase_records(output: PhraseOutput, batch: Batch, regions: TextRegions) -> 
     Keys: `text`, `characters` [first, last plus one], `box` in pixels of the original image (None: there is no region),
     `score`, its share of the attention, and where boxes are stated `correct`, whether that region is right.
     """
-    scales = batch.images.scales[regions.image.clamp(min=0)]  # [M, R, 2]
-    boxes = regions.boxes / torch.cat([scales, scales], dim=-1)
+    boxes = regions.original_boxes(batch.images.scales)
     phrases = batch.phrases
     records: list[list[dict[str, Any]]] = [[] for _ in range(len(batch))]
     # texts without stated phrases have found ones

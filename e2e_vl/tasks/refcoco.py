@@ -187,9 +187,7 @@ class ReferringTask(Task):
         candidates = logits > -torch.inf
         if not self.config.no_region_is_miss:
             self._check_candidates(batch, candidates)
-        image = regions.image.clamp(min=0)
-        scales = batch.images.scales[image]  # [M, R, 2]
-        boxes = (regions.boxes / torch.cat([scales, scales], dim=-1)).cpu()
+        boxes = regions.original_boxes(batch.images.scales).cpu()
         shares = (logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)).cpu()
         classes = class_names_of(output)
         sizes = batch.images.original_sizes[batch.looks_at[:, 0].clamp(min=0)].tolist()

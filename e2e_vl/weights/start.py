@@ -29,7 +29,7 @@ from e2e_vl.config import VERSION
 from e2e_vl.converter import from_dict
 from e2e_vl.data.formats.answer_files import ANSWERS_FILE, read_answers
 from e2e_vl.tasks.base import HeadStart, Task
-from e2e_vl.tasks.phrase_head import PhraseHead
+from e2e_vl.tasks.phrase_head import PhraseHead, load_head
 from e2e_vl.text import load_tokenizer, looks_like_hub_name, plain_answer
 from e2e_vl.weights.base import WeightAdapter
 
@@ -171,7 +171,7 @@ def load_phrase_head(head: PhraseHead, path: str | Path) -> LoadReport:
             f"{file}: the head reads the states after {settings['layer']} layers, and phrases.layer is {head.layer}; "
             f"set phrases.layer={settings['layer']}."
         )
-    return load_weights(head, read_tensors(file), file, layout="this project")
+    return load_head(head, file)
 
 
 def _go_on(task: Task, source: Source) -> LoadReport:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from e2e_vl.analysis import collect
 from e2e_vl.analysis.attention_choices import AttentionChoices
-from e2e_vl.analysis.attention_run import AttentionRequest, caption_examples
+from e2e_vl.analysis.attention_run import AttentionRequest, caption_examples, divided, with_data_of
 from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, Collected, MeasureKey, collect_attention
 from e2e_vl.analysis.parses import read_parses
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.commands.analyze_attention import main
-from e2e_vl.config import EncoderSettings, load_config
+from e2e_vl.config import EncoderSettings, load_config, save_config
 from e2e_vl.engine.build import build_model
 from e2e_vl.engine.build_data import build_collate
 from e2e_vl.engine.launch import make_accelerator
@@ -28,6 +31,7 @@ from e2e_vl.text import load_tokenizer
 from tests.analysis.miniature import SCENES, train_miniature
 from tests.conftest import cpu_with_one_thread
 
+ROOT = Path(__file__).parents[2]
 STEPS = 320
 
 
@@ -97,23 +101,30 @@ def has_box(xml: str, chain: str) -> bool:
     return any(f"<name>{chain}</name>" in one and "<bndbox>" in one for one in objects)
 
 
-@pytest.mark.usefixtures("on_cpu")
-def test_two_processes_measure_what_one_does(alone, run, parses, monkeypatch):
-    real = make_accelerator("no")
-    parts = []
-    for rank in range(2):
-        fake = SimpleNamespace(
-            process_index=rank, num_processes=2, is_local_main_process=False, device=real.device, autocast=real.autocast
-        )
-        monkeypatch.setattr(collect, "gather_object", list)
-        parts.append(measured(run, parses, AttentionChoices(), fake))
-    assert 0 < parts[0].numbers["captions"] < alone.numbers["captions"]
-    parts[0].join(parts[1])
-    assert parts[0].numbers == alone.numbers and parts[0].sums.keys() == alone.sums.keys()
-    for key, sums in parts[0].sums.items():
-        assert sums.hits.tolist() == alone.sums[key].hits.tolist() and sums.examples == alone.sums[key].examples
-        assert sums.attention.flatten().tolist() == pytest.approx(alone.sums[key].attention.flatten().tolist())
-    assert sorted(text.index for text in parts[0].seen) == [text.index for text in alone.seen] == [0, 7]
+def test_two_processes_measure_what_one_does(run, parses, output, tmp_path):
+    """Started as a user starts them: they gather over gloo, and the main one writes."""
+    words = ["--run", run, "--boxes", "precomputed", "--parses", parses, "--output", tmp_path / "two", "--pictures", 3]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--"]
+    own = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *launch, str(ROOT / "tools" / "analyze_attention.py"), *map(str, words)],
+        env={**os.environ, **own},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("page: ") == 1
+    one, two = (json.loads((folder / "attention.json").read_text()) for folder in (output, tmp_path / "two"))
+    assert one["numbers"] == two["numbers"] and one["images"] == SCENES["val"]
+    for name, measure in one["graphs"]["joint"]["measures"].items():
+        other = two["graphs"]["joint"]["measures"][name]
+        assert measure["examples"] == other["examples"] > 0
+        for matrix in ("accuracy", "attention"):
+            assert np.array(other[matrix]) == pytest.approx(np.array(measure[matrix]), abs=1e-6)
+    pictures = [sorted(path.name for path in (folder / "overlays").iterdir()) for folder in (output, tmp_path / "two")]
+    assert pictures[0] == pictures[1]
 
 
 def test_the_command_writes_tables_of_what_was_measured(alone, output):
@@ -168,6 +179,81 @@ def test_what_does_not_fit_is_one_sentence(run, tmp_path, capsys, words, message
     error = capsys.readouterr().err
     line = next(line for line in error.splitlines() if line.startswith("error: "))
     assert message in line
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_results_replace_those_of_an_earlier_analysis_and_nothing_else(run, parses, tmp_path, capsys):
+    output = tmp_path / "out"
+    (output / "overlays").mkdir(parents=True)
+    for name in ("table2_cross.csv", "relations.csv", "entities_cross.png", "overlays/000001_cross_0-0_0.jpg"):
+        (output / name).write_text("old")
+    words = ["--run", run, "--boxes", "precomputed", "--output", output, "--pictures", 1, "--max-images", 2]
+    assert main([str(word) for word in words]) == 0
+    assert "page: " + str(output / "attention.html") in capsys.readouterr().out
+    names = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.parent.name != "overlays"}
+    assert names == {"attention.html", "attention.json", "heads.csv", "entities_joint.png", "overlays"}
+    assert not [*output.rglob("*cross*")] and [path.name for path in tmp_path.iterdir()] == ["out"]
+    (output / "notes.txt").write_text("mine")
+    before = (output / "attention.json").stat().st_mtime_ns
+    assert main([str(word) for word in words]) == 2
+    assert f"{output} holds notes.txt, which is no result of an analysis" in capsys.readouterr().err
+    assert (output / "attention.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_data_of_another_config_are_read_in_the_sizes_of_the_run(run, tmp_path, capsys):
+    """The run's own data are elsewhere now; the other config has other sizes, which do not count."""
+    shutil.copytree(run.parent / "data" / "flickr30k" / "Sentences", tmp_path / "Sentences")
+    for path in (tmp_path / "Sentences").iterdir():
+        path.write_text(f"Nobody is here .\n{path.read_text()}")  # names nothing, so the data set leaves it out
+    changes = ["data.resize.short_edge=[48]", f"data.files.sentences={tmp_path / 'Sentences'}"]
+    other = load_config(run.parent / "config.yaml", [*changes, 'data.files.ids="{split}_other.txt"'])
+    save_config(other, tmp_path / "other.yaml")
+    ids = run.parent / "data" / "flickr30k" / "val.txt"
+    few = ids.read_text().split()[:3]
+    (run.parent / "data" / "few_other.txt").write_text("\n".join(few))
+    written = sum(len((tmp_path / "Sentences" / f"{image}.txt").read_text().splitlines()) for image in few)
+    moved = tmp_path / "moved"
+    shutil.copytree(run / "model", moved / "model")
+    own = load_config(moved / "model" / "config.yaml", ["data.root=nowhere"])
+    save_config(own, moved / "model" / "config.yaml")
+    words = ["--run", str(moved), "--data", str(tmp_path / "other.yaml"), "--split", "few", "--boxes", "precomputed"]
+    assert main([*words, "--pictures", "0", "data.max_text_length=7"]) == 0
+    found = json.loads((moved / "attention" / "few_precomputed" / "attention.json").read_text())
+    assert found["images"] == 3 and found["numbers"]["phrases cut off with the end of a caption"] > 0
+    left_out = found["numbers"]["captions of the whole split that the data set leaves out"]
+    assert left_out == written - found["numbers"]["captions"] >= len(few)
+    config = with_data_of(own, tmp_path / "other.yaml", ["data.root=there"])
+    assert (config.data.root, config.data.resize.short_edge) == ("there", [96])
+    assert main([*words, "data.files.ids=none.txt"]) == 2
+    assert "none.txt" in capsys.readouterr().err
+
+
+def test_settings_of_the_input_change_the_run_and_other_data_settings_the_other_data():
+    words = ["data.root=x", "data.resize.short_edge=[9]", "data.workers=0", "eval.images_per_batch=2"]
+    assert divided(words, has_data=True) == ([*words[1:]], words[:1])
+    assert divided(words, has_data=False) == (words, [])
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_boxes_of_the_detector_itself_with_an_encoder_that_reads_the_whole_image(run, parses, tmp_path, capsys):
+    """Untrained VL-BERT on proposals: their scores are the paper's baseline, and the whole image is no candidate."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    words = ["detector.backend=builtin", "detector.overrides.MODEL.RESNETS.DEPTH=18", "eval.boxes=[online]"]
+    widths = [f"detector.overrides.MODEL.RESNETS.{name}=8" for name in ("STEM_OUT_CHANNELS", "WIDTH_PER_GROUP")]
+    config = load_config(run.parent / "config.yaml", [*words, *widths, "data.boxes.train=online"])
+    config = dataclasses.replace(config, encoder=EncoderSettings("vl_bert", {**sizes, "geometry_dim": 16}))
+    tokenizer = load_tokenizer(run / "vocab.txt")
+    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
+    save_model(tmp_path / "run" / "model", config, model, tokenizer)
+    given = ["--run", tmp_path / "run", "--boxes", "online", "--parses", parses, "--pictures", 1, "--max-images", 2]
+    assert main([str(word) for word in given]) == 0
+    found = json.loads((tmp_path / "run" / "attention" / "val_online" / "attention.json").read_text())
+    entities = found["graphs"]["joint"]["measures"]["entity grounding"]
+    assert CONFIDENCE in entities["baselines"] and entities["examples"] > 0 and len(entities["accuracy"]) == 2
+    assert not any("highest one" in note for note in found["notes"])
+    assert found["numbers"]["candidate regions"] > found["numbers"]["captions"]
+    assert [*(tmp_path / "run" / "attention" / "val_online" / "overlays").iterdir()]
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -174,6 +175,19 @@ def test_confidences_come_from_the_detector_or_from_the_order_of_a_file(scores, 
         assert CONFIDENCE not in sums.baselines
     else:
         assert sums.baseline(CONFIDENCE) == expected
+
+
+def test_related_words_that_share_a_wordpiece_are_counted_and_left_out():
+    facts = dataclasses.replace(FACTS, word_spans=np.array([[1, 2], [1, 3], [3, 4], [4, 5]]))  # "red" is in "star"
+    assert told(word_pairs(facts, AttentionChoices()).apart(facts.word_spans)) == {
+        *((2, 1, "prep"), (1, 2, "prep"), (3, 2, "pobj"), (2, 3, "pobj")),
+    }
+    graph = AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_WORDS}))
+    found, shared = Collected(), dataclasses.replace(view(AttentionChoices()), facts=facts)
+    add_text(found, "g", graph, torch.full((1, 1, 9, 9), 1 / 9), shared, AttentionChoices())
+    assert found.sums[MeasureKey("g", DEPENDENCIES)].examples == 4
+    count_text(found.numbers, shared)
+    assert found.numbers["relations of words that share a wordpiece, left out of word dependency"] == 1
 
 
 def test_pictures_are_of_different_images():

@@ -126,6 +126,19 @@ def test_words_attend_to_related_words():
     torch.testing.assert_close(joined.attention[0, :, 0], torch.tensor([0.9, 0.2]))
 
 
+def test_words_that_share_a_wordpiece_are_one_choice_or_none():
+    """Five words in three wordpieces: a (0), b and its like c (1), d (1 and 2), e (2)."""
+    maps = torch.tensor([[[[0.1, 0.5, 0.4], [0.0, 1.0, 0.0], [0.4, 0.6, 0.0]]]])
+    words = spans((0, 1), (1, 2), (1, 2), (1, 3), (2, 3))
+    found = word_dependency(maps, words, torch.tensor([1, 2, 3, 0]), torch.tensor([0, 0, 0, 3]))
+    # a's choices are b with c, d (which has all of their attention and more) and e; d can only choose a
+    assert found.hits[0, 0].tolist() == [False, False, True, True]
+    assert found.baselines["chance"].tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1])
+    like = word_dependency(maps, words[:3], torch.tensor([1, 2]), torch.tensor([0, 0]))
+    assert like.hits[0, 0].tolist() == [True, True] and like.baselines["chance"].tolist() == [1, 1]
+    assert like.baselines["word behind"].tolist() == [1, 1]
+
+
 def judged(hits: list[list[bool]], attention: list[list[float]], rule: list[float]):
     """Examples of one layer with two heads."""
     found = judge(torch.zeros(1, 2, len(rule), 3), EVERY.expand(len(rule), 3), right(*[[0, 0, 0]] * len(rule)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -76,6 +78,14 @@ def test_an_image_that_is_missing_is_said_on_the_page(tmp_path):
     page = write_page(tmp_path / "page.html", results(), {}, overlays).read_text()
     assert "No picture: " in page and "no.png" in page and "No parses were given" in page
     assert "No measure of this graph has an example." in page
+
+
+def test_equal_captions_of_two_images_have_a_heading_each(tmp_path):
+    texts = [dataclasses.replace(seen(str(tmp_path / "no.png"), (9, 9), "x"), index=index) for index in (7, 8)]
+    overlays = draw_overlays(tmp_path / "out", results(), texts, [ChosenHead("joint", 0, 0)] * 2)
+    assert [one.index for one in overlays] == [7, 7, 8, 8]
+    page = write_page(tmp_path / "page.html", results(), {}, overlays).read_text()
+    assert page.count("<h3>a caption</h3>") == 2
 
 
 def test_heads_are_chosen_by_graph_and_number():

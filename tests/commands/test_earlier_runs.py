@@ -76,6 +76,10 @@ def written_back(run: Path, copy: Path) -> Path:
     shutil.copytree(run, copy)
     for folder in (copy / "model", *copy.glob("checkpoints/*/model")):
         write_back(folder)
+    for path in copy.glob("checkpoints/*/checksums.json"):
+        path.unlink()
+        position = json.loads((path.parent / "step.json").read_text())
+        (path.parent / "step.json").write_text(json.dumps({k: v for k, v in position.items() if k != "checksums"}))
     (copy / "config.yaml").write_bytes((copy / "model" / "config.yaml").read_bytes())
     return copy
 

@@ -12,6 +12,7 @@ from e2e_vl.data.base import VLDataset, Wants, open_options
 from e2e_vl.data.images.candidates import BoxReader
 from e2e_vl.data.images.loader import ImageLoader, ImageRules
 from e2e_vl.data.loading.example_dataset import ExampleDataset
+from e2e_vl.data.storage.shared_reads import SharedReads
 from e2e_vl.data_settings import DataSettings
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
@@ -68,9 +69,12 @@ def open_dataset(
     *,
     objects: bool = False,
     training: bool = False,
+    phrases: bool = False,
+    shared: SharedReads | None = None,
 ) -> VLDataset:
     """A data set as a run opens it."""
-    return kind.open(*open_options(kind, settings), split, Wants(BoxSource(boxes), objects, training))
+    files, options = open_options(kind, settings, shared=shared)
+    return kind.open(files, options, split, Wants(BoxSource(boxes), objects, training, phrases))
 
 
 def words_of(text: TextExample, tokenizer: PreTrainedTokenizerBase) -> list[str]:

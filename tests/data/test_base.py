@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from pathlib import Path
 
 import pytest
 
 from e2e_vl.box_sources import BoxSource
-from e2e_vl.data.base import DataFiles, NoOptions, Wants, check_boxes_source, group_texts, open_options
+from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants, check_boxes_source, group_texts, open_options
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.coco_detection import CocoDetectionDataset
 from e2e_vl.data.refcoco import RefCOCODataset
@@ -71,3 +73,20 @@ def test_sources_of_boxes_that_make_sense():
         message = rf"{name} cannot have boxes from '.*'; set data\.boxes\.train and eval\.boxes to one of {known}\."
         with pytest.raises(ValueError, match=message):
             check_boxes_source(kind, name, source)
+
+
+def test_classes_are_compared_by_name_where_the_names_are_known():
+    dataset = types.SimpleNamespace(class_names=["person", "Traffic light"])
+    check = functools.partial(VLDataset.check_classes, dataset)
+    check(2)
+    for number in (1, 3):
+        with pytest.raises(ValueError, match=f"have 2 categories, but the detector has {number} classes; set MODEL"):
+            check(number)
+    check(2, ("person", "trafficlight"))
+    check(3, ("person", "traffic_light", "boat"))  # the first ones mean the same
+    with pytest.raises(ValueError, match=r"Class 1 is 'Traffic light' in the data, but 'boat' to the detector's"):
+        check(3, ("person", "boat", "traffic light"))
+    with pytest.raises(ValueError, match="have 2 categories, but the detector has 1 classes"):
+        check(1, ("person",))
+    dataset.class_names = None
+    check(5)

@@ -47,8 +47,11 @@ def make(settings, split="train", boxes="gt", *, training=False, objects=False) 
     return open_dataset(Flickr30KDataset, settings, split, boxes, objects=objects, training=training)
 
 
-def test_captions_without_a_boxed_phrase_are_left_out(settings, tmp_path):
+def test_captions_without_a_boxed_phrase_are_left_out(settings, tmp_path, caplog):
     dataset = make(settings)
+    assert dataset.left_out == 4 and make(settings, "train+val").left_out == 4 and make(settings, "val").left_out == 0
+    assert "train.txt: left out are 4 captions without a phrase that has a box" in caplog.text
+    assert "val.txt" not in caplog.text
     assert len(dataset) == 2 and [list(texts) for texts in dataset.groups] == [[0, 1]]
     assert list(dataset.image_ids()) == ["11"]
     sample = dataset.sample((0, 1))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
+from e2e_vl.data.base import open_options
 from e2e_vl.data.visual_genome import VisualGenomeDataset
 from e2e_vl.data_settings import DataSettings
 from e2e_vl.samples import RightAnswer
@@ -65,9 +67,28 @@ def test_questions_have_one_answer(settings):
     assert [dataset[0], dataset[1]] == ["What color?", "Who?"]
     assert list(dataset.truths()) == [RightAnswer("Red."), RightAnswer("A man.")]
     assert dataset.sample([1]).texts[0].facts == {"qa_id": 101, "sent": "Who?"}
-    files = type("Files", (), {"path": lambda self, key, **values: Path(settings.root) / settings.files[key]})()
-    found = VisualGenomeDataset.answers_of(files, VisualGenomeDataset.options(texts="questions"), "all")
+    own = dataclasses.replace(settings, config={"texts": "questions"})
+    found = VisualGenomeDataset.answers_of(*open_options(VisualGenomeDataset, own), "all")
     assert found == {501: "Red.", 101: "A man."}
+
+
+def test_descriptions_of_the_region_graphs_are_compared_when_the_files_are_read(settings, caplog):
+    def graph(number: int, words: str) -> dict:
+        word = {"entity_idx_start": 0, "entity_idx_end": len(words.split()[0]), "entity_name": words.split()[0]}
+        named = {"x": 1, "y": 2, "w": 3, "h": 4, "name": words.split()[0]}
+        return {"region_id": number, "phrase": words, "synsets": [word], "objects": [named]}
+
+    with_graphs = dataclasses.replace(settings, files=settings.files | {"region_graphs": "graphs.json"})
+    path = Path(settings.root) / "graphs.json"
+    regions = [graph(11, "phrase  11"), graph(12, "sentence 12")], [graph(51, "red hat ")]
+    path.write_text(json.dumps([{"image_id": n, "regions": own} for n, own in zip((1, 5), regions, strict=True)]))
+    dataset = open_dataset(VisualGenomeDataset, with_graphs, "all", phrases=True)
+    assert "graphs.json: 1 of 3 regions, region 12 the first of them, have other descriptions" in caplog.text
+    phrases = [text.phrases for texts in dataset.groups for text in dataset.sample(texts).texts]
+    assert [None if one is None else one.spans for one in phrases] == [((0, 6),), None, ((0, 3),)]
+    path.write_text(json.dumps([{"image_id": 1, "regions": [graph(11, "a"), graph(12, "b")]}]))
+    with pytest.raises(ValueError, match=r"graphs\.json: 2 of 2 regions, region 11 .* use files of the same release"):
+        open_dataset(VisualGenomeDataset, with_graphs, "all", phrases=True)
 
 
 def test_images_that_coco_has(settings):

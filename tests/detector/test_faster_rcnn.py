@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from detector import roi_heads
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import DetectionTargets, ImageBatch, Regions
@@ -256,6 +257,35 @@ def test_features_of_detections_are_differentiable(images: ImageBatch, features_
     torch.cat(regions.features).sum().backward()
     assert model.backbone.stem.conv1.weight.grad.abs().sum() > 0
     assert all(parameter.grad is None for parameter in model.proposal_generator.parameters())
+
+
+@pytest.mark.parametrize("features_of", ["final", "proposal"])
+def test_own_boxes_in_training_are_final_detections_found_in_chunks(
+    images: ImageBatch, features_of: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Without targets: the boxes of evaluation, of which alone the features are kept for the backward pass."""
+    changes = {"MODEL.ROI_HEADS.FEATURES_OF": features_of, "MODEL.RESNETS.NORM": "BN"}
+    model = make(changes | {"MODEL.RPN.POST_NMS_TOPK_TRAIN": 999, "MODEL.RPN.PRE_NMS_TOPK_TRAIN": 999}).eval()
+    with torch.no_grad():
+        expected = model(images, whole_image=True)
+    live = model(images, whole_image=True)  # with gradients, in evaluation mode
+    torch.testing.assert_close(torch.cat(live.features), torch.cat(expected.features))
+
+    model.train().backbone.eval()  # the same maps in both modes
+    monkeypatch.setattr(roi_heads, "CHUNK", 20)
+    calls: list[tuple[int, bool, bool]] = []
+    model.roi_heads.res5.register_forward_hook(
+        lambda module, args, out: calls.append((len(out), torch.is_grad_enabled(), module.training))
+    )
+    regions = model(images, whole_image=True)
+    assert calls == [(20, False, False)] * 3 + [(10 + 10 + 2, True, True)], "30 proposals per image, then 10 boxes"
+    assert model.training
+    assert not model.backbone.training, "parts are in their modes again"
+    for number in range(2):
+        torch.testing.assert_close(regions.boxes[number], expected.boxes[number])
+        assert torch.equal(regions.classes[number], expected.classes[number])
+    torch.cat(regions.features).sum().backward()
+    assert model.backbone.stem.conv1.weight.grad.abs().sum() > 0
 
 
 def test_class_agnostic_boxes(images: ImageBatch, targets: DetectionTargets):

@@ -220,13 +220,38 @@ def test_the_papers_side():
     assert not {name for name in plain.state_dict() if name.startswith(("pooler", "embeddings.token_type"))}
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_named_region_carries_the_mean_position_of_its_words(slots):
+    model, (texts, regions) = make_model(named_regions=True, image_slots=slots), make_inputs()
+    seen = []
+    model.encoder.r_layers[0].register_forward_pre_hook(lambda _layer, given: seen.append(given[0].detach()))
+    region_of_token = torch.full_like(texts.input_ids, -1)
+    region_of_token[0, 1] = region_of_token[0, 3] = 1  # row 1 by two words, row 0 by one
+    region_of_token[0, 2] = 0
+    with torch.no_grad():
+        plain = model(texts, regions)
+        named = model(dataclasses.replace(texts, region_of_token=region_of_token), regions)
+    places = model.embeddings.position_embeddings.weight.detach()
+    added = seen[1] - seen[0]
+    expected = torch.stack([places[2], (places[1] + places[3]) / 2])
+    torch.testing.assert_close(added[0, :2], expected, rtol=1e-4, atol=1e-5)  # the first text's first image
+    assert not added[0, 2:].any() and not added[slots:].any()  # (regions of the first text's second pass are padding)
+    assert (named.text[0] - plain.text[0]).abs().max() > 1e-3
+    torch.testing.assert_close(named.text[1:], plain.text[1:])
+    official = make_model(image_slots=slots)
+    torch.testing.assert_close(
+        official(dataclasses.replace(texts, region_of_token=region_of_token), regions).text, plain.text
+    )
+
+
 def test_abilities():
     model = make_model()
     for ability in (Ability.SUMMARY_OF_SINGLE, Ability.SUMMARY_OF_QUESTION, Ability.SUMMARY_OF_PAIR):
         assert model.lacks(ability) is None
     assert model.lacks(Ability.IMAGE_PAIRS) == "set encoder.config.image_slots to 2"
     assert model.lacks(Ability.HIDDEN_FEATURES) == "set encoder.config.hidden_region_feature to true"
-    assert model.lacks(Ability.NAMED_REGIONS) == "choose another encoder.name"
+    assert model.lacks(Ability.NAMED_REGIONS) == "set encoder.config.named_regions to true"
+    assert make_model(named_regions=True).lacks(Ability.NAMED_REGIONS) is None
     assert make_model(image_slots=2).lacks(Ability.IMAGE_PAIRS) is None
     assert all(template.summary is None for template in vars(model.layout).values())
 

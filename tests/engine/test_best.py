@@ -240,11 +240,13 @@ def test_a_loss_has_no_details(tmp_path):
 def test_a_checkpoint_that_lost_the_best_model(tmp_path, caplog):
     best = BestModel(tmp_path / "best", "m")
     position = {"metric": "m", "step": 3, "value": 0.25, "judged_step": 4, "waited": 1}
-    best.go_on(position, tmp_path, is_writer=True)
+    best.prepare(position, tmp_path)
+    best.go_on(is_writer=True)
     assert "The best model, of step 3, is lost" in caplog.text and "more than 0.25 for m" in caplog.text
     assert best.position() == position
     other = BestModel(tmp_path / "best", "another")
-    other.go_on(position, tmp_path, is_writer=True)
+    other.prepare(position, tmp_path)
+    other.go_on(is_writer=True)
     assert other.found is None and other.metric == "another"
 
 
@@ -254,5 +256,6 @@ def test_of_a_loss_less_is_better(tmp_path, caplog):
     judged = [best.judge(step, {"val/loss_gt_boxes": value}) for step, value in enumerate(values)]
     assert judged == [True, True, False, True, False]
     assert best.found == {"metric": "val/loss_gt_boxes", "value": 0.3, "step": 3} and best.waited == 1
-    best.go_on(best.position(), tmp_path, is_writer=True)
+    best.prepare(best.position(), tmp_path)
+    best.go_on(is_writer=True)
     assert "less than 0.3 for val/loss_gt_boxes" in caplog.text

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from detector.checkpoint import save_pretrained, save_weights
+from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig, TaskSettings, load_config
 from e2e_vl.data.loading.requests import Request
 from e2e_vl.engine import build
-from e2e_vl.engine.build import build_detector, build_model, build_task
-from e2e_vl.engine.build_data import build_examples, build_tokenizer, make_synthetic_data
+from e2e_vl.engine.build import build_detector, build_model, build_task, resolve
+from e2e_vl.engine.build_data import build_examples, build_tokenizer, make_synthetic_data, open_split
 from e2e_vl.tasks.detection import DetectionTask
 from e2e_vl.tasks.heads import Sizes
 
@@ -87,3 +88,27 @@ def test_data_under_the_home_folder(monkeypatch, tmp_path, name):
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     examples = build_examples(config, model, tokenizer, "train", boxes=config.data.boxes.train, training=True)
     assert len(examples[Request(0, (examples.groups[0][0],))].images) == 1
+
+
+def test_one_process_builds_the_vocabulary_and_the_others_read_it(tiny_config, monkeypatch):
+    config = tiny_config()
+    with pytest.raises(FileNotFoundError, match=r"vocab\.txt: no tokenizer there"):
+        build_tokenizer(config, writes=False)
+    built = build_tokenizer(config)
+    monkeypatch.setattr("e2e_vl.engine.build_data.training_texts", lambda *_: pytest.fail("it is there already"))
+    assert build_tokenizer(config, writes=False).get_vocab() == built.get_vocab()
+
+
+def test_a_selection_that_own_boxes_would_not_read_is_refused(tiny_config, caplog):
+    own, keep_five = "data.boxes.train=online", "data.boxes.selection={min_regions: 5, max_regions: 5}"
+    for sources in ("[online]", "[gt, online]"):
+        with pytest.raises(ValueError, match=r"selection chooses among boxes of files, .* TEST\.DETECTIONS_PER_IMAGE"):
+            resolve(tiny_config(own, keep_five, f"eval.boxes={sources}"))
+    mixed = tiny_config(own, keep_five, "eval.boxes=[detections]")
+    assert resolve(mixed).data.boxes.selection.max_regions == 5
+    resolve(tiny_config("data.boxes.train=gt", keep_five, "eval.boxes=[gt]"))
+    resolve(tiny_config(own, "eval.boxes=[online]"))
+    open_split(mixed, "val", BoxSource.DETECTIONS, training=False)
+    assert not caplog.messages
+    open_split(mixed, "val", BoxSource.ONLINE, training=False)
+    assert "data.boxes.selection chooses among boxes of files" in caplog.text

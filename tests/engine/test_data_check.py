@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pickle
 import shutil
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +15,16 @@ from pathlib import Path
 import pytest
 
 from e2e_vl.config import RunConfig, load_config
-from e2e_vl.data.photo_ids import PhotoId
-from e2e_vl.engine.data_check import DataReport, SplitFacts, _Lengths, check_data
+from e2e_vl.data.formats.caption_sources import CocoCaptions
+from e2e_vl.data.photo_ids import PhotoId, PhotoIds
+from e2e_vl.engine import forked_work, split_walk
+from e2e_vl.engine.build_data import training_texts
+from e2e_vl.engine.data_check import DataReport, _Check, check_data
 from e2e_vl.engine.preflight import look_ahead
-from e2e_vl.text import build_vocabulary, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TINY = ("refcoco", "vqa", "vcr", "gqa", "nlvr2", "flickr30k", "pretraining")
+MENTIONED = ("data.config.objects=mentioned",)  # then every text is a group, and several have one image
 DETECTION = ROOT / "configs" / "demo" / "detection.yaml"
 
 
@@ -80,14 +85,17 @@ def test_intact_data_have_sizes_and_no_problem(name, drawn):
 
 
 def break_refcoco(root: Path) -> None:
-    def change(content: dict) -> None:
-        content["annotations"][0]["bbox"][2] = 0
-        content["annotations"][1]["category_id"] = 999
-        content["annotations"][-1]["bbox"][0] = "far"
-
-    change_json(root / "refcoco+" / "instances.json", change)
     path = root / "refcoco+" / "refs(unc).p"
     refs = pickle.loads(path.read_bytes())
+
+    def change(content: dict) -> None:
+        rows = content["annotations"]
+        rows[1]["category_id"] = 999
+        rows[-1]["bbox"][0] = "far"
+        named = [ref["ann_id"] for ref in refs[:8] if ref["ann_id"] not in (rows[1]["id"], rows[-1]["id"])]
+        next(row for row in rows if row["id"] == named[0])["bbox"][2] = 0  # an expression is about it
+
+    change_json(root / "refcoco+" / "instances.json", change)
     refs[8]["sentences"][0].pop("sent")
     refs[9]["sentences"][0]["sent"] = " "
     refs[-1]["sentences"] = []
@@ -177,11 +185,41 @@ def test_every_broken_record_is_named(name, data):
     assert all(facts.images for facts in report.splits), "the other records are read"
 
 
+@pytest.mark.parametrize(("name", "words"), [*((name, ()) for name in BROKEN), ("vcr", MENTIONED)])
+def test_several_processes_find_what_one_finds(name, words, data, monkeypatch):
+    break_it, _ = BROKEN[name]
+    break_it(data)
+    for path in sorted((data / "images").rglob("*.*"))[::5]:
+        path.unlink()
+    config = as_photos(settings(name, data, "data.max_text_length=5", *words))
+    alone = check_data(config, processes=1)
+    assert alone.problems and any(facts.too_long for facts in alone.splits)
+    monkeypatch.setattr(split_walk, "CHUNK", 2)
+    monkeypatch.setattr(forked_work, "PATIENCE", 0.0)
+    forked, work = [], forked_work._forked
+    monkeypatch.setattr(forked_work, "_forked", lambda *words: forked.append(words) or work(*words))
+    assert check_data(config, processes=2) == alone
+    assert len(forked) == 2, "both splits are looked at by two processes"
+
+
+def test_a_process_that_dies_is_no_problem_of_the_data(drawn, monkeypatch):
+    monkeypatch.setattr(split_walk, "CHUNK", 2)
+    monkeypatch.setattr(forked_work, "PATIENCE", 0.0)
+    first, look = os.getpid(), split_walk.SplitWalk.look_at
+    monkeypatch.setattr(
+        split_walk.SplitWalk, "look_at", lambda *words: look(*words) if os.getpid() == first else os._exit(3)
+    )
+    with pytest.raises(ChildProcessError, match="was ended with status 3"):
+        check_data(settings("refcoco", drawn), processes=2)
+
+
 def test_a_broken_file_does_not_hide_the_others(data):
     (data / "vqa" / "v2_OpenEnded_mscoco_train_questions.json").write_text("[")
     change_json(data / "vqa" / "v2_mscoco_val_annotations.json", lambda content: content["annotations"][1].clear())
     report = check_data(settings("vqa", data))
-    has_all(report, "train_questions.json: the questions are not valid JSON", "val_annotations.json: annotation of")
+    has_all(
+        report, "train_questions.json: the questions are not one JSON object", "val_annotations.json: annotation of"
+    )
 
 
 def test_all_missing_files_are_named_once(data):
@@ -312,24 +350,37 @@ def test_a_run_reads_refcoco_once_before_it_begins(drawn, opened, tmp_path):
     assert all(one.instances is first.instances for one in others)
 
 
-def test_lengths_are_those_of_whole_texts(tmp_path):
-    texts = [
-        "what is it?",
-        "it's  the caf\u00e9 ,(red)",
-        "",
-        " \u4e2d\u6587 is what\tis",
-        "red-it. Red",
-        "[MASK] is[SEP]",
-    ]
-    build_vocabulary(texts[:2], tmp_path / "vocab.txt")
-    tokenizer = load_tokenizer(tmp_path / "vocab.txt")
-    facts = SplitFacts("val", False)
-    lengths = _Lengths(tokenizer, facts, None)
-    for text in texts:
-        lengths.add(text, 2)
-    lengths.flush()
-    whole = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 2 for text in texts]
-    assert lengths.total == sum(whole) and facts.longest == max(whole)
+@pytest.mark.parametrize(
+    ("name", "boxes", "folders"),
+    [
+        ("flickr30k", "gt, online", ("flickr30k", "Sentences", "Annotations")),
+        ("pretraining", "gt, online", ("captions",)),
+        ("visual_genome", "detections, online", ("visual_genome",)),
+    ],
+)
+def test_a_run_reads_the_files_of_a_split_once(name, boxes, folders, drawn, opened, tmp_path):
+    """For all box sources, and for the vocabulary."""
+    config = settings(
+        name, drawn, f"output={tmp_path / 'run'}", f"eval.boxes=[{boxes}]", "data.eval_splits=[val, train]"
+    )
+    known = look_ahead(config, 1)
+    assert len(known.datasets) == 5 and list(training_texts(config, known.shared))
+    read = {path: times for path, times in opened.items() if path.parent.name in folders and times}
+    assert len(read) >= 2 and set(read.values()) == {1}, read
+
+
+def test_what_only_another_run_reads_is_freed(drawn, monkeypatch):
+    kept = []
+    read = CocoCaptions.__init__
+
+    def reads(self, *args, **options) -> None:
+        read(self, *args, **options)
+        kept.append(weakref.ref(self))
+
+    monkeypatch.setattr(CocoCaptions, "__init__", reads)
+    check = _Check(settings("refcoco", drawn), PhotoIds(), None, 1)
+    check.run([("other.yaml", settings("pretraining", drawn))], None)
+    assert kept and all(one() is None for one in kept)
 
 
 def test_region_graphs_are_checked_where_phrases_are_asked_for(data):
@@ -344,6 +395,8 @@ def test_region_graphs_are_checked_where_phrases_are_asked_for(data):
 
     change_json(data / "visual_genome" / "region_graphs_train.json", change)
     report = check_data(settings("visual_genome", data))
-    has_all(report, "has no 'w'", "has another description than", "has no 'synsets'")
+    has_all(
+        report, "has no 'w'", "1 of 85 regions, region 2 the first of them, have other descriptions", "has no 'synsets'"
+    )
     assert len(report.problems) == 3
     assert check_data(settings("visual_genome", data, "phrases.weight=0")).problems == []

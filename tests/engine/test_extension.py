@@ -320,7 +320,7 @@ def test_an_objective_alone(settings, monkeypatch, tmp_path):
     assert len(record["feature_norms"]) == 1
 
 
-def test_an_objective_on_saved_features(settings, monkeypatch):
+def test_an_objective_on_saved_features(settings, monkeypatch, tmp_path):
     """The features to be predicted come from the file."""
     entry = (region_features.RegionFeaturesConfig, region_features.RegionFeatures)
     monkeypatch.setitem(build.OBJECTIVES, "region_features", entry)
@@ -334,7 +334,7 @@ def test_an_objective_on_saved_features(settings, monkeypatch):
         *("task.config.region_probability=0.5", "task.config.objectives.region_features=1", "eval.report_pictures=0"),
         config=ROOT / "configs" / "tiny" / "pretraining.yaml",
     )
-    run = build_run(config)
+    run = build_run(dataclasses.replace(config, output=str(tmp_path / "built")))
     data = run.train_data
     batch = run.collate([data[Request(number, tuple(data.groups[number]))] for number in range(2)])
     output = run.model(batch)

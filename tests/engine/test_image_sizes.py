@@ -30,7 +30,7 @@ def test_the_sizes_are_those_of_the_yaml_file_and_are_saved_with_the_run(tiny_co
     assert resolved.data.resize == ResizeSettings([112, 128, 96], 160, "detectron2")  # testing takes the last
     assert resolve(resolved) == resolved
     assert config.data.resize is None  # settings never change
-    train_data = build_run(resolved).train_data
+    train_data = build_run(dataclasses.replace(resolved, output=f"{config.output}_built")).train_data
     assert {rule.short_edge for rule in train_data.loader.rules.resize} == {112, 128, 96}
     short = dataclasses.replace(config.train, max_steps=1)
     train(dataclasses.replace(config, train=short, eval=dataclasses.replace(config.eval, boxes=["gt"])))

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from e2e_vl.engine.launch import NUMBERS_OF_PROCESSES, make_accelerator
+from e2e_vl.engine.launch import NUMBERS_OF_PROCESSES, gather_to_main, make_accelerator, on_main
 
 ROOT = Path(__file__).parents[2]
 PROBE = """
@@ -140,3 +142,58 @@ def test_an_address_is_no_reason_to_refuse_where_the_number_of_processes_is_know
         make_accelerator("no")
     monkeypatch.setenv(name, "1")
     assert make_accelerator("no").num_processes == 1
+
+
+@pytest.mark.usefixtures("on_cpu", "launched")
+@pytest.mark.parametrize(
+    ("variable", "name"), [("ACCELERATE_USE_FSDP", "FSDP"), ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed")]
+)
+def test_divided_models_are_refused(monkeypatch, variable, name):
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(ValueError, match=rf"^{name} was asked for .*every process has the whole model") as caught:
+        make_accelerator("no")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("on_cpu", "launched")
+def test_accumulation_is_what_the_settings_say(monkeypatch, caplog):
+    """From the environment it would divide every loss."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    accelerator = make_accelerator("no")
+    assert accelerator.gradient_accumulation_steps == 1
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 4, which is ignored; train.accumulate says" in caplog.text
+    weight = torch.ones((), requires_grad=True)
+    accelerator.backward(3 * weight)
+    assert weight.grad == 3
+
+
+def meet(rank: int, number: int, folder: Path) -> None:
+    """What one of several forked processes sees, as a JSON file."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=number
+    )
+    one = types.SimpleNamespace(num_processes=number, is_main_process=rank == 0)
+    gathered = gather_to_main(one, [{"rank": rank}] * (rank + 1))
+    facts = [gathered, on_main(one, lambda: {"number": len(gathered)})]
+    try:
+        on_main(one, lambda: 1 / 0 if rank == 0 else pytest.fail("only the main process computes"))
+    except ZeroDivisionError as error:
+        facts.append(str(error))
+    (folder / f"{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+def test_predictions_are_gathered_to_the_main_process_and_scores_are_told_to_all(tmp_path: Path):
+    torch.multiprocessing.start_processes(meet, args=(3, tmp_path), nprocs=3, start_method="fork")
+    found = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(3)]
+    all_of_them = [{"rank": rank} for rank in (0, 1, 1, 2, 2, 2)]
+    assert [one[0] for one in found] == [all_of_them, [], []]
+    assert [one[1:] for one in found] == [[{"number": 6}, "division by zero"]] * 3
+
+
+def test_one_process_needs_no_group():
+    alone = types.SimpleNamespace(num_processes=1, is_main_process=True)
+    own = [1, 2]
+    assert gather_to_main(alone, own) is own
+    assert on_main(alone, lambda: 5) == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from detector.structures import Loss
 from e2e_vl.config import load_config
 from e2e_vl.engine import evaluate as evaluation
+from e2e_vl.engine.evaluate import evaluate_run
 from e2e_vl.engine.loss_sums import LossSums
 from e2e_vl.engine.train import train
 
@@ -28,7 +30,7 @@ def test_means_are_over_the_items_of_all_batches(tiny_config):
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_a_run_keeps_the_model_of_the_least_loss(tiny_config, monkeypatch):
+def test_a_run_keeps_the_model_of_the_least_loss(tiny_config, monkeypatch, tmp_path):
     """Only the split and the boxes that are judged have a loss, and it is what the batches of the evaluation gave."""
     seen: list[list[Loss]] = []
 
@@ -50,6 +52,11 @@ def test_a_run_keeps_the_model_of_the_least_loss(tiny_config, monkeypatch):
     # the last evaluation was of the best model
     assert metrics["best"]["value"] == pytest.approx(total / count) and count > 0
     assert metrics["best"]["value"] < metrics[name]
+
+    again, path = evaluate_run(tmp_path / "run", split="val", boxes="gt", with_loss=True)
+    assert again[name] == pytest.approx(metrics[name], rel=1e-6)
+    written = json.loads(path.with_name(f"{path.stem}_metrics.json").read_text(encoding="utf-8"))
+    assert written[name] == again[name] and name not in evaluate_run(tmp_path / "run", split="val", boxes="gt")[0]
 
 
 def test_best_of_saved_configs_is_a_loss_where_the_official_code_judges_by_it():

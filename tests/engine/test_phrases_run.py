@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
 
 import e2e_vl
-from e2e_vl.config import load_config
+from e2e_vl.config import load_config, save_config
 from e2e_vl.data.refcoco import RefCOCODataset
 from e2e_vl.engine.build import build_model
 from e2e_vl.engine.evaluate import evaluate_run
@@ -21,6 +22,7 @@ from e2e_vl.engine.saving import load_model
 from e2e_vl.engine.summary import start_text
 from e2e_vl.engine.train import train
 from e2e_vl.run_files import read_log
+from e2e_vl.whole_files import CHECKSUMS, write_checksums
 from tests.same import assert_same
 from tests.weights.starts import replaced
 
@@ -51,6 +53,7 @@ def test_a_run_with_phrases(tiny_config):
 
     shutil.rmtree(run / "checkpoints" / "step_00000002")
     (run / "metrics.json").unlink()
+    forget_flag(run / "checkpoints" / "step_00000001")  # as it was saved before there was one
     train(config, resume=True)
     again = load_model(run)[1].state_dict()
     assert all(torch.equal(value, again[name]) for name, value in states[1].items())
@@ -66,6 +69,7 @@ def test_a_run_with_phrases(tiny_config):
     with pytest.raises(ValueError, match=r"architecture differs .*phrases.size: 8 -> 9"):
         train(replaced(config, phrases={"size": 9}), resume=True)
 
+    assert states[1]["phrase_head.finds_phrases"] == 1
     model = e2e_vl.load(run)
     with torch.no_grad():  # every word is a phrase of its own
         model.network.phrase_head.tags.weight.zero_()
@@ -75,6 +79,34 @@ def test_a_run_with_phrases(tiny_config):
     assert all(answer.text[slice(*phrase.characters)] == phrase.text for phrase in answer.phrases)
     assert all(phrase.box is None or 0 < phrase.score <= 1 for phrase in answer.phrases)
     answer.draw()
+
+
+def forget_flag(checkpoint: Path) -> None:
+    """Take `finds_phrases` out of both files of a checkpoint that hold it."""
+    count = 0
+    for path in checkpoint.rglob("model.safetensors"):
+        tensors = load_file(path)
+        kept = {name: value for name, value in tensors.items() if not name.endswith("finds_phrases")}
+        count += len(tensors) - len(kept)
+        save_file(kept, path)
+    assert count == 2
+    (checkpoint / CHECKSUMS).unlink()
+    write_checksums(checkpoint)
+
+
+def test_processes_that_saw_no_whole_text_learn_of_it_from_the_others(tiny_config, monkeypatch):
+    """The head must remember what any process saw. Here another one, imitated by larger sums, saw two words."""
+    reduce = Accelerator.reduce
+
+    def with_another(self, tensor, *args, **kwargs):
+        return reduce(self, tensor, *args, **kwargs) + torch.tensor([0.5, 2.0])
+
+    monkeypatch.setattr(Accelerator, "reduce", with_another)
+    without_files = (PHRASES[0], "train.max_steps=1", "eval.every_epochs=0", "eval.boxes=[gt]", "data.boxes.train=gt")
+    config = tiny_config(*without_files)  # each expression is one phrase, and is not said to have no others
+    train(config)
+    saved = load_file(Path(config.output) / "model" / "phrases" / "model.safetensors")
+    assert saved["finds_phrases"] == 1
 
 
 def starts_from_another_run(tiny_config, run: Path, count: int) -> None:
@@ -98,6 +130,10 @@ def starts_from_another_run(tiny_config, run: Path, count: int) -> None:
             build_model(tiny_config(*PHRASES, f"phrases.weights={run}", change), vocab_size=50)
     with pytest.raises(ValueError, match=r"phrases.weights is set, but phrases.weight is 0"):
         tiny_config(f"phrases.weights={run}")
+    started = replaced(load_config(run / "model" / "config.yaml"), phrases={"weights": str(run)})
+    save_config(started, run / "model" / "config.yaml")
+    assert load_model(run)[1].phrase_head is not None
+    assert load_model(run, overrides=["phrases.weight=0"])[1].phrase_head is None
     with pytest.raises(ValueError, match=r"phrases.weights=here: a trained model brings its own"):
         load_model(run, overrides=["phrases.weights=here"])
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from e2e_vl.config import RunConfig, load_config
+from e2e_vl.config import RunConfig, load_config, save_config
 from e2e_vl.engine import hub_names, preflight
 from e2e_vl.engine.build_data import make_synthetic_data
 from e2e_vl.engine.preflight import Findings, look_ahead
@@ -179,6 +179,34 @@ def test_images_are_sampled_or_all_looked_for(data, tiny_config):
     for path in images[:9]:
         path.unlink(missing_ok=True)
     assert "(9 of 12 images of the split train are missing)" in findings(tiny_config(*config))[0]
+
+
+def test_a_folder_that_holds_something_else_is_not_touched(tiny_config, tmp_path):
+    config = tiny_config()
+    run = tmp_path / "run"
+    run.mkdir()
+    for name, text in (("config.yaml", "task: mine\n"), ("model", "thesis")):
+        (run / name).write_text(text)
+        for resume in (False, True):
+            with pytest.raises(ValueError, match=r"run is not empty and holds no run; choose another `output`"):
+                train(config, resume=resume)
+        assert (run / name).read_text() == text
+    assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "model"]
+    shutil.rmtree(run)
+    run.mkdir()
+    (run / ".hidden").write_text("")
+    look_ahead(config, 1)  # empty enough
+    save_config(config, run / "config.yaml")
+    (run / "log.jsonl").write_text("")
+    look_ahead(config, 1)  # a run that was stopped before its first checkpoint
+
+
+def test_a_run_that_goes_on_is_not_held_up_by_an_image_of_its_evaluation(data, tiny_config):
+    sorted((data / "images" / "train2014").iterdir())[12].unlink()
+    config = tiny_config(f"data.root={data}", "eval.boxes=[gt]", "data.check_images=null")
+    assert "of image" in findings(config)[0]
+    Path(config.output).mkdir()
+    look_ahead(config, 1, resume=True)
 
 
 def test_what_is_wrong_inside_the_annotations_is_a_finding_too(data, tiny_config):

@@ -7,20 +7,28 @@ a gradient near zero into a whole step.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
+import multiprocessing
+import os
 import pickle
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from e2e_vl import whole_files
+from e2e_vl.command_line import StoppedRunError
 from e2e_vl.config import RunConfig, load_config
+from e2e_vl.engine import evaluate as evaluation
 from e2e_vl.engine import train as training
 from e2e_vl.engine.train import train
 from e2e_vl.run_files import RunLog, read_log, write_json
+from e2e_vl.whole_files import CHECKSUMS, find_damage, write_checksums
 from tests.conftest import cpu_with_one_thread
 
 # Dropout, sampled RoIs, flips, batch statistics and a worker: all that draws random numbers or keeps a state.
@@ -186,6 +194,7 @@ def test_other_numbers_of_the_wordpieces_are_refused(stopped, tmp_path):
 def test_another_number_of_processes_is_refused(stopped):
     position = Path(stopped.output) / "checkpoints" / "step_00000004" / "step.json"
     write_json(position, {**json.loads(position.read_text()), "processes": 2})
+    sign(position.parent)
     with pytest.raises(ValueError, match=r"saved by 2 processes, and this run has 1; launch it with --num_processes 2"):
         train(stopped, resume=True)
 
@@ -193,6 +202,12 @@ def test_another_number_of_processes_is_refused(stopped):
 def test_another_trainable_part_is_refused(stopped):
     with pytest.raises(ValueError, match=r"Cannot continue from .*parameter group"):
         train(changed(stopped, "detector", freeze=True), resume=True)
+
+
+def sign(checkpoint: Path) -> None:
+    """Write the checksums of the files as they are now."""
+    (checkpoint / CHECKSUMS).unlink()
+    write_checksums(checkpoint)
 
 
 class Payload:
@@ -215,6 +230,7 @@ def test_a_checkpoint_cannot_run_code(stopped, tmp_path, name):
         lambda path: torch.save({"state": Payload(witness)}, path),
     ):
         write(state / name)
+        sign(state.parent)
         if name == "scheduler.bin":  # nobody reads it
             continue
         with pytest.raises(ValueError, match=r"step_00000004") as caught:
@@ -227,20 +243,126 @@ def test_a_checkpoint_cannot_run_code(stopped, tmp_path, name):
     assert witness.exists(), "the payload should work where nothing stops it"
 
 
-@pytest.mark.parametrize("name", ["optimizer.bin", "random_states_0.pkl", "model.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["state/optimizer.bin", "state/random_states_0.pkl", "state/model.safetensors", "step.json"]
+)
 def test_a_damaged_checkpoint_is_named(stopped, name):
-    path = Path(stopped.output) / "checkpoints" / "step_00000004" / "state" / name
+    path = Path(stopped.output) / "checkpoints" / "step_00000004" / name
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(ValueError, match=r"step_00000004") as caught:
+    with pytest.raises(
+        ValueError, match=r"Cannot resume: .*step_00000004 is damaged \(.*\); copy another ch"
+    ) as caught:
         train(stopped, resume=True)
-    assert "another checkpoint" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_lost_file_is_named(stopped):
-    (Path(stopped.output) / "checkpoints" / "step_00000004" / "state" / "random_states_0.pkl").unlink()
-    with pytest.raises(ValueError, match=r"random_states_0\.pkl"):
+def test_of_an_earlier_version_damage_is_found_where_it_is_read(stopped):
+    """Its checkpoints have no checksums."""
+    folder = Path(stopped.output) / "checkpoints" / "step_00000004"
+    (folder / CHECKSUMS).unlink()
+    position = json.loads((folder / "step.json").read_text())
+    for name in ("checksums", "place", "images_seen"):
+        del position[name]
+    write_json(folder / "step.json", position)
+    with pytest.raises(ValueError, match=r"Cannot resume with train.images_per_batch=2.*with the earlier 4"):
+        train(changed(stopped, "train", images_per_batch=2), resume=True)
+    path = folder / "state" / "optimizer.bin"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(ValueError, match=r"step_00000004.*another checkpoint"):
         train(stopped, resume=True)
+
+
+def test_a_flipped_bit_sends_the_run_to_the_last_whole_checkpoint(uninterrupted, stopped, caplog):
+    """Which makes the damaged one anew."""
+    run = Path(stopped.output)
+    shutil.copytree(uninterrupted / "checkpoints" / "step_00000008", run / "checkpoints" / "step_00000008")
+    path = run / "checkpoints" / "step_00000008" / "state" / "optimizer.bin"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    train(stopped, resume=True)
+    [sentence] = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
+    assert "step_00000008 is damaged (state/optimizer.bin is not as it was written); the run goes on from " in sentence
+    assert_same_run(uninterrupted, run)
+    assert find_damage(run / "checkpoints" / "step_00000008") is None
+
+
+def test_a_finished_run_stays_as_it_is(uninterrupted, tiny_config, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(uninterrupted, run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    metrics = train(tiny_config(*SETTINGS), resume=True)
+    assert metrics == json.loads((run / "metrics.json").read_text())
+    assert "is finished after 8 steps and stays as it is" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+# What ends a run
+
+
+def test_a_signal_ends_a_run_after_its_step_and_nothing_is_lost(uninterrupted, tiny_config, monkeypatch, request):
+    """SIGTERM in a step, then Ctrl-C in an evaluation, which is given up and made again."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    config = tiny_config(*SETTINGS)
+    update, evaluate = training._Training._update, evaluation.evaluate
+
+    def terminated(self, micro_batches):
+        if self.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(self, micro_batches)
+
+    def interrupted(*arguments, **named):
+        os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(*arguments, **named)
+
+    monkeypatch.setattr(training._Training, "_update", terminated)
+    with pytest.raises(StoppedRunError, match=r"stopped by SIGTERM after step 2. --resume continues from .*_00000002"):
+        train(config)
+    monkeypatch.setattr(training._Training, "_update", update)
+    monkeypatch.setattr(evaluation, "evaluate", interrupted)
+    with pytest.raises(StoppedRunError, match="stopped by SIGINT after step 4") as caught:
+        train(config, resume=True)
+    assert caught.value.status == 130
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
+    train(config, resume=True)
+    assert_same_run(uninterrupted, config.output)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_full_disk_and_a_dead_worker_lose_nothing(uninterrupted, tiny_config, monkeypatch):
+    config = tiny_config(*SETTINGS)
+    update, reach = training._Training._update, whole_files._reach_disk
+
+    def full(path):
+        if path.name == "optimizer.bin":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reach(path)
+
+    def kill_worker(self, micro_batches):
+        if self.step == 2:
+            for child in multiprocessing.active_children():
+                child.kill()
+        return update(self, micro_batches)
+
+    monkeypatch.setattr(training._Training, "_update", kill_worker)
+    with pytest.raises(
+        ChildProcessError, match=r"a data worker died \(.*lower data.workers. Nothing that was saved is"
+    ):
+        train(config)
+    checkpoints = Path(config.output) / "checkpoints"
+    saved = [path.name for path in checkpoints.iterdir()]
+    assert len(saved) == 1 and saved[0] >= "step_00000003", "a process alone saves what it has"
+    monkeypatch.setattr(training._Training, "_update", update)
+    monkeypatch.setattr(whole_files, "_reach_disk", full)
+    with pytest.raises(
+        OSError, match=r"cannot be written \(the disk or a quota is full\).*continues from .*"
+    ) as caught:
+        train(config, resume=True)
+    assert saved[0] in str(caught.value) and [path.name for path in checkpoints.iterdir()] == saved
+    monkeypatch.setattr(whole_files, "_reach_disk", reach)
+    train(config, resume=True)
+    assert_same_run(uninterrupted, config.output)
 
 
 def test_only_the_newest_checkpoints_are_kept(tiny_config):
@@ -260,12 +382,13 @@ def test_the_log_drops_lines_that_will_be_computed_again(tmp_path):
     log = RunLog(path, enabled=True)
     for step in (1, 2, 3):
         log.write(step, "train", {"loss": step / 2})
-    log.write(2, "eval", {"x": None})
+    log.write(1, "eval", {"x": None})
+    log.write(2, "eval", {"x": 1.0})  # it is made again
     RunLog(path, enabled=True, resume_step=2).write(3, "train", {"loss": 9.0})
     assert [(line["step"], line["kind"], line.get("loss")) for line in read_log(path)] == [
         (1, "train", 0.5),
         (2, "train", 1.0),
-        (2, "eval", None),
+        (1, "eval", None),
         (3, "train", 9.0),
     ]
     RunLog(path, enabled=True)

@@ -45,8 +45,8 @@ def built(monkeypatch) -> list:
     runs = []
     build = training.build_run
 
-    def keep(*arguments):
-        runs.append(build(*arguments))
+    def keep(*arguments, **named):
+        runs.append(build(*arguments, **named))
         return runs[-1]
 
     monkeypatch.setattr(training, "build_run", keep)
@@ -230,8 +230,8 @@ def test_losses_that_become_nan_stop_the_run_and_name_images(tiny_config, monkey
     config = tiny_config(*GT_ONLY, "train.max_steps=3")
     build = training.build_run
 
-    def poisoned(*arguments):
-        run = build(*arguments)
+    def poisoned(*arguments, **named):
+        run = build(*arguments, **named)
         torch.nn.init.constant_(run.model.task.head.output.bias, math.nan)
         return run
 

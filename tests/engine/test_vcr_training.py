@@ -81,6 +81,7 @@ def test_controls_are_chance(words, tmp_path, on_cpu):
 def test_detection_losses_and_a_blank_image(words, tmp_path, on_cpu):
     more = ["data.blank_image=true", "detector.loss_weight=1", "task.config.loss=sigmoid", "train.max_steps=1"]
     own_classes = "data.config.class_names=[person, sportsball, book, airplane, kite]"
-    run(words, tmp_path / "dark", own_classes, "task.config.num_classes=6", *more)
+    own_classes = own_classes, "detector.overrides.MODEL.ROI_HEADS.NUM_CLASSES=5"
+    run(words, tmp_path / "dark", *own_classes, "task.config.num_classes=6", *more)
     logged = [json.loads(line) for line in (tmp_path / "dark" / "log.jsonl").read_text().splitlines()]
     assert {"choice", "region_class", "loss_cls", "loss_rpn_cls", "loss_attribute"} <= set(logged[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,10 +13,15 @@ from PIL import Image
 
 import e2e_vl
 from detector.pixel_masking import mask_rectangles
+from e2e_vl.engine.build import build_model
+from e2e_vl.engine.saving import save_model
 from e2e_vl.explorer.limits import Limits
 from e2e_vl.explorer.pictures import GREY, boxes_of, draw_pointed, draw_regions, to_photo
 from e2e_vl.explorer.session import LONGEST_TEXT, Explorer, Session
 from e2e_vl.explorer.uploads import read_photo
+from e2e_vl.samples import Question
+from e2e_vl.text import load_tokenizer
+from tests.weights.starts import replaced
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -37,9 +43,10 @@ def asked(explorer, record) -> Session:
     return explorer.ask(Session(photo), record["sent"])
 
 
-def test_the_answer_is_the_one_of_the_evaluation(asked, record):
+def test_the_answer_is_the_one_of_the_evaluation(explorer, asked, record):
     assert asked.before.answer.box == pytest.approx(record["box"], abs=1e-3)
     assert asked.before.answer.score == pytest.approx(record["score"], abs=1e-5)
+    assert explorer.note == ""
     assert asked.after is None and asked.hidden == () and asked.attention is None
     assert set(asked.before.names) == set(asked.before.answer.box_names) and len(asked.before) > 2
 
@@ -174,6 +181,77 @@ def test_a_pretraining_run_fills_in_a_masked_word(pretraining_run):
     asked = explorer.ask(Session(read_photo(Path(records[0]["file_name"]), Limits())), "a [MASK] circle")
     assert asked.before.answer.answer and "[MASK]" in asked.before.words
     assert len(explorer.hide(asked, [0]).after) == len(asked.before)
+
+
+SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+ENCODERS = {
+    "visual_bert": ({"num_hidden_layers": 2}, ["joint:0", "joint:1"]),
+    "lxmert": (
+        {"l_layers": 2, "r_layers": 1, "x_layers": 1},
+        [
+            *(f"language:{layer} (words to words)" for layer in range(3)),
+            *(f"vision:{layer} (regions to regions)" for layer in range(2)),
+            "cross:0 (words to regions, regions to words)",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_layers_are_named_as_in_an_analysis(name, trained_run, record, tmp_path):
+    """Untrained encoders; where two graphs share a map, each shows its own part."""
+    sizes, names = ENCODERS[name]
+    config = replaced(trained_run.config, encoder={"name": name, "config": SMALL | sizes, "weights": None})
+    tokenizer = load_tokenizer(str(trained_run.path / "model" / "tokenizer"))
+    model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
+    save_model(tmp_path / "run" / "model", config, model, tokenizer)
+    explorer = Explorer(e2e_vl.load(tmp_path / "run", device="cpu"))
+    asked = explorer.ask(Session(read_photo(Path(record["file_name"]), Limits())), record["sent"])
+    seen, count = asked.before, len(asked.before.words)
+    assert list(seen.step_names) == names and len(seen.attention) == len(names)
+    assert {one.partition(":")[0] for one in names} == set(explorer.model.network.encoder.attention_graphs)
+    assert seen.best_step == len(names) - 1
+    for step, said in enumerate(names):
+        maps = seen.attention[step]
+        blocks = {
+            "words to words": maps[:, :count, :count],
+            "words to regions": maps[:, :count, count:],
+            "regions to words": maps[:, count:, :count],
+            "regions to regions": maps[:, count:, count:],
+        }
+        assert {block for block, part in blocks.items() if part.any()} == {
+            block for block in blocks if block in said or "(" not in said
+        }
+        shares = maps.sum(axis=2)
+        assert np.allclose(shares[shares > 0], 1, atol=1e-5)
+    hidden = explorer.hide(asked.attending(count), [0])
+    assert hidden.after.step_names == seen.step_names and not np.allclose(hidden.after.attention, seen.attention)
+
+
+def test_a_run_that_answers_questions(vqa_run):
+    explorer = Explorer(e2e_vl.load(vqa_run, device="cpu"))
+    record = json.loads((vqa_run / "predictions_val_gt.json").read_text("utf-8"))[0]
+    asked = explorer.ask(Session(read_photo(Path(record["file_name"]), Limits())), record["question"])
+    assert asked.before.answer.answer in explorer.model.network.task.answers and len(asked.before) > 1
+    assert asked.before.step_names[0] == "joint:0"
+    assert draw_pointed(asked, asked.before) is not None and draw_regions(asked.attending(1)) is not None
+    hidden = explorer.hide(asked, range(len(asked.before)))
+    assert hidden.after.answer.answer and hidden.after.answer.score != asked.before.answer.score
+
+
+def test_a_detector_that_describes_proposals_is_asked_in_one_way_before_and_after(trained_run, record):
+    model = e2e_vl.load(trained_run.path, device="cpu")
+    config = model.network.detector.config
+    heads = dataclasses.replace(config.roi_heads, features_of="proposal")
+    model.network.detector.config = dataclasses.replace(config, roi_heads=heads)
+    explorer, photo = Explorer(model), read_photo(Path(record["file_name"]), Limits())
+    before = explorer.ask(Session(photo), record["sent"]).before
+    again = explorer._look(photo, record["sent"], before, ())
+    assert again.answer.score == pytest.approx(before.answer.score, abs=1e-6)
+    assert np.allclose(again.attention, before.attention, atol=1e-6) and again.names == before.names
+    found, _ = model.look(Question(photo.file, record["sent"]))
+    assert abs(found.score - before.answer.score) > 1e-6, "the detector itself describes other boxes"
+    assert "FEATURES_OF" in explorer.note
 
 
 def test_an_encoder_without_attention_is_refused(explorer, monkeypatch):

@@ -39,7 +39,7 @@ def test_vcr_accuracies_of_predictions(root, expected, questions, labels):
     predictions = json.loads((root / "predictions.json").read_text("utf-8"))
     assert predictions["annot_id"] == questions.annot_ids
     given_right = np.array(predictions["rationale_probs"])  # [U, 4]
-    found = questions.annot_ids, np.array(predictions["answer_probs"]), given_right[:, None].repeat(4, axis=1)
+    found = list(questions.annot_ids), np.array(predictions["answer_probs"]), given_right[:, None].repeat(4, axis=1)
     assert score(Submission(*found), *labels) == {key: expected[key] for key in ("Q->A", "QA->R", "Q->AR")}
     for row, hits in enumerate(expected["hits"]):
         alone = score(Submission(*(one[row : row + 1] for one in found)), *(one[row : row + 1] for one in labels))

@@ -62,6 +62,20 @@ def test_losses_are_grouped_and_their_sum_is_apart(plots):
     }
 
 
+def test_losses_of_evaluations_have_axes_of_their_own(plots):
+    """They would press accuracies flat, or lie outside of their axes."""
+    evaluations = [
+        {"step": step, "kind": "eval", "val/accuracy_gt_boxes": 0.1 * step, "val/loss_gt_boxes": loss}
+        for step, loss in ((1, 40.0), (2, 2.0))
+    ]
+    curves.draw_curves(evaluations)
+    assert plots == {
+        "evaluation": ("linear", {"val: accuracy, gt boxes": ([1, 2], [0.1, 0.2])}),
+        "loss of the evaluation": ("log", {"val: loss, gt boxes": ([1, 2], [40.0, 2.0])}),
+    }
+    assert curves.draw_curves(evaluations[:1]) is not None
+
+
 @pytest.mark.parametrize(("values", "scale"), [([100.0, 1.0], "log"), ([2.0, 1.0], "linear"), ([100.0, 0.0], "linear")])
 def test_a_wide_range_of_losses_has_a_logarithmic_axis(plots, values: Sequence[float], scale: str):
     curves.draw_curves([{"step": step, "kind": "train", "x": value} for step, value in enumerate(values)])

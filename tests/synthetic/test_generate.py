@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,21 @@ def test_other_seed_gives_other_scenes_and_more_training_scenes_keep_the_others(
     assert not set(images["small"]) & set(images["seed"])
     assert images["more"][:4] == images["small"][:4]
     assert images["more"][5:] == images["small"][4:]
+
+
+def test_two_that_start_together_draw_once(tmp_path, monkeypatch):
+    calls, draw = [], generate._add_formats
+
+    def slowly(*arguments):
+        calls.append(arguments)
+        time.sleep(0.3)  # longer than the other one needs to come here
+        return draw(*arguments)
+
+    monkeypatch.setattr(generate, "_add_formats", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(make_scenes, tmp_path / "new" / "data", **SMALL, formats=["refcoco+"]) for _ in range(2)]
+    assert jobs[0].result() == jobs[1].result()
+    assert len(calls) == 1
 
 
 def test_second_call_does_nothing(small):

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from detector.structures import ImageBatch, Regions
 from e2e_vl.phrases import PhraseBatch
@@ -19,7 +20,16 @@ from e2e_vl.structures import (
     gather_regions,
 )
 from e2e_vl.targets import Ragged
-from e2e_vl.tasks.phrase_head import FIRST, INSIDE, PhraseHead, find_spans, grounding_metrics, in_short, with_phrases
+from e2e_vl.tasks.phrase_head import (
+    FIRST,
+    INSIDE,
+    PhraseHead,
+    find_spans,
+    grounding_metrics,
+    in_short,
+    load_head,
+    with_phrases,
+)
 
 HIDDEN, LENGTH = 6, 5
 REGIONS = torch.tensor([[0.0, 0, 60, 60], [0, 0, 10, 10], [5, 0, 15, 10], [20, 20, 30, 40], [0, 5, 10, 15]])
@@ -140,14 +150,41 @@ def test_phrases_are_found_where_none_is_stated_and_only_outside_training():
 def test_a_text_is_one_phrase_unless_the_head_was_trained_to_find_phrases():
     """As on RefCOCO without files of phrases: the whole expression names its object."""
     head = make_head()
-    run(head, make_phrases(complete=(False, False)))
+    learn(head, make_phrases(complete=(False, False)))
     assert head.finds_phrases == 0
     found = run(head.eval(), make_phrases(spans=((), ()), boxes=((), ()), complete=(False, False))).phrases
     assert found.spans.values.tolist() == [[1, 4], [1, 4]] and found.spans.counts.tolist() == [1, 1]
-    run(head.train(), make_phrases())
+    learn(head.train(), make_phrases())
     assert head.finds_phrases == 1 and "finds_phrases" in head.state_dict()
-    run(head, make_phrases(complete=(False, False)))
+    learn(head, make_phrases(complete=(False, False)))
     assert head.finds_phrases == 1
+
+
+def learn(head: PhraseHead, phrases: PhraseBatch) -> None:
+    """As a training step does."""
+    losses = run(head, phrases).phrases.losses
+    head.learned_from({name: loss.count for name, loss in losses.items()})
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.25])
+def test_a_head_that_was_saved_without_the_flag_has_it_if_its_tags_have_learned(tmp_path, moved):
+    old = make_head()
+    with torch.no_grad():
+        old.tags.bias[1] = moved
+    tensors = old.state_dict()
+    del tensors["finds_phrases"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    for load in (
+        lambda head: load_head(head, tmp_path / "model.safetensors"),
+        lambda head: head.load_state_dict(tensors),
+    ):
+        head = make_head()
+        head.finds_phrases.fill_(1 - float(moved > 0))
+        load(head)
+        assert head.finds_phrases == float(moved > 0) and torch.equal(head.tags.bias, old.tags.bias)
+    whole = torch.nn.Sequential(make_head())
+    whole.load_state_dict({f"0.{name}": value for name, value in tensors.items()})  # as a checkpoint's state
+    assert whole[0].finds_phrases == float(moved > 0)
 
 
 def test_records_hold_phrases_in_pixels_of_the_original_image():

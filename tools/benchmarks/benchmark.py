@@ -10,6 +10,7 @@
     python tools/benchmarks/benchmark.py memory --folder DIR --corpus-mib 2048 --records 200000 --json FILE
     python tools/benchmarks/benchmark.py memory --folder DIR --steps 2000 --against 16 2000 --picture FILE --json FILE
     python tools/benchmarks/benchmark.py check --folder DIR --json FILE
+    python tools/benchmarks/benchmark.py start --folder DIR --json FILE
     python tools/benchmarks/benchmark.py ask --run runs/demo_refcoco --image IMAGE --text "the small red circle"
 
 `train` times whole training steps (forward, backward, optimiser) with several texts of each image in one batch
@@ -32,7 +33,11 @@ have filled) and late (the last 10 %): RSS is all resident memory, PSS divides p
 USS leaves them out. `--against` does the same on smaller files.
 
 `check` times `e2e-vl check-data` on generated files as large as those of RefCOCO+ (expressions), VQA v2 (questions),
-GQA (graph_questions), NLVR2 (pairs), VCR (choices) and Flickr30K Entities (captions), and tells the peak of its memory.
+GQA (graph_questions), NLVR2 (pairs), VCR (choices) and Flickr30K Entities (captions), and tells what the processor
+worked for it and for the processes that it forked, and the peak of their memory together.
+
+`start` opens the training split of the same files, and of Conceptual Captions in archives (archived), as a run does.
+It tells the seconds, the memory, and how much memory a data worker adds in a quarter of an epoch; images are not read.
 
 `ask` times the answers of a trained run: the first one with imports and loading, further ones, and one command each.
 """
@@ -52,6 +57,7 @@ import detector_speed
 import grouped_steps
 import process_memory
 import single_steps
+import start_memory
 from check_files import WRITERS
 from e2e_vl.command_line import says_errors
 from e2e_vl.config import load_config
@@ -76,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     add_detector_options(commands.add_parser("detector", help="built-in detector against Detectron2", **SHAPE))
     add_memory_options(commands.add_parser("memory", help="memory of pre-training on large files", **SHAPE))
     add_check_options(commands.add_parser("check", help="the check of annotation files", **SHAPE))
+    add_start_options(commands.add_parser("start", help="time and memory of reading annotations", **SHAPE))
     add_ask_options(commands.add_parser("ask", help="answers of a trained run", **SHAPE))
     for command in commands.choices.values():
         command.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
@@ -173,6 +180,13 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(measure=measure_check)
 
 
+def add_start_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", type=Path, required=True, metavar="DIR", help="the files are written there")
+    parser.add_argument("--kinds", nargs="+", choices=tuple(start_memory.KINDS), default=list(start_memory.KINDS))
+    parser.add_argument("--share", type=float, default=1.0, help="of the full size (default: 1)")
+    parser.set_defaults(measure=measure_start)
+
+
 def add_ask_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", type=Path, required=True, help="run directory, or a saved model")
     parser.add_argument("--image", type=Path, required=True, help="JPEG or PNG file")
@@ -226,6 +240,13 @@ def measure_check(arguments: argparse.Namespace) -> Measured:
         raise ValueError(f"--share is {arguments.share}; give a share of the full size, up to 1.")
     result = check_speed.benchmark_check(arguments.folder.resolve(), arguments.kinds, arguments.share)
     return {"benchmark": "check", **result}, check_speed.show
+
+
+def measure_start(arguments: argparse.Namespace) -> Measured:
+    if not 0 < arguments.share <= 1:
+        raise ValueError(f"--share is {arguments.share}; give a share of the full size, up to 1.")
+    result = start_memory.benchmark_start(arguments.folder.resolve(), arguments.kinds, arguments.share)
+    return {"benchmark": "start", **result}, start_memory.show
 
 
 def measure_asking(arguments: argparse.Namespace) -> Measured:

@@ -3,24 +3,28 @@
     python tools/experiments/compare.py --config configs/demo/refcoco.yaml --variants configs/demo/variants.yaml \\
         --output runs/demo_compare
     python tools/experiments/compare.py --config FILE --output DIR --variant joint --variant frozen detector.freeze=true
+    python tools/experiments/compare.py --config FILE --output DIR --variants FILE --seeds 1 2 3 --jobs 2
 
-Each variant is a run of tools/train.py in the folder of OUTPUT with its name. A finished run is not run again and an
-unfinished run is continued, so the same command can be given until all are done. Writes OUTPUT/comparison.json and
-OUTPUT/comparison.md, a table of the chosen metrics and the minutes of training.
+Each variant is a run of tools/train.py in the folder of OUTPUT with its name; with --seeds it is a run per seed, and
+the table has the mean over them and the spread. A finished run is not run again and an unfinished run is continued, so
+the same command can be given until all are done. Writes OUTPUT/comparison.json and OUTPUT/comparison.md, a table of the
+chosen metrics and the minutes of training.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+import statistics
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from e2e_vl.command_line import make_parser, says_errors
-from jobs import Job, add_common_options, made_by, markdown_table, write_table
+from jobs import Job, add_common_options, made_by, markdown_table, run_jobs, write_table
 
 
 @says_errors
@@ -37,12 +41,17 @@ def main(argv: list[str] | None = None) -> int:
         help="a name and the settings it changes; can be given several times",
     )
     parser.add_argument("--metrics", nargs="+", help="keys of metrics.json to show (default: all accuracies)")
+    parser.add_argument("--seeds", type=int, nargs="+", help="a run of each variant per seed (default: the config's)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, with logs beside the runs (default: 1)")
     add_common_options(parser)
     arguments = parser.parse_args(argv)
+    if arguments.jobs < 1:
+        raise ValueError(f"--jobs is {arguments.jobs}; give a positive number.")
     variants = read_variants(arguments.variants, arguments.variant)
-    comparison = compare(
-        arguments.config, arguments.output, variants, arguments.set, arguments.metrics, arguments.launch
-    )
+    jobs = make_jobs(arguments.config, arguments.output, variants, arguments.set, arguments.seeds)
+    train(jobs, arguments.launch, arguments.jobs)
+    comparison = {"config": str(arguments.config), "common_overrides": arguments.set, "seeds": arguments.seeds}
+    comparison |= compare(jobs, variants, arguments.metrics)
     write_table(arguments.output / "comparison", comparison, [*as_markdown(comparison), made_by(__file__, argv)])
     return 0
 
@@ -90,43 +99,44 @@ def folder_of(name: str) -> str:
     return re.sub(r"[^\w.-]+|^[.]+", "_", name)
 
 
-def compare(
-    config: Path,
-    output: Path,
-    variants: dict[str, list[str]],
-    common: list[str],
-    metrics: list[str] | None,
-    launch: str,
-) -> dict[str, Any]:
-    """Train the variants that are not finished and collect the metrics of all of them.
+def make_jobs(
+    config: Path, output: Path, variants: dict[str, list[str]], common: Sequence[str], seeds: Sequence[int] | None
+) -> dict[str, list[Job]]:
+    """The runs of each variant: one, or one per seed.
 
     Raises:
-        ValueError: settings that do not load, a folder that holds another run, a failed run or an unknown metric.
+        ValueError: a seed is given twice, settings do not load, or a folder holds another run.
     """
-    jobs = {name: Job(config, (*common, *overrides), output / folder_of(name)) for name, overrides in variants.items()}
-    for job in jobs.values():  # all of them before the first hour is spent
+    if seeds is not None and len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds names a seed twice: {' '.join(map(str, seeds))}.")
+    jobs = {}
+    for name, overrides in variants.items():
+        run = output / folder_of(name)
+        if seeds is None:
+            jobs[name] = [Job(config, (*common, *overrides), run)]
+        else:
+            words = [(*common, *overrides, f"seed={seed}") for seed in seeds]
+            jobs[name] = [
+                Job(config, own, run.with_name(f"{run.name}_{seed}")) for own, seed in zip(words, seeds, strict=True)
+            ]
+    every = [job for own in jobs.values() for job in own]
+    if len({job.run for job in every}) < len(every):
+        raise ValueError("Two variants would share a folder: a name ends as another one with a seed does; rename it.")
+    for job in every:  # all of them before the first hour is spent
         job.check()
-    results = {name: train_variant(name, job, launch) for name, job in jobs.items()}
-    metrics = metrics or [key for key in next(iter(results.values())) if re.fullmatch(r"[^/]*/accuracy[^/]*", key)]
-    rows = {}
-    for name, result in results.items():
-        unknown = [key for key in metrics if key not in result]
-        if unknown:
-            known = ", ".join(key for key, value in result.items() if isinstance(value, int | float))
-            raise ValueError(f"Variant '{name}' has no metric '{unknown[0]}'; it has {known}.")
-        rows[name] = {
-            "overrides": variants[name],
-            "run": str(jobs[name].run),
-            "metrics": {key: result[key] for key in metrics},
-            "steps": result["steps"],
-            "training_minutes": result["seconds_training"] / 60,
-        }
-    return {"config": str(config), "common_overrides": common, "metrics": metrics, "variants": rows}
+    return jobs
 
 
-def train_variant(name: str, job: Job, launch: str) -> dict[str, Any]:
-    """The metrics of one variant, trained by tools/train.py in a process of its own if it is not finished."""
-    if job.metrics is None:
+def train(jobs: dict[str, list[Job]], launch: str, parallel: int) -> None:
+    """Train what is not finished, each run in a process of its own.
+
+    Raises:
+        ValueError: a run failed.
+    """
+    if parallel > 1:
+        run_jobs([job for own in jobs.values() for job in own], launch=launch, parallel=parallel)
+        return
+    for name, job in ((name, job) for name, own in jobs.items() for job in own if job.metrics is None):
         command = job.command(launch)
         print(f"{name}: {shlex.join(command)}", flush=True)
         status = subprocess.run(command, check=False).returncode
@@ -134,21 +144,59 @@ def train_variant(name: str, job: Job, launch: str) -> dict[str, Any]:
             raise ValueError(
                 f"Variant '{name}' failed with exit status {status}, see above; give the same command again to go on."
             )
-    return job.metrics
+
+
+def compare(
+    jobs: dict[str, list[Job]], variants: dict[str, list[str]], metrics: Sequence[str] | None
+) -> dict[str, Any]:
+    """The metrics of all variants, whose runs are finished.
+
+    Args:
+        metrics: which; None: all accuracies over all kinds of texts.
+
+    Raises:
+        ValueError: an unknown metric.
+    """
+    results = {name: [job.metrics for job in own] for name, own in jobs.items()}
+    first = next(iter(results.values()))[0]
+    metrics = metrics or [key for key in first if re.fullmatch(r"[^/]*/accuracy[^/]*", key)]
+    rows = {}
+    for name, found in results.items():
+        unknown = [key for key in metrics if key not in found[0]]
+        if unknown:
+            known = ", ".join(key for key, value in found[0].items() if isinstance(value, int | float))
+            raise ValueError(f"Variant '{name}' has no metric '{unknown[0]}'; it has {known}.")
+        rows[name] = {
+            "overrides": variants[name],
+            "runs": [str(job.run) for job in jobs[name]],
+            "metrics": {key: [one[key] for one in found] for key in metrics},
+            "steps": [one["steps"] for one in found],
+            "training_minutes": [one["seconds_training"] / 60 for one in found],
+        }
+    return {"metrics": metrics, "variants": rows}
 
 
 def as_markdown(comparison: dict[str, Any]) -> list[str]:
     """The lines of the table."""
     metrics = comparison["metrics"]
     rows = {
-        name: [*(_shown(row["metrics"][key]) for key in metrics), f"{row['training_minutes']:.1f}"]
+        name: [
+            *(_shown(row["metrics"][key]) for key in metrics),
+            f"{statistics.mean(row['training_minutes']):.1f}",
+        ]
         for name, row in comparison["variants"].items()
     }
-    return [*markdown_table([*metrics, "minutes of training"], rows), ""]
+    seeds = comparison["seeds"] or []
+    note = [f"Means over the seeds {', '.join(map(str, seeds))}, and the spread.", ""] if len(seeds) > 1 else []
+    return [*markdown_table([*metrics, "minutes of training"], rows), "", *note]
 
 
-def _shown(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+def _shown(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    spread = f" ({min(known):.3f} to {max(known):.3f})" if len(known) > 1 else ""
+    return f"{statistics.mean(known):.3f}{spread}"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e_vl.data.storage.files import read_json, require_file
+from e2e_vl.run_files import write_text
 
 ANSWERS_FILE = "answers.json"  # a model's own list of answers, beside its weights
 
@@ -61,4 +62,4 @@ def write_answers(path: str | Path, answers: list[str]) -> None:
     """Write a vocabulary as a JSON list; `read_answers` gives it back."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(answers, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(answers, indent=0, ensure_ascii=False) + "\n")

@@ -6,6 +6,7 @@ Conceptual Captions are in `shards.py` (webdataset) and `conceptual.py` (the off
 from __future__ import annotations
 
 import abc
+import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.data.storage.files import checked_records, read_json
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.data.storage.record_table import RecordTable, text_column
 from e2e_vl.samples import CandidateBoxes, EncodedImage
 
 logger = logging.getLogger(__name__)
@@ -98,8 +100,8 @@ class CocoCaptions(CaptionSource):
             raise ValueError(f"{self.path}: there are no captions in the file")
         if len(self.image_ids) < len(rows):
             logger.warning("%s: %d images have no caption.", self.path, len(rows) - len(self.image_ids))
-        self._rows = [rows[image_id] for image_id in self.image_ids]
-        self._captions = [caption for image_id in self.image_ids for caption in captions[image_id]]
+        self._rows = RecordTable(_CaptionedImage, (_captioned(rows[image_id]) for image_id in self.image_ids))
+        self._captions = text_column(caption for image_id in self.image_ids for caption in captions[image_id])
         self.groups = ConsecutiveGroups([len(captions[image_id]) for image_id in self.image_ids])
 
     def caption(self, text: int) -> str:
@@ -109,11 +111,21 @@ class CocoCaptions(CaptionSource):
         return str(self.image_ids[group])
 
     def image(self, group: int) -> Path:
-        return self.images_root / self._rows[group]["file_name"]
+        return self.images_root / self._rows[group].file_name
 
     def image_size(self, group: int) -> tuple[int, int] | None:
-        row = self._rows[group]
-        return (row["height"], row["width"]) if "height" in row and "width" in row else None
+        return self._rows[group].size
+
+
+@dataclasses.dataclass(frozen=True)
+class _CaptionedImage:
+    file_name: str
+    size: tuple[int, int] | None  # (height, width)
+
+
+def _captioned(row: dict[str, Any]) -> _CaptionedImage:
+    size = (row["height"], row["width"]) if "height" in row and "width" in row else None
+    return _CaptionedImage(row["file_name"], size)
 
 
 class JoinedCaptions(CaptionSource):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class CocoInstances:
     category_ids: list[int]  # sorted; the position is the class index
     class_names: list[str]  # K names
     attribute_names: list[str]  # empty unless the file has a top-level list `attributes`
+    # annotations with empty boxes that were left out: what is wrong with each, by its id
+    dropped: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     def sample_image(self, image_id: int, file: Path) -> SampleImage:
         """The facts about an image, which lies in `file`."""
@@ -111,7 +113,7 @@ def read_instances(path: str | Path, *, drop_empty_boxes: bool = False, errors: 
             images[row["id"]] = _image(row, where)
     annotations: dict[int, CocoAnnotation] = {}
     by_image: dict[int, list[CocoAnnotation]] = {image_id: [] for image_id in images}
-    dropped = []
+    dropped: dict[int, str] = {}
     keys = ("id", "image_id", "category_id", "bbox")
     what = f"{path}: annotation"
     for where, row in checked_records(content["annotations"], keys, what, "id", unique="annotation ids", errors=errors):
@@ -121,14 +123,15 @@ def read_instances(path: str | Path, *, drop_empty_boxes: bool = False, errors: 
             if row["category_id"] not in class_of:
                 raise ValueError(f"{where} has category {row['category_id']}, which is not in the file's categories")
             if drop_empty_boxes and _is_empty(row["bbox"]):
-                dropped.append(row["id"])
+                dropped[row["id"]] = _reason(row, where)
                 continue
             annotation = _annotation(row, where, images[row["image_id"]], class_of, attribute_of)
             annotations[annotation.id] = annotation
             by_image[annotation.image_id].append(annotation)
     if dropped:
-        logger.warning("%s: left out %d annotations with empty boxes: %s", path, len(dropped), dropped)
-    return CocoInstances(path, images, annotations, by_image, category_ids, class_names, attribute_names)
+        logger.warning("%s: left out %d annotations with empty boxes: %s", path, len(dropped), [*dropped])
+    names = (category_ids, class_names, attribute_names)
+    return CocoInstances(path, images, annotations, by_image, *names, dropped)
 
 
 def _image(row: dict[str, Any], where: str) -> CocoImage:
@@ -179,6 +182,14 @@ def object_labels(annotations: Sequence[CocoAnnotation], num_attributes: int) ->
 def _is_empty(box: Any) -> bool:
     numbers = isinstance(box, list) and len(box) == 4 and all(isinstance(value, int | float) for value in box)
     return numbers and (box[2] <= 0 or box[3] <= 0)
+
+
+def _reason(row: dict[str, Any], where: str) -> str:
+    try:
+        corners_of(row["bbox"], where)
+    except ValueError as error:
+        return str(error)
+    return f"{where}: the box {row['bbox']} is empty"
 
 
 def _names(rows: list[dict[str, Any]], what: str, errors: RecordErrors) -> tuple[list[int], list[str]]:

@@ -57,7 +57,10 @@ class VLBertCaptions(CaptionSource):
         self.with_features = with_features
         self._archives = ArchivedFiles(self.path.parent, cache)
         self.groups = ConsecutiveGroups(np.ones(len(self.lines), dtype=np.int64))
-        self._record(0)  # so that a file of another kind is noticed at once
+        first = self._record(0)  # so that a file of another kind is noticed at once
+        self._archives.prepare(first["image"])
+        if self.with_boxes:
+            self._archives.prepare(first["frcnn"])
 
     def caption(self, text: int) -> str:
         words = self._record(text)["caption"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from e2e_vl.data.storage.files import corners_of, require_keys
+from e2e_vl.data.storage.files import corners_of, plain_boxes, require_keys
 from e2e_vl.data.storage.index_files import OpenFiles
 from e2e_vl.data.storage.json_entries import json_entries, read_entry
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
@@ -25,6 +25,8 @@ from e2e_vl.samples import AnnotatedObjects
 _KEYS = ("question", "imageId", "isBalanced")
 _ANSWERED = ("answer", "types", "groups")  # of questions with an answer
 _TYPES = ("structural", "semantic", "detailed")
+_KINDS = frozenset(_TYPES)
+_SIDES = ("x", "y", "w", "h")  # of an object's box
 _NO_STEP = re.compile("exist|query: name|choose name")  # of a program: they only read the answer
 
 
@@ -57,6 +59,8 @@ def pieces_of(path: str | Path) -> list[Path]:
 
 def check_question(record: Any, where: str) -> None:
     """Raises ValueError, naming the record, for a missing key or a value of another kind."""
+    if _is_question(record):
+        return
     require_keys(record, _KEYS, where)
     for key in ("question", "imageId"):
         if not isinstance(record[key], str) or not record[key].strip():
@@ -70,6 +74,26 @@ def check_question(record: Any, where: str) -> None:
         raise ValueError(f"{where}: answer is {record['answer']!r}; it must be a text")
     require_keys(record["types"], _TYPES, f"{where}: types")
     require_keys(record["groups"], ("global",), f"{where}: groups")
+
+
+def _is_question(record: Any) -> bool:
+    """Whether `check_question` finds nothing, as is nearly always so; then no message has to be made ready."""
+    try:
+        question, image_id, answer = record["question"], record["imageId"], record.get("answer")
+        is_right = type(question) is type(image_id) is str and type(record["isBalanced"]) is bool
+        if not is_right or not question.strip() or not image_id.strip():
+            return False
+        if answer is None:
+            return True
+        types, groups = record["types"], record["groups"]
+        return (
+            type(answer) is str
+            and type(types) is type(groups) is dict
+            and types.keys() >= _KINDS
+            and "global" in groups
+        )
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
 def reasoning_steps(program: Iterable[Mapping[str, Any]]) -> int:
@@ -121,27 +145,28 @@ class GQAQuestions(Sequence):
         answer_numbers: dict[str, int] = {}
         for number, path in enumerate(self.paths):
             first: bool | None = None
-            with errors.about(str(path)):
-                for entry in json_entries(path, "questions"):
-                    where = f"{path}: question {entry.key}"
+            file = str(path)
+            with errors.about(file):
+                for key, record, start, size in json_entries(path, "questions"):
+                    where = f"{file}: question {key}"
                     with errors.about(where):
-                        check_question(entry.value, where)
-                        answer = entry.value.get("answer")
+                        check_question(record, where)
+                        answer = record.get("answer")
                         first = answer is not None if first is None else first
                         if first != (answer is not None):
                             raise ValueError(
                                 f"{where} has {'no' if first else 'an'} answer, unlike the first; repair the file"
                             )
                         file_of.append(number)
-                        starts.append(entry.start)
-                        sizes.append(entry.size)
-                        images.append(image_numbers.setdefault(entry.value["imageId"], len(image_numbers)))
+                        starts.append(start)
+                        sizes.append(size)
+                        images.append(image_numbers.setdefault(record["imageId"], len(image_numbers)))
                         number_of_answer = -1
                         if answer is not None:
                             number_of_answer = answer_numbers.setdefault(answer, len(answer_numbers))
                         answers.append(number_of_answer)
-                        names.append(_number_of(entry.key))
-                        balanced.append(entry.value["isBalanced"])
+                        names.append(_number_of(key))
+                        balanced.append(record["isBalanced"])
         if not starts:
             raise ValueError(f"{', '.join(map(str, self.paths))}: there is no question in it")
         self.image_ids, self._answers = list(image_numbers), list(answer_numbers)
@@ -267,16 +292,31 @@ def scene_objects(file: EntryFile, image_id: str) -> tuple[tuple[int, int], Anno
     where = f"{file.path}: scene graph of image {image_id}"
     graph = file[image_id]
     require_keys(graph, ("width", "height", "objects"), where)
-    boxes, names, ids = [], [], []
-    for number, (key, one) in enumerate(graph["objects"].items()):
-        require_keys(one, ("name", "x", "y", "w", "h"), f"{where}: object {key}")
-        boxes.append(corners_of([one[side] for side in ("x", "y", "w", "h")], f"{where}: object {key}"))
-        names.append(one["name"])
-        ids.append(int(key) if key.isdigit() else number)
-    objects = AnnotatedObjects(
-        np.array(boxes, dtype=np.float64).reshape(-1, 4), where, ids=tuple(ids), names=tuple(names)
-    )
+    found = graph["objects"]
+    boxes = _scene_corners(found)
+    if boxes is None:  # one by one, to name the object
+        corners = []
+        for key, one in found.items():
+            require_keys(one, ("name", *_SIDES), f"{where}: object {key}")
+            corners.append(corners_of([one[side] for side in _SIDES], f"{where}: object {key}"))
+        boxes = np.array(corners, dtype=np.float64).reshape(-1, 4)
+    ids = tuple([int(key) if key.isdigit() else number for number, key in enumerate(found)])
+    objects = AnnotatedObjects(boxes, where, ids=ids, names=tuple([one["name"] for one in found.values()]))
     return (graph["height"], graph["width"]), objects
+
+
+def _scene_corners(objects: Mapping[str, Any]) -> np.ndarray | None:
+    """Corners of the boxes of objects, float64, a row per object; None if one of them is not as it should be."""
+    try:
+        if not all("name" in one for one in objects.values()):
+            return None
+        boxes = plain_boxes([[one["x"], one["y"], one["w"], one["h"]] for one in objects.values()])
+    except (AttributeError, KeyError, TypeError):
+        return None
+    if boxes is None or (boxes[:, 2:] <= 0).any():
+        return None
+    boxes[:, 2:] += boxes[:, :2]
+    return boxes
 
 
 def named_boxes(record: Mapping[str, Any], file: EntryFile, where: str) -> list[list[float]]:
@@ -298,6 +338,6 @@ def named_boxes(record: Mapping[str, Any], file: EntryFile, where: str) -> list[
         if key not in objects:
             raise ValueError(f"{where} names the object {key}, which the scene graph of image {image_id} lacks")
         one = objects[key]
-        x1, y1, x2, y2 = corners_of([one[side] for side in ("x", "y", "w", "h")], f"{where}: object {key}")
+        x1, y1, x2, y2 = corners_of([one[side] for side in _SIDES], f"{where}: object {key}")
         boxes.append([x1 / width, y1 / height, x2 / width, y2 / height])
     return boxes

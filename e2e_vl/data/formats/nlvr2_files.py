@@ -10,10 +10,12 @@ import dataclasses
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from e2e_vl.data.storage.files import require_file, require_keys
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.data.storage.record_table import RecordTable
 
 LABELS = ("False", "True")  # as they are written; the index is the class
 _KEYS = ("identifier", "sentence")
@@ -42,7 +44,7 @@ class PairStatement:
         return f"{self.pair}-img0", f"{self.pair}-img1"
 
 
-def read_examples(path: str | Path, errors: RecordErrors = RAISE) -> list[PairStatement]:
+def read_examples(path: str | Path, errors: RecordErrors = RAISE) -> RecordTable[PairStatement]:
     """The examples of a file, in its order.
 
     Args:
@@ -55,27 +57,34 @@ def read_examples(path: str | Path, errors: RecordErrors = RAISE) -> list[PairSt
             identifier are named.
     """
     path = require_file(path, "NLVR2 examples")
-    examples: list[PairStatement] = []
+    examples = RecordTable(PairStatement, _examples(path, errors))
+    if not examples:
+        raise ValueError(f"{path}: there is no example in the file; copy or download it again")
+    return examples
+
+
+def _examples(path: Path, errors: RecordErrors) -> Iterator[PairStatement]:
     seen: set[str] = set()
+    has_labels: bool | None = None
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
+            one = None
             with errors.about(f"{path}, line {number}"):
                 example = _parse(line, f"{path}, line {number}")
                 where = f"{path}, line {number} ({example.identifier})"
                 if example.identifier in seen:
                     raise ValueError(f"{where}: the identifier is there twice; remove one of the lines")
-                if examples and (example.label is None) != (examples[0].label is None):
+                if has_labels not in (None, example.label is not None):
                     raise ValueError(
                         f"{where} has {'no' if example.label is None else 'a'} label, unlike the lines before; do not "
                         "mix splits with and without labels"
                     )
                 seen.add(example.identifier)
-                examples.append(example)
-    if not examples:
-        raise ValueError(f"{path}: there is no example in the file; copy or download it again")
-    return examples
+                one, has_labels = example, example.label is not None
+            if one is not None:
+                yield one
 
 
 def _parse(line: bytes, where: str) -> PairStatement:

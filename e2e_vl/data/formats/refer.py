@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from e2e_vl.data.formats.coco import read_instances
 from e2e_vl.data.storage.files import checked_records, read_json, require_file, require_keys
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.data.storage.record_table import ChosenRecords, RecordTable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,45 +38,55 @@ class ReferFiles:
 
     Args:
         refs_file: `refs(...).p` or the same content as `.json`.
-        instances_file: holds all annotations of the images.
+        instances_file: holds all annotations of the images. Those with empty boxes are left out and counted in the log,
+            unless a ref is about one.
         errors: what becomes of an error about one record.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: a pickle that tries to run code, a missing key, a duplicate ref or sentence id, a ref without
-            sentences, or a ref whose annotation or image is not in the instances file.
+            sentences, or a ref whose annotation or image is not in the instances file, or has an empty box.
     """
 
     def __init__(self, refs_file: str | Path, instances_file: str | Path, errors: RecordErrors = RAISE) -> None:
         self.path = Path(refs_file).expanduser()
-        self.instances = read_instances(instances_file, errors=errors)
-        self.expressions: list[Expression] = []  # in file order
-        self._sent_ids: set[int] = set()
+        self.instances = read_instances(instances_file, drop_empty_boxes=True, errors=errors)
+        self.expressions = RecordTable(Expression, self._read(errors))  # in file order
+
+    def _read(self, errors: RecordErrors) -> Iterator[Expression]:
+        sent_ids: set[int] = set()
         keys = ("ref_id", "ann_id", "image_id", "split", "sentences")
         what = f"{self.path}: ref"
         for where, ref in checked_records(read_refs(self.path), keys, what, "ref_id", unique="ref ids", errors=errors):
+            sentences: list[Any] = []
             with errors:
                 self._check_target(ref, where)
                 if not ref["sentences"]:
                     raise ValueError(f"{where} has no sentences; every ref needs at least one")
-                for sentence in ref["sentences"]:
-                    with errors:
-                        self._add(ref, sentence, where)
+                sentences = ref["sentences"]
+            for sentence in sentences:
+                expression = None
+                with errors:
+                    expression = self._expression(ref, sentence, where, sent_ids)
+                if expression is not None:
+                    yield expression
 
-    def _add(self, ref: dict[str, Any], sentence: Any, where: str) -> None:
+    @staticmethod
+    def _expression(ref: dict[str, Any], sentence: Any, where: str, sent_ids: set[int]) -> Expression:
         require_keys(sentence, ("sent_id", "sent"), f"{where}: a sentence")
-        if sentence["sent_id"] in self._sent_ids:
+        if sentence["sent_id"] in sent_ids:
             raise ValueError(f"{where}: sentence {sentence['sent_id']} occurs twice; sentence ids must be unique")
-        self._sent_ids.add(sentence["sent_id"])
+        sent_ids.add(sentence["sent_id"])
         facts = {key: ref[key] for key in ("ref_id", "ann_id", "image_id", "split")}
         family = sentence.get("family", ref.get("family"))
-        expression = Expression(**facts, sent_id=sentence["sent_id"], sentence=sentence["sent"], family=family)
-        self.expressions.append(expression)
+        return Expression(**facts, sent_id=sentence["sent_id"], sentence=sentence["sent"], family=family)
 
     def _check_target(self, ref: dict[str, Any], where: str) -> None:
         annotation = self.instances.annotations.get(ref["ann_id"])
         if ref["image_id"] not in self.instances.images:
             raise ValueError(f"{where} is about image {ref['image_id']}, which is not in {self.instances.path}")
+        if ref["ann_id"] in self.instances.dropped:
+            raise ValueError(f"{self.instances.dropped[ref['ann_id']]} ({where} refers to it)")
         if annotation is None:
             raise ValueError(
                 f"{where} refers to annotation {ref['ann_id']}, which is not in {self.instances.path}; "
@@ -86,17 +98,18 @@ class ReferFiles:
                 f"{annotation.image_id} in {self.instances.path}"
             )
 
-    def in_split(self, split: str) -> list[Expression]:
+    def in_split(self, split: str) -> ChosenRecords[Expression]:
         """Expressions of a split, in file order; `split_contains` gives the rule for names.
 
         Raises:
             ValueError: no expression is in the split; the splits of the file are listed.
         """
-        found = [expression for expression in self.expressions if split_contains(split, expression.split)]
+        names = self.expressions.column("split")
+        found = [row for row, name in enumerate(names) if split_contains(split, name)]
         if not found:
-            splits = ", ".join(sorted({expression.split for expression in self.expressions}))
+            splits = ", ".join(sorted(set(names)))
             raise ValueError(f"{self.path}: no split {split!r}; the file has {splits or 'no refs'}")
-        return found
+        return ChosenRecords(self.expressions, found)
 
 
 def split_contains(asked: str, name: str) -> bool:

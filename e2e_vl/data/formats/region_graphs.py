@@ -5,6 +5,9 @@
         objects    list of {"x", "y", "w", "h", "name", "synsets": [names], ...}: what it is about
     region_descriptions.json   list of {"id", "regions": [{"region_id", "phrase", "x", "y", "width", "height"}]}
 
+Words and places are compared and kept without white space: descriptions of the two files may differ in it, and then the
+places of one file are not those of the other.
+
 The words of an entity name all objects of the region with the entity's synset or, where none has it, with its name.
 Nothing else says which object is which, so of two people in a region each word for a person names both.
 
@@ -23,7 +26,7 @@ import math
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +55,7 @@ class DescribedRegion:
 
 
 class RegionPhrases:
-    """The phrases of many descriptions and the boxes that they name, as arrays.
+    """The phrases of many descriptions and the boxes that they name, as arrays. It can be shared, nobody changes it.
 
     Args:
         path: names the file in errors.
@@ -72,7 +75,10 @@ class RegionPhrases:
             numbers.append(region.number)
             sums.append(_checksum(region.words))
             first_phrase.append(len(spans) // 2)
+            named: dict[tuple[int, ...], Sequence[Corners]] = {}
             for span, own in region.named.items():
+                named.setdefault(tuple(len(_without_space(region.words[:end])) for end in span), own)
+            for span, own in named.items():
                 spans.extend(span)
                 for box in own:
                     boxes.extend(box)
@@ -96,22 +102,44 @@ class RegionPhrases:
         return len(self._numbers)
 
     def of(self, number: int, words: str) -> PhraseBoxes | None:
-        """The phrases of one region; None where it names nothing.
-
-        Raises:
-            ValueError: the region is described in other words.
-        """
+        """The phrases of one region; None where it names nothing, or is described in other words (see `compare`)."""
         row = int(np.searchsorted(self._numbers, number))
-        if row == len(self) or self._numbers[row] != number:
+        if row == len(self) or self._numbers[row] != number or self._sums[row] != _checksum(words):
             return None
-        if self._sums[row] != _checksum(words):
-            raise ValueError(
-                f"{self.path}: region {number} has another description than '{words}'; use files of the same release"
-            )
         first, end = self._phrases[row].tolist()
         bounds = self._first_box[first : end + 1].tolist()
         boxes = (self._boxes[bounds[i] : bounds[i + 1]].astype(np.float64) for i in range(end - first))
-        return PhraseBoxes(tuple(map(tuple, self._spans[first:end].tolist())), tuple(boxes))
+        place = [at for at, character in enumerate(words) if not character.isspace()]
+        spans = ((place[start], place[stop - 1] + 1) for start, stop in self._spans[first:end].tolist())
+        return PhraseBoxes(tuple(spans), tuple(boxes))
+
+    def compare(self, described: Iterable[tuple[int, str]], errors: RecordErrors = RAISE) -> None:
+        """Say how many regions are described in other words than these, which leaves them without phrases.
+
+        Args:
+            described: number and words of regions, each once.
+            errors: is told.
+
+        Raises:
+            ValueError: all of them are, so that the files do not belong together.
+        """
+        numbers, sums = array("q"), array("I")
+        for number, words in described:
+            numbers.append(number)
+            sums.append(_checksum(words))
+        rows = np.searchsorted(self._numbers, numbers).clip(max=max(len(self) - 1, 0))
+        is_here = self._numbers[rows] == numbers if len(self) else np.zeros(len(numbers), dtype=bool)
+        is_other = is_here & (self._sums[rows] != sums) if len(self) else is_here
+        if not is_other.any():
+            return
+        first = numbers[int(is_other.argmax())]
+        sentence = (
+            f"{self.path}: {is_other.sum():,} of {is_here.sum():,} regions, region {first} the first of them, have "
+            "other descriptions than in data.files.regions"
+        )
+        if is_other.sum() == is_here.sum():
+            raise ValueError(f"{sentence}; use files of the same release")
+        errors.warn(f"{sentence}; these have no phrases")
 
 
 def read_region_graphs(path: str | Path, errors: RecordErrors = RAISE) -> RegionPhrases:
@@ -169,7 +197,7 @@ def _described(
 def _named_as_a_whole(region: Mapping[str, Any], where: str) -> NamedBoxes:
     """The box of the region, for all characters of its description."""
     box = _corners(*(region[side] for side in ("x", "y", "width", "height")), where)
-    return {(0, len(region["phrase"])): [box]} if box is not None and region["phrase"] else {}
+    return {(0, len(region["phrase"])): [box]} if box is not None and region["phrase"].strip() else {}
 
 
 def _named_by_words(region: Mapping[str, Any], where: str, lost: Counter[str]) -> NamedBoxes:
@@ -188,7 +216,7 @@ def _named_by_words(region: Mapping[str, Any], where: str, lost: Counter[str]) -
         named: dict[tuple[int, int], list[Corners]] = {}
         for one in region["synsets"]:
             span = one["entity_idx_start"], one["entity_idx_end"]
-            if not 0 <= span[0] < span[1] <= len(region["phrase"]):
+            if not 0 <= span[0] < span[1] <= len(region["phrase"]) or region["phrase"][slice(*span)].isspace():
                 lost["words that are no characters of their description"] += 1
             elif objects and (boxes := _named_by(one, objects, region["phrase"][slice(*span)])):
                 named.setdefault(span, boxes)
@@ -228,4 +256,8 @@ def _corners(x: float, y: float, width: float, height: float, where: str) -> Cor
 
 
 def _checksum(words: str) -> int:
-    return zlib.crc32(words.encode())
+    return zlib.crc32(_without_space(words).encode())
+
+
+def _without_space(words: str) -> str:
+    return "".join(words.split())

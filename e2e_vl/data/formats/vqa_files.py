@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from e2e_vl.data.storage.files import checked_records, read_json, require_keys
+from e2e_vl.data.storage.files import checked_records, require_file, require_keys
+from e2e_vl.data.storage.json_entries import json_members
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.data.storage.record_table import RecordTable
+from e2e_vl.data.storage.shared_reads import collection_paused
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,10 +41,71 @@ class VQAQuestion:
         return record
 
 
+class VQAQuestions(Sequence):  # of `VQAQuestion`
+    """The questions of a file with their answers, in flat arrays, in the order of the file.
+
+    Attributes:
+        image_ids, question_ids: of each question.
+    """
+
+    def __init__(
+        self,
+        asked: RecordTable[_Asked],
+        annotated: RecordTable[_Annotated] | None,
+        rows: Sequence[int],
+        data_subtype: str | None,
+    ) -> None:
+        self._asked, self._annotated, self._rows, self._data_subtype = asked, annotated, rows, data_subtype
+        self.image_ids, self.question_ids = asked.column("image_id"), asked.column("question_id")
+
+    @property
+    def most_frequent(self) -> Iterator[str | None]:
+        """The most frequent answer to each question."""
+        if self._annotated is None:
+            return iter([None] * len(self))
+        return map(self._annotated.column("most_frequent").__getitem__, self._rows)
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def __getitem__(self, row: int) -> VQAQuestion:
+        asked = self._asked[row]
+        question = VQAQuestion(asked.question_id, asked.image_id, asked.text, self._data_subtype)
+        if self._annotated is None:
+            return question
+        found = self._annotated[self._rows[row]]
+        return dataclasses.replace(
+            question,
+            answers=found.answers,
+            most_frequent=found.most_frequent,
+            answer_type=found.answer_type,
+            question_type=found.question_type,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asked:
+    question_id: int
+    image_id: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Annotated:
+    question_id: int
+    image_id: int
+    answers: tuple[str, ...]
+    most_frequent: str
+    answer_type: str
+    question_type: str
+
+
 def read_questions(
     questions_file: str | Path, annotations_file: str | Path | None = None, errors: RecordErrors = RAISE
-) -> list[VQAQuestion]:
+) -> VQAQuestions:
     """Read a question file, joined with its annotation file on `question_id`; the questions are in file order.
+
+    The files are read entry by entry, because the annotations of train2014 as Python objects take 3 GiB.
 
     Args:
         questions_file: `v2_OpenEnded_mscoco_<split>_questions.json`.
@@ -52,87 +117,117 @@ def read_questions(
         ValueError: invalid JSON, a missing key, a question listed twice, files of other questions, or answers that are
             no strings; file and question are named.
     """
-    path = Path(questions_file).expanduser()
-    content = read_json(path, "questions", ("questions",))
-    annotations = None
+    path = require_file(Path(questions_file).expanduser(), "questions")
+    annotated, row_of = None, {}
     if annotations_file is not None:
         with errors.about(str(annotations_file)):
-            annotations = _read_annotations(Path(annotations_file).expanduser(), errors)
-    questions: dict[int, VQAQuestion] = {}
-    rows, keys = _list(content["questions"], f"{path}: questions"), ("question_id", "image_id", "question")
-    what = f"{path}: question"
-    for where, row in checked_records(rows, keys, what, "question_id", unique="question ids", errors=errors):
-        with errors:
-            if not isinstance(row["question"], str) or not row["question"].strip():
-                raise ValueError(f"{where} has the text {row['question']!r}; a question must be a text")
-            annotated = {} if annotations is None else _annotated(row, annotations, where, annotations_file)
-            number = row["question_id"]
-            questions[number] = VQAQuestion(
-                number, row["image_id"], row["question"], content.get("data_subtype"), **annotated
-            )
+            annotated = _read_annotations(Path(annotations_file).expanduser(), errors)
+            row_of = {number: row for row, number in enumerate(annotated.column("question_id"))}
+    is_asked = bytearray(len(row_of))
+    rows = array("q")
+    head: dict[str, Any] = {}
+
+    def asked() -> Iterator[_Asked]:
+        keys, what = ("question_id", "image_id", "question"), f"{path}: question"
+        found = _rows_of(path, "questions", head, lambda row: _mark(is_asked, row_of, row))
+        for where, row in checked_records(found, keys, what, "question_id", unique="question ids", errors=errors):
+            one = None
+            with errors:
+                if not isinstance(row["question"], str) or not row["question"].strip():
+                    raise ValueError(f"{where} has the text {row['question']!r}; a question must be a text")
+                if annotated is not None:
+                    rows.append(_annotated_row(row, annotated, row_of, where, annotations_file))
+                one = _Asked(row["question_id"], row["image_id"], row["question"])
+            if one is not None:
+                yield one
+
+    with collection_paused():
+        questions = RecordTable(_Asked, asked())
     if not questions:
         raise ValueError(f"{path} has no questions")
-    asked = {row.get("question_id") for row in rows if isinstance(row, dict)}
-    extra = [number for number in annotations or () if number not in asked]
+    extra = [number for number, row in row_of.items() if not is_asked[row]]
     if extra:
         with errors.about(str(annotations_file)):
             raise ValueError(
                 f"{annotations_file}: annotation of question {extra[0]} (and {len(extra) - 1} more), which {path} does "
                 "not have; use the two files of the same split"
             )
-    return list(questions.values())
+    return VQAQuestions(questions, annotated, rows, head.get("data_subtype"))
 
 
-def _annotated(
-    row: dict[str, Any], annotations: dict[int, dict[str, Any]], where: str, annotations_file: str | Path
-) -> dict[str, Any]:
-    """Fields of `VQAQuestion` that the annotation of a question gives."""
-    annotated = annotations.get(row["question_id"])
-    if annotated is None:
+def _rows_of(
+    path: Path, key: str, head: dict[str, Any], look: Callable[[Any], None] = lambda row: None
+) -> Iterator[Any]:
+    """The values of the list `key`; other entries of the file go into `head`, and `look` is shown every value."""
+    is_there = False
+    for name, value, is_row in json_members(path, key, [key]):
+        if is_row:
+            look(value)
+            yield value
+        elif name != key:
+            head[name] = value
+        elif not isinstance(value, list):
+            raise ValueError(f"{path}: {key} is a {type(value).__name__}, expected a list")
+        is_there = is_there or name == key
+    if not is_there:
+        raise ValueError(f"{path} has no '{key}'")
+
+
+def _mark(is_asked: bytearray, row_of: dict[Any, int], row: Any) -> None:
+    number = row.get("question_id") if isinstance(row, dict) else None
+    if isinstance(number, int | str) and number in row_of:
+        is_asked[row_of[number]] = True
+
+
+def _annotated_row(
+    row: dict[str, Any],
+    annotated: RecordTable[_Annotated],
+    row_of: dict[int, int],
+    where: str,
+    annotations_file: str | Path,
+) -> int:
+    """The row of the annotation of a question."""
+    found = row_of.get(row["question_id"])
+    if found is None:
         raise ValueError(f"{where} has no annotation in {annotations_file}; use the two files of the same split")
-    if annotated.pop("image_id") != row["image_id"]:
+    if annotated.column("image_id")[found] != row["image_id"]:
         raise ValueError(f"{where} is about image {row['image_id']}, but in {annotations_file} about another")
-    return annotated
-
-
-def _read_annotations(path: Path, errors: RecordErrors) -> dict[int, dict[str, Any]]:
-    """Fields of `VQAQuestion` by question id, and `image_id`."""
-    rows = _list(read_json(path, "annotations", ("annotations",))["annotations"], f"{path}: annotations")
-    found: dict[int, dict[str, Any]] = {}
-    texts = ("multiple_choice_answer", "answer_type", "question_type")
-    keys = ("question_id", "image_id", "answers", *texts)
-    what = f"{path}: annotation of question"
-    for where, row in checked_records(rows, keys, what, "question_id", unique="question ids", errors=errors):
-        with errors:
-            for key in texts:
-                if not isinstance(row[key], str):
-                    raise ValueError(f"{where}: {key} is {row[key]!r}; it must be a text")
-            found[row["question_id"]] = {
-                "image_id": row["image_id"],
-                "answers": _answers(row["answers"], where),
-                "most_frequent": sys.intern(row["multiple_choice_answer"]),
-                "answer_type": sys.intern(row["answer_type"]),
-                "question_type": sys.intern(row["question_type"]),
-            }
     return found
 
 
+def _read_annotations(path: Path, errors: RecordErrors) -> RecordTable[_Annotated]:
+    path = require_file(path, "annotations")
+    texts = ("multiple_choice_answer", "answer_type", "question_type")
+    keys = ("question_id", "image_id", "answers", *texts)
+    what = f"{path}: annotation of question"
+
+    def annotated() -> Iterator[_Annotated]:
+        rows = _rows_of(path, "annotations", {})
+        for where, row in checked_records(rows, keys, what, "question_id", unique="question ids", errors=errors):
+            one = None
+            with errors:
+                for key in texts:
+                    if not isinstance(row[key], str):
+                        raise ValueError(f"{where}: {key} is {row[key]!r}; it must be a text")
+                answers = _answers(row["answers"], where)
+                one = _Annotated(row["question_id"], row["image_id"], answers, *(row[key] for key in texts))
+            if one is not None:
+                yield one
+
+    with collection_paused():
+        return RecordTable(_Annotated, annotated())
+
+
 def _answers(rows: Any, where: str) -> tuple[str, ...]:
-    """The ten human answers. There are 4.4 million in a file, of which few are different."""
-    try:
-        answers = tuple([sys.intern(row["answer"]) for row in _list(rows, f"{where}: answers")])
-    except (TypeError, KeyError):  # what is wrong is looked for only now
-        for number, row in enumerate(rows, start=1):
+    """The ten human answers."""
+    if not isinstance(rows, list):
+        raise ValueError(f"{where}: answers is a {type(rows).__name__}, expected a list")
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict) or "answer" not in row:
             require_keys(row, ("answer",), f"{where}: answer {number}")
-            if not isinstance(row["answer"], str):
-                raise ValueError(f"{where}: answer {number} is {row['answer']!r}; an answer must be a text") from None
-        raise
+        if not isinstance(row["answer"], str):
+            raise ValueError(f"{where}: answer {number} is {row['answer']!r}; an answer must be a text")
+    answers = tuple([row["answer"] for row in rows])
     if not answers:
         raise ValueError(f"{where} has no answers; leave the annotation file out for a split without answers")
     return answers
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{where} is a {type(value).__name__}, expected a list")
-    return value

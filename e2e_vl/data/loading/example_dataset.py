@@ -65,24 +65,35 @@ class ExampleDataset(Dataset):
             FileNotFoundError: an image file, or a file about it, is missing; names the image and the path.
             ValueError: a file that cannot be read, files that contradict each other, or a box outside its image.
         """
-        draw: Draw = functools.partial(random_generator, self.seed, request.epoch)
-        augmentation = self.loader.draw_augmentation(draw(request.texts[0]))
         group, texts = request.group, request.texts
         for _ in range(_BROKEN_IN_A_ROW):
-            sample = self.dataset.sample(texts)
             try:
-                images = [self.loader.load(image, augmentation) for image in sample.images]
-                break
+                return self.read(request, texts)
             except BrokenImageError as error:
                 if not self.skip_broken:
                     raise _as_reader_error(error) from error.__cause__
+                last = self.dataset.sample(texts).images[0].id
                 group, texts = self._next(group, len(texts), error)
-        else:
-            raise ValueError(
-                f"{_BROKEN_IN_A_ROW} images in a row cannot be read, the last is image {sample.images[0].id}; check "
-                "where the data are"
-            )
+        raise ValueError(
+            f"{_BROKEN_IN_A_ROW} images in a row cannot be read, the last is image {last}; check where the data are"
+        )
+
+    def read(self, request: Request, texts: tuple[int, ...] | None = None) -> Example:
+        """Load an image with all texts of the request, or with `texts`, but with the request's randomness.
+
+        Raises:
+            BrokenImageError: the image is missing or cannot be read; its cause says which and why.
+            ValueError: files that contradict each other, or a box outside its image.
+        """
+        draw: Draw = functools.partial(random_generator, self.seed, request.epoch)
+        augmentation = self.loader.draw_augmentation(draw(request.texts[0]))
+        sample = self.dataset.sample(request.texts if texts is None else texts)
+        images = [self.loader.load(image, augmentation) for image in sample.images]
         return Example(images, list(self.wording(sample, images, draw)))
+
+    def image_ids_of(self, texts: tuple[int, ...]) -> tuple[str, ...]:
+        """Ids of the images that some texts of one group are about."""
+        return tuple(image.id for image in self.dataset.sample(texts).images)
 
     def _next(self, group: int, num_texts: int, error: BrokenImageError) -> tuple[int, tuple[int, ...]]:
         """The next image with texts, and its first ones, in place of an image that cannot be read."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.shared_reads import collection_paused
@@ -83,6 +86,17 @@ def is_box(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def plain_boxes(rows: Sequence[Any]) -> np.ndarray | None:
+    """float64 [rows, 4] if `is_box` holds for every row, else None; quicker, since all rows are looked at together."""
+    try:
+        if {*map(type, rows)} - {list} or {*map(len, rows)} - {4} or {*map(type, chain(*rows))} - {int, float}:
+            return None
+        boxes = np.array(rows, dtype=np.float64).reshape(-1, 4)
+    except (TypeError, OverflowError):
+        return None
+    return boxes if np.isfinite(boxes).all() else None
 
 
 def corners_of(box: Any, where: str) -> tuple[float, float, float, float]:

@@ -1,12 +1,15 @@
 """Indices of files that are larger than memory: made by one pass, kept as `.npy` files, read row by row.
 
 Rows are read from the file when they are asked for and never mapped: mapped pages count as memory of a process, and
-with random access that would be the whole index after a while.
+with random access that would be the whole index after a while. One process makes an index, and the others wait for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +17,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from filelock import FileLock, Timeout
+from tqdm.auto import tqdm
+
+logger = logging.getLogger(__name__)
+
+
+_PATIENCE = 0.5  # seconds without a word
 
 
 class OpenFiles:
@@ -92,7 +102,8 @@ def cached_index(
     """The `.npy` file with the index of some files; made if it is not there yet.
 
     Its name tells the paths, sizes and times of the files and the version, so an index never belongs to other content.
-    Several processes may make it at once: each writes a file of its own and renames it when it is complete.
+    Of several processes that want it at once, one makes it, writes a file of its own and renames it when it is
+    complete; the others wait.
 
     Args:
         version: kind and version of the index.
@@ -119,15 +130,56 @@ def cached_index(
             "folder that can be written to"
         ) from error
     try:
-        with os.fdopen(handle, "wb") as file:
-            _write(file, rows, columns)
-        Path(unfinished).replace(path)
+        with one_process(path, f"the index of {sources[0]}"), os.fdopen(handle, "wb") as file:
+            if not path.is_file():  # else another process has made it meanwhile
+                _write(file, with_progress(rows(), f"indexing {sources[0].name}"), columns)
+                file.close()
+                Path(unfinished).replace(path)
     finally:
         Path(unfinished).unlink(missing_ok=True)
     return path
 
 
-def _write(file: BinaryIO, rows: Callable[[], Iterator[np.ndarray]], columns: int) -> None:
+@contextlib.contextmanager
+def one_process(path: Path, what: str) -> Iterator[None]:
+    """Waits until no other process holds the lock of this file, and says so if that takes long.
+
+    The lock ends with its process, so that a kill leaves none behind.
+
+    Args:
+        path: the file that is about to be made; its lock lies beside it.
+        what: names it for the user.
+    """
+    lock = FileLock(path.with_name(f"{path.name}.lock"))
+    try:
+        lock.acquire(timeout=_PATIENCE)
+    except Timeout:
+        logger.info("%s: another process is making %s; waiting for it.", path.parent, what)
+        with tqdm(desc=f"waiting for another process, which makes {what}", bar_format="{desc}: {elapsed}") as bar:
+            while not lock.is_locked:
+                with contextlib.suppress(Timeout):
+                    lock.acquire(timeout=1)
+                bar.update()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # Windows removes no open file
+            Path(lock.lock_file).unlink()
+        lock.release()
+
+
+def with_progress(parts: Iterator[np.ndarray], name: str) -> Iterator[np.ndarray]:
+    """The parts of an index, with a bar that counts their rows."""
+    first = next(parts, None)  # who makes all in one piece shows a bar of its own before it
+    if first is None:
+        return
+    with tqdm(desc=name, unit=" records", unit_scale=True, delay=1, leave=False) as bar:
+        for part in itertools.chain([first], parts):
+            yield part
+            bar.update(len(part))
+
+
+def _write(file: BinaryIO, rows: Iterator[np.ndarray], columns: int) -> None:
     """The header holds the number of rows, so it is written again at the end; numpy leaves room for more digits."""
     count = 0
     for is_complete in (False, True):
@@ -135,6 +187,6 @@ def _write(file: BinaryIO, rows: Callable[[], Iterator[np.ndarray]], columns: in
         shape = (count, columns) if columns else (count,)
         np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": shape})
         if not is_complete:
-            for part in rows():
+            for part in rows:
                 file.write(np.ascontiguousarray(part, dtype="<i8"))
                 count += len(part)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -68,6 +68,40 @@ def json_items(path: str | Path, what: str) -> Iterator[Any]:
         yield from scanner.inside("[", scanner.item)
 
 
+def json_members(path: str | Path, what: str, lists: Collection[str]) -> Iterator[tuple[str, Any, bool]]:
+    """The entries of the one object in a JSON file; of the named ones, which are long lists, each value by itself
+    after an empty list.
+
+    Args:
+        what: names the content in errors.
+        lists: keys of the lists.
+
+    Yields:
+        The key, the value, and whether it is one value of a list.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no JSON, or something else than an object.
+    """
+    path = require_file(path, what)
+    with path.open("rb") as file:
+        scanner = _Scanner(file, path, what, "object")
+        scanner.expect("{")
+        for _ in scanner.steps("}"):
+            key = scanner.item()
+            if not isinstance(key, str):
+                raise scanner.broken("a key with a value is expected")
+            scanner.expect(":")
+            if scanner.next_mark() == "[" and key in lists:
+                scanner.expect("[")
+                yield key, [], False
+                for _ in scanner.steps("]"):
+                    yield key, scanner.item(), True
+            else:
+                yield key, scanner.item(), False
+        scanner.end()
+
+
 def read_entry(files: OpenFiles, path: Path, start: int, size: int) -> tuple[str, Any]:
     """Key and value of an entry that `json_entries` found.
 
@@ -75,7 +109,8 @@ def read_entry(files: OpenFiles, path: Path, start: int, size: int) -> tuple[str
         ValueError: the file has changed since.
     """
     try:
-        [(key, value)] = json.loads(b"{" + files.read(path, start, size) + b"}").items()
+        written = (b"{" + files.read(path, start, size) + b"}").decode("utf-8", "surrogatepass")  # as json.loads
+        [(key, value)] = _DECODER.decode(written).items()
     except ValueError as error:
         raise ValueError(f"{path}: has changed while it was in use (entry at byte {start})") from error
     return key, value
@@ -91,30 +126,54 @@ class _Scanner:
 
     def inside(self, opening: str, read: Callable[[], _Found]) -> Iterator[_Found]:
         """What `read` gives for each part of the object or list that the file is."""
-        closing = _CLOSING[opening]
         self.expect(opening)
+        for _ in self.steps(_CLOSING[opening]):
+            yield read()
+            while comma := _COMMA.match(self.text, self.at):  # as nearly always; the steps do the same slowly
+                self.at = comma.end()
+                yield read()
+        self.end()
+
+    def steps(self, closing: str) -> Iterator[None]:
+        """Stops before each part of an object or list, whose opening mark has been read, until behind its end."""
         is_first = True
         while self.next_mark() != closing:
             if not is_first:
                 self.expect(",")
                 self.next_mark()
             is_first = False
-            yield read()
-            while comma := _COMMA.match(self.text, self.at):  # as nearly always; the steps above do the same slowly
-                self.at = comma.end()
-                yield read()
+            yield
         self.expect(closing)
+
+    def end(self) -> None:
         if self.next_mark():
             raise self.broken(f"something stands behind the {self.kind}")
 
     def entry(self) -> JsonEntry:
-        (key, value), end = self.whole(self.decode_entry)
+        plain = self.plain_entry()
+        if plain is not None:
+            key, value, end = plain
+        else:
+            (key, value), end = self.whole(self.decode_entry)
         written = self.text[self.at : end]
         if not written.isascii():
             [(key, value)] = self.decode_again("{" + written + "}").items()
         found = JsonEntry(key, value, self.before + self.at, end - self.at)
         self.at = end
         return found
+
+    def plain_entry(self) -> tuple[str, Any, int] | None:
+        """Key, value and end, where the window holds all of a plain entry, as nearly always; `whole` is slower."""
+        found = _PLAIN_KEY.match(self.text, self.at)
+        if found is None:
+            return None
+        try:
+            value, end = _DECODER.scan_once(self.text, found.end())
+        except (StopIteration, json.JSONDecodeError):
+            return None
+        if end == len(self.text) or self.text[end] in _IN_NUMBERS:
+            return None
+        return found[1], value, end
 
     def item(self) -> Any:
         value, end = self.whole(lambda: self.value(self.at))

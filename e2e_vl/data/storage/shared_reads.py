@@ -21,6 +21,12 @@ class SharedReads:
     def __init__(self) -> None:
         self._found: dict[Hashable, Any] = {}
 
+    def copy(self) -> SharedReads:
+        """Another one that has what this one has now; what it reads is freed with it."""
+        other = SharedReads()
+        other._found = dict(self._found)
+        return other
+
     def read(
         self, reader: Callable[..., Found], *places: Hashable, errors: RecordErrors = RAISE, **options: Hashable
     ) -> Found:

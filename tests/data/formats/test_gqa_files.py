@@ -112,3 +112,31 @@ def test_choices_and_scene_graphs(tmp_path):
         scene_objects(file, "6")
     with pytest.raises(ValueError, match=r"scene graph of image 7: object 1: the box .* is empty or inverted"):
         scene_objects(file, "7")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"h": -1}, "object b: the box .* is empty or inverted"),
+        ({"x": True}, r"object b: the box \[True, 2, 3, 4\] is not four finite numbers"),
+        ({"name": None}, None),  # is not looked at
+        ({"y": None}, r"object b: the box \[1, None, 3, 4\] is not four finite numbers"),
+    ],
+)
+def test_the_wrong_object_of_a_scene_is_named(tmp_path, change, message):
+    box = {"name": "cup", "x": 1, "y": 2, "w": 3, "h": 4}
+    graph = {"width": 40, "height": 30, "objects": {"a": box, "b": box | change, "c": box}}
+    file = EntryFile(written(tmp_path, {"5": graph}, "graphs.json"), "scene graphs")
+    if message is None:
+        assert scene_objects(file, "5")[1].boxes.tolist() == [[1, 2, 4, 6]] * 3
+    else:
+        with pytest.raises(ValueError, match=f"scene graph of image 5: {message}"):
+            scene_objects(file, "5")
+
+
+def test_an_object_without_a_name_is_named(tmp_path):
+    box = {"x": 1, "y": 2, "w": 3, "h": 4}
+    graph = {"width": 40, "height": 30, "objects": {"a": box | {"name": "cup"}, "b": box}}
+    file = EntryFile(written(tmp_path, {"5": graph}, "graphs.json"), "scene graphs")
+    with pytest.raises(ValueError, match="scene graph of image 5: object b has no 'name'"):
+        scene_objects(file, "5")

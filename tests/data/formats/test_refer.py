@@ -127,3 +127,17 @@ def test_a_file_without_a_list_or_no_file(tmp_path):
         read_refs(tmp_path / "refs.json")
     with pytest.raises(FileNotFoundError, match=r"gone\.p: cannot read the refs"):
         read_refs(tmp_path / "gone.p")
+
+
+def test_empty_boxes_are_left_out_unless_they_are_referred_to(tiny, caplog):
+    """COCO's own file, which RefCOCO's is made from, has some."""
+    boxes = {row["id"]: row for row in tiny.instances["annotations"]}
+    referred = {ref["ann_id"] for ref in tiny.refs}
+    other = next(number for number in boxes if number not in referred)
+    boxes[other]["bbox"] = [10, 20, 0, 5]
+    files = read(tiny.write())
+    assert other not in files.instances.annotations and len(files.expressions) == len(read(tiny).expressions)
+    assert f"left out 1 annotations with empty boxes: [{other}]" in caplog.text
+    boxes[tiny.refs[0]["ann_id"]]["bbox"] = [10, 20, 0, 5]
+    with pytest.raises(ValueError, match=rf"annotation {tiny.refs[0]['ann_id']}.* is empty or inverted.*refers to it"):
+        read(tiny.write())

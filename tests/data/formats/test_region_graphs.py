@@ -73,9 +73,52 @@ def test_a_description_is_one_phrase_of_its_region(path):
     assert phrases.spans == ((0, 9),) and phrases.boxes[0].tolist() == [[5, 6, 75, 86]] and len(found) == 3
 
 
-def test_another_release_is_refused(path):
-    with pytest.raises(ValueError, match=r"region_graphs\.json: region 12 has another description than 'a horse'"):
-        read_region_graphs(path).of(12, "a horse")
+@pytest.mark.parametrize(
+    ("words", "spans"),
+    [
+        ("men on a horse ", ((0, 3), (9, 14))),
+        ("men  on a horse", ((0, 3), (10, 15))),
+        ("\tmen on a horse", ((1, 4), (10, 15))),
+    ],
+)
+def test_descriptions_may_differ_in_white_space(path, caplog, words, spans):
+    found = read_region_graphs(path)
+    found.compare([(12, words)])
+    assert "other descriptions" not in caplog.text
+    phrases = found.of(12, words)
+    assert phrases.spans == spans and [words[slice(*span)] for span in spans] == ["men", "horse"]
+    assert [len(boxes) for boxes in phrases.boxes] == [2, 1]
+
+
+def test_places_with_space_around_them_are_those_of_their_words(tmp_path):
+    entities = [entity(0, 4, "man"), entity(0, 3, "man"), entity(3, 4, "man"), entity(3, 7, "hat")]
+    hat = HORSE | {"name": "hat"}
+    found = read_region_graphs(
+        write(tmp_path, [{"image_id": 1, "regions": [region(3, "man hat", entities, [MAN, hat])]}])
+    )
+    assert found.of(3, "man hat").spans == ((0, 3), (4, 7))
+
+
+def test_other_descriptions_have_no_phrases_and_are_counted(path, caplog):
+    found = read_region_graphs(path)
+    described = [(9, "é man"), (12, "a horse"), (1000, "a fox")]
+    with caplog.at_level(logging.WARNING):
+        found.compare(described)
+    sentence = "region_graphs.json: 1 of 2 regions, region 12 the first of them, have other descriptions than"
+    assert sentence in caplog.text
+    errors = NotedErrors()
+    found.compare(described, errors)
+    assert sentence in next(iter(errors.sentences))
+    assert found.of(12, "a horse") is None and found.of(9, "é man") is not None
+
+
+def test_another_release_is_refused(path, tmp_path):
+    found = read_region_graphs(path)
+    with pytest.raises(ValueError, match=r"region_graphs\.json: 2 of 2 regions, region 12 .* use files of the same"):
+        found.compare([(12, "a horse"), (9, "a man")])
+    found.compare([(1000, "a fox")])
+    (tmp_path / "empty").mkdir()
+    read_region_graphs(write(tmp_path / "empty", [])).compare([(12, "a horse")])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from e2e_vl.data.formats.vcr_files import VCRFile, read_metadata
@@ -86,3 +89,22 @@ def test_an_object_may_have_no_outline(tiny):
     tiny.metadata["segms"][1] = []
     question = VCRFile(tiny.write().file)[0]
     assert read_metadata(tiny.images_root / "film" / "a.json", question)[1].outlines[1] == []
+
+
+def test_numbers_in_quotes_are_points_too(tiny):
+    """Files that were read before are read all the same, one outline at a time."""
+    question = VCRFile(tiny.write().file)[0]
+    plain = read_metadata(tiny.images_root / "film" / "a.json", question)[1]
+    tiny.metadata["segms"][2] = [[[str(x), y] for x, y in tiny.metadata["segms"][2][0]], [[1, 2], [3, 4.5]]]
+    quoted = read_metadata(tiny.write().images_root / "film" / "a.json", question)[1]
+    assert [len(outlines) for outlines in quoted.outlines] == [1, 1, 2, 1]
+    assert quoted.outlines[2][0].tolist() == plain.outlines[2][0].tolist()
+    assert quoted.outlines[2][1].tolist() == [[1, 2], [3, 4.5]] and quoted.outlines[3][0].dtype == np.float64
+    assert quoted.boxes.tolist() == [[float(value) for value in box[:4]] for box in BOXES]
+
+
+def test_a_question_is_kept_as_it_is(tiny):
+    tiny.lines[1] |= {"family": "why", "question": ["\ud83d", "\u4e2d", [0]], "number": 2**70}
+    question = VCRFile(tiny.write().file)[1]
+    wanted = {key: value for key, value in tiny.lines[1].items() if key not in ("movie", "number")}
+    assert dataclasses.asdict(question) == wanted

@@ -91,5 +91,5 @@ def test_missing_and_broken_files(files, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"questions\.json: cannot read the questions"):
         read_questions(tmp_path / "questions.json")
     (tmp_path / "questions.json").write_text("[")
-    with pytest.raises(ValueError, match="the questions are not valid JSON"):
+    with pytest.raises(ValueError, match="the questions are not one JSON object"):
         read_questions(tmp_path / "questions.json")

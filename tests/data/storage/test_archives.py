@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import random
 import zipfile
 
 import pytest
 
+from e2e_vl.data.storage import archives
 from e2e_vl.data.storage.archives import ArchivedFiles
 
 
@@ -31,3 +33,49 @@ def test_many_members_are_found_by_the_index(tmp_path):
         archive.writestr("x", "y")
     with pytest.raises(ValueError, match=r"c.zip: x is encrypted or compressed in a way"):
         files.read("c.zip@/x")
+
+
+@pytest.mark.parametrize("kind", ["plain", "zip64", "after other bytes", "with a comment", "empty"])
+def test_the_directory_is_read_as_zipfile_reads_it(tmp_path, monkeypatch, kind):
+    path, draw = tmp_path / "a.zip", random.Random(0)
+    if kind == "zip64":  # limits of zipfile, so that a small archive has what a large one has
+        monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 300)
+        monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 20)
+    if kind == "after other bytes":
+        path.write_bytes(b"some program" * 99)
+    contents = {} if kind == "empty" else {f"größe/{n}-{'x' * (n % 90)}.txt": draw.randbytes(n) for n in range(60)}
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
+        for number, (name, content) in enumerate(contents.items()):
+            archive.writestr(name, content, zipfile.ZIP_STORED if number % 2 else None)
+        archive.comment = b"nothing" if kind == "with a comment" else b""
+    monkeypatch.setattr(archives, "_CHUNK", 7)
+    monkeypatch.setattr(archives, "_LONGEST_COMMENT", 200)
+    files = ArchivedFiles(tmp_path, tmp_path / "cache")
+    for name, content in contents.items():
+        assert files.read(f"a.zip@/{name}") == content
+    with pytest.raises(FileNotFoundError, match="has no member none"):
+        files.read("a.zip@/none")
+
+
+def test_a_damaged_directory_is_named(tmp_path):
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for number in range(9):
+            archive.writestr(f"{number}.txt", "content")
+    whole = path.read_bytes()
+    first = whole.index(b"PK\1\2")
+    for damaged in (whole[:-30], whole[:first] + b"XXXX" + whole[first + 4 :], b"", b"PK\5\6", whole[first + 9 :]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"a\.zip: no readable zip archive \(.*\); get it again"):
+            ArchivedFiles(tmp_path, tmp_path / "cache").read("a.zip@/1.txt")
+
+
+def test_indices_of_all_parts_are_made_before_a_file_is_wanted(tmp_path):
+    for name in ("part.0.zip", "part.1.zip", "other.zip"):
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.writestr("x", name)
+    files = ArchivedFiles(tmp_path, tmp_path / "cache")
+    files.prepare("part.0.zip@/x")
+    files.prepare("folder/x")
+    assert sorted(one.name.partition(".zip")[0] for one in (tmp_path / "cache").iterdir()) == ["part.0", "part.1"]
+    assert files.read("part.1.zip@/x") == b"part.1.zip"

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
+import time
 
-from e2e_vl.data.storage.index_files import OpenFiles
+import numpy as np
+
+from e2e_vl.data.storage import index_files
+from e2e_vl.data.storage.index_files import OpenFiles, cached_index
 
 
 class Slow(io.BytesIO):
@@ -33,3 +38,31 @@ def test_only_the_latest_files_stay_open(tmp_path):
     opened = [files[path] for path in paths]
     assert [file.closed for file in opened] == [True, False, False]
     assert files.read(paths[0], 0, 1) == b"a" and opened[1].closed
+
+
+def make_index(source, folder, log):
+    """An index that takes a while; each time that it is made is a line in the log."""
+
+    def rows():
+        with log.open("a") as file:
+            file.write("made\n")
+        time.sleep(0.3)
+        yield np.arange(5)
+
+    path = cached_index([source], folder, "test", rows)
+    assert np.load(path).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_of_several_processes_one_makes_an_index_and_the_others_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_files, "_PATIENCE", 0.05)  # so that waiting is told of, too
+    source, folder, log = tmp_path / "source", tmp_path / "cache", tmp_path / "log"
+    source.write_text("x")
+    forks = multiprocessing.get_context("fork")
+    processes = [forks.Process(target=make_index, args=(source, folder, log)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert log.read_text() == "made\n"
+    assert [path.suffix for path in folder.iterdir()] == [".npy"], "no lock and nothing unfinished stays"

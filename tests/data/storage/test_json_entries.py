@@ -8,7 +8,7 @@ import pytest
 
 from e2e_vl.data.storage import json_entries as module
 from e2e_vl.data.storage.index_files import OpenFiles
-from e2e_vl.data.storage.json_entries import json_entries, json_items, read_entry
+from e2e_vl.data.storage.json_entries import json_entries, json_items, json_members, read_entry
 
 CONTENT = {
     "01": {"text": 'a "quoted" {brace} [bracket], é 日本', "more": [1, {"x": None}]},
@@ -99,3 +99,31 @@ def test_files_that_are_not_there_or_have_changed(tmp_path):
     path.write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ValueError, match="it is not UTF-8 text"):
         list(json_entries(path, "records"))
+
+
+def test_long_lists_inside_an_object_come_value_by_value(tmp_path):
+    path = tmp_path / "file.json"
+    content = {"info": {"year": 2014}, "rows": [{"n": 1}, "größer", []], "none": [], "other": [1, 2]}
+    for indent in (None, 1):
+        path.write_text(json.dumps(content, ensure_ascii=False, indent=indent), encoding="utf-8")
+        assert list(json_members(path, "rows", ["rows", "none"])) == [
+            ("info", {"year": 2014}, False),
+            ("rows", [], False),
+            ("rows", {"n": 1}, True),
+            ("rows", "größer", True),
+            ("rows", [], True),
+            ("none", [], False),
+            ("other", [1, 2], False),
+        ]
+    for broken in (
+        '{"rows": [1, 2}',
+        '{"rows": [1 2]}',
+        '{"rows": [1]} 3',
+        "{3: [1]}",
+        '{"rows": [1,]}',
+        "[]",
+        '{"',
+    ):
+        path.write_text(broken, encoding="utf-8")
+        with pytest.raises(ValueError, match="the rows are not one JSON object"):
+            list(json_members(path, "rows", ["rows"]))

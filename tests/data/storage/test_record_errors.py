@@ -46,3 +46,22 @@ def test_mistakes_of_programmers_are_not_noted():
 def test_something_that_is_no_list_is_one_sentence():
     with pytest.raises(ValueError, match="file: row: expected a list of records, found a int"):
         list(checked_records(3, (), "file: row"))
+
+
+def test_what_is_noted_apart_is_not_among_the_others():
+    errors = NotedErrors()
+    errors.note("before")
+    with errors.apart() as found, errors:
+        raise ValueError("within")
+    with pytest.raises(RuntimeError), errors.apart() as lost:
+        errors.note("lost")
+        raise RuntimeError
+    errors.note("behind")
+    assert (list(found), list(lost), list(errors.sentences)) == (["within"], ["lost"], ["before", "behind"])
+
+
+def test_a_process_that_died_is_no_error_of_a_record():
+    errors = NotedErrors()
+    with pytest.raises(ChildProcessError), errors.about("file: row 1"):
+        raise ChildProcessError("a process was ended")
+    assert not errors.sentences and errors.sentence(MemoryError()) is None

@@ -28,7 +28,7 @@ with Path(__file__).with_suffix(".log").open("a") as log:
     log.write(json.dumps(sys.argv[1:]) + "\\n")
 if config.seed == 13:
     sys.exit(3)
-accuracy = 0.3 if config.detector.freeze else 0.9
+accuracy = 0.3 if config.detector.freeze else 0.9 - config.seed / 100 * (config.seed > 1)
 metrics = {"val/accuracy_gt_boxes": accuracy, "val/accuracy_gt_boxes/relation": None, "val/ceiling_gt_boxes": 1.0}
 (run / "metrics.json").write_text(json.dumps({**metrics, "steps": 7, "seconds_training": 90.0}))
 """
@@ -72,10 +72,10 @@ def test_variants_are_trained_once_and_compared(compare, capsys):
     assert comparison["common_overrides"] == ["train.lr=2e-3"]
     assert comparison["variants"]["kept as it is"] == {
         "overrides": ["detector.freeze=true"],
-        "run": str(run),
-        "metrics": {"val/accuracy_gt_boxes": 0.3},
-        "steps": 7,
-        "training_minutes": 1.5,
+        "runs": [str(run)],
+        "metrics": {"val/accuracy_gt_boxes": [0.3]},
+        "steps": [7],
+        "training_minutes": [1.5],
     }
     lines = (compare.output / "comparison.md").read_text(encoding="utf-8").splitlines()
     assert lines[:4] == [
@@ -97,11 +97,33 @@ def test_variants_are_trained_once_and_compared(compare, capsys):
     assert compare.calls[2][-1] == f"output={run}"
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_each_seed_is_a_run_of_its_own_and_the_table_has_mean_and_spread(compare, jobs):
+    words = ("--variant", "joint", "--variant", "frozen", "detector.freeze=true", "--seeds", "2", "4")
+    assert compare(*words, "--jobs", str(jobs)) == 0
+    runs = [[str(compare.output / f"{name}_{seed}") for seed in (2, 4)] for name in ("joint", "frozen")]
+    settings = sorted(call[3:] for call in compare.calls)
+    frozen = "detector.freeze=true"
+    assert settings == [
+        [frozen, "seed=2", f"output={runs[1][0]}"],
+        [frozen, "seed=4", f"output={runs[1][1]}"],
+        ["seed=2", f"output={runs[0][0]}"],
+        ["seed=4", f"output={runs[0][1]}"],
+    ]
+    comparison = json.loads((compare.output / "comparison.json").read_text(encoding="utf-8"))
+    assert comparison["seeds"] == [2, 4]
+    assert [row["runs"] for row in comparison["variants"].values()] == runs
+    assert comparison["variants"]["joint"]["metrics"] == {"val/accuracy_gt_boxes": [0.88, 0.86]}
+    lines = (compare.output / "comparison.md").read_text(encoding="utf-8").splitlines()
+    assert lines[2:4] == ["| joint | 0.870 (0.860 to 0.880) | 1.5 |", "| frozen | 0.300 (0.300 to 0.300) | 1.5 |"]
+    assert "Means over the seeds 2, 4, and the spread." in lines
+
+
 def test_a_run_with_other_settings_is_not_taken_for_this_one(compare, capsys):
     assert compare("--variant", "joint") == 0
     assert compare("--variant", "new", "--variant", "joint", "train.lr=0.5") == 2
     error = capsys.readouterr().err.strip()
-    assert "joint holds a run with other settings (train.lr: 0.001 -> 0.5)" in error
+    assert "joint holds a run with other settings (train.lr: 0.002 -> 0.5)" in error
     assert len(compare.calls) == 1, "nothing may be trained before all folders are checked"
 
 
@@ -120,6 +142,8 @@ def test_a_failed_variant_stops_the_comparison(compare, capsys):
         (["--variant", ".."], "cannot name a variant"),
         (["--variant", "a b", "--variant", "a_b"], "share the folder a_b"),
         (["--variant", "a", "--variant", "a"], "given twice"),
+        (["--variant", "a", "--seeds", "1", "1"], "a seed twice"),
+        (["--variant", "a", "--jobs", "0"], "--jobs is 0"),
         (["--variants", "absent.yaml"], "absent.yaml does not exist"),
         (["--variants", str(DEMO)], "must map names to lists"),
         (["--variant", "a", "detector.frozen=true"], "detector.frozen"),
@@ -149,15 +173,25 @@ def test_the_demo_variants_are_settings_of_the_demo(monkeypatch):
     assert differences(joint, pyramid) == [f"detector.config: {tiny}.yaml -> {tiny}_fpn.yaml"]
 
 
+def test_the_ablation_removes_the_phrase_loss_relative_geometry_or_both(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    variants = tool.read_variants(ROOT / "configs" / "demo" / "ablation.yaml", [])
+    demo, *others = (load_config(DEMO, words) for words in variants.values())
+    phrases, geometry = "phrases.weight: 1.0 -> 0.0", "encoder.config.relative_geometry: True -> False"
+    assert [differences(demo, other) for other in others] == [[phrases], [geometry], [geometry, phrases]]
+
+
 def test_a_real_run(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    small = ["data.synthetic.scenes.train=4", "data.synthetic.scenes.val=2", "train.images_per_batch=2"]
+    small = ["data.synthetic.scenes={train: 4, val: 2, test: 2}", "train.images_per_batch=2"]
     small += ["train.max_steps=2", "data.workers=0", "data.resize.short_edge=[96]", f"data.root={tmp_path / 'data'}"]
     required = ["--config", str(DEMO), "--output", str(tmp_path / "runs"), "--set", *small]
     assert tool.main([*required, "--variant", "without the text", "data.blank_text=true"]) == 0
     row = json.loads((tmp_path / "runs" / "comparison.json").read_text(encoding="utf-8"))["variants"][
         "without the text"
     ]
-    assert row["steps"] == 2
-    assert set(row["metrics"]) == {"val/accuracy_gt_boxes", "val/accuracy_own_boxes"}
-    assert 0 < row["training_minutes"] < 3
+    assert row["steps"] == [2]
+    assert set(row["metrics"]) == {
+        f"{split}/accuracy_{boxes}_boxes" for split in ("val", "test") for boxes in ("gt", "own")
+    }
+    assert 0 < row["training_minutes"][0] < 3

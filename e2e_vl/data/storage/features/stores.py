@@ -20,14 +20,21 @@ import binascii
 import importlib
 import io
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm.auto import tqdm
 
 from e2e_vl.data.storage.features.record import OPTIONAL, RegionFeatures, load_npz
+from e2e_vl.data.storage.index_files import one_process
+from e2e_vl.run_files import write_text
 
+logger = logging.getLogger(__name__)
+
+SMALL = 1 << 26  # bytes of a TSV file that is read in less than a second
 STAMP_NAME = "stamp.json"
 STAMP_KEY = b"__stamp__"  # in an LMDB file
 TSV_COLUMNS = {
@@ -120,23 +127,55 @@ class NpzStore(FeatureStore):
 class TsvStore(FeatureStore):
     """A TSV file of bottom-up attention or of LXMERT, told apart by their numbers of columns.
 
-    Rows are found by their offsets: from the file beside it if that fits, else by reading it once.
+    Rows are found by their offsets: from the file beside it if that fits, else by reading it once. One process does
+    that and writes the offsets beside the file, where the others wait for them; files up to `SMALL` are just read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        beside = sidecar(path)
-        content = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
-        self.stamp, index = content.get("stamp"), content.get("index")
-        is_whole = index is not None and index["bytes"] == path.stat().st_size
-        self.offsets: dict[str, int] = index["offsets"] if is_whole else self._scan()
+        self.stamp, offsets = self._read_sidecar()
+        if offsets is None:
+            offsets = self._make_sidecar()
+        self.offsets: dict[str, int] = offsets
         self.ids = list(self.offsets)
+
+    def _read_sidecar(self) -> tuple[dict[str, Any] | None, dict[str, int] | None]:
+        """The stamp, and the offsets if they are those of this file."""
+        beside = sidecar(self.path)
+        content = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+        index = content.get("index")
+        is_whole = index is not None and index["bytes"] == self.path.stat().st_size
+        return content.get("stamp"), index["offsets"] if is_whole else None
+
+    def _make_sidecar(self) -> dict[str, int]:
+        beside = sidecar(self.path)
+        if self.path.stat().st_size <= SMALL:
+            return self._scan()
+        if not os.access(beside.parent, os.W_OK):
+            logger.warning(
+                "%s: the index of %s cannot be kept there, so every process reads the whole file at every start; make "
+                "the folder writable once.",
+                *(beside.parent, self.path.name),
+            )
+            return self._scan()
+        with one_process(beside, f"the index of {self.path}"):
+            stamp, offsets = self._read_sidecar()
+            if offsets is None:  # no other process has made it meanwhile
+                size = self.path.stat().st_size
+                offsets = self._scan()
+                write_text(beside, json.dumps({"stamp": stamp, "index": {"bytes": size, "offsets": offsets}}) + "\n")
+        return offsets
 
     def _scan(self) -> dict[str, int]:
         offsets: dict[str, int] = {}
         position = 0
-        with self.path.open("rb") as file:
+        title, size = f"indexing {self.path.name}", self.path.stat().st_size
+        with (
+            self.path.open("rb") as file,
+            tqdm(total=size, desc=title, unit="B", unit_scale=True, delay=1, leave=False) as bar,
+        ):
             for number, line in enumerate(file, start=1):
+                bar.update(len(line))
                 image_id = line.split(b"\t", 1)[0].decode("utf-8", errors="replace")
                 if image_id in offsets:
                     raise ValueError(f"{self.path}: line {number} repeats image {image_id}; ids must be unique")

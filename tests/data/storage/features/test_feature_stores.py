@@ -4,6 +4,7 @@ import base64
 import csv
 import json
 import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from e2e_vl.data.storage.features import stores
 from e2e_vl.data.storage.features.record import OPTIONAL, RegionFeatures, save_npz
 from e2e_vl.data.storage.features.stores import TSV_COLUMNS, TsvStore, open_features, sidecar
 from e2e_vl.data.storage.features.writers import check_format, write_features
@@ -104,12 +106,23 @@ def test_the_columns_of_the_tsv_files(tmp_path: Path, records):
     assert np.array_equal(np.frombuffer(base64.b64decode(row["objects_conf"]), dtype=np.float32), record.scores)
 
 
-def test_a_tsv_file_is_read_without_its_index(tmp_path: Path, records):
+def test_a_tsv_file_is_read_without_its_index(tmp_path: Path, records, monkeypatch):
     path = write("tsv", tmp_path, records)
     indexed = TsvStore(path)
     sidecar(path).unlink()
     scanned = TsvStore(path)
     assert scanned.offsets == indexed.offsets and scanned.stamp is None
+    assert not sidecar(path).exists(), "a small file needs no index"
+    monkeypatch.setattr(stores, "SMALL", 0)
+    TsvStore(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TsvStore, "_scan", lambda self: pytest.fail("the index is kept beside the file"))
+        assert TsvStore(path).offsets == indexed.offsets
+    with pytest.MonkeyPatch.context() as patch:
+        sidecar(path).unlink()
+        patch.setattr(os, "access", lambda *_: False)  # a folder of someone else
+        assert TsvStore(path).offsets == indexed.offsets and not sidecar(path).exists()
+    assert sorted(one.name for one in tmp_path.iterdir()) == [path.name], "no lock stays"
     path.write_bytes(path.read_bytes() * 2)
     with pytest.raises(ValueError, match="line 5 repeats image val/7"):
         TsvStore(path)

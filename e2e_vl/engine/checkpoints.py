@@ -1,0 +1,316 @@
+"""Checkpoints: the model in `save_pretrained` form, and Accelerate's state to continue exactly.
+
+step_00001000/
+  model/          config.yaml, detector/, encoder/, task/, perhaps phrases/, tokenizer/: loads with `load_model`, needs
+                  no training code
+  state/          weights, optimiser and random states of every process (Accelerate)
+  step.json       position in the run
+  checksums.json  of all these files; a resumed run passes over checkpoints whose files are not as they were written
+  best/           perhaps: the best model when the checkpoint was saved, see `e2e_vl/engine/best.py`
+
+A checkpoint is written beside its place and renamed when it is whole. No file of it can run code when it is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import load as load_without_code
+from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerBase
+
+from e2e_vl.config import VERSION, RunConfig, differences, load_config, saved_version
+from e2e_vl.detector_yaml import read_detector_config
+from e2e_vl.engine.failed_step import not_finite
+from e2e_vl.engine.saving import save_model
+from e2e_vl.engine.stopping import all_or_none, is_disk_full, is_lost_process
+from e2e_vl.model import VisionLanguageModel
+from e2e_vl.plain_yaml import check_plain
+from e2e_vl.weights.start import check_answers, check_vocabulary
+from e2e_vl.whole_files import (
+    CHECKSUMS,
+    begin_folder,
+    find_damage,
+    finish_folder,
+    part_of,
+    write_checksums,
+    write_json,
+)
+
+logger = logging.getLogger(__name__)
+
+POSITION_FILE = "step.json"
+
+
+def save_state(
+    accelerator: Accelerator,
+    folder: Path,
+    config: RunConfig,
+    model: VisionLanguageModel,
+    tokenizer: PreTrainedTokenizerBase,
+    optimizer: torch.optim.Optimizer,
+    *,
+    position: dict[str, Any],
+    keep: int,
+) -> None:
+    """Write a checkpoint folder, then remove all but the `keep` newest; called on every process.
+
+    Checkpoints of later steps, which a run passed over or leaves behind, are removed too.
+
+    Args:
+        position: `step` and whatever else of the run's position JSON can hold; `load_state` returns it.
+
+    Raises:
+        FloatingPointError: weights or moments of the optimiser are NaN or infinite; nothing is written.
+        OSError: it could not be written; nothing of it is left, and the earlier checkpoints are as they were.
+    """
+    run_dir, is_main = folder.parent.parent, accelerator.is_main_process
+    try:
+        with all_or_none(accelerator):
+            if is_main:
+                _refuse_nan(model, optimizer, run_dir)
+                with _writing(folder):
+                    begin_folder(folder)
+        with all_or_none(accelerator), _writing(folder):
+            accelerator.save_state(str(part_of(folder) / "state"))
+        with all_or_none(accelerator):
+            if is_main:
+                with _writing(folder):
+                    _finish(folder, config, model, tokenizer, {**position, "processes": accelerator.num_processes})
+                whole = [one for one in complete_checkpoints(run_dir) if one.name <= folder.name]
+                for old in set(complete_checkpoints(run_dir)).difference(whole[-keep:]):
+                    (old / POSITION_FILE).unlink()
+                    shutil.rmtree(old)
+    finally:
+        if is_main:
+            shutil.rmtree(part_of(folder), ignore_errors=True)
+
+
+def _finish(
+    folder: Path, config: RunConfig, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase, position: Any
+) -> None:
+    part = part_of(folder)
+    save_model(part / "model", config, model, tokenizer)
+    write_json(part / POSITION_FILE, {**position, "checksums": CHECKSUMS})
+    write_checksums(part)
+    finish_folder(folder)
+
+
+def _refuse_nan(model: VisionLanguageModel, optimizer: torch.optim.Optimizer, run_dir: Path) -> None:
+    moments = {
+        f"{name} of parameter {number} in the optimiser": value
+        for number, state in enumerate(optimizer.state.values())
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.dim()
+    }
+    bad = not_finite({**model.state_dict(), **moments})
+    if bad:
+        raise FloatingPointError(
+            f"{bad[0]} became NaN or infinite, so nothing is saved; lower train.lr, or set train.clip_norm. "
+            f"{newest_in_words(run_dir)}"
+        )
+
+
+def newest_in_words(run_dir: Path) -> str:
+    """Where a run can go on, as a sentence."""
+    complete = complete_checkpoints(run_dir)
+    return f"--resume continues from {complete[-1]}." if complete else "There is no checkpoint to go on from."
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Whatever the libraries raise when they cannot write becomes an OSError with one sentence."""
+    try:
+        yield
+    except Exception as error:  # tokenizers raise nothing more special
+        is_about_files = isinstance(error, OSError | RuntimeError | SafetensorError) and not is_lost_process(error)
+        if not is_about_files and not is_disk_full(error):
+            raise
+        reason = "the disk or a quota is full" if is_disk_full(error) else " ".join(str(error).split())[:200]
+        raise OSError(
+            f"{folder} cannot be written ({reason}); nothing of it is left. Make room, or repair the disk. "
+            f"{newest_in_words(folder.parent.parent)}"
+        ) from error
+
+
+def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:
+    """Continue from a checkpoint folder; returns the position that was saved with it.
+
+    The optimiser keeps the options (rates, decay, ...) of the current settings, which it was built with.
+
+    Raises:
+        ValueError: a file of the checkpoint is damaged, does not fit the model or tries to run code.
+    """
+    state = folder / "state"
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    try:
+        # Accelerate silently goes on without random states that it cannot read
+        random_states = load_without_code(state / f"random_states_{accelerator.process_index}.pkl")
+        accelerator.load_state(str(state))
+        if not torch.equal(torch.get_rng_state(), random_states["torch_manual_seed"]):
+            raise ValueError("the random states are damaged")
+        position = read_position(folder)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{state}: optimizer.bin or a random_states file is damaged or tries to run code; use another checkpoint."
+        ) from error
+    except (RuntimeError, ValueError, LookupError, TypeError, OSError, EOFError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"Cannot continue from {folder} ({reason}); use another checkpoint.") from error
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)
+    return position
+
+
+def check_lists(folder: Path, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that wordpieces and answers, which a resumed run reads or builds again, have kept their numbers.
+
+    Raises:
+        ValueError: a list differs from the list in the checkpoint folder, perhaps only in its order.
+    """
+    check_vocabulary(folder / "model" / "encoder", tokenizer)
+    check_answers(folder / "model" / "task", model.task)
+
+
+def read_position(folder: Path) -> dict[str, Any]:
+    """Content of a checkpoint's step.json."""
+    return json.loads((folder / POSITION_FILE).read_text(encoding="utf-8"))
+
+
+def newest_whole(output: Path) -> Path | None:
+    """The newest checkpoint of a run directory whose files are as they were written, or None if there never was one.
+
+    Damaged ones are passed over with a warning.
+
+    Raises:
+        ValueError: all are damaged.
+    """
+    damaged: list[str] = []
+    for folder in reversed(complete_checkpoints(output)):
+        damage = _damage(folder)
+        if damage is None:
+            if damaged:
+                logger.warning("%s; the run goes on from %s, the newest whole checkpoint.", "; ".join(damaged), folder)
+            return folder
+        damaged.append(f"{folder} is damaged ({damage})")
+    if damaged:
+        raise ValueError(
+            f"Cannot resume: {'; '.join(damaged)}; copy another checkpoint there, or choose another `output`."
+        )
+    return None
+
+
+def _damage(folder: Path) -> str | None:
+    try:
+        has_checksums = (folder / CHECKSUMS).exists() or "checksums" in read_position(folder)
+    except (OSError, ValueError):
+        return f"its {POSITION_FILE} cannot be read"
+    return find_damage(folder) if has_checksums else None  # earlier versions wrote none
+
+
+def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path | None:
+    """The newest whole checkpoint of a run directory, or None if the run never saved one.
+
+    Settings may differ from the settings of the checkpoint where they leave the architecture; they are logged.
+
+    Raises:
+        ValueError: the checkpoint was made by another architecture, or by another number of processes; or all
+            checkpoints are damaged.
+        FileNotFoundError: the run directory does not exist.
+    """
+    if not output.is_dir():
+        raise FileNotFoundError(f"Cannot resume: run directory {output} does not exist; start without --resume.")
+    folder = newest_whole(output)
+    if folder is None:
+        return None
+    if saved_version(folder / "model" / "config.yaml") != VERSION:
+        raise ValueError(
+            f"Cannot resume from {folder}: it was saved by an earlier version of this project; evaluate it, start a "
+            f"new run from it with encoder.weights={output}, or choose another `output`."
+        )
+    check_plain(folder / "model" / "config.yaml")
+    written = load_config(folder / "model" / "config.yaml")
+    as_saved = dataclasses.replace(written.detector, config=str(folder / "model/detector/config.yaml"), overrides={})
+    saved = dataclasses.replace(written, detector=as_saved)
+    changed = differences(_architecture(saved), _architecture(config))
+    if changed:
+        raise ValueError(
+            f"Cannot resume from {folder}: its architecture differs from the settings ({'; '.join(changed[:3])}); "
+            "resume with the settings in its model/config.yaml, or choose another `output`."
+        )
+    processes = read_position(folder)["processes"]
+    if processes != num_processes:
+        raise ValueError(
+            f"Cannot resume from {folder}: it was saved by {processes} processes, and this run has {num_processes}; "
+            f"launch it with --num_processes {processes}."
+        )
+    changed = [line for line in differences(written, config) if not line.startswith("output:")]
+    if changed:
+        logger.warning("Resuming %s with other settings than before: %s", output, "; ".join(changed))
+    return folder
+
+
+def refuse_to_overwrite(output: Path) -> None:
+    """Raises ValueError if the run directory already holds a run, or anything that is no run, or is no directory.
+
+    A run that was stopped before its first checkpoint may begin again.
+    """
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output} is a file; choose another `output`, a directory for the run.")
+    if complete_checkpoints(output) or (output / "metrics.json").exists():
+        raise ValueError(f"{output} already holds a run; continue it with --resume, or choose another `output`.")
+    if output.exists() and not is_run(output) and any(not path.name.startswith(".") for path in output.iterdir()):
+        raise ValueError(
+            f"{output} is not empty and holds no run; choose another `output`, so that nothing in it is overwritten."
+        )
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder has the complete settings that a run writes first; what people write has fewer keys."""
+    try:
+        content = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False
+    return isinstance(content, dict) and {field.name for field in dataclasses.fields(RunConfig)} <= content.keys()
+
+
+def _architecture(config: RunConfig) -> dict[str, Any]:
+    """The settings that decide which parameters exist and what they mean."""
+    return {
+        "detector": yaml.safe_load(read_detector_config(config.detector).to_yaml()),
+        "encoder": {"name": config.encoder.name, **config.encoder.config},
+        "task": {"name": config.task.name, **config.task.config},
+        "phrases": {"layer": config.phrases.layer, "size": config.phrases.size} if config.phrases.weight else None,
+    }
+
+
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """Checkpoint folders of a run directory that were written to the end, oldest first."""
+    return sorted(path.parent for path in (run_dir / "checkpoints").glob(f"step_*/{POSITION_FILE}"))
+
+
+def finished_metrics(run_dir: Path, step: int, *, is_over: bool, patience: int | None) -> dict[str, Any] | None:
+    """`metrics.json` of a run that has ended after this step and written everything; None if something is left to do.
+
+    Args:
+        is_over: no step is left.
+        patience: of the settings; a run that stopped early for as many evaluations has ended, too.
+    """
+    try:
+        metrics = json.loads((run_dir / "metrics.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    has_waited = patience is not None and metrics.get("stopped_early", 0) >= patience
+    is_whole = metrics.get("steps") == step and (run_dir / "report.html").is_file()
+    return metrics if is_whole and (is_over or has_waited) else None

@@ -1,0 +1,64 @@
+"""One training per run directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+NAME = ".lock"
+
+
+class RunLock:
+    """Holds a run directory for this process; to be used in a `with` statement.
+
+    The lock is the kernel's (POSIX record lock on the file `.lock`): it ends with this process however it dies, and the
+    data workers, which this process forks, do not inherit it. A file that a killed process left does not count.
+
+    Args:
+        folder: the run directory, which is made.
+
+    Raises:
+        ValueError: another process holds it, or the folder cannot be one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NAME
+        self._handle: int | None = None
+
+    def __enter__(self) -> Self:
+        if self.path.parent.exists() and not self.path.parent.is_dir():
+            raise ValueError(f"{self.path.parent} is a file; choose another `output`, a directory for the run.")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        while self._handle is None:
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                owner = os.read(handle, 200).decode(errors="replace").strip()
+                os.close(handle)
+                by = f"in use by another training ({owner or 'which is just starting'}); wait for it, stop it,"
+                is_held = isinstance(error, BlockingIOError | PermissionError)
+                reason = by if is_held else f"on a file system without locks ({error}); mount it with locks,"
+                raise ValueError(f"{self.path.parent} is {reason} or choose another `output`.") from error
+            if self._is_at_its_place(handle):
+                self._handle = handle
+            else:  # its last owner removed it while we were opening it
+                os.close(handle)
+        os.ftruncate(self._handle, 0)
+        os.write(self._handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        return self
+
+    def _is_at_its_place(self, handle: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(handle), os.stat(self.path))  # noqa: PTH116 (beside os.fstat)
+        except FileNotFoundError:
+            return False
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.path.unlink(missing_ok=True)  # before others can lock it
+        os.close(self._handle)
+        self._handle = None
