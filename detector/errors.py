@@ -1,0 +1,20 @@
+"""The errors that a user can mend: one sentence which names the file, the record and the remedy.
+
+Only these become one sentence on the command line; every other error is a fault of the program and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """A file, a record or a setting is wrong; the message is a whole sentence which says what to do."""
+
+
+class MissingFileError(UserError, FileNotFoundError):
+    """A file or folder is not there; the message names it and says where it comes from.
+
+    It is a FileNotFoundError, too, whose `errno` and `filename` stay empty, since the sentence says everything.
+    """
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
