@@ -1,7 +1,8 @@
-"""Tiny trainings in forked processes that something happens to, at a moment that is counted and not timed.
+"""Tiny trainings and extractions in forked processes that something happens to, at a moment that is counted, not timed.
 
-A moment is a step, a line of the log, a file that reaches the disk, a rename or a removal. Counting them puts most
-disturbances where they hurt, between the parts of a checkpoint, and does not depend on how busy the machine is.
+A moment is a step, a line of the log, a described image, a file that reaches the disk, a rename or a removal. Counting
+them puts most disturbances where they hurt, between the parts of a checkpoint or of a file of features, and does not
+depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ SETTINGS = (
     "eval.boxes=[gt]",
     "eval.report_pictures=0",
 )
+FILE_MOMENTS = ((whole_files, "_reach_disk"), (Path, "rename"), (Path, "replace"), (shutil, "rmtree"))
+TRAINING_MOMENTS = (*FILE_MOMENTS, (training._Training, "_update"), (RunLog, "write"))
 SECONDS = 600  # after which a process hangs
 
 
@@ -58,18 +61,31 @@ class Ended:
     moments: int  # that process 0 counted
 
 
-def train_disturbed(
-    words: list[str],
+def kill() -> None:
+    """Kill this process as if it were pulled out of the machine."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_disturbed(words: list[str], folder: Path, **options: Any) -> Ended:
+    """Train as the words of a command line say; see `run_disturbed`."""
+    return run_disturbed(lambda: tool.main(["--config", str(CONFIG), *words]), TRAINING_MOMENTS, folder, **options)
+
+
+def run_disturbed(
+    command: Callable[[], int],
+    moments: Sequence[tuple[Any, str]],
     folder: Path,
     *,
     processes: int = 1,
     moment: int | None = None,
     victim: int = 0,
-    disturb: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL),
+    disturb: Callable[[], None] = kill,
 ) -> Ended:
-    """Train as the words of a command line say.
+    """Run a command in one or several processes, and disturb one of them.
 
     Args:
+        command: returns its exit status.
+        moments: functions, each as its owner and its name; each call of one is a moment.
         folder: for what the processes print.
         moment: number of the moment, from 1, before which `disturb` is called in the process `victim`; None: never.
     """
@@ -85,7 +101,8 @@ def train_disturbed(
             environment |= {name: str(value) for name, value in numbers.items()}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         own = (disturb, moment) if rank == victim else (disturb, None)
-        process = context.Process(target=_train, args=(words, folder / f"rank_{rank}.txt", environment, *own))
+        arguments = (command, moments, folder / f"rank_{rank}.txt", environment, *own)
+        process = context.Process(target=_run, args=arguments)
         process.start()
         launched.append(process)
     for process in launched:
@@ -98,7 +115,7 @@ def train_disturbed(
     return Ended([one.exitcode for one in launched], texts, int(counted[-1].split()[1]) if counted else 0)
 
 
-def _train(words: list[str], printed: Path, environment: dict[str, str], disturb, moment: int | None) -> None:
+def _run(command, moments, printed: Path, environment: dict[str, str], disturb, moment: int | None) -> None:
     handle = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
@@ -118,12 +135,9 @@ def _train(words: list[str], printed: Path, environment: dict[str, str], disturb
         if seen == moment:
             disturb()
 
-    for owner, name in (
-        *((whole_files, "_reach_disk"), (Path, "rename"), (Path, "replace"), (shutil, "rmtree")),
-        *((training._Training, "_update"), (RunLog, "write")),
-    ):
+    for owner, name in moments:
         _before_each(owner, name, passing)
-    status = tool.main(["--config", str(CONFIG), *words])
+    status = command()
     print(f"moments: {seen}", flush=True)
     raise SystemExit(status)
 
