@@ -45,7 +45,7 @@ TASKS = {  # name, as of its config -> what it is called, and its metric
     "gqa": ("GQA", "accuracy"),
     "nlvr2": ("NLVR2", "accuracy"),
     "flickr30k": ("Flickr30K Entities", "accuracy"),
-    "pretraining": ("pre-training: masked words", "masked_words"),
+    "pretraining": ("pre-training: phrases", "phrase_accuracy"),
 }
 VARIANTS = {  # name -> heading and settings
     "joint": ("detector trained", ()),
@@ -53,7 +53,7 @@ VARIANTS = {  # name -> heading and settings
     "image_blind": ("without the image", ("data.blank_image=true", "detector.freeze=true")),  # there is nothing to see
     "text_blind": ("without the text", ("data.blank_text=true",)),
 }
-NO_CELL = {("pretraining", "text_blind")}  # without words there are none to find
+NO_CELL = {("pretraining", "text_blind")}  # without words there are none to predict
 SEEDED = ("refcoco", "vqa", "nlvr2")
 SIZES = ("hidden_size", "num_attention_heads", "intermediate_size")  # that every encoder has
 DETECTOR = "detector"  # the run, and its config, that all others start from
