@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import re
-import resource
 import time
 import zipfile
 from collections.abc import Iterator
@@ -108,7 +107,7 @@ def measure_start(kind: type[VLDataset], settings: DataSettings, split: str, wan
     dataset = kind.open(files, options, split, wants)
     del files
     found = {"texts": len(dataset), "seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
-    found["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+    found["peak_mib"] = _peak() - before
     found["main_mib"] = _memory("Rss") - before
     return found | _worker(dataset)
 
@@ -141,6 +140,12 @@ def _memory(what: str) -> float:
     """MiB of this process (Linux)."""
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
     return sum(int(number) for number in re.findall(rf"^{what}:\s+(\d+) kB", lines, re.MULTILINE)) / 1024
+
+
+def _peak() -> float:
+    """The most MiB that this process ever had (Linux); `getrusage` would count the program that started it, too."""
+    line = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+    return int(line[1]) / 1024
 
 
 def show(result: dict[str, Any]) -> int:

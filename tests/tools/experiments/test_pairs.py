@@ -81,7 +81,9 @@ def test_every_cell_is_a_run_of_its_task_with_its_encoder(folder, pairs, tmp_pat
             assert job.after == (tmp_path / tool.DETECTOR,)
             assert f"detector.weights={tmp_path / tool.DETECTOR / 'model'}" in job.words
             assert config.detector.loss_weight == 0, "the task alone trains the detector"
-            assert config.train.lr == (3e-4 if cell.task == "nlvr2" else 1e-3 if cell.encoder == "vl_bert" else 5e-4)
+            own_rates = {("nlvr2", "vl_bert"): 5e-4, ("nlvr2", "lxmert"): 3e-4}
+            usual = 1e-3 if cell.encoder == "vl_bert" else 5e-4
+            assert config.train.lr == own_rates.get((cell.task, cell.encoder), usual)
 
 
 def test_encoders_have_the_sizes_of_the_task():
