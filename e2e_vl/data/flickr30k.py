@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -34,6 +34,7 @@ from e2e_vl.data.formats.flickr_entities import (
 from e2e_vl.data.formats.image_names import ImageNames, instances_image, require_instances
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.data.storage.record_table import JoinedRecords, RecordTable, text_column
 from e2e_vl.samples import AnnotatedObjects, PhraseBoxes, Sample, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
@@ -62,12 +63,21 @@ class Caption:
     phrases: tuple[EntityPhrase, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class EntityImage:
+    """An image and its captions with phrases that have boxes."""
+
+    image_id: str
+    captions: tuple[Caption, ...]
+    annotated: AnnotatedImage
+
+
 class Flickr30KDataset(VLDataset):
     """Captions of some images, those of an image one after the other.
 
     Args:
-        captions: of every image that has any.
-        annotations: of the same images.
+        images: those with captions.
+        words: of these captions, image after image.
         folder: of the image files.
         annotations_folder: names the boxes in errors.
         parts: placeholder values of each split, see `VLDataset.parts`.
@@ -88,8 +98,8 @@ class Flickr30KDataset(VLDataset):
 
     def __init__(
         self,
-        captions: Mapping[str, Sequence[Caption]],
-        annotations: Mapping[str, AnnotatedImage],
+        images: Sequence[EntityImage],
+        words: Sequence[str],
         folder: Path,
         annotations_folder: Path,
         options: Flickr30KOptions,
@@ -97,18 +107,18 @@ class Flickr30KDataset(VLDataset):
         instances: CocoInstances | None = None,
         left_out: int = 0,
     ) -> None:
-        if not captions:
+        if not images:
             raise ValueError(f"{annotations_folder}: no phrase of any caption has a box; use files of one release")
-        self.annotations = annotations
+        self.images = images
+        self.words = words
         self.folder = folder
         self.annotations_folder = annotations_folder
         self.settings = options
         self.parts = parts
         self.instances = instances
         self.left_out = left_out
-        self._ids = list(captions)
-        self.captions = [caption for own in captions.values() for caption in own]
-        self.groups = ConsecutiveGroups([len(own) for own in captions.values()])
+        self._ids = text_column(one.image_id for one in images)
+        self.groups = ConsecutiveGroups([len(one.captions) for one in images])
         if instances is not None:
             require_instances(instances, self._ids)
             self.class_names = instances.class_names
@@ -127,11 +137,11 @@ class Flickr30KDataset(VLDataset):
             path = files.path("instances", split=split)
             instances = files.read(read_instances, path, drop_empty_boxes=True)
         read = _read_splits(files, split)
-        captions = {image_id: own for one in read for image_id, own in one.captions.items()}
-        annotations = {image_id: own for one in read for image_id, own in one.annotations.items()}
+        images = JoinedRecords([one.images for one in read])
+        words = JoinedRecords([one.kept_words for one in read])
         left_out = sum(one.left_out for one in read)
         folders = files.path("images"), files.path("annotations")
-        return cls(captions, annotations, *folders, options, parts, instances, left_out)
+        return cls(images, words, *folders, options, parts, instances, left_out)
 
     @classmethod
     def texts_of(cls, files: DataFiles, options: Flickr30KOptions, split: str) -> Iterable[str]:
@@ -140,11 +150,11 @@ class Flickr30KDataset(VLDataset):
 
     def __len__(self) -> int:
         """Number of captions with a phrase that has a box."""
-        return len(self.captions)
+        return len(self.words)
 
     def __getitem__(self, text: int) -> str:
         """One caption; the data set is a pool of texts."""
-        return self.captions[text].sentence.words
+        return self.words[text]
 
     def image_ids(self) -> Iterable[str]:
         return self._ids
@@ -152,24 +162,23 @@ class Flickr30KDataset(VLDataset):
     def sample(self, texts: Sequence[int]) -> Sample:
         """Some captions of one image."""
         group = self.groups.of_text(texts[0])
-        image_id = self._ids[group]
-        stated = tuple(self._text(index, image_id) for index in texts)
-        return Sample((self._image(image_id),), stated, pool=self, own=self.groups[group])
+        own, image = self.groups[group], self.images[group]
+        stated = tuple(self._text(index, image, image.captions[index - own[0]]) for index in texts)
+        return Sample((self._image(image),), stated, pool=self, own=own)
 
-    def _image(self, image_id: str) -> SampleImage:
+    def _image(self, image: EntityImage) -> SampleImage:
+        image_id, annotated = image.image_id, image.annotated
         file = self.settings.file(self.folder, image_id)
         if self.instances is not None:
             return instances_image(self.instances, image_id, file)
-        annotated = self.annotations[image_id]
         objects = AnnotatedObjects(self._moved(annotated.boxes), str(self.annotations_folder / f"{image_id}.xml"))
         return SampleImage(image_id, file, annotated.size, objects)
 
-    def _text(self, index: int, image_id: str) -> SampleText:
-        caption = self.captions[index]
-        boxes = [self._moved(self.annotations[image_id].boxes_of(phrase.chain)) for phrase in caption.phrases]
+    def _text(self, index: int, image: EntityImage, caption: Caption) -> SampleText:
+        boxes = [self._moved(image.annotated.boxes_of(phrase.chain)) for phrase in caption.phrases]
         words = caption.sentence.words
         facts = {
-            "image_id": image_id,
+            "image_id": image.image_id,
             "sentence": caption.line,
             "sent": words,
             "phrases": [words[slice(*phrase.span)] for phrase in caption.phrases],
@@ -179,7 +188,7 @@ class Flickr30KDataset(VLDataset):
         }
         truth = PhraseBoxes(tuple(phrase.span for phrase in caption.phrases), tuple(boxes))
         everything = caption.sentence.phrases  # boxes_of is empty for a phrase without any
-        annotated = [self._moved(self.annotations[image_id].boxes_of(phrase.chain)) for phrase in everything]
+        annotated = [self._moved(image.annotated.boxes_of(phrase.chain)) for phrase in everything]
         spans = tuple(phrase.span for phrase in everything)
         phrases = PhraseBoxes(spans, tuple(annotated), is_complete=True)
         return SampleText(index, words, facts, truth, phrases=phrases)
@@ -192,10 +201,10 @@ class Flickr30KDataset(VLDataset):
 class _EntitySplit:
     """What the files of one split say."""
 
-    image_ids: list[str]
-    words: list[str]  # of all captions
-    captions: dict[str, list[Caption]]  # of every image that has any with a boxed phrase
-    annotations: dict[str, AnnotatedImage]  # of the same images
+    image_ids: Sequence[str]
+    words: Sequence[str]  # of all captions
+    kept_words: Sequence[str]  # of the captions with a boxed phrase
+    images: Sequence[EntityImage]  # those that have such captions
     left_out: int  # captions without a phrase that has a box
 
 
@@ -216,19 +225,24 @@ def _read_splits(files: DataFiles, split: str) -> list[_EntitySplit]:
 
 
 def _read_split(ids: Path, sentences: Path, annotations: Path, errors: RecordErrors = RAISE) -> _EntitySplit:
-    read = _EntitySplit(read_image_ids(ids, errors), [], {}, {}, 0)
-    left_out = 0
-    for image_id in read.image_ids:
-        with errors.about(f"{sentences / image_id}.txt"):
-            own = read_sentences(sentences / f"{image_id}.txt", errors)
-            annotated = read_annotation(annotations / f"{image_id}.xml")
-            read.words.extend(one.words for one in own)
-            known = {chain for names in annotated.names for chain in names}
-            phrases = [tuple(phrase for phrase in one.phrases if phrase.chain in known) for one in own]
-            kept = [Caption(line, *pair) for line, pair in enumerate(zip(own, phrases, strict=True)) if pair[1]]
-            left_out += len(own) - len(kept)
-            if kept:
-                read.captions[image_id], read.annotations[image_id] = kept, annotated
+    image_ids = read_image_ids(ids, errors)
+    words: list[str] = []
+
+    def read() -> Iterator[EntityImage]:
+        for image_id in image_ids:
+            with errors.about(f"{sentences / image_id}.txt"):
+                own = read_sentences(sentences / f"{image_id}.txt", errors)
+                annotated = read_annotation(annotations / f"{image_id}.xml")
+                words.extend(one.words for one in own)
+                known = {chain for names in annotated.names for chain in names}
+                phrases = [tuple(phrase for phrase in one.phrases if phrase.chain in known) for one in own]
+                kept = [Caption(line, *pair) for line, pair in enumerate(zip(own, phrases, strict=True)) if pair[1]]
+                if kept:
+                    yield EntityImage(image_id, tuple(kept), annotated)
+
+    images = RecordTable(EntityImage, read())
+    kept_words = text_column(caption.sentence.words for image in images for caption in image.captions)
+    left_out = len(words) - len(kept_words)
     if left_out:
         logger.warning("%s: left out are %d captions without a phrase that has a box.", ids, left_out)
-    return dataclasses.replace(read, left_out=left_out)
+    return _EntitySplit(text_column(image_ids), text_column(words), kept_words, images, left_out)
