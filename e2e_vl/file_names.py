@@ -21,7 +21,7 @@ LONGEST_NAME = 1000  # bytes with all folders
 _LONGEST_PATH = 4095  # bytes that Linux takes
 _EMPTY = "%"  # in the place of a part without any character
 _NEVER = frozenset('%<>:"|?*\\')  # "%" begins what is written otherwise, and Windows takes none of the others
-_DEVICE = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|clock\$|(com|lpt)[0-9¹²³])[ ]*(\.|$)", re.IGNORECASE)  # noqa: RUF001
+_DEVICE = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|clock\$|(com|lpt)[0-9¹²³])[ ]*(\.|$)", re.IGNORECASE)
 
 
 def name_of(text: str, *, flat: bool = False) -> str:

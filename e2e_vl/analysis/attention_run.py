@@ -69,7 +69,7 @@ class AttentionRequest:
     @property
     def folder(self) -> Path:
         """Where the results go."""
-        return self.output or self.run / FOLDER / f"{self.split}_{self.boxes}"
+        return self.output or self.run / FOLDER / name_of(f"{self.split}_{self.boxes}", flat=True)
 
 
 def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path | None]:

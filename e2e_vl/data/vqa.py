@@ -11,6 +11,7 @@ from e2e_vl.data.base import DataFiles, VLDataset, Wants, coco_image_set, group_
 from e2e_vl.data.formats.coco import CocoInstances, read_instances
 from e2e_vl.data.formats.vqa_files import VQAQuestion, VQAQuestions, read_questions
 from e2e_vl.data.storage.record_table import JoinedRecords
+from e2e_vl.file_names import inside, shown
 from e2e_vl.samples import HumanAnswers, Sample, SampleImage, SampleText
 
 
@@ -43,7 +44,8 @@ class VQAPart:
 
     def image(self, image_id: int) -> SampleImage:
         """The facts about one image."""
-        path = self.folder / self.image_name.format(id=image_id)
+        name, where = self.image_name.format(id=image_id), f"image {shown(image_id)}"
+        path = inside(self.folder, name, where, follows_links=True)
         if self.instances is None:
             return SampleImage(str(image_id), path)
         return self.instances.sample_image(image_id, path)

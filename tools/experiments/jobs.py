@@ -47,7 +47,7 @@ class Job:
     def metrics(self) -> dict[str, Any] | None:
         """The numbers of the finished run; None before it is finished."""
         path = self.run / "metrics.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return read_plain_json(path) if path.is_file() else None
 
     def command(self, launch: str) -> list[str]:
         """The command of the run; an interrupted run goes on.

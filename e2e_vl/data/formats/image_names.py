@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from e2e_vl.data.formats.coco import CocoInstances
+from e2e_vl.file_names import inside, shown
 from e2e_vl.samples import SampleImage
 
 
@@ -31,7 +32,7 @@ class ImageNames:
 
     def file(self, folder: Path, image_id: str) -> Path:
         """The file of an image."""
-        return folder / self.image_name.format(id=image_id)
+        return inside(folder, self.image_name.format(id=image_id), f"image {shown(image_id)}", follows_links=True)
 
 
 def instances_image(instances: CocoInstances, image_id: str, file: Path) -> SampleImage:
