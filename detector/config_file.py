@@ -136,7 +136,7 @@ def merge_bases(
     for base in bases:
         if not base.endswith(SUFFIX) or "\0" in base or len(base) > LONGEST_PATH:
             raise UserError(
-                f"{folder}: _BASE_ is {base[:80]!r}; it must be the path of a YAML file, so end in {SUFFIX}."
+                f"{folder}: _BASE_ is {base[:80]!r}; it must be the path of a YAML file, whose name ends in {SUFFIX}."
             )
         merged = _merge(merged, load_tree(folder / Path(base).expanduser(), chain, loaded))
     return _merge(merged, tree)

@@ -19,6 +19,8 @@ from detector.errors import UserError
 LONGEST_PART = 220  # bytes of a name; file systems take 255, of which endings such as ".npz.4194304.part" need some
 LONGEST_NAME = 1000  # bytes with all folders
 _LONGEST_PATH = 4095  # bytes that Linux takes
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_DRIVE = re.compile(r"[A-Za-z]:")
 _EMPTY = "%"  # in the place of a part without any character
 _NEVER = frozenset('%<>:"|?*\\')  # "%" begins what is written otherwise, and Windows takes none of the others
 _DEVICE = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|clock\$|(com|lpt)[0-9¹²³])[ ]*(\.|$)", re.IGNORECASE)
@@ -43,8 +45,8 @@ def name_of(text: str, *, flat: bool = False) -> str:
     longest = max(len(part.encode("utf-8")) for part in name.split("/"))
     if longest > LONGEST_PART or len(name.encode("utf-8")) > LONGEST_NAME:
         raise UserError(
-            f"The name {shown(text)} has {longest} bytes in one part and {len(name.encode('utf-8'))} in all, but a file "
-            f"name may have {LONGEST_PART} and {LONGEST_NAME}; give the image a shorter id."
+            f"The name {shown(text)} takes {longest} bytes in one part and {len(name.encode('utf-8'))} in all as the "
+            f"name of a file, which may have {LONGEST_PART} and {LONGEST_NAME}; give the image a shorter id."
         )
     return name
 
@@ -99,7 +101,8 @@ def inside(root: str | Path, name: str, where: str = "", *, follows_links: bool 
     if reason is not None:
         start = f"{where}: the" if where else "The"
         raise UserError(
-            f"{start} name {shown(name)} is no file in the folder {root}: it {reason}; write it relative to that folder."
+            f"{start} name {shown(name)} is not of a file in the folder {root}: it {reason}; write it relative to that "
+            "folder."
         )
     return root / name
 
@@ -118,11 +121,11 @@ def _why_not(name: object) -> str | None:
         encoded = name.encode("utf-8")
     except UnicodeEncodeError:
         return "holds half of a character"
-    if any(unicodedata.category(letter) == "Cc" for letter in name):
+    if _CONTROL.search(name):
         return "holds a control character"
     if "\\" in name:
         return "holds a backslash"
-    if name.startswith("/") or PureWindowsPath(name).drive:
+    if name.startswith("/") or _DRIVE.match(name):
         return "does not begin in it"
     if ".." in name.split("/"):
         return "holds '..'"

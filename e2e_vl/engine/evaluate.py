@@ -24,6 +24,7 @@ from e2e_vl.engine.launch import gather_to_main, make_accelerator, on_main
 from e2e_vl.engine.loss_sums import LOSS, LossSums
 from e2e_vl.engine.run import Run
 from e2e_vl.engine.saving import load_model, saved_settings
+from e2e_vl.file_names import inside, name_of
 from e2e_vl.metric_names import MetricName, named_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import check_output

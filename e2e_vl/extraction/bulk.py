@@ -159,8 +159,8 @@ def _prepare(job: ExtractionJob) -> list[str] | None:
     there = found.keys()
     if job.layout == "npz" and there - wanted:
         raise ValueError(
-            f"{folder} has features of image {shown(min(there - wanted))}, which is not listed; list it, or choose another "
-            "output"
+            f"{folder} has features of image {shown(min(there - wanted))}, which is not listed; list it, or choose "
+            "another output"
         )
     return [image.id for image in job.images if image.id not in there]
 

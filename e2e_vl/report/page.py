@@ -15,6 +15,7 @@ from PIL import Image
 from detector.plain_json import read_plain_json
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
+from e2e_vl.file_names import id_of, name_of
 from e2e_vl.metric_names import MetricName
 from e2e_vl.report.changed_settings import changed_settings
 from e2e_vl.report.curves import draw_curves

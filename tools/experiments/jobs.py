@@ -16,6 +16,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from detector.plain_json import read_plain_json
 from e2e_vl.config import differences, load_config
 from e2e_vl.engine.build import resolve
 
