@@ -14,7 +14,7 @@ from detector.errors import MissingFileError, UserError
 
 MAX_BYTES = 1 << 24  # of a file of settings or numbers
 MAX_DEPTH = 50  # lists and objects in each other
-LARGEST = 1 << 63  # no whole number of a run is this large
+LARGEST = 1 << 128  # transformers writes 1e30 for a length without a limit
 _KINDS = {dict: "an object of names and values", list: "a list"}
 
 
@@ -32,7 +32,7 @@ def read_plain_json(
     Raises:
         MissingFileError: there is no such file.
         UserError: it is too large, not UTF-8 or not JSON, has lists or objects too deep in each other, NaN, infinity or
-            a number beyond 64 bits, is of another kind, or lacks a key.
+            a number beyond 128 bits, is of another kind, or lacks a key.
     """
     path = Path(path)
     if not path.is_file():
@@ -100,7 +100,7 @@ def _out_of_bounds(found: Any) -> str | None:
                 if not math.isfinite(value):
                     return "a number is too large"
             elif isinstance(value, int) and not -LARGEST <= value < LARGEST:
-                return "a whole number has more than 64 bits"
+                return "a whole number has more than 128 bits"
         depth += any(isinstance(value, dict | list) for value in level)
         if depth > MAX_DEPTH:
             return _TOO_DEEP

@@ -132,8 +132,8 @@ def parse_yaml(text: str, name: str, loader: type[PlainLoader] = PlainLoader) ->
         raise UserError(f"{name} is not valid YAML: it has more than {MAX_BYTES} characters; write less.")
     try:
         return yaml.load(text, Loader=loader)  # a SafeLoader
-    except (yaml.YAMLError, ValueError, OverflowError, AttributeError, RecursionError) as error:
-        # PyYAML raises the others for numbers and dates that it recognises and cannot make
+    except (yaml.YAMLError, ValueError, LookupError, OverflowError, AttributeError, RecursionError) as error:
+        # PyYAML raises the others for values with a tag that they do not fit
         raise UserError(f"{name} is not valid YAML: {yaml_problem(error)}.") from None
 
 

@@ -339,7 +339,7 @@ def _layers(path: Path, seen: list[Path]) -> list[tuple[Path, DictConfig]]:
         return [(path, own)]
     if not isinstance(base, str) or not base.endswith(SUFFIX) or "\0" in base or "${" in base:
         raise UserError(
-            f"{path}: `base:` is {shown(base)}; it must be the name of a file that ends in {SUFFIX}, relative to this one."
+            f"{path}: `base:` is {shown(base)}; it must be the name of a file ({SUFFIX}), relative to this one."
         )
     if len(seen) >= MAX_BASES:
         raise UserError(f"{path}: it is the base of {MAX_BASES} files above each other; write fewer files.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import string
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path, PureWindowsPath
@@ -21,6 +22,7 @@ LONGEST_NAME = 1000  # bytes with all folders
 _LONGEST_PATH = 4095  # bytes that Linux takes
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _DRIVE = re.compile(r"[A-Za-z]:")
+_WIDTH = re.compile(r"(?:.?[<>=^])?\d{0,3}[ds]?")
 _EMPTY = "%"  # in the place of a part without any character
 _NEVER = frozenset('%<>:"|?*\\')  # "%" begins what is written otherwise, and Windows takes none of the others
 _DEVICE = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|clock\$|(com|lpt)[0-9¹²³])[ ]*(\.|$)", re.IGNORECASE)
@@ -105,6 +107,16 @@ def inside(root: str | Path, name: str, where: str = "", *, follows_links: bool 
             "folder."
         )
     return root / name
+
+
+def is_name_pattern(pattern: str, *fields: str) -> bool:
+    """Whether a pattern of `str.format` holds these fields at most, each as it is or filled up to some width."""
+    try:
+        found = list(string.Formatter().parse(pattern))
+    except ValueError:
+        return False
+    kinds = {(field, conversion) for _, field, _, conversion in found if field is not None}
+    return kinds <= {(field, None) for field in fields} and all(_WIDTH.fullmatch(spec or "") for _, _, spec, _ in found)
 
 
 def shown(text: object) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from detector.errors import UserError
 from detector.plain_json import parse_plain_json
+from detector.plain_json import read_plain_json as read_plain_json  # reports find it here
 from e2e_vl.whole_files import json_text, without_nan, write_text
 from e2e_vl.whole_files import write_json as write_json  # readers and reports find it here
 

@@ -67,6 +67,10 @@ class ExtractionJob:
         """Where the `.npz` files are."""
         return self.output if self.layout == "npz" else self.output.with_name(self.output.name + ".parts")
 
+    def file_of(self, image_id: str) -> Path:
+        """The `.npz` file of an image, which lies in the folder whatever its id is."""
+        return inside(self.folder, f"{name_of(image_id)}.npz")
+
 
 @dataclasses.dataclass
 class ExtractionSummary:
@@ -155,7 +159,7 @@ def _prepare(job: ExtractionJob) -> list[str] | None:
     found = {id_of(name): name for name in npz_names(folder)}
     for image_id in found.keys() & wanted:
         if found[image_id] != name_of(image_id):  # of an earlier version
-            (folder / f"{found[image_id]}.npz").replace(_file_of(folder, image_id))
+            (folder / f"{found[image_id]}.npz").replace(job.file_of(image_id))
     there = found.keys()
     if job.layout == "npz" and there - wanted:
         raise ValueError(
@@ -216,7 +220,7 @@ def _describe(
 
 
 def _save(job: ExtractionJob, record: RegionFeatures) -> None:
-    path = _file_of(job.folder, record.image_id)
+    path = job.file_of(record.image_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")  # workers may outlive a launcher that was killed
     with temporary.open("wb") as file:
@@ -224,15 +228,10 @@ def _save(job: ExtractionJob, record: RegionFeatures) -> None:
     temporary.replace(path)
 
 
-def _file_of(folder: Path, image_id: str) -> Path:
-    """The file of an image, which lies in the folder whatever its id is."""
-    return inside(folder, f"{name_of(image_id)}.npz")
-
-
 def _join(job: ExtractionJob, failures: dict[str, str]) -> None:
     """Write the output file from the `.npz` files, and remove these if no image failed."""
     images = [image for image in job.images if image.id not in failures]
-    paths = [_file_of(job.folder, image.id) for image in images]
+    paths = [job.file_of(image.id) for image in images]
     records = (load_npz(path) for path in tqdm(paths, desc=f"writing {job.output.name}", unit="image", delay=1))
     job.output.parent.mkdir(parents=True, exist_ok=True)
     num_bytes = sum(path.stat().st_size for path in paths)

@@ -12,7 +12,6 @@ from typing import Any
 import jinja2
 from PIL import Image
 
-from detector.plain_json import read_plain_json
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.file_names import id_of, name_of
@@ -21,7 +20,7 @@ from e2e_vl.report.changed_settings import changed_settings
 from e2e_vl.report.curves import draw_curves
 from e2e_vl.report.metric_tables import metric_tables
 from e2e_vl.report.prediction_lists import Prediction, PredictionLists, list_predictions, phrase_line
-from e2e_vl.run_files import read_log, write_text
+from e2e_vl.run_files import read_log, read_plain_json, write_text
 from e2e_vl.tasks.base import PredictionWords, Task
 
 MAX_PREDICTIONS = 1 << 31  # bytes

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
+from detector.errors import UserError
 from e2e_vl.data.formats.coco import CocoInstances
-from e2e_vl.file_names import inside, shown
+from e2e_vl.file_names import inside, is_name_pattern, shown
 from e2e_vl.samples import SampleImage
 
 
@@ -23,6 +24,8 @@ class ImageNames:
     image_name: str = "{id}.jpg"
 
     def __post_init__(self) -> None:
+        if not is_name_pattern(self.image_name, "id"):
+            raise UserError(f"data.config.image_name is {shown(self.image_name)}; it takes {{id}} alone.")
         try:
             same = self.image_name.format(id="1") == self.image_name.format(id="2")
         except (KeyError, IndexError, ValueError) as error:
