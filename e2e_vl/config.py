@@ -273,7 +273,7 @@ def load_config(
     except OmegaConfBaseException as error:
         raise ValueError(f"{path}: setting '{error.full_key}' cannot be used: {_reason(error)}.") from error
     except ValueError as error:  # from the dataclass that it is about
-        raise ValueError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {error}") from error
     raise ValueError(f"{path}: no value for {', '.join(sorted(missing))}; set it in the file or as key=value.")
 
 

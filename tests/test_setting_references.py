@@ -176,6 +176,7 @@ def test_many_bases(tmp_path: Path, base: Path):
     for number in range(30):
         write(tmp_path / f"{number}.yaml", f"base: {number + 1}.yaml\nseed: 1\n")
         write(tmp_path / f"d{number}.yaml", f"_BASE_: [d{number + 1}.yaml, d{number + 1}.yaml]\n")
+    write(tmp_path / "d30.yaml", "{}")
     assert "20 files above each other" in refused(tmp_path / "0.yaml")
     with pytest.raises(UserError, match="its _BASE_ files are more than 50 in all"):
         read_detector_config(load_config(base, [f"detector.config={tmp_path}/d0.yaml"]).detector)
