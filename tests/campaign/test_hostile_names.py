@@ -270,7 +270,18 @@ def test_a_harmless_name_is_looked_for_in_the_folder(reader: Callable[[Path, str
 
 # Writers
 
-IDS = [*(name for name in LEAVING if name.isprintable()), "con", "NUL.txt", "x.", "x ", "~/x", "a:b", "%2E%2E/x", "*"]
+IDS = [
+    *(name for name in LEAVING if name.isprintable() and not name.startswith("/etc")),
+    "{outside}/new",
+    "con",
+    "NUL.txt",
+    "x.",
+    "x ",
+    "~/x",
+    "a:b",
+    "%2E%2E/x",
+    "*",
+]
 IDS += [".", "a", "a.npz/b", "stamp.json", "stamp", "a.npz.1.part/b", "/", "//", "a/", "-x", "$HOME", "`x`", "x" * 220]
 
 
