@@ -20,6 +20,8 @@ from detector.errors import UserError
 LONGEST_PART = 220  # bytes of a name; file systems take 255, of which endings such as ".npz.4194304.part" need some
 LONGEST_NAME = 1000  # bytes with all folders
 _LONGEST_PATH = 4095  # bytes that Linux takes
+_SIMPLE = re.compile(r"\w+[\w-]*(?:/\w+[\w-]*)*", re.ASCII)
+_DEVICES = re.compile(r"(?:^|/)(?:con|prn|aux|nul|com\d|lpt\d)(?:/|$)", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _DRIVE = re.compile(r"[A-Za-z]:")
 _WIDTH = re.compile(r"(?:.?[<>=^])?\d{0,3}[ds]?")
@@ -41,6 +43,8 @@ def name_of(text: str, *, flat: bool = False) -> str:
     Raises:
         UserError: the name would be too long for a disk.
     """
+    if _is_simple(text) and not (flat and "/" in text):
+        return text
     parts = [text] if flat else text.split("/")
     last = len(parts) - 1
     name = "/".join(_written(part, is_folder=number < last) for number, part in enumerate(parts))
@@ -55,6 +59,8 @@ def name_of(text: str, *, flat: bool = False) -> str:
 
 def id_of(name: str) -> str:
     """The id that has this name; a name that `name_of` never gives, as of a file of an earlier version, is the id."""
+    if _is_simple(name):
+        return name
     try:
         text = "/".join("" if part == _EMPTY else _read(part) for part in name.split("/"))
         return text if name in (name_of(text), name_of(text, flat=True)) else name
@@ -96,17 +102,26 @@ def inside(root: str | Path, name: str, where: str = "", *, follows_links: bool 
     """
     root = Path(root)
     reason = _why_not(name)
-    if reason is None and not follows_links and not (root / name).resolve().is_relative_to(root.resolve()):
-        reason = "leads out of it by a link"
-    if reason is None and len(os.fsencode(root / name)) > _LONGEST_PATH:
-        reason = "is too long"
-    if reason is not None:
-        start = f"{where}: the" if where else "The"
-        raise UserError(
-            f"{start} name {shown(name)} is not of a file in the folder {root}: it {reason}; write it relative to that "
-            "folder."
-        )
-    return root / name
+    if reason is None:
+        path = root / name
+        if len(os.fsencode(path)) > _LONGEST_PATH:
+            reason = "is too long"
+        elif follows_links or _is_below(path, root):
+            return path
+        else:
+            reason = "leads out of it by a link"
+    start = f"{where}: the" if where else "The"
+    raise UserError(
+        f"{start} name {shown(name)} is not of a file in the folder {root}: it {reason}; write it relative to that "
+        "folder."
+    )
+
+
+def _is_below(path: Path, root: Path) -> bool:
+    try:
+        return path.resolve().is_relative_to(root.resolve())
+    except (OSError, RuntimeError):  # links that lead to each other
+        return False
 
 
 def is_name_pattern(pattern: str, *fields: str) -> bool:
@@ -146,6 +161,11 @@ def _why_not(name: object) -> str | None:
     if os.name == "nt" and PureWindowsPath(name).is_reserved():
         return "is a device of Windows"
     return None
+
+
+def _is_simple(text: str) -> bool:
+    """Whether it is its own name, without a closer look: a folder of features may hold a million of them."""
+    return len(text) <= LONGEST_PART and _SIMPLE.fullmatch(text) is not None and _DEVICES.search(text) is None
 
 
 def _written(part: str, *, is_folder: bool) -> str:

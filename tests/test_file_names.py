@@ -143,6 +143,9 @@ def test_links(tmp_path: Path):
         inside(root, "link/x.npz")
     assert inside(root, "near/x.npz") == root / "near/x.npz"
     assert inside(root, "link/x.npz", follows_links=True) == root / "link/x.npz"
+    (root / "loop").symlink_to(root / "loop")
+    with pytest.raises(UserError, match="leads out of it by a link"):
+        inside(root, "loop/x.npz")
     (tmp_path / "alias").symlink_to(root)  # the root itself may be one
     assert inside(tmp_path / "alias", "x.npz") == tmp_path / "alias/x.npz"
     assert inside(os.path.relpath(root), "x.npz") == Path(os.path.relpath(root)) / "x.npz"
