@@ -25,6 +25,7 @@ from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import TwoStageDetector
 from detector.interface import Detector
 from detector.named_weights import NamedWeights, known_weights, published_class_names, settings_of
+from detector.plain_json import read_plain_json
 from detector.torchvision_names import PREDICTOR
 from detector.weight_files import WEIGHTS_NAME, find_weights, read_tensors, read_weights
 from detector.weight_names import CELL_ANCHORS, LEFTOVERS, Renamed, to_detector_names
@@ -289,10 +290,7 @@ def load_class_names(detector: Detector, directory: str | Path) -> None:
     path = Path(directory, CLASS_NAMES)
     if not path.is_file():
         return
-    try:
-        names = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not a JSON file ({error}); remove it or write it anew.") from error
+    names = read_plain_json(path, kind=None)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path} must hold a list of names; remove it or write it anew.")
     if len(names) != detector.num_classes:

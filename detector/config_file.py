@@ -8,7 +8,12 @@ import types
 from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
+from detector.errors import MissingFileError, UserError
+from detector.yaml_text import SUFFIX, PlainLoader, read_yaml
+
+MAX_FILES = 50  # that a config is made of
+LONGEST_PATH = 1000  # characters of the name of a base
+LONGEST_LITERAL = 10_000  # characters of a text that is read as a Python literal
 
 # Keys that have one possible value here.
 FIXED: dict[str, Any] = {
@@ -85,42 +90,55 @@ class UnreadTag:
     tag: str
 
 
-class _Loader(yaml.SafeLoader):
+class _TagLoader(PlainLoader):
     """Runs nothing; values with other tags become an `UnreadTag`, which `DetectorConfig.from_flat` refuses."""
 
     yaml_multi_constructors: ClassVar[dict[str, Any]] = {"": lambda loader, tag, node: UnreadTag(tag)}
 
 
-def load_tree(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A YAML file with its `_BASE_` files merged below it; `chain` holds the files that led here.
+def load_tree(path: Path, chain: tuple[Path, ...] = (), loaded: list[Path] | None = None) -> dict[str, Any]:
+    """A YAML file with its `_BASE_` files merged below it.
+
+    Args:
+        path: the file.
+        chain: the files that led here.
+        loaded: all files so far, to which this one is added.
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it is not a YAML mapping, or it is its own base.
+        MissingFileError: the file does not exist.
+        UserError: it is not a YAML mapping, is its own base, or has too many bases.
     """
+    loaded = [] if loaded is None else loaded
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such config file" + (f" (_BASE_ of {chain[-1]})." if chain else "."))
+        raise MissingFileError(f"{path}: no such config file" + (f" (_BASE_ of {chain[-1]})." if chain else "."))
     if path.resolve() in chain:
-        raise ValueError(f"{path}: _BASE_ leads back to this file; remove it from one of the files.")
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not a YAML file that can be read safely: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path}: _BASE_ leads back to this file; remove it from one of the files.")
+    loaded.append(path)
+    if len(loaded) > MAX_FILES:
+        raise UserError(f"{chain[0]}: its _BASE_ files are more than {MAX_FILES} in all; write fewer files.")
+    tree = read_yaml(path, _TagLoader)
     if not isinstance(tree, dict):
-        raise ValueError(f"{path}: expected a mapping of keys, found {type(tree).__name__}.")
-    return merge_bases(tree, path.parent, (*chain, path.resolve()))
+        raise UserError(f"{path}: expected a mapping of keys, found {type(tree).__name__}.")
+    return merge_bases(tree, path.parent, (*chain, path.resolve()), loaded)
 
 
-def merge_bases(tree: dict[str, Any], folder: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+def merge_bases(
+    tree: dict[str, Any], folder: Path, chain: tuple[Path, ...] = (), loaded: list[Path] | None = None
+) -> dict[str, Any]:
     """`tree` on top of the files (one or a list) in its `_BASE_`, whose paths are relative to `folder`."""
     tree = dict(tree)
     bases = tree.pop("_BASE_", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise ValueError(f"{folder}: _BASE_ is {bases!r}; it must be the path of a YAML file, or a list of paths.")
+        raise UserError(f"{folder}: _BASE_ is {bases!r}; it must be the path of a YAML file, or a list of paths.")
     merged: dict[str, Any] = {}
+    loaded = [] if loaded is None else loaded
     for base in bases:
-        merged = _merge(merged, load_tree(folder / Path(base).expanduser(), chain))
+        if not base.endswith(SUFFIX) or "\0" in base or len(base) > LONGEST_PATH:
+            raise UserError(
+                f"{folder}: _BASE_ is {base[:80]!r}; it must be the path of a YAML file, whose name ends in {SUFFIX}."
+            )
+        merged = _merge(merged, load_tree(folder / Path(base).expanduser(), chain, loaded))
     return _merge(merged, tree)
 
 
@@ -154,10 +172,10 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
 
 def decode(value: Any) -> Any:
     """A value in which strings such as "(640, 672)" are read as Python literals, as in Detectron2."""
-    if isinstance(value, str):
+    if isinstance(value, str) and len(value) <= LONGEST_LITERAL:
         try:
             value = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two for thousands of signs
             return value
     return list(value) if isinstance(value, tuple) else value
 

@@ -17,15 +17,20 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
-from yaml import MarkedYAMLError, YAMLError
+from yaml import YAMLError
 
 from detector.choices import EXPECTED_PARTS
+from detector.errors import MissingFileError, UserError
+from detector.yaml_text import SUFFIX, parse_yaml, read_yaml
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.converter import check_choice, check_numbers, nearest
 from e2e_vl.data_settings import DataSettings
+from e2e_vl.file_names import shown
+from e2e_vl.setting_references import check_references, check_resolved, check_targets
 from e2e_vl.whole_files import write_text
 
 VERSION = 2  # layout of the settings
+MAX_BASES = 20  # `base:` files above each other
 INPUTS = {  # section -> keys that name existing files or folders, see `load_config`
     "detector": ("config", "weights"),
     "encoder": ("weights", "fallback_weights"),
@@ -260,13 +265,15 @@ def load_config(
         merged = _merge(merged, _with_found_inputs(layer, file.parent), str(file))
     merged = _with_overrides(merged, overrides or [])
     try:
+        check_targets(OmegaConf.to_container(merged, resolve=False))
         missing = OmegaConf.missing_keys(merged)
         if not missing:
+            check_resolved(OmegaConf.to_container(merged, resolve=True, enum_to_str=True))
             return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise ValueError(f"{path}: setting '{error.full_key}' cannot be used: {_reason(error)}.") from error
     except ValueError as error:  # from the dataclass that it is about
-        raise ValueError(f"{path}: {error}") from error
+        raise UserError(f"{path}: {error}") from error
     raise ValueError(f"{path}: no value for {', '.join(sorted(missing))}; set it in the file or as key=value.")
 
 
@@ -277,6 +284,7 @@ def check_overrides(words: list[str]) -> None:
 
 def load_overrides(words: list[str]) -> dict[str, Any]:
     """Nested detector settings of `detector.key=value` words, without anything from a file."""
+    _with_overrides(OmegaConf.structured(RunConfig), words)
     return OmegaConf.to_container(OmegaConf.from_dotlist(words)).get("detector", {})
 
 
@@ -291,7 +299,13 @@ def saved_version(path: str | Path) -> int:
     Raises:
         FileNotFoundError, ValueError: there is no such file, or it holds no settings.
     """
-    return max(int(layer.get("version", 1)) for _, layer in _layers(Path(path), seen=[]))
+    found = []
+    for file, layer in _layers(Path(path), seen=[]):
+        version = layer.get("version", 1)
+        if not isinstance(version, int):
+            raise UserError(f"{file}: version is not a whole number; write the one of this code, {VERSION}.")
+        found.append(version)
+    return max(found)
 
 
 def differences(first: Any, second: Any, prefix: str = "") -> list[str]:
@@ -323,24 +337,40 @@ def _layers(path: Path, seen: list[Path]) -> list[tuple[Path, DictConfig]]:
     base = own.pop("base", None)
     if base is None:
         return [(path, own)]
-    if not isinstance(base, str):
-        raise ValueError(f"{path}: `base:` is {base}; it must be the name of a file, relative to this one.")
-    if not (path.parent / base).is_file():
-        raise FileNotFoundError(f"{path}: its `base:` file {path.parent / base} does not exist.")
-    return [*_layers(path.parent / base, [*seen, path.resolve()]), (path, own)]
+    if not isinstance(base, str) or not base.endswith(SUFFIX) or "\0" in base or "${" in base:
+        raise UserError(
+            f"{path}: `base:` is {shown(base)}; it must be the name of a file ({SUFFIX}), relative to this one."
+        )
+    if len(seen) >= MAX_BASES:
+        raise UserError(f"{path}: it is the base of {MAX_BASES} files above each other; write fewer files.")
+    if not _is_file(path.parent / base):
+        raise MissingFileError(f"{path}: its `base:` file {path.parent / base} does not exist.")
+    below = _layers(path.parent / base, [*seen, path.resolve()])
+    file, lowest = below[-1]
+    if lowest and not set(lowest) & {field.name for field in dataclasses.fields(RunConfig)}:
+        raise UserError(f"{path}: its `base:` file {file} has none of the settings of a run; name another file.")
+    return [*below, (path, own)]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long
+        return False
 
 
 def _read(path: Path) -> DictConfig:
     """The settings in one YAML file."""
     if not path.is_file():
-        raise FileNotFoundError(f"Config file {path} does not exist.")
+        raise MissingFileError(f"Config file {path} does not exist.")
+    own = read_yaml(path)
+    if not isinstance(own, dict | None):
+        raise UserError(f"{path} must hold settings as `key: value` lines.")
+    check_references(own, str(path))
     try:
-        own = OmegaConf.load(path)
-    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise ValueError(f"{path} is not valid YAML: {_reason(error)}.") from error
-    if not isinstance(own, DictConfig):
-        raise ValueError(f"{path} must hold settings as `key: value` lines.")
-    return own
+        return OmegaConf.create(own or {})
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path} cannot be read as settings: {_reason(error)}.") from error
 
 
 def _with_found_inputs(layer: DictConfig, folder: Path) -> DictConfig:
@@ -368,10 +398,13 @@ def _with_overrides(config: DictConfig, words: list[str]) -> DictConfig:
     for word in words:
         if "=" not in word or word.startswith("="):
             raise ValueError(f"Command line: '{word}' is not of the form key=value, such as train.lr=1e-5.")
+        key, _, value = word.partition("=")
+        content = parse_yaml(value, f"Command line: the value in '{word}'")
+        check_references({key: content}, "Command line")
         try:
             layer = OmegaConf.from_dotlist([word])
-        except (YAMLError, OmegaConfBaseException) as error:
-            raise ValueError(f"Command line: the value in '{word}' is not valid YAML: {_reason(error)}.") from error
+        except (YAMLError, ValueError, OmegaConfBaseException) as error:
+            raise UserError(f"Command line: the value in '{word}' cannot be read: {_reason(error)}.") from error
         config = _merge(config, layer, f"Command line ({word})")
     return config
 
@@ -389,7 +422,5 @@ def _merge(config: DictConfig, layer: DictConfig, source: str) -> DictConfig:
 
 
 def _reason(error: Exception) -> str:
-    """What a parser complains about, in one line."""
-    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
-        return f"{error.problem} (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
-    return str(error).splitlines()[0].rstrip(".")
+    """What OmegaConf complains about, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

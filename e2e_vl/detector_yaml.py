@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from detector.detector_config import DetectorConfig
+from detector.errors import MissingFileError, UserError
 from detector.named_weights import NamedWeights, resolve_weights, similar_names
+from detector.yaml_text import SUFFIX
 from e2e_vl.config import DetectorSettings
 
 
@@ -18,10 +20,13 @@ def read_detector_config(settings: DetectorSettings) -> DetectorConfig:
     if not path.is_file():
         similar = similar_names(settings.config)
         hint = f" Did you mean {' or '.join(similar)}?" if similar else ""
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"Detector config {path} does not exist; set detector.config to a Detectron2 YAML file, or to the name of "
             f"published weights.{hint}"
         )
+    if path.suffix != SUFFIX:
+        raise UserError(f"detector.config is {path}; it must be a Detectron2 YAML file, whose name ends in {SUFFIX}.")
     if not settings.overrides:
         return DetectorConfig.from_yaml(path)
-    return DetectorConfig.from_yaml({"_BASE_": str(path.resolve()), **settings.overrides})
+    # not `resolve`: the cache of the Hugging Face hub links to files without an ending
+    return DetectorConfig.from_yaml({"_BASE_": str(path.absolute()), **settings.overrides})

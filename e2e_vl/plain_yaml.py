@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
+from detector.errors import MissingFileError, UserError
+from detector.yaml_text import read_yaml
 
 BASES = ("base", "_BASE_")  # keys that name another file: of a run's settings, and of a detector's (Detectron2)
 
@@ -19,14 +20,10 @@ def check_plain(path: str | Path) -> None:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such settings file; a saved model has one.")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from error
-    found = _not_plain(content)
+        raise MissingFileError(f"{path}: no such settings file; a saved model has one.")
+    found = _not_plain(read_yaml(path))
     if found is not None:
-        raise ValueError(
+        raise UserError(
             f"{path}: has '{found}', but the settings of a saved model stand in the file itself; do not use this "
             "model, or write the values there."
         )
@@ -38,12 +35,11 @@ def _not_plain(content: Any) -> str | None:
         base = next((key for key in BASES if key in content), None)
         if base is not None:
             return f"{base}:"
-    left, seen = [content], set()
+    left = [content]
     while left:
         value = left.pop()
         if isinstance(value, str) and "${" in value:
             return value
-        if isinstance(value, dict | list) and id(value) not in seen:  # an anchor may stand in many places
-            seen.add(id(value))
+        if isinstance(value, dict | list):
             left += [*value, *value.values()] if isinstance(value, dict) else value
     return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+from detector.errors import UserError
+from detector.plain_json import parse_plain_json
+from detector.plain_json import read_plain_json as read_plain_json  # reports find it here
 from e2e_vl.whole_files import json_text, without_nan, write_text
 from e2e_vl.whole_files import write_json as write_json  # readers and reports find it here
 
@@ -48,11 +50,25 @@ def _stays(line: dict[str, Any], resume_step: int) -> bool:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """All lines of a `log.jsonl`. A missing file has no lines; a last line that was cut off is left out."""
+    """All lines of a `log.jsonl`. A missing file has no lines; a last line that was cut off is left out.
+
+    Raises:
+        UserError: a line is no JSON object with a step and a kind.
+    """
     if not path.exists():
         return []
-    *lines, _ = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines]
+    try:
+        *lines, _ = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not JSON: byte {error.start} is not utf-8 text; get the file again.") from error
+    return [_log_line(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def _log_line(line: str, where: str) -> dict[str, Any]:
+    found = parse_plain_json(line, where)
+    if not isinstance(found, dict) or not isinstance(found.get("step"), int) or not isinstance(found.get("kind"), str):
+        raise UserError(f"{where} is not an object with a step and a kind; get the file again, or remove the line.")
+    return found
 
 
 def looks_like_hub_name(name: str) -> bool:

@@ -13,12 +13,15 @@ from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 
+from detector.errors import UserError
+from detector.plain_json import read_plain_json
 from e2e_vl.run_files import looks_like_hub_name
 from e2e_vl.whole_files import write_text
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 SPELLINGS = {f"{article} {who}": who for article in ("a", "the") for who in ("man", "woman")}
 SPELLINGS |= {"grey": "gray", **{word: str(number) for number, word in enumerate(NUMBERS, start=1)}}
+MAX_BYTES = 1 << 27  # of a file of a tokenizer
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -45,14 +48,22 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
             )
         if not (path / "tokenizer_config.json").is_file() and (path / "vocab.txt").is_file():
             return _read_vocabulary(path / "vocab.txt")
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        for file in sorted(path.glob("*.json")):
+            read_plain_json(file, max_bytes=MAX_BYTES)  # transformers reads them without any bounds
+        try:
+            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(
+                f"{path}: the files of the tokenizer do not fit together ({type(error).__name__}); save it again, or "
+                "get the whole folder."
+            ) from error
     if not looks_like_hub_name(str(name_or_path)):
         raise FileNotFoundError(
             f"{path}: no tokenizer there; give an existing vocab.txt (e2e_vl.text.build_vocabulary writes one), a "
             "folder written by save_pretrained, or a hub name such as bert-base-uncased"
         )
     try:
-        return AutoTokenizer.from_pretrained(str(name_or_path))
+        return AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"{name_or_path}: neither a local file or folder nor a tokenizer that could be loaded from the hub "

@@ -18,6 +18,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from detector.plain_json import read_plain_json
+from e2e_vl.file_names import inside
+
 CHECKSUMS = "checksums.json"
 _PART, _OLD = ".part", ".old"
 
@@ -182,12 +185,11 @@ def find_damage(folder: Path) -> str | None:
         What is wrong with the first wrong file, in a few words; None if nothing is.
     """
     try:
-        sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-        items = {name: str(value) for name, value in sums.items()}
-    except (OSError, ValueError, AttributeError):
+        sums = read_plain_json(folder / CHECKSUMS)
+        items = {name: (inside(folder, name, follows_links=True), str(value)) for name, value in sums.items()}
+    except (OSError, ValueError):  # a name may not lead out of the folder, either
         return f"its {CHECKSUMS} is missing or damaged"
-    for name, expected in items.items():
-        path = folder / name
+    for name, (path, expected) in items.items():
         try:
             if _digest(path) != expected:
                 return f"{name} is not as it was written"

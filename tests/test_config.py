@@ -111,7 +111,7 @@ def test_a_bad_word_on_the_command_line_is_one_sentence(base, word, message):
         ("train: {nosuch: 1}", "child.yaml: there is no setting 'train.nosuch'"),
         ("train: {lr: fast}", "child.yaml: setting 'train.lr' cannot be used"),
         ("train: [1", r"child.yaml is not valid YAML: .*line \d+"),
-        ("seed: 1\nseed: 2", "child.yaml is not valid YAML: found duplicate key seed .line 2, column 1."),
+        ("seed: 1\nseed: 2", "child.yaml is not valid YAML: found duplicate key .line 2, column 1."),
         ("- 1\n- 2", "child.yaml must hold settings"),
         ("base: child.yaml", "leads back to the file itself"),
         ("base: [base.yaml]", "it must be the name of a file"),

@@ -31,7 +31,7 @@ def test_plain_files_and_what_is_none(tmp_path: Path):
     path = tmp_path / "config.yaml"
     with pytest.raises(FileNotFoundError, match="no such settings file"):
         check_plain(path)
-    path.write_text("data: {base: a, price: $5}\nagain: &x [1, *x]\n")  # `base` is a key of the file's top only
+    path.write_text("data: {base: a, price: $5}\nagain: [&x [1], *x]\n")  # `base` is a key of the file's top only
     check_plain(path)
     path.write_text("a: !!python/object/apply:os.getcwd []\n")
     with pytest.raises(ValueError, match="is not valid YAML"):

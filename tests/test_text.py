@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import json
 import multiprocessing
 
 import pytest
 from transformers import AutoTokenizer
 
+from detector.errors import UserError
 from e2e_vl.text import build_vocabulary, load_tokenizer, mirror_words, split_words, word_pieces
 
 SENTENCES = ["the red, red circle!", "The RED café", "the 2 circles"]
@@ -137,3 +140,39 @@ def test_pieces_of_words_as_bert_splits_them(tmp_path):
 def test_the_words_of_a_mirrored_image():
     assert mirror_words(["left", "of", "right", "leftmost"]) == ["right", "of", "left", "leftmost"]
     assert mirror_words(iter(())) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", "[" * 100_000),
+        ("tokenizer_config.json", '{"a":' * 100_000),
+        ("tokenizer_config.json", '{"a": NaN}'),
+        ("tokenizer_config.json", '{"model_max_length": 1' + "0" * 5000 + "}"),
+        ("tokenizer_config.json", "no JSON"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer.json", "{}"),
+        ("special_tokens_map.json", "[" * 100_000),
+        ("added_tokens.json", "[" * 100_000),
+    ],
+)
+def test_a_hostile_file_of_a_tokenizer_is_one_sentence(name, content, vocabulary_file, tmp_path):
+    load_tokenizer(vocabulary_file).save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / name).write_text(content)
+    with pytest.raises(UserError) as error:
+        load_tokenizer(tmp_path / "saved")
+    assert str(tmp_path / "saved") in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_tokenizer_never_brings_code(vocabulary_file, tmp_path):
+    folder = tmp_path / "saved"
+    load_tokenizer(vocabulary_file).save_pretrained(folder)
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: ...\n")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    for kind in ("Own", settings["tokenizer_class"]):
+        changed = settings | {"tokenizer_class": kind, "auto_map": {"AutoTokenizer": ["code.Own", "code.Own"]}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(changed))
+        with contextlib.suppress(ValueError):
+            load_tokenizer(folder)
+        assert not (tmp_path / "ran").exists()

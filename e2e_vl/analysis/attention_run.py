@@ -28,6 +28,7 @@ from e2e_vl.engine.build import named_parts
 from e2e_vl.engine.build_data import build_collate, build_loader, build_writer, open_split, warn_of_random_boxes
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.saving import load_model, saved_settings
+from e2e_vl.file_names import name_of
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import write_json
 
@@ -69,7 +70,7 @@ class AttentionRequest:
     @property
     def folder(self) -> Path:
         """Where the results go."""
-        return self.output or self.run / FOLDER / f"{self.split}_{self.boxes}"
+        return self.output or self.run / FOLDER / name_of(f"{self.split}_{self.boxes}", flat=True)
 
 
 def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path | None]:

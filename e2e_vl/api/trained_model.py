@@ -16,6 +16,7 @@ from huggingface_hub import ModelCard, ModelHubMixin, snapshot_download
 from transformers import PreTrainedTokenizerBase
 
 from detector.images import ResizeRule
+from detector.plain_json import read_plain_json
 from detector.selection_rule import SelectionRule
 from e2e_vl.api.devices import chosen_device
 from e2e_vl.api.inputs import (
@@ -347,7 +348,7 @@ class TrainedModel(
             *load_model(path),
             source=path,
             saved=saved_settings(path),
-            metrics=json.loads(metrics.read_text(encoding="utf-8")) if metrics.is_file() else None,
+            metrics=read_plain_json(metrics) if metrics.is_file() else None,
             device=device,
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants
 from e2e_vl.data.formats.coco import CocoAnnotation, CocoInstances, read_instances
+from e2e_vl.file_names import inside
 from e2e_vl.samples import Categories, Sample, SampleText
 
 
@@ -88,7 +89,9 @@ class CocoDetectionDataset(VLDataset):
         """One image with its empty text."""
         [index] = texts
         image = self.images[index]
-        stated = self.instances.sample_image(image.id, self.images_root / image.file_name)
+        where = f"{self.instances.path}: image {image.id}"
+        file = inside(self.images_root, image.file_name, where, follows_links=True)
+        stated = self.instances.sample_image(image.id, file)
         objects = [self._fact(annotation) for annotation in self.instances.by_image[image.id]]
         text = SampleText(index, "", {"image_id": image.id, "objects": objects}, self._categories)
         return Sample((stated,), (text,))

@@ -35,6 +35,7 @@ from e2e_vl.data.formats.image_names import ImageNames, instances_image, require
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import JoinedRecords, RecordTable, text_column
+from e2e_vl.file_names import inside
 from e2e_vl.samples import AnnotatedObjects, PhraseBoxes, Sample, SampleImage, SampleText
 
 logger = logging.getLogger(__name__)
@@ -230,9 +231,9 @@ def _read_split(ids: Path, sentences: Path, annotations: Path, errors: RecordErr
 
     def read() -> Iterator[EntityImage]:
         for image_id in image_ids:
-            with errors.about(f"{sentences / image_id}.txt"):
-                own = read_sentences(sentences / f"{image_id}.txt", errors)
-                annotated = read_annotation(annotations / f"{image_id}.xml")
+            with errors.about(f"{sentences}/{image_id}.txt"):
+                own = read_sentences(inside(sentences, f"{image_id}.txt", str(ids), follows_links=True), errors)
+                annotated = read_annotation(inside(annotations, f"{image_id}.xml", str(ids), follows_links=True))
                 words.extend(one.words for one in own)
                 known = {chain for names in annotated.names for chain in names}
                 phrases = [tuple(phrase for phrase in one.phrases if phrase.chain in known) for one in own]

@@ -17,6 +17,7 @@ from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts, split_nam
 from e2e_vl.data.formats.coco import CocoInstances, read_instances
 from e2e_vl.data.formats.nlvr2_files import LABELS, PairStatement, read_examples
 from e2e_vl.data.storage.record_table import JoinedRecords
+from e2e_vl.file_names import inside
 from e2e_vl.samples import RightChoice, Sample, SampleImage, SampleText
 
 
@@ -124,9 +125,10 @@ class NLVR2Dataset(VLDataset):
 
     def _image(self, example: PairStatement, name: str) -> SampleImage:
         folder = self.folders[name.partition("-")[0]]
+        place = f"{name}{self.settings.suffix}"
         if example.directory is not None and self.settings.use_directories:
-            folder = folder / example.directory
-        file = folder / f"{name}{self.settings.suffix}"
+            place = f"{example.directory}/{place}"
+        file = inside(folder, place, f"example {example.identifier}", follows_links=True)
         if not self.has_objects:
             return SampleImage(name, file)
         instances, number = self._objects[name]

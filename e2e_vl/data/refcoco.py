@@ -23,6 +23,7 @@ from e2e_vl.data.formats.flickr_entities import (
     read_sentences,
 )
 from e2e_vl.data.formats.refer import ReferFiles
+from e2e_vl.file_names import inside
 from e2e_vl.samples import PhraseBoxes, ReferredBox, Sample, SampleText
 
 
@@ -90,7 +91,8 @@ class RefCOCODataset(VLDataset):
         """Some expressions about one image."""
         image_id = self.expressions[texts[0]].image_id
         # the `file_name` of a ref is not a file
-        image = self.instances.sample_image(image_id, self.images_root / self.instances.images[image_id].file_name)
+        name, where = self.instances.images[image_id].file_name, f"{self.instances.path}: image {image_id}"
+        image = self.instances.sample_image(image_id, inside(self.images_root, name, where, follows_links=True))
         return Sample((image,), tuple(self._text(index) for index in texts))
 
     def _text(self, index: int) -> SampleText:
@@ -138,10 +140,10 @@ class NounPhrases:
         Raises:
             FileNotFoundError, ValueError: a file of the image is missing or malformed, or lacks the expression.
         """
-        file = self.sentences / f"{image_id}.txt"
+        file = inside(self.sentences, f"{image_id}.txt", follows_links=True)
         if self._last[0] != image_id:
             known = {one.words: one for one in reversed(read_sentences(file))}
-            self._last = image_id, known, read_annotation(self.annotations / f"{image_id}.xml")
+            self._last = image_id, known, read_annotation(self.annotations / f"{file.stem}.xml")
         _, known, annotated = self._last
         if words not in known:
             raise ValueError(f"{file}: no line has the expression '{words}'; give the phrases of the same expressions.")

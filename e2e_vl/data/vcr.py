@@ -13,6 +13,7 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts
 from e2e_vl.data.formats.vcr_files import CHOICES, VCRFile, VCRQuestion, read_metadata
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.file_names import inside
 from e2e_vl.samples import ChoiceText, RightChoice, Sample, SampleImage, Sentence
 
 PERSON = "person"
@@ -186,11 +187,13 @@ class VCRDataset(VLDataset):
             ValueError: a file that cannot be read, or objects that contradict each other.
         """
         question = self.questions[texts[0] // self.per_question]
-        size, objects = read_metadata(self.images_root / question.metadata_fn, question)
+        where = f"{self.questions.path} ({question.annot_id})"
+        metadata = inside(self.images_root, question.metadata_fn, where, follows_links=True)
+        size, objects = read_metadata(metadata, question)
         classes = np.array([self._class_of[name] for name in question.objects], dtype=np.int64)
         image = SampleImage(
             question.img_fn,
-            self.images_root / question.img_fn,
+            inside(self.images_root, question.img_fn, where, follows_links=True),
             size,
             objects=dataclasses.replace(objects, classes=classes),
             candidates=self._candidates(question, texts[0]),

@@ -32,6 +32,7 @@ from e2e_vl.data.formats.visual_genome_files import (
 )
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.data.photo_ids import COCO, VISUAL_GENOME
+from e2e_vl.file_names import inside, shown
 from e2e_vl.samples import RightAnswer, Sample, SampleImage, SampleText
 
 READ = {"regions": read_region_descriptions, "questions": read_genome_questions}
@@ -152,10 +153,11 @@ class VisualGenomeDataset(VLDataset):
         """Some texts about one image."""
         group = self.groups.of_text(texts[0])
         image = self.images[group]
-        folder = self.folder / image.folder if self.settings.use_folders else self.folder
         in_coco = () if image.coco_id is None else ((COCO, str(image.coco_id)),)
         name = str(image.image_id)
-        stated = SampleImage(name, folder / f"{name}.jpg", image.size, known_as=((VISUAL_GENOME, name), *in_coco))
+        place = f"{image.folder}/{name}.jpg" if image.folder and self.settings.use_folders else f"{name}.jpg"
+        file = inside(self.folder, place, f"image {shown(name)}", follows_links=True)
+        stated = SampleImage(name, file, image.size, known_as=((VISUAL_GENOME, name), *in_coco))
         return Sample((stated,), tuple(self._text(index) for index in texts), pool=self, own=self.groups[group])
 
     def _text(self, index: int) -> SampleText:

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from detector.errors import UserError
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, coco_image_set, group_texts, split_names
 from e2e_vl.data.formats.coco import CocoInstances, read_instances
 from e2e_vl.data.formats.vqa_files import VQAQuestion, VQAQuestions, read_questions
 from e2e_vl.data.storage.record_table import JoinedRecords
+from e2e_vl.file_names import inside, is_name_pattern, shown
 from e2e_vl.samples import HumanAnswers, Sample, SampleImage, SampleText
 
 
@@ -22,6 +24,8 @@ class VQAOptions:
     image_name: str = "COCO_{images}_{id:012d}.jpg"
 
     def __post_init__(self) -> None:
+        if not is_name_pattern(self.image_name, "id", "images"):
+            raise UserError(f"data.config.image_name is {shown(self.image_name)}; it takes {{id}} and {{images}}.")
         try:
             same = self.image_name.format(id=1, images="") == self.image_name.format(id=2, images="")
         except (KeyError, IndexError, ValueError) as error:
@@ -43,7 +47,8 @@ class VQAPart:
 
     def image(self, image_id: int) -> SampleImage:
         """The facts about one image."""
-        path = self.folder / self.image_name.format(id=image_id)
+        name, where = self.image_name.format(id=image_id), f"image {shown(image_id)}"
+        path = inside(self.folder, name, where, follows_links=True)
         if self.instances is None:
             return SampleImage(str(image_id), path)
         return self.instances.sample_image(image_id, path)

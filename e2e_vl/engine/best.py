@@ -11,7 +11,6 @@ the checkpoint's folder, so that a run that is resumed there has it again.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import shutil
@@ -19,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from detector.plain_json import read_plain_json
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.loading.example_dataset import ExampleDataset
 from e2e_vl.engine.loss_sums import LOSS
@@ -182,6 +182,6 @@ class BestModel:
 def _step_in(folder: Path) -> int | None:
     """The step of the best model in a folder; None: there is none."""
     try:
-        return json.loads((folder / FILE).read_text(encoding="utf-8"))["step"]
-    except (OSError, ValueError, LookupError, TypeError):
+        return read_plain_json(folder / FILE, keys=("step",))["step"]
+    except (OSError, ValueError):
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -10,7 +9,9 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from detector.errors import UserError
 from detector.images import ResizeRule
+from detector.plain_json import read_plain_json
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import DetectorSettings, RunConfig
 from e2e_vl.converter import check_keys, from_dict
@@ -62,7 +63,9 @@ def is_drawn(config: RunConfig) -> bool:
     if not stamp.is_file():
         return False
     formats = config.data.synthetic.formats
-    present = json.loads(stamp.read_text(encoding="utf-8")).get("formats", FORMATS)
+    present = read_plain_json(stamp).get("formats", FORMATS)
+    if not isinstance(present, list | tuple) or not all(isinstance(name, str) for name in present):
+        raise UserError(f"{stamp}: formats is not a list of names; remove the folder and draw the data again.")
     return set(FORMATS if formats is None else formats) <= set(present)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import pickle
 import shutil
@@ -24,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import load as load_without_code
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
+from detector.errors import UserError
+from detector.plain_json import read_plain_json
+from detector.yaml_text import parse_yaml, read_yaml
 from e2e_vl.config import VERSION, RunConfig, differences, load_config, saved_version
 from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.engine.failed_step import not_finite
@@ -185,7 +186,7 @@ def check_lists(folder: Path, model: VisionLanguageModel, tokenizer: PreTrainedT
 
 def read_position(folder: Path) -> dict[str, Any]:
     """Content of a checkpoint's step.json."""
-    return json.loads((folder / POSITION_FILE).read_text(encoding="utf-8"))
+    return read_plain_json(folder / POSITION_FILE, keys=("processes",))
 
 
 def newest_whole(output: Path) -> Path | None:
@@ -279,8 +280,8 @@ def refuse_to_overwrite(output: Path) -> None:
 def is_run(folder: Path) -> bool:
     """Whether a folder has the complete settings that a run writes first; what people write has fewer keys."""
     try:
-        content = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        content = read_yaml(folder / "config.yaml")
+    except (OSError, UserError):
         return False
     return isinstance(content, dict) and {field.name for field in dataclasses.fields(RunConfig)} <= content.keys()
 
@@ -288,7 +289,7 @@ def is_run(folder: Path) -> bool:
 def _architecture(config: RunConfig) -> dict[str, Any]:
     """The settings that decide which parameters exist and what they mean."""
     return {
-        "detector": yaml.safe_load(read_detector_config(config.detector).to_yaml()),
+        "detector": parse_yaml(read_detector_config(config.detector).to_yaml(), config.detector.config),
         "encoder": {"name": config.encoder.name, **config.encoder.config},
         "task": {"name": config.task.name, **config.task.config},
         "phrases": {"layer": config.phrases.layer, "size": config.phrases.size} if config.phrases.weight else None,
@@ -308,7 +309,7 @@ def finished_metrics(run_dir: Path, step: int, *, is_over: bool, patience: int |
         patience: of the settings; a run that stopped early for as many evaluations has ended, too.
     """
     try:
-        metrics = json.loads((run_dir / "metrics.json").read_text(encoding="utf-8"))
+        metrics = read_plain_json(run_dir / "metrics.json")
     except (FileNotFoundError, ValueError):
         return None
     has_waited = patience is not None and metrics.get("stopped_early", 0) >= patience

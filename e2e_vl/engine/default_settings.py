@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import yaml
-
 from detector.detector_config import DetectorConfig
+from detector.yaml_text import parse_yaml
 from e2e_vl.config import RunConfig
 from e2e_vl.engine.build import OBJECTIVES, named_parts
 from e2e_vl.synthetic import LanguageConfig, SceneConfig
@@ -28,7 +27,7 @@ def part_defaults(config: RunConfig) -> dict[str, Any]:
             name: own[name]["weight"] if isinstance(given.get(name), int | float) else own[name] for name in own
         }
     return {
-        "detector": {"overrides": yaml.safe_load(DetectorConfig.from_yaml({}).to_yaml())},
+        "detector": {"overrides": parse_yaml(DetectorConfig.from_yaml({}).to_yaml(), "detector")},
         "encoder": {"config": _defaults(parts.encoder[0])},
         "task": {"config": task},
         "data": {

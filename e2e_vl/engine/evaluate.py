@@ -24,6 +24,7 @@ from e2e_vl.engine.launch import gather_to_main, make_accelerator, on_main
 from e2e_vl.engine.loss_sums import LOSS, LossSums
 from e2e_vl.engine.run import Run
 from e2e_vl.engine.saving import load_model, saved_settings
+from e2e_vl.file_names import inside, name_of
 from e2e_vl.metric_names import MetricName, named_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import check_output
@@ -82,8 +83,9 @@ def evaluate_splits(
                 scores |= losses.score(config)
             metrics.update(named_metrics(scores, split, boxes))
             if output is not None and accelerator.is_main_process:
-                write_predictions(output / f"predictions_{split}_{boxes}.json", records, run.model.task)
-                write_unreadable(output / f"unreadable_{split}_{boxes}.json", unreadable)
+                ending = f"{name_of(split, flat=True)}_{boxes}.json"
+                write_predictions(inside(output, f"predictions_{ending}"), records, run.model.task)
+                write_unreadable(inside(output, f"unreadable_{ending}"), unreadable)
             if show is not None and accelerator.is_main_process:
                 show(records, name)
     return metrics
@@ -232,7 +234,7 @@ def evaluate_run(
     """
     boxes = BoxSource(boxes)
     name = "_".join([split, boxes, *([iou] if iou is not None else [])])
-    path = output or run_dir / EVALUATIONS / f"{name}.json"
+    path = output or inside(run_dir / EVALUATIONS, f"{name_of(name, flat=True)}.json")
     metrics_path = path.with_name(f"{path.stem}_metrics.json")
     # an earlier evaluation has its metrics beside it, which no file of a run itself has
     check_output(path, may_replace=metrics_path.is_file())

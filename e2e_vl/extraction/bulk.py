@@ -24,14 +24,16 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from detector.images import ResizeRule
+from detector.plain_json import read_plain_json
 from e2e_vl.data.formats.image_lists import GivenBoxes, ListedImage
 from e2e_vl.data.loading.batches import unchanged
 from e2e_vl.data.storage.features.record import RegionFeatures, load_npz, save_npz
-from e2e_vl.data.storage.features.stores import STAMP_NAME, open_features
+from e2e_vl.data.storage.features.stores import STAMP_NAME, npz_names, open_features
 from e2e_vl.data.storage.features.writers import check_format, write_features
 from e2e_vl.extraction.chain import InputImage, RegionExtractor, load_input
 from e2e_vl.extraction.detectors import LoadedDetector
 from e2e_vl.extraction.settings import ExtractionSettings
+from e2e_vl.file_names import id_of, inside, name_of, shown
 from e2e_vl.run_files import write_json
 
 WAITING_BATCHES = 8  # images that wait for others of their size, in batches
@@ -64,6 +66,10 @@ class ExtractionJob:
     def folder(self) -> Path:
         """Where the `.npz` files are."""
         return self.output if self.layout == "npz" else self.output.with_name(self.output.name + ".parts")
+
+    def file_of(self, image_id: str) -> Path:
+        """The `.npz` file of an image, which lies in the folder whatever its id is."""
+        return inside(self.folder, f"{name_of(image_id)}.npz")
 
 
 @dataclasses.dataclass
@@ -148,12 +154,17 @@ def _prepare(job: ExtractionJob) -> list[str] | None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / STAMP_NAME, stamp)
     for cut_off in folder.rglob("*.npz.*.part"):
-        cut_off.unlink()
-    there = {file.relative_to(folder).as_posix().removesuffix(".npz") for file in folder.rglob("*.npz")}
+        if not cut_off.is_dir():
+            cut_off.unlink()
+    found = {id_of(name): name for name in npz_names(folder)}
+    for image_id in found.keys() & wanted:
+        if found[image_id] != name_of(image_id):  # of an earlier version
+            (folder / f"{found[image_id]}.npz").replace(job.file_of(image_id))
+    there = found.keys()
     if job.layout == "npz" and there - wanted:
         raise ValueError(
-            f"{folder} has features of image {min(there - wanted)}, which is not listed; list it, or choose another "
-            "output"
+            f"{folder} has features of image {shown(min(there - wanted))}, which is not listed; list it, or choose "
+            "another output"
         )
     return [image.id for image in job.images if image.id not in there]
 
@@ -162,7 +173,7 @@ def _check_begun(folder: Path, stamp: dict[str, Any]) -> None:
     """Raise a ValueError if the folder holds files of another extraction or other files."""
     written = folder / STAMP_NAME
     if written.is_file():
-        before = json.loads(written.read_text(encoding="utf-8"))
+        before = read_plain_json(written)
         changed = sorted(key for key in {*before, *stamp} if before.get(key) != stamp.get(key))
         if changed:
             raise ValueError(
@@ -209,7 +220,7 @@ def _describe(
 
 
 def _save(job: ExtractionJob, record: RegionFeatures) -> None:
-    path = job.folder / f"{record.image_id}.npz"
+    path = job.file_of(record.image_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")  # workers may outlive a launcher that was killed
     with temporary.open("wb") as file:
@@ -220,7 +231,7 @@ def _save(job: ExtractionJob, record: RegionFeatures) -> None:
 def _join(job: ExtractionJob, failures: dict[str, str]) -> None:
     """Write the output file from the `.npz` files, and remove these if no image failed."""
     images = [image for image in job.images if image.id not in failures]
-    paths = [job.folder / f"{image.id}.npz" for image in images]
+    paths = [job.file_of(image.id) for image in images]
     records = (load_npz(path) for path in tqdm(paths, desc=f"writing {job.output.name}", unit="image", delay=1))
     job.output.parent.mkdir(parents=True, exist_ok=True)
     num_bytes = sum(path.stat().st_size for path in paths)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,16 @@ from PIL import Image
 
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
+from e2e_vl.file_names import id_of, name_of
 from e2e_vl.metric_names import MetricName
 from e2e_vl.report.changed_settings import changed_settings
 from e2e_vl.report.curves import draw_curves
 from e2e_vl.report.metric_tables import metric_tables
 from e2e_vl.report.prediction_lists import Prediction, PredictionLists, list_predictions, phrase_line
-from e2e_vl.run_files import read_log, write_text
+from e2e_vl.run_files import read_log, read_plain_json, write_text
 from e2e_vl.tasks.base import PredictionWords, Task
 
+MAX_PREDICTIONS = 1 << 31  # bytes
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
 PICTURE_AREA = 640 * 480  # most pixels of a picture in the page, so that labels of thin ones stay legible
 WIDE = 2.0  # width by height from which a picture has a row of its own
@@ -61,7 +62,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Ma
     Returns:
         The path of the report.
     """
-    metrics = json.loads((run_dir / "metrics.json").read_text(encoding="utf-8"))
+    metrics = read_plain_json(run_dir / "metrics.json")
     curves = draw_curves(read_log(run_dir / "log.jsonl"))
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -101,7 +102,11 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def _prediction_files(run_dir: Path, config: RunConfig) -> list[Path]:
     """In the order of the run's splits and box sources, then others."""
-    order = [f"predictions_{split}_{boxes}.json" for split in config.data.eval_splits for boxes in config.eval.boxes]
+    order = [
+        f"predictions_{name_of(split, flat=True)}_{boxes}.json"
+        for split in config.data.eval_splits
+        for boxes in config.eval.boxes
+    ]
     own = [run_dir / name for name in order if (run_dir / name).is_file()]
     return [*own, *sorted(set(run_dir.glob("predictions_*.json")) - set(own))]
 
@@ -109,16 +114,16 @@ def _prediction_files(run_dir: Path, config: RunConfig) -> list[Path]:
 def _section(path: Path, config: RunConfig, task: Task) -> Section:
     split, _, boxes = path.stem.removeprefix("predictions_").rpartition("_")
     known = {source.value: source.metric_suffix.replace("_", " ") for source in BoxSource.for_evaluation()}
-    records = json.loads(path.read_text(encoding="utf-8"))
+    records = read_plain_json(path, list, max_bytes=MAX_PREDICTIONS)
     lists = list_predictions(records, task, config.eval.report_pictures, config.seed)
-    return Section(f"{split}, {known.get(boxes, boxes)}", lists)
+    return Section(f"{id_of(split)}, {known.get(boxes, boxes)}", lists)
 
 
 def _card(prediction: Prediction, task: Task) -> Card:
     picture, problem, is_wide = "", "", False
     try:
         drawn = task.draw(prediction.record)
-    except (FileNotFoundError, ValueError) as error:  # of the image: it lies in an archive, or was moved meanwhile
+    except (OSError, ValueError) as error:  # of the image: it lies in an archive, or was moved meanwhile
         drawn, problem = None, str(error)
     if drawn is not None:
         buffer, image = io.BytesIO(), Image.fromarray(drawn)

@@ -31,6 +31,7 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
+from detector.plain_json import read_plain_json
 from e2e_vl.synthetic.captioning import draw_captions
 from e2e_vl.synthetic.coco_writer import COCOAnnotationsWriter, COCOCaptionsWriter, COCODetectionWriter
 from e2e_vl.synthetic.conceptual_writer import ConceptualWriter, ShardsWriter
@@ -180,7 +181,7 @@ def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | Non
     if path is None:
         raise ValueError(f"{output} is not empty and was not written by this tool: choose another output folder")
     try:
-        stamp = json.loads(path.read_text(encoding="utf-8"))
+        stamp = read_plain_json(path, keys=("version", "settings"))
         found = {"version": stamp["version"], **_with_newer_settings(stamp["settings"])}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error}): remove the folder {output} and start again") from error

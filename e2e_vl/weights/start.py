@@ -12,19 +12,19 @@ of one of our runs. Everything else must fit, and what stays random or unused is
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from detector.checkpoint import LoadReport, load_weights
+from detector.plain_json import read_plain_json
 from detector.weight_files import read_tensors
+from detector.yaml_text import read_yaml
 from e2e_vl.config import VERSION
 from e2e_vl.converter import from_dict
 from e2e_vl.data.formats.answer_files import ANSWERS_FILE, read_answers
@@ -278,10 +278,7 @@ def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None
     path = file.parent / "config.json"
     if not path.is_file():
         return
-    try:
-        theirs: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}.") from error
+    theirs: dict[str, Any] = read_plain_json(path)
     own = encoder.config.to_dict()
     for name in fields:
         if name in theirs and name in own and theirs[name] != own[name]:
@@ -385,5 +382,5 @@ def _settings_of_run(folder: Path, part: str) -> dict[str, Any]:
     path = folder.absolute().parent / "config.yaml"
     if folder.absolute().name != part or not path.is_file():
         return {}
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content = read_yaml(path)
     return content if isinstance(content, dict) else {}

@@ -61,7 +61,7 @@ def test_class_names_are_saved_with_the_detector(tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[", "class_names.json is not a JSON file"),
+        ("[", "class_names.json is not JSON"),
         ('{"a": 1}', "must hold a list of names"),
         ("[1, 2]", "must hold a list of names"),
         ('["a", "b", "c", "d", "e", "f", "g"]', "names 7 classes, but the detector has"),

@@ -139,7 +139,7 @@ def test_a_base_that_is_no_path(tmp_path: Path, base: str, shown: str):
 
 def test_a_config_that_is_not_text(tmp_path: Path):
     (tmp_path / "config.yaml").write_bytes(b"MODEL: \xff\xfe")
-    with pytest.raises(ValueError, match=r"config\.yaml: not a YAML file that can be read safely"):
+    with pytest.raises(ValueError, match=r"config\.yaml is not valid YAML: byte 7 is not utf-8 text"):
         DetectorConfig.from_yaml(tmp_path / "config.yaml")
 
 

@@ -166,5 +166,5 @@ def test_other_settings_or_images_need_another_output(make_job):
     with pytest.raises(ValueError, match=r"out\.tsv exists and holds other images or was made differently"):
         extract(make_job("tsv", settings=other))
     fewer = make_job().images[1:]
-    with pytest.raises(ValueError, match="features of image 0, which is not listed"):
+    with pytest.raises(ValueError, match="features of image '0', which is not listed"):
         extract(make_job(images=fewer))

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from detector.yaml_text import read_yaml
 from e2e_vl.text import build_vocabulary
 from measuring import ROOT
 
@@ -300,7 +301,7 @@ WRITERS: dict[str, Callable[[Path, float], None]] = {
 
 def _write_config(folder: Path, kind: str, files: dict[str, str], splits: list[str], boxes: str, longest: int) -> None:
     """`splits`: the one that is trained on, and those that are evaluated."""
-    names = yaml.safe_load(Path(__file__).with_name("check_settings.yaml").read_text(encoding="utf-8"))
+    names = read_yaml(Path(__file__).with_name("check_settings.yaml"))
     content = {
         "output": "unused",
         "detector": {"config": str(ROOT / "configs" / "detector" / "vl_bert_R_101.yaml")},

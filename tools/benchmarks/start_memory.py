@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from check_files import WRITERS
+from detector.yaml_text import read_yaml
 from e2e_vl.data.base import VLDataset, Wants, open_options
 from e2e_vl.data.storage.record_errors import NotedErrors
 from e2e_vl.data_settings import DataSettings
@@ -36,7 +37,7 @@ def write_archived(folder: Path, share: float) -> None:
     with zipfile.ZipFile(folder / "train_image.zip", "w") as archive:
         for name in names:
             archive.writestr(name, b"no image, but bytes")
-    settings = yaml.safe_load(Path(__file__).with_name("check_settings.yaml").read_text(encoding="utf-8"))
+    settings = read_yaml(Path(__file__).with_name("check_settings.yaml"))
     content = {
         "output": "unused",
         "detector": {"config": str(ROOT / "configs" / "detector" / "vl_bert_R_101.yaml")},

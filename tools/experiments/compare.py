@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from detector.yaml_text import read_yaml
 from e2e_vl.command_line import make_parser, says_errors
 from jobs import Job, add_common_options, made_by, markdown_table, run_jobs, write_table
 
@@ -86,7 +85,7 @@ def read_variants(path: Path | None, words: list[list[str]]) -> dict[str, list[s
 def _read_file(path: Path) -> dict[str, list[str]]:
     if not path.is_file():
         raise FileNotFoundError(f"Variants file {path} does not exist.")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content = read_yaml(path)
     if not isinstance(content, dict) or not all(
         isinstance(value, list) and all(isinstance(word, str) for word in value) for value in content.values()
     ):

@@ -16,6 +16,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from detector.plain_json import read_plain_json
 from e2e_vl.config import differences, load_config
 from e2e_vl.engine.build import resolve
 
@@ -47,7 +48,7 @@ class Job:
     def metrics(self) -> dict[str, Any] | None:
         """The numbers of the finished run; None before it is finished."""
         path = self.run / "metrics.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return read_plain_json(path) if path.is_file() else None
 
     def command(self, launch: str) -> list[str]:
         """The command of the run; an interrupted run goes on.

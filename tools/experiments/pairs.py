@@ -26,9 +26,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from chance import chance_of
+from detector.yaml_text import read_yaml
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.config import EncoderSettings, RunConfig, load_config, save_config
@@ -75,7 +74,7 @@ class Cell(NamedTuple):
 
 @says_errors
 def main(argv: list[str] | None = None) -> int:
-    encoders = yaml.safe_load(ENCODERS.read_text(encoding="utf-8"))
+    encoders = read_yaml(ENCODERS)
     parser = make_parser(__doc__)
     parser.add_argument("--encoders", nargs="+", choices=tuple(encoders), default=list(encoders), help="default: all")
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS), help="default: all")

@@ -18,6 +18,7 @@ from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.data.storage.files import checked_records, read_json
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import RecordTable, text_column
+from e2e_vl.file_names import inside
 from e2e_vl.samples import CandidateBoxes, EncodedImage
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,8 @@ class CocoCaptions(CaptionSource):
         return str(self.image_ids[group])
 
     def image(self, group: int) -> Path:
-        return self.images_root / self._rows[group].file_name
+        where = f"{self.path}: image {self.name(group)}"
+        return inside(self.images_root, self._rows[group].file_name, where, follows_links=True)
 
     def image_size(self, group: int) -> tuple[int, int] | None:
         return self._rows[group].size

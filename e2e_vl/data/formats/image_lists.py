@@ -13,6 +13,7 @@ import numpy as np
 
 from e2e_vl.data.formats.coco import read_instances
 from e2e_vl.data.storage.files import checked_records, corners_of, read_json, require_file, require_keys
+from e2e_vl.file_names import inside, name_of, require_distinct
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
@@ -45,7 +46,8 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
 
     Raises:
         FileNotFoundError: nothing there.
-        ValueError: no image at all, two images with one id, or an id that a TSV file cannot hold.
+        ValueError: no image at all, two images with one id or with ids that differ in upper and lower case only, an
+            id that a TSV file or the name of a file cannot hold, or a `file_name` that leads out of the root.
     """
     source = Path(source).expanduser()
     if source.is_dir():
@@ -67,13 +69,17 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
         if not image.id.isprintable() or not image.id or '"' in image.id:
             raise ValueError(f"{source}: the id {image.id!r} has characters that feature files cannot hold; rename it")
         seen[image.id] = image.path
+        name_of(image.id)  # now rather than after hours
+    require_distinct(seen, str(source))
     return images
 
 
 def _of_coco(source: Path, root: Path) -> list[ListedImage]:
     rows = read_json(source, "list of images", ("images",))["images"]
     found = checked_records(rows, ("id", "file_name"), f"{source}: image")
-    return [ListedImage(str(row["id"]), root / row["file_name"]) for _, row in found]
+    return [
+        ListedImage(str(row["id"]), inside(root, row["file_name"], where, follows_links=True)) for where, row in found
+    ]
 
 
 def _of_lines(source: Path, root: Path) -> list[ListedImage]:

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 
+from detector.errors import UserError
 from e2e_vl.data.formats.coco import CocoInstances
+from e2e_vl.file_names import inside, is_name_pattern, shown
 from e2e_vl.samples import SampleImage
 
 
@@ -22,6 +24,8 @@ class ImageNames:
     image_name: str = "{id}.jpg"
 
     def __post_init__(self) -> None:
+        if not is_name_pattern(self.image_name, "id"):
+            raise UserError(f"data.config.image_name is {shown(self.image_name)}; it takes {{id}} alone.")
         try:
             same = self.image_name.format(id="1") == self.image_name.format(id="2")
         except (KeyError, IndexError, ValueError) as error:
@@ -31,7 +35,7 @@ class ImageNames:
 
     def file(self, folder: Path, image_id: str) -> Path:
         """The file of an image."""
-        return folder / self.image_name.format(id=image_id)
+        return inside(folder, self.image_name.format(id=image_id), f"image {shown(image_id)}", follows_links=True)
 
 
 def instances_image(instances: CocoInstances, image_id: str, file: Path) -> SampleImage:

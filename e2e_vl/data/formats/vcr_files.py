@@ -20,6 +20,7 @@ import numpy as np
 from e2e_vl.data.storage.files import is_box, plain_boxes, read_json, require_file, require_keys
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import text_column
+from e2e_vl.file_names import shown
 from e2e_vl.samples import AnnotatedObjects, Sentence
 
 CHOICES = 4
@@ -136,7 +137,7 @@ class VCRFile:
         for key in ("img_fn", "metadata_fn"):
             name = kept[key]
             if name.startswith("/") or (".." in name and ".." in PurePosixPath(name).parts):
-                raise ValueError(f"{where}: {key} is {kept[key]}, expected a path inside the image folder")
+                raise ValueError(f"{where}: {key} is {shown(name)}, expected a path inside the image folder")
         objects = kept["objects"]
         if not isinstance(objects, list) or not all(isinstance(name, str) and name for name in objects):
             raise ValueError(f"{where}: objects is {objects!r}, expected a list of class names")

@@ -18,6 +18,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
+from e2e_vl.file_names import inside
 
 _VERSION = "zip 1"
 _COLUMNS = 4  # hash of the name, offset of the local header, bytes in the archive, method of compression
@@ -49,20 +50,22 @@ class ArchivedFiles:
 
         Raises:
             FileNotFoundError: neither archive nor file is there.
+            UserError: a name that leads out of the root, or out of the archive.
         """
-        archive, marker, member = name.partition("@")
+        archive, marker, member = name.partition("@") if isinstance(name, str) else (name, "", "")
+        path = inside(self.root, archive, follows_links=True)
         if not marker:
-            if not (self.root / name).is_file():
-                raise FileNotFoundError(f"{self.root / name}: there is no such file; it is named as {name}")
-            return self.root / name
+            if not path.is_file():
+                raise FileNotFoundError(f"{path}: there is no such file; it is named as {name}")
+            return path
         member = member.lstrip("/")
-        path = self.root / archive
+        inside(self.root, member, f"{path}, member", follows_links=True)  # also where the archive is unpacked
         if path.is_file():
             return path, member
         # parts of an archive (train_frcnn.0.zip ...) are one folder when unpacked
         folders = dict.fromkeys([path.with_suffix(""), path.with_name(re.sub(r"\.\d+$", "", path.stem))])
         for folder in folders:
-            if (folder / member).is_file():
+            if inside(folder, member, follows_links=True).is_file():
                 return folder / member
         raise FileNotFoundError(
             f"{path}: no such archive, and {path.with_suffix('') / member} is no file either; check where the data are"
@@ -80,8 +83,8 @@ class ArchivedFiles:
 
     def prepare(self, name: str) -> None:
         """Make the index of the archive of a file, and of the archive's other parts, before a worker wants it."""
-        archive, marker, _ = name.partition("@")
-        path = self.root / archive
+        archive, marker, _ = name.partition("@") if isinstance(name, str) else (name, "", "")
+        path = inside(self.root, archive, follows_links=True)
         if marker and path.is_file():
             stem = re.sub(r"\.\d+$", "", path.stem)
             parts = [one for one in path.parent.iterdir() if re.fullmatch(rf"{re.escape(stem)}(\.\d+)?\.zip", one.name)]

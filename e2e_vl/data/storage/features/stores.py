@@ -28,8 +28,10 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
+from detector.plain_json import read_plain_json
 from e2e_vl.data.storage.features.record import OPTIONAL, RegionFeatures, load_npz
 from e2e_vl.data.storage.index_files import one_process
+from e2e_vl.file_names import id_of, inside, name_of
 from e2e_vl.run_files import write_text
 
 logger = logging.getLogger(__name__)
@@ -110,18 +112,28 @@ def sidecar(path: Path) -> Path:
 
 
 class NpzStore(FeatureStore):
-    """A folder of `.npz` files; ids are their paths in it without the suffix."""
+    """A folder of `.npz` files; their paths in it without the suffix tell the ids, see `e2e_vl/file_names.py`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.ids = sorted(file.relative_to(path).with_suffix("").as_posix() for file in path.rglob("*.npz"))
+        found = {id_of(name): name for name in npz_names(path)}
+        self.ids = sorted(found)
+        self._other_names = {one: name for one, name in found.items() if name_of(one) != name}  # of earlier versions
         if not self.ids:
             raise ValueError(f"{path}: the folder has no .npz file of region features")
         stamp = path / STAMP_NAME
-        self.stamp = json.loads(stamp.read_text(encoding="utf-8")) if stamp.is_file() else None
+        self.stamp = read_plain_json(stamp) if stamp.is_file() else None
 
     def read(self, image_id: str) -> RegionFeatures:
-        return load_npz(self.path / f"{image_id}.npz")
+        name = self._other_names.get(image_id) or name_of(image_id)
+        return load_npz(inside(self.path, f"{name}.npz", follows_links=True))
+
+
+def npz_names(folder: Path) -> list[str]:
+    """Paths of the `.npz` files of a folder, relative to it and without their ending."""
+    return [
+        file.relative_to(folder).as_posix().removesuffix(".npz") for file in folder.rglob("*.npz") if file.is_file()
+    ]
 
 
 class TsvStore(FeatureStore):

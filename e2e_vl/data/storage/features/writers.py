@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from detector.errors import UserError
 from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
 from e2e_vl.data.storage.features.stores import LXMERT_FIELDS, STAMP_KEY, TSV_COLUMNS, import_optional, sidecar
 from e2e_vl.run_files import write_text
@@ -108,6 +109,8 @@ def write_lmdb(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
     transaction.put(STAMP_KEY, json.dumps(stamp).encode())
     for number, record in enumerate(records, start=1):
         key = record.image_id.encode("utf-8")
+        if key == STAMP_KEY:
+            raise UserError(f"image {record.image_id}: LMDB's file keeps its stamp under this id; use hdf5.")
         if len(key) > environment.max_key_size():
             raise ValueError(f"image {record.image_id}: the id has {len(key)} bytes, too many for LMDB; use hdf5")
         content = io.BytesIO()

@@ -1,0 +1,108 @@
+"""Reading the JSON files of runs and saved models, wherever they come from, in bounded time and memory.
+
+(The JSON of annotation files, which may be much larger, is read in `e2e_vl/data/`.)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from detector.errors import MissingFileError, UserError
+
+MAX_BYTES = 1 << 24  # of a file of settings or numbers
+MAX_DEPTH = 50  # lists and objects in each other
+LARGEST = 1 << 128  # transformers writes 1e30 for a length without a limit
+_KINDS = {dict: "an object of names and values", list: "a list"}
+
+
+def read_plain_json(
+    path: str | Path, kind: type | None = dict, keys: tuple[str, ...] = (), *, max_bytes: int = MAX_BYTES
+) -> Any:
+    """The content of a JSON file.
+
+    Args:
+        path: the file.
+        kind: dict or list, which the content must be; None: it may be anything.
+        keys: an object must have these.
+        max_bytes: a larger file is refused.
+
+    Raises:
+        MissingFileError: there is no such file.
+        UserError: it is too large, not UTF-8 or not JSON, has lists or objects too deep in each other, NaN, infinity or
+            a number beyond 128 bits, is of another kind, or lacks a key.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise MissingFileError(f"{path}: no such file; get the whole folder again.")
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise UserError(f"{path} has more than {max_bytes} bytes, too many for such a file; get the file again.")
+    found = parse_plain_json(content, f"{path}")
+    if kind is not None and not isinstance(found, kind):
+        raise UserError(f"{path} does not hold {_KINDS[kind]}; get the file again.")
+    missing = [key for key in keys if key not in found]
+    if missing:
+        raise UserError(f"{path} lacks {', '.join(missing)}; get the file again.")
+    return found
+
+
+def parse_plain_json(text: str | bytes, name: str) -> Any:
+    """The content of a JSON text; `name` begins the message.
+
+    Raises:
+        UserError: as for `read_plain_json`.
+    """
+    try:
+        found = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, parse_constant=_refused)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not JSON: byte {error.start} is not utf-8 text; get the file again.") from error
+    except json.JSONDecodeError as error:
+        place = f"{error.msg.lower()} in line {error.lineno}, column {error.colno}"
+        raise UserError(f"{name} is not JSON ({place}); get the file again.") from error
+    except RecursionError:
+        raise UserError(f"{name}: {_TOO_DEEP}; get the file again.") from None
+    except _RefusedError as error:
+        raise UserError(f"{name} holds {error}, which is not JSON; get the file again.") from None
+    except ValueError as error:  # Python reads no number of more than 4,300 digits
+        raise UserError(f"{name} holds a number of too many digits; get the file again.") from error
+    problem = _out_of_bounds(found)
+    if problem is not None:
+        raise UserError(f"{name}: {problem}; get the file again.")
+    return found
+
+
+_TOO_DEEP = f"its lists and objects are more than {MAX_DEPTH} deep in each other"
+
+
+class _RefusedError(Exception):
+    """A constant that JSON does not have."""
+
+
+def _refused(constant: str) -> None:
+    raise _RefusedError(constant)
+
+
+def _out_of_bounds(found: Any) -> str | None:
+    """What is too deep or too large in a parsed text, if anything."""
+    level, depth = [found], 0
+    while level:
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                below.extend(value.values())
+            elif isinstance(value, list):
+                below.extend(value)
+            elif isinstance(value, float):
+                if not math.isfinite(value):
+                    return "a number is too large"
+            elif isinstance(value, int) and not -LARGEST <= value < LARGEST:
+                return "a whole number has more than 128 bits"
+        depth += any(isinstance(value, dict | list) for value in level)
+        if depth > MAX_DEPTH:
+            return _TOO_DEEP
+        level = below
+    return None
