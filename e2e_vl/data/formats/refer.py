@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from detector.pickle_scan import check_pickle
 from e2e_vl.data.formats.coco import read_instances
 from e2e_vl.data.storage.files import checked_records, read_json, require_file, require_keys
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
@@ -153,6 +154,7 @@ class _ForbiddenGlobalError(Exception):
 def _read_plain_pickle(path: Path) -> Any:
     data = require_file(path, "refs").read_bytes()
     try:
+        check_pickle(data)
         try:
             return _PlainUnpickler(io.BytesIO(data), encoding="utf-8").load()
         except UnicodeDecodeError:  # Python 2 byte strings in an older encoding
