@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from detector.pickle_scan import Bytes, DamagedPickleError, check_pickle
-from detector.zip_directory import DamagedZipError, read_member, read_members
+from detector.zip_directory import DamagedZipError, Member, read_member, read_members
 
 MOST_RECORDS = 1 << 18  # storages of a file
 LONGEST_PICKLE = 1 << 28  # bytes
@@ -88,17 +88,23 @@ def _check_archive(path: Path) -> None:
     """A file of torch 1.6 or later: a zip archive of a pickle and the storages."""
     with path.open("rb") as file:
         members = read_members(file, MOST_RECORDS)
+        content, prefix = _find_pickle(members)
+        data = read_member(file, content)
+    folder = f"{prefix}/data/"
+    records = {name.removeprefix(folder): one.whole for name, one in members.items() if name.startswith(folder)}
+    check_pickle(data)
+    _Claims(data, path.stat().st_size, records).load()
+
+
+def _find_pickle(members: dict[str, Member]) -> tuple[Member, str]:
+    """The pickle, and the folder of everything in the archive, which torch reads off the first member."""
     prefix = next(iter(members), "").partition("/")[0]
     content = members.get(f"{prefix}/data.pkl")
     if content is None:
         raise DamagedZipError("it is a zip archive without data.pkl")
     if content.whole > LONGEST_PICKLE:
         raise DamagedZipError(f"its data.pkl claims {content.whole} bytes")
-    folder = f"{prefix}/data/"
-    records = {name.removeprefix(folder): one.whole for name, one in members.items() if name.startswith(folder)}
-    data = read_member(path, content)
-    check_pickle(data)
-    _Claims(data, path.stat().st_size, records).load()
+    return content, prefix
 
 
 def _check_legacy(data: Bytes) -> None:

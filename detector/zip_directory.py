@@ -12,14 +12,13 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 SMALL = 1 << 26  # bytes that the members of every archive may have when unpacked ...
 RATIO = 20  # ... and that they may have per byte of the archive; numbers and texts are rarely packed better
 
 _LOCAL_HEADER = 30  # bytes before the name
-_ENTRY = struct.Struct("<4s4x2H8x2L3H8xL")  # of the directory: signature, flags, method, sizes, lengths, offset
+_ENTRY = struct.Struct("<4s4x2H4x3L3H8xL")  # of the directory: signature, flags, method, sum, sizes, lengths, offset
 _END = struct.Struct("<4s6xH2L2x")  # of the directory: signature, entries, its bytes and its offset
 _END_64 = struct.Struct("<4s28x3Q")  # the same of archives of more than 65,535 members or 4 GiB
 _LOCATOR_64 = struct.Struct("<4s4xQ4x")  # where that is; stands before the other one
@@ -49,6 +48,7 @@ class Entry(NamedTuple):
     packed: int  # bytes in the archive
     whole: int  # bytes when unpacked
     header: int  # offset of the local header, without the shift
+    checksum: int  # CRC-32 of the unpacked content
 
 
 class Member(NamedTuple):
@@ -58,6 +58,7 @@ class Member(NamedTuple):
     packed: int  # bytes in the archive
     whole: int  # bytes when unpacked, as the archive claims
     start: int  # offset of its content
+    checksum: int  # CRC-32 of the unpacked content
 
 
 def find_directory(file: BinaryIO) -> Directory:
@@ -109,9 +110,8 @@ def read_entries(file: BinaryIO, directory: Directory) -> Iterator[Entry]:
             window, at, left = window[at:] + chunk, 0, left - len(chunk)
         if len(window) - at < _ENTRY.size:
             raise DamagedZipError("the directory of its members is cut off")
-        signature, flags, method, packed, whole, name_length, extra_length, comment_length, header = _ENTRY.unpack_from(
-            window, at
-        )
+        fields = _ENTRY.unpack_from(window, at)
+        signature, flags, method, checksum, packed, whole, name_length, extra_length, comment_length, header = fields
         if signature != b"PK\1\2":
             raise DamagedZipError("the directory of its members is damaged")
         first = at + _ENTRY.size
@@ -119,7 +119,7 @@ def read_entries(file: BinaryIO, directory: Directory) -> Iterator[Entry]:
         extra = window[first + name_length : first + name_length + extra_length]
         whole, packed, header = _large(extra, whole, packed, header)
         at = first + name_length + extra_length + comment_length
-        yield Entry(name, flags, method, packed, whole, header)
+        yield Entry(name, flags, method, packed, whole, header, checksum)
 
 
 def _large(extra: bytes, whole: int, packed: int, header: int) -> tuple[int, int, int]:
@@ -175,7 +175,7 @@ def _read_members(file: BinaryIO, most: int) -> dict[str, Member]:
         if start is None or start + entry.packed > directory.offset:
             raise DamagedZipError(f"{entry.name!r} lies outside of the file; it is cut off or damaged")
         ends.append((header, start + entry.packed))
-        members[entry.name] = Member(entry.method, entry.packed, entry.whole, start)
+        members[entry.name] = Member(entry.method, entry.packed, entry.whole, start, entry.checksum)
     ends.sort()
     if any(end > after for (_, end), (after, _) in itertools.pairwise(ends)):
         raise DamagedZipError("two of its members overlap")
@@ -214,16 +214,17 @@ def inflate(packed: bytes, longest: int) -> bytes:
     return content
 
 
-def read_member(path: Path, member: Member) -> bytes:
+def read_member(file: BinaryIO, member: Member) -> bytes:
     """The content of a member that `read_members` found.
 
     Raises:
-        DamagedZipError: see `inflate`; or it is not as long as the archive claims.
+        DamagedZipError: see `inflate`; or it is not what the archive claims.
     """
-    with path.open("rb") as file:
-        file.seek(member.start)
-        packed = file.read(member.packed)
+    file.seek(member.start)
+    packed = file.read(member.packed)
     content = packed if member.method == zipfile.ZIP_STORED else inflate(packed, member.whole)
     if len(content) != member.whole:
         raise DamagedZipError(f"a member is not {member.whole} bytes long, as the archive claims")
+    if zlib.crc32(content) != member.checksum:
+        raise DamagedZipError("a member is not as it was written: its checksum differs")
     return content
