@@ -17,7 +17,7 @@ from typing import BinaryIO, NamedTuple
 SMALL = 1 << 26  # bytes that the members of every archive may have when unpacked ...
 RATIO = 20  # ... and that they may have per byte of the archive; numbers and texts are rarely packed better
 
-_LOCAL_HEADER = 30  # bytes before the name
+LOCAL_HEADER = 30  # bytes before the name
 _ENTRY = struct.Struct("<4s4x2H4x3L3H8xL")  # of the directory: signature, flags, method, sum, sizes, lengths, offset
 _END = struct.Struct("<4s6xH2L2x")  # of the directory: signature, entries, its bytes and its offset
 _END_64 = struct.Struct("<4s28x3Q")  # the same of archives of more than 65,535 members or 4 GiB
@@ -187,13 +187,13 @@ def _read_members(file: BinaryIO, most: int) -> dict[str, Member]:
 
 def content_start(file: BinaryIO, header: int, room: int) -> int | None:
     """Offset of a member's content behind its local header; None: there is no local header, or no room for it."""
-    if room < _LOCAL_HEADER:
+    if room < LOCAL_HEADER:
         return None
     file.seek(header)
-    local = file.read(_LOCAL_HEADER)
-    if len(local) < _LOCAL_HEADER or not local.startswith(b"PK\3\4"):
+    local = file.read(LOCAL_HEADER)
+    if len(local) < LOCAL_HEADER or not local.startswith(b"PK\3\4"):
         return None
-    return header + _LOCAL_HEADER + sum(struct.unpack_from("<HH", local, 26))
+    return header + LOCAL_HEADER + sum(struct.unpack_from("<HH", local, 26))
 
 
 def inflate(packed: bytes, longest: int) -> bytes:
