@@ -17,6 +17,7 @@ Bytes = bytes | mmap.mmap
 LONGEST_NUMBER = 255  # bytes of an integer; no training needs longer ones
 LONGEST_KEY = 4096  # bytes of a string that may be a key of a dict
 LONGEST_TUPLE = 16  # items of a tuple that may be a key of a dict
+MOST_TUPLES = 1 << 19  # of a pickle; a file of weights has about four per tensor
 SMALL_CONTENT = 1 << 28  # bytes of lists and dicts that every file may make ...
 CONTENT_PER_BYTE = 16  # ... and that it may make per byte of its own
 _LIST, _DICT = 80, 240  # bytes in memory, about
@@ -79,7 +80,8 @@ def check_pickle(data: Bytes, start: int = 0) -> int:
     Raises:
         DamagedPickleError: the pickle is cut off or has an unknown opcode; a length or a place in the memo lies beyond
             the file; an integer has more than `LONGEST_NUMBER` bytes; the lists and dicts would take much more memory
-            than the file; or a dict has a key that is a tuple of tuples or a very long string.
+            than the file; there are more than `MOST_TUPLES` tuples; or a dict has a key that is a tuple of tuples or a very long
+            string.
     """
     try:
         end, has_tuples = _measure(data, start)
@@ -105,7 +107,7 @@ def check_pickle_file(path: Path) -> None:
 
 def _measure(data: Bytes, start: int) -> tuple[int, bool]:
     """The end of the pickle, and whether it makes tuples of other things."""
-    size, position, content, has_tuples = len(data), start, 0, False
+    size, position, content, tuples = len(data), start, 0, 0
     steps, containers, sized = _STEPS, _CONTAINERS, _SIZED
     while True:
         end = _RUN.match(data, position).end()
@@ -137,7 +139,7 @@ def _measure(data: Bytes, start: int) -> tuple[int, bool]:
             _check_memo(int.from_bytes(data[position + 1 : position + 5], "little"), position - start)
             position += 5
         elif code in _TUPLES:
-            has_tuples = True
+            tuples += 1
             position += 1
         elif code == 0x2E:  # STOP
             break
@@ -147,7 +149,9 @@ def _measure(data: Bytes, start: int) -> tuple[int, bool]:
         raise DamagedPickleError("it is cut off")
     if content > SMALL_CONTENT + CONTENT_PER_BYTE * (position - start):
         raise DamagedPickleError("its lists and dicts would take far more memory than the file")
-    return position + 1, has_tuples
+    if tuples > MOST_TUPLES:
+        raise DamagedPickleError(f"it has {tuples} tuples; at most {MOST_TUPLES} are expected")
+    return position + 1, tuples > 0
 
 
 def _refuse_length(code: int, length: int) -> NoReturn:
@@ -188,8 +192,9 @@ def _skip_rare(data: Bytes, position: int, start: int) -> int:
     raise DamagedPickleError(f"byte {position} is no opcode of a pickle")
 
 
-# What a thing on the stack can do as a key of a dict.
-_SHORT, _OTHER, _DEEP, _MARK = range(4)  # short: hashed at once; other: by its identity, or not at all
+# What a thing on the stack is as a key of a dict: quickly hashed; a tuple of a few such things; hashed by its identity
+# or not at all; slowly hashed; no thing but a mark.
+_SHORT, _FLAT, _OTHER, _DEEP, _MARK = range(5)
 _PUSHED = {
     **dict.fromkeys(b"N\x88\x89KMJG)", _SHORT),
     **dict.fromkeys(b"]}", _OTHER),
@@ -285,7 +290,7 @@ class _Keys:
 
     def _tuple(self, items: list[int]) -> None:
         is_flat = len(items) <= LONGEST_TUPLE and not any(items)
-        self.stack.append(_SHORT if is_flat and _MARK not in items else _DEEP)
+        self.stack.append(_FLAT if is_flat else _DEEP)
 
     def _keys(self, items: list[int]) -> None:
         if _DEEP in items:

@@ -65,6 +65,8 @@ class _OrderedDict(dict):
 def _to_array(data: Any, dtype: Any, shape: tuple[int, ...], order: str) -> np.ndarray:
     if not isinstance(dtype, _Dtype):
         raise pickle.UnpicklingError("an array without a type")
+    if any(number < 0 for number in shape):
+        raise pickle.UnpicklingError(f"an array of the shape {list(shape)[:8]}")
     raw = data.encode("latin1") if isinstance(data, str) else bytes(data)  # Python 2 writes bytes as a str
     return np.frombuffer(raw, dtype.value).reshape(shape, order=order).copy()
 
@@ -116,6 +118,9 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"{module}.{name}")
         return _ALLOWED[module, name]
+
+    def persistent_load(self, saved: object) -> Any:
+        raise pickle.UnpicklingError("a reference to something outside of it")
 
     def plain(self, value: Any, done: dict[int, Any]) -> Any:
         """The value with arrays in place of their stand-ins.

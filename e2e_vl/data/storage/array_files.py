@@ -66,7 +66,11 @@ def _array(content: bytes, name: str) -> np.ndarray:
     version = np.lib.format.read_magic(stream)
     if version not in _HEADERS:
         raise ValueError(f"the array {name!r} has the unknown version {version}")
-    shape, is_fortran, dtype = _HEADERS[version](stream, max_header_size=LONGEST_HEADER)
+    try:
+        shape, is_fortran, dtype = _HEADERS[version](stream, max_header_size=LONGEST_HEADER)
+    except Exception as error:  # the header is Python's text, and its parsers raise many kinds of errors
+        reason = " ".join(str(error).split())[:100]
+        raise ValueError(f"the header of the array {name!r} is damaged: {reason}") from error
     is_text = dtype.kind == "U" and shape == ()
     if dtype.kind not in "biuf" and not is_text:
         raise ValueError(f"the array {name!r} holds {dtype} and no numbers")
