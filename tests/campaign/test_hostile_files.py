@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
+import random
 import subprocess
 import sys
 import zipfile
