@@ -23,11 +23,16 @@ from jaxtyping import Float, UInt8
 from PIL import Image, JpegImagePlugin, PngImagePlugin
 
 from detector.boxes import Array
+from detector.errors import MissingFileError, UserError
 from detector.structures import ImageBatch
 
 Pixels = UInt8[np.ndarray, "height width 3"]
 
 MAX_PIXELS = 2**29  # of one file, about 23000 x 23000; decoded pixels take 4 bytes: 2 GiB (4 GiB if rotated)
+
+# The formats that are read, by what a file holds and not by its name. PIL knows forty more, and one of them starts a
+# program for what a file says (EPS).
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 _CHANNEL_ORDERS = ("BGR", "RGB")
 _ROUNDINGS = ("detectron2", "truncate", "torchvision")
@@ -109,7 +114,7 @@ def load_image(path: str | Path, channel_order: str = "BGR") -> Pixels:
     Every kind becomes three 8-bit channels: grey is repeated, palettes are looked up, CMYK is converted, 16-bit values
     keep their upper byte, and transparency is dropped, not blended (the stored colours stay, as in Detectron2's
     reader). The EXIF orientation is applied; an unreadable EXIF block counts as upright. The format is read from the
-    file's content, not from its name. Formats other than JPEG and PNG are read if PIL can read them.
+    file's content, not from its name; it is one of `FORMATS`. Of several pictures in a file the first one is read.
 
     Args:
         path: the file.
@@ -119,8 +124,8 @@ def load_image(path: str | Path, channel_order: str = "BGR") -> Pixels:
         a contiguous array.
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is empty, damaged, cut off, not an image, or has more than `MAX_PIXELS` pixels.
+        MissingFileError: the file does not exist.
+        UserError: the file is empty, damaged, cut off, not an image, or has more than `MAX_PIXELS` pixels.
     """
     return _to_array(_read(path), channel_order)
 
@@ -148,7 +153,7 @@ def decode_resized(
         ValueError: as `load_image`.
     """
     if not content:
-        raise ValueError(f"Image {name} is empty (0 bytes); get the file again.")
+        raise UserError(f"Image {name} is empty (0 bytes); get the file again.")
     return _resized(_decode(io.BytesIO(content), name, max_pixels), rule, channel_order)
 
 
@@ -231,11 +236,11 @@ def _read(path: str | Path) -> Image.Image:
     """An upright RGB image."""
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"Image {path} does not exist; check the path, or the folder of the data set's images.")
+        raise MissingFileError(f"Image {path} does not exist; check the path, or the folder of the data set's images.")
     if not path.is_file():
-        raise ValueError(f"Image {path} is not a file; name a JPEG or PNG file.")
+        raise UserError(f"Image {path} is not a file; name a JPEG or PNG file.")
     if path.stat().st_size == 0:
-        raise ValueError(f"Image {path} is empty (0 bytes); get the file again.")
+        raise UserError(f"Image {path} is empty (0 bytes); get the file again.")
     with path.open("rb") as stream:
         return _decode(stream, str(path))
 
@@ -244,18 +249,27 @@ def _decode(stream: io.BufferedIOBase, name: str, max_pixels: int = MAX_PIXELS) 
     """An upright RGB image from the content of a file."""
     try:
         image = _open(stream)
+    except MemoryError as error:
+        raise UserError(f"Image {name} needs more memory than there is; make it smaller first.") from error
     except _DAMAGED as error:
-        raise ValueError(f"Image {name} is not a readable JPEG or PNG file; get or convert it again.") from error
+        raise UserError(f"Image {name} is not a readable JPEG or PNG file; get or convert it again.") from error
     if image.width * image.height > max_pixels:
-        raise ValueError(
+        raise UserError(
             f"Image {name} has {image.width} x {image.height} pixels; the limit is {max_pixels} pixels, "
             "so make it smaller first."
         )
     try:
         image.load()
+        rgb = _to_rgb(image, name)
+    except UserError:
+        raise
+    except MemoryError as error:
+        raise UserError(
+            f"Image {name} has {image.width} x {image.height} pixels, which need more memory than there is; make it "
+            "smaller first."
+        ) from error
     except _DAMAGED as error:
-        raise ValueError(f"Image {name} is damaged or cut off ({error}); get the file again.") from error
-    rgb = _to_rgb(image, name)
+        raise UserError(f"Image {name} is damaged or cut off ({str(error)[:200]}); get the file again.") from error
     turn = _UPRIGHT.get(_orientation(image))
     return rgb if turn is None else rgb.transpose(turn)
 
@@ -273,9 +287,9 @@ def _open(stream: io.BufferedIOBase) -> Image.Image:
     if signature.startswith(b"\xff\xd8\xff"):
         return JpegImagePlugin.JpegImageFile(stream)
     try:
-        return Image.open(stream)
+        return Image.open(stream, formats=FORMATS)
     except Image.DecompressionBombError as error:
-        raise ValueError(str(error)) from error
+        raise UserError(str(error)) from error
 
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:
@@ -284,10 +298,10 @@ def _to_rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode.startswith("I"):  # 16-bit grey; PIL's own conversion would clip it at 255
         values = np.asarray(image)
         if image.mode == "I" and (values.min() < 0 or values.max() > 65535):
-            raise ValueError(f"Image {name} has 32-bit pixels; save it with 8 or 16 bits per channel.")
+            raise UserError(f"Image {name} has 32-bit pixels; save it with 8 or 16 bits per channel.")
         return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
     if image.mode == "F":
-        raise ValueError(f"Image {name} has floating-point pixels; save it with 8 or 16 bits per channel.")
+        raise UserError(f"Image {name} has floating-point pixels; save it with 8 or 16 bits per channel.")
     if "transparency" in image.info:  # converting this kind to RGB in one step makes PIL warn
         image = image.convert("RGBA")
     return image.convert("RGB")

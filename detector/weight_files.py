@@ -15,8 +15,10 @@ from torch import Tensor
 
 from detector.config_groups import NORM_EPS
 from detector.download import cached_weights, remedy
+from detector.errors import MissingFileError, UserError
 from detector.named_weights import NamedWeights, known_weights, resolve_weights, similar_names
 from detector.pickles import load_arrays
+from detector.torch_files import DamagedTorchFileError, ForbiddenGlobalError, check_torch_file
 
 # Where the detector is in a folder: a saved detector, a saved model, a run directory, a Detectron2 output directory.
 WEIGHTS_NAME = "model.safetensors"
@@ -49,25 +51,34 @@ def read_weights(path: str | Path) -> WeightsFile:
     if path.suffix == ".safetensors":
         try:
             return WeightsFile(path, load_file(path))
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, MemoryError, ValueError) as error:
             raise _unreadable(path, error) from error
     is_pickle = path.suffix == ".pkl" and not zipfile.is_zipfile(path)  # torch writes zip archives
     loaded = _load_pickle(path) if is_pickle else _load_torch(path)
     if not isinstance(loaded, dict):
-        raise ValueError(f"{path}: expected weights by name, found {type(loaded).__name__}; {remedy(path)}.")
-    heuristics = bool(loaded.get("matching_heuristics")) or loaded.get("__author__") == "Caffe2"
+        raise UserError(f"{path}: expected weights by name, found {type(loaded).__name__}; {remedy(path)}.")
+    flag, author = loaded.get("matching_heuristics"), loaded.get("__author__")
+    heuristics = (isinstance(flag, bool | int) and bool(flag)) or (isinstance(author, str) and author == "Caffe2")
     state = next((loaded[key] for key in ("model", "state_dict", "blobs") if isinstance(loaded.get(key), dict)), loaded)
     if is_pickle and "model" not in loaded:  # Detectron2 takes it for a file of Caffe2, too
         heuristics = True
         state = {name: value for name, value in state.items() if not str(name).endswith("_momentum")}
-    tensors = {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in state.items()}
+    try:
+        tensors = {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in state.items()}
+    except (TypeError, ValueError) as error:  # numbers in another order of bytes, or of a kind that torch lacks
+        raise _unreadable(path, error) from error
     for name, value in tensors.items():
-        if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise ValueError(
+        if not isinstance(name, str) or not isinstance(value, Tensor) or not _is_plain(value):
+            raise UserError(
                 f"{path}: expected a state dict of tensors, bare or under the key `model`; {name!r} is not a tensor: "
                 f"{remedy(path)}."
             )
     return WeightsFile(path, tensors, heuristics, norm_eps)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it has numbers of its own; sparse, quantised and meta tensors may claim any size."""
+    return tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
@@ -91,12 +102,12 @@ def find_weights(path: str | Path) -> Path:
     if path.is_dir():
         found = next((path / name for name in IN_FOLDERS if (path / name).is_file()), None)
         if found is None:
-            raise FileNotFoundError(f"{path}: holds no detector's weights; expected one of {', '.join(IN_FOLDERS)}.")
+            raise MissingFileError(f"{path}: holds no detector's weights; expected one of {', '.join(IN_FOLDERS)}.")
         return found
     if not path.is_file():
         similar = similar_names(path)
         hint = f" Did you mean the published weights {' or '.join(similar)}?" if similar else ""
-        raise FileNotFoundError(f"{path}: no such weights file.{hint}")
+        raise MissingFileError(f"{path}: no such weights file.{hint}")
     return path
 
 
@@ -104,21 +115,27 @@ def _load_pickle(path: Path) -> Any:
     try:
         return load_arrays(path)
     except ValueError as error:  # it names the file
-        raise ValueError(f"{str(error).rstrip('.')}; {remedy(path)}.") from error
+        raise UserError(f"{str(error).rstrip('.')}; {remedy(path)}.") from error
 
 
 def _load_torch(path: Path) -> Any:
     try:
+        check_torch_file(path)
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, ValueError) as error:
+    except ForbiddenGlobalError as error:
+        raise UserError(
+            f"{path}: not a plain file of tensors (it names {str(error)[:100]}), and nothing in it was executed; "
+            f"{remedy(path)}."
+        ) from error
+    except (DamagedTorchFileError, RuntimeError, EOFError, ValueError, OSError, MemoryError) as error:
         raise _unreadable(path, error) from error
     except Exception as error:  # torch raises pickle errors of several kinds for a file that is not plain tensors
-        raise ValueError(
+        raise UserError(
             f"{path}: not a plain file of tensors ({type(error).__name__}), and nothing in it was executed; "
             f"{remedy(path)}."
         ) from error
 
 
-def _unreadable(path: Path, error: Exception) -> ValueError:
+def _unreadable(path: Path, error: Exception) -> UserError:
     reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-    return ValueError(f"{path}: cannot be read as weights ({reason}); {remedy(path)}.")
+    return UserError(f"{path}: cannot be read as weights ({reason}); {remedy(path)}.")

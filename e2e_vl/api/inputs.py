@@ -12,8 +12,11 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from PIL.ImageFile import ImageFile as OpenedImage
 
 from detector.boxes import check_boxes
+from detector.errors import UserError
+from detector.images import FORMATS, MAX_PIXELS
 from e2e_vl.data.formats.user_boxes import read_boxes
 from e2e_vl.samples import AnnotatedObjects, EncodedImage
 
@@ -56,10 +59,11 @@ def image_file(image: ImageInput) -> ImageFile:
         raise ValueError(
             f"An image is a path, bytes, a PIL image or a uint8 array, not {type(image).__name__}; open it first."
         )
+    _check_unread(image)
     try:
         image.load()
-    except _DAMAGED as error:
-        raise ValueError(f"Image {_IN_MEMORY} is closed, damaged or cut off ({error}); open it again.") from error
+    except (MemoryError, *_DAMAGED) as error:
+        raise UserError(f"Image {_IN_MEMORY} is closed, damaged or cut off ({error}); open it again.") from error
     if not image.width or not image.height:
         raise ValueError(f"Image {_IN_MEMORY} has {image.width} x {image.height} pixels; give one with pixels.")
     upright, stream = Image.Exif(), io.BytesIO()
@@ -69,6 +73,24 @@ def image_file(image: ImageInput) -> ImageFile:
     stored.info = {}  # what the image was read with, such as the colour that is transparent, may not fit into a PNG
     stored.save(stream, "PNG", compress_level=1, exif=upright)
     return EncodedImage(stream.getvalue(), _IN_MEMORY)
+
+
+def _check_unread(image: Image.Image) -> None:
+    """Look at an image that PIL has opened but not read: reading an EPS file would start a program.
+
+    Raises:
+        UserError: its format is not one of `FORMATS`, or it has more than `MAX_PIXELS` pixels.
+    """
+    if isinstance(image, OpenedImage) and image.tile and image.format not in (*FORMATS, "MPO"):
+        raise UserError(
+            f"Image {_IN_MEMORY} was opened from a file of the format {image.format}, which is not read here; give "
+            f"one of {', '.join(FORMATS)}, or call its load() before."
+        )
+    if image.width * image.height > MAX_PIXELS:
+        raise UserError(
+            f"Image {_IN_MEMORY} has {image.width} x {image.height} pixels; the limit is {MAX_PIXELS} pixels, so make "
+            "it smaller first."
+        )
 
 
 def _storable(image: Image.Image) -> Image.Image:

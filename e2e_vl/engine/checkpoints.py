@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
 from detector.plain_json import read_plain_json
+from detector.torch_files import DamagedTorchFileError, check_torch_file
 from detector.yaml_text import parse_yaml, read_yaml
 from e2e_vl.config import VERSION, RunConfig, differences, load_config, saved_version
 from e2e_vl.detector_yaml import read_detector_config
@@ -151,11 +152,12 @@ def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folde
     The optimiser keeps the options (rates, decay, ...) of the current settings, which it was built with.
 
     Raises:
-        ValueError: a file of the checkpoint is damaged, does not fit the model or tries to run code.
+        UserError: a file of the checkpoint is damaged, does not fit the model or tries to run code.
     """
     state = folder / "state"
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     try:
+        _check_state(state)
         # Accelerate silently goes on without random states that it cannot read
         random_states = load_without_code(state / f"random_states_{accelerator.process_index}.pkl")
         accelerator.load_state(str(state))
@@ -163,15 +165,29 @@ def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folde
             raise ValueError("the random states are damaged")
         position = read_position(folder)
     except pickle.UnpicklingError as error:
-        raise ValueError(
+        raise UserError(
             f"{state}: optimizer.bin or a random_states file is damaged or tries to run code; use another checkpoint."
         ) from error
-    except (RuntimeError, ValueError, LookupError, TypeError, OSError, EOFError, SafetensorError) as error:
+    except (RuntimeError, ValueError, LookupError, TypeError, OSError, EOFError, MemoryError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"Cannot continue from {folder} ({reason}); use another checkpoint.") from error
+        raise UserError(f"Cannot continue from {folder} ({reason}); use another checkpoint.") from error
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
     return position
+
+
+def _check_state(state: Path) -> None:
+    """Look at the files of torch in the state before anything of them is loaded.
+
+    Raises:
+        ValueError, ForbiddenGlobalError: see `check_torch_file`; the file is named.
+    """
+    for path in sorted(state.iterdir()):
+        if path.suffix in (".bin", ".pkl", ".pt"):
+            try:
+                check_torch_file(path)
+            except DamagedTorchFileError as error:
+                raise ValueError(f"{path.name}: {error}") from error
 
 
 def check_lists(folder: Path, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -23,10 +24,12 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
+from detector.errors import UserError
 from detector.images import ResizeRule
 from detector.plain_json import read_plain_json
 from e2e_vl.data.formats.image_lists import GivenBoxes, ListedImage
 from e2e_vl.data.loading.batches import unchanged
+from e2e_vl.data.storage.array_files import read_npz
 from e2e_vl.data.storage.features.record import RegionFeatures, load_npz, save_npz
 from e2e_vl.data.storage.features.stores import STAMP_NAME, npz_names, open_features
 from e2e_vl.data.storage.features.writers import check_format, write_features
@@ -35,6 +38,8 @@ from e2e_vl.extraction.detectors import LoadedDetector
 from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.file_names import id_of, inside, name_of, shown
 from e2e_vl.run_files import write_json
+
+logger = logging.getLogger(__name__)
 
 WAITING_BATCHES = 8  # images that wait for others of their size, in batches
 LONGEST_WAIT = datetime.timedelta(days=30)  # for the accelerator: a process that is done waits for the others
@@ -161,12 +166,29 @@ def _prepare(job: ExtractionJob) -> list[str] | None:
         if found[image_id] != name_of(image_id):  # of an earlier version
             (folder / f"{found[image_id]}.npz").replace(job.file_of(image_id))
     there = found.keys()
+    damaged = {image_id for image_id in there & wanted if not _is_whole(job.file_of(image_id), image_id)}
     if job.layout == "npz" and there - wanted:
         raise ValueError(
             f"{folder} has features of image {shown(min(there - wanted))}, which is not listed; list it, or choose "
             "another output"
         )
-    return [image.id for image in job.images if image.id not in there]
+    if damaged:
+        logger.warning(
+            "%s: the features of %d images are damaged or cut off (%s); these images are described again.",
+            *(folder, len(damaged), ", ".join(map(shown, sorted(damaged)[:3]))),
+        )
+    return [image.id for image in job.images if image.id not in there - damaged]
+
+
+def _is_whole(path: Path, image_id: str) -> bool:
+    """Whether the features of an image are all there: after a power loss a file may end early in spite of its name.
+
+    Only the directory at the end of the file and the image's id are read.
+    """
+    try:
+        return str(read_npz(path, only=("image_id",)).get("image_id")) == image_id
+    except UserError:
+        return False
 
 
 def _check_begun(folder: Path, stamp: dict[str, Any]) -> None:

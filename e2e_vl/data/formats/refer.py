@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from detector.errors import UserError
+from detector.pickle_scan import check_pickle
 from e2e_vl.data.formats.coco import read_instances
 from e2e_vl.data.storage.files import checked_records, read_json, require_file, require_keys
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
@@ -153,14 +155,16 @@ class _ForbiddenGlobalError(Exception):
 def _read_plain_pickle(path: Path) -> Any:
     data = require_file(path, "refs").read_bytes()
     try:
+        check_pickle(data)
         try:
             return _PlainUnpickler(io.BytesIO(data), encoding="utf-8").load()
         except UnicodeDecodeError:  # Python 2 byte strings in an older encoding
             return _PlainUnpickler(io.BytesIO(data), encoding="latin1").load()
     except _ForbiddenGlobalError as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: tries to run code ({error}): a refs file holds only lists, dicts, strings and numbers; do not "
             "trust this file, download it again from its original source"
         ) from error
     except Exception as error:  # a broken pickle can raise nearly anything
-        raise ValueError(f"{path}: not a readable pickle ({error}); copy or download the file again") from error
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: not a readable pickle ({reason}); copy or download the file again") from error

@@ -20,6 +20,7 @@ from e2e_vl.data.formats.caption_sources import CaptionSource
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.data.storage.files import read_json
 from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
+from e2e_vl.data.storage.tar_headers import check_tar
 from e2e_vl.samples import EncodedImage
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
     """int64 [1 + n, 4]: the counts of records without image and without caption, then the complete records."""
     rows: list[tuple[int, int, int, int]] = []
     without_image = without_caption = 0
+    check_tar(shard, _REMEDY)
     try:
         with tarfile.open(shard, "r:") as tar:
             for record in _records(tar, shard):
@@ -128,7 +130,7 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
             # tarfile also stops, without a word, at a header in the middle that it cannot read
             end = tar.fileobj.read(_BLOCK)
             is_joined = any(rest.strip(b"\0") for rest in iter(lambda: tar.fileobj.read(_CHUNK), b""))
-    except (tarfile.TarError, EOFError) as error:
+    except (tarfile.TarError, EOFError, OverflowError, RecursionError) as error:
         raise ValueError(f"{shard}: no readable tar file ({error}); {_REMEDY}") from error
     if end != bytes(_BLOCK):
         what = "is cut off" if len(end) < _BLOCK else f"has a damaged header at byte {tar.offset}"

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from detector.errors import UserError
 from e2e_vl.data.formats.vcr_files import read_polygons
+from e2e_vl.data.storage.array_files import read_npz
 from e2e_vl.data.storage.files import is_box, read_json
 from e2e_vl.samples import AnnotatedObjects
 
@@ -70,10 +72,9 @@ def _read_file(path: Path) -> AnnotatedObjects:
     names = outlines = None
     if path.suffix == ".npz":
         try:
-            with np.load(path, allow_pickle=False) as content:
-                rows: Any = content["boxes"].tolist()
-        except (KeyError, ValueError, OSError) as error:
-            raise ValueError(f"{path}: there is no array 'boxes' that can be read ({error}).") from error
+            rows: Any = read_npz(path, only=("boxes",))["boxes"].tolist()
+        except (KeyError, UserError) as error:
+            raise UserError(f"{path}: there is no array 'boxes' that can be read ({error}).") from error
     else:
         content = read_json(path, "boxes")
         rows = content

@@ -5,7 +5,7 @@ import zipfile
 
 import pytest
 
-from e2e_vl.data.storage import archives
+from detector import zip_directory
 from e2e_vl.data.storage.archives import ArchivedFiles
 
 
@@ -48,8 +48,8 @@ def test_the_directory_is_read_as_zipfile_reads_it(tmp_path, monkeypatch, kind):
         for number, (name, content) in enumerate(contents.items()):
             archive.writestr(name, content, zipfile.ZIP_STORED if number % 2 else None)
         archive.comment = b"nothing" if kind == "with a comment" else b""
-    monkeypatch.setattr(archives, "_CHUNK", 7)
-    monkeypatch.setattr(archives, "_LONGEST_COMMENT", 200)
+    monkeypatch.setattr(zip_directory, "_CHUNK", 7)
+    monkeypatch.setattr(zip_directory, "_LONGEST_COMMENT", 200)
     files = ArchivedFiles(tmp_path, tmp_path / "cache")
     for name, content in contents.items():
         assert files.read(f"a.zip@/{name}") == content

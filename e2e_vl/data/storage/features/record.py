@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+
+from detector.errors import UserError
+from e2e_vl.data.storage.array_files import read_npz
 
 # Columns that a file may lack, with their types; R rows each.
 OPTIONAL = {
@@ -22,7 +23,8 @@ OPTIONAL = {
     "attribute_scores": np.float32,
     "box_ids": np.int64,
 }
-DAMAGED = (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile, zlib.error)  # what numpy raises for a bad .npz
+TOLERANCE = 1.0  # pixels by which a box may leave its image
+ROUNDING = 1e-3  # by which a probability may leave 0 to 1: half precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,7 @@ class RegionFeatures:
     """Boxes and features of one image; boxes are continuous xyxy in pixels of the original image, inside it.
 
     Raises:
-        ValueError: arrays whose shapes do not fit together; the image is named.
+        UserError: arrays whose shapes do not fit together; the image is named.
     """
 
     image_id: str
@@ -46,17 +48,17 @@ class RegionFeatures:
 
     def __post_init__(self) -> None:
         if self.boxes.shape != (len(self), 4) or self.features.ndim != 2 or len(self.features) != len(self):
-            raise ValueError(
+            raise UserError(
                 f"image {self.image_id}: boxes {list(self.boxes.shape)} and features {list(self.features.shape)} do "
                 "not fit together; expected [R, 4] and [R, D]"
             )
         for name in OPTIONAL:
             column = getattr(self, name)
             if column is not None and column.shape != (len(self),):
-                raise ValueError(f"image {self.image_id}: {name} {list(column.shape)} for {len(self)} boxes")
+                raise UserError(f"image {self.image_id}: {name} {list(column.shape)} for {len(self)} boxes")
         whole = self.image_feature
         if whole is not None and whole.shape != self.features.shape[1:]:
-            raise ValueError(
+            raise UserError(
                 f"image {self.image_id}: the whole image's feature has shape {list(whole.shape)}, the features of "
                 f"the regions have {self.features.shape[1]} columns"
             )
@@ -84,23 +86,69 @@ def load_npz(file: Path | BinaryIO, where: str | None = None) -> RegionFeatures:
     """Read the regions that `save_npz` wrote; `where` names an open file in errors.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: it is damaged or lacks an array.
+        MissingFileError: no such file.
+        UserError: it is damaged, lacks an array or claims more than it holds.
     """
     where = where or str(file)
+    arrays = read_npz(file, where)
     try:
-        with np.load(file, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-        height, width = arrays.pop("image_size").tolist()
+        height, width = arrays["image_size"].tolist()
         return RegionFeatures(
             image_id=str(arrays["image_id"]),
-            image_size=(height, width),
+            image_size=(int(height), int(width)),
             boxes=arrays["boxes"].astype(np.float32, copy=False),
             features=arrays["features"].astype(np.float32, copy=False),
             image_feature=arrays.get("image_feature"),
             **{name: arrays[name].astype(kind, copy=False) for name, kind in OPTIONAL.items() if name in arrays},
         )
-    except FileNotFoundError:
-        raise
-    except DAMAGED as error:
-        raise ValueError(f"{where}: no readable file of region features ({error}); extract the image again") from error
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise UserError(f"{where}: no readable file of region features ({error}); extract the image again") from error
+
+
+def check_record(record: RegionFeatures, image_id: str, where: str) -> None:
+    """Check what was read from a file against the image that was asked for.
+
+    Boxes may leave the image by `TOLERANCE`, since some projects count pixels from 1 or round. A box without area
+    passes here: how it is placed decides about it.
+
+    Raises:
+        UserError: it is another image's, the image has no size, a number is NaN or infinite, a box is inverted or lies
+            outside of the image, a score is no probability, or a class or attribute is negative; the row is named.
+    """
+    remedy = "extract the image again"
+    if record.image_id != image_id:
+        raise UserError(
+            f"{where}: holds the features of image {record.image_id[:100]!r} in the place of image {image_id!r}; files "
+            f"or rows were exchanged, so {remedy}"
+        )
+    height, width = record.image_size
+    if height < 1 or width < 1:
+        raise UserError(f"{where}: says that the image has {width} x {height} pixels; {remedy}")
+    columns = {**record.columns(), "image_feature": record.image_feature}
+    for name in ("boxes", "features", "scores", "attribute_scores", "image_feature"):
+        values = columns.get(name)
+        if values is not None and not np.isfinite(values).all():
+            row = "" if name == "image_feature" else f" in row {int((~np.isfinite(values)).nonzero()[0][0])}"
+            raise UserError(f"{where}: {name} has values that are NaN or infinite{row}; {remedy}")
+    low, high = record.boxes[:, :2], record.boxes[:, 2:]
+    size = np.array([width, height], dtype=np.float32)
+    _refuse(low > high, record.boxes, "is inverted", where)
+    _refuse((low < -TOLERANCE) | (high > size + TOLERANCE), record.boxes, f"leaves the {width} x {height} image", where)
+    for name in ("scores", "attribute_scores"):
+        values = columns.get(name)
+        if values is not None and len(values) and not -ROUNDING <= values.min() <= values.max() <= 1 + ROUNDING:
+            raise UserError(f"{where}: {name} lie between {values.min():g} and {values.max():g}, not 0 and 1; {remedy}")
+    for name in ("classes", "attributes"):
+        values = columns.get(name)
+        if values is not None and len(values) and values.min() < 0:
+            raise UserError(f"{where}: {name} has the number {values.min()}; {remedy}")
+
+
+def _refuse(wrong: np.ndarray, boxes: np.ndarray, what: str, where: str) -> None:
+    if wrong.any():
+        row = int(wrong.any(axis=1).argmax())
+        values = ", ".join(f"{value:g}" for value in boxes[row])
+        raise UserError(
+            f"{where}: box {row} [{values}] {what}; expected x1, y1, x2, y2 in pixels of the original image, so "
+            "extract the image again"
+        )

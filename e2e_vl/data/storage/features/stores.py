@@ -22,15 +22,19 @@ import io
 import json
 import logging
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
 
-from detector.plain_json import read_plain_json
-from e2e_vl.data.storage.features.record import OPTIONAL, RegionFeatures, load_npz
-from e2e_vl.data.storage.index_files import one_process
+from detector.errors import MissingFileError, UserError
+from e2e_vl.data.storage.features.hdf5_checks import check_datasets, check_starts
+from e2e_vl.data.storage.features.record import OPTIONAL, RegionFeatures, check_record, load_npz
+from e2e_vl.data.storage.files import read_json
+from e2e_vl.data.storage.index_files import OpenFiles, one_process
+from e2e_vl.data.storage.lmdb_pages import DamagedLmdbError, find_values
 from e2e_vl.file_names import id_of, inside, name_of
 from e2e_vl.run_files import write_text
 
@@ -73,14 +77,16 @@ class FeatureStore(abc.ABC):
         """Regions of an image that is in `ids`."""
 
     def __getitem__(self, image_id: str) -> RegionFeatures:
-        """Regions of one image.
+        """Regions of one image, checked to be this image's (`check_record`).
 
         Raises:
-            ValueError: the file does not have it, or is damaged there.
+            UserError: the file does not have it, or is damaged there.
         """
         if image_id not in self:
-            raise ValueError(f"{self.path}: has no features of image {image_id}; extract them with the others")
-        return self.read(image_id)
+            raise UserError(f"{self.path}: has no features of image {image_id}; extract them with the others")
+        record = self.read(image_id)
+        check_record(record, image_id, f"{self.path}: image {image_id}")
+        return record
 
     def __contains__(self, image_id: str) -> bool:
         if not hasattr(self, "_known"):
@@ -92,17 +98,17 @@ def open_features(path: str | Path) -> FeatureStore:
     """Open region features of any format that tools/extract_features.py writes.
 
     Raises:
-        FileNotFoundError: nothing there.
-        ValueError: not such a file, or the package that reads it is not installed.
+        MissingFileError: nothing there.
+        UserError: not such a file, or the package that reads it is not installed.
     """
     path = Path(path).expanduser()
     if path.is_dir():
         return NpzStore(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: there are no region features; make them with tools/extract_features.py")
+        raise MissingFileError(f"{path}: there are no region features; make them with tools/extract_features.py")
     kinds = {".tsv": TsvStore, ".h5": Hdf5Store, ".hdf5": Hdf5Store, ".lmdb": LmdbStore}
     if path.suffix not in kinds:
-        raise ValueError(f"{path}: region features are a folder of .npz files or end in {', '.join(kinds)}")
+        raise UserError(f"{path}: region features are a folder of .npz files or end in {', '.join(kinds)}")
     return kinds[path.suffix](path)
 
 
@@ -120,9 +126,9 @@ class NpzStore(FeatureStore):
         self.ids = sorted(found)
         self._other_names = {one: name for one, name in found.items() if name_of(one) != name}  # of earlier versions
         if not self.ids:
-            raise ValueError(f"{path}: the folder has no .npz file of region features")
+            raise UserError(f"{path}: the folder has no .npz file of region features")
         stamp = path / STAMP_NAME
-        self.stamp = read_plain_json(stamp) if stamp.is_file() else None
+        self.stamp = _read_object(stamp) if stamp.is_file() else None
 
     def read(self, image_id: str) -> RegionFeatures:
         name = self._other_names.get(image_id) or name_of(image_id)
@@ -154,10 +160,18 @@ class TsvStore(FeatureStore):
     def _read_sidecar(self) -> tuple[dict[str, Any] | None, dict[str, int] | None]:
         """The stamp, and the offsets if they are those of this file."""
         beside = sidecar(self.path)
-        content = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+        content = _read_object(beside) if beside.is_file() else {}
         index = content.get("index")
-        is_whole = index is not None and index["bytes"] == self.path.stat().st_size
-        return content.get("stamp"), index["offsets"] if is_whole else None
+        if index is None:
+            return content.get("stamp"), None
+        try:
+            size, offsets = int(index["bytes"]), index["offsets"]
+            is_damaged = bool(offsets) and not 0 <= min(offsets.values()) <= max(offsets.values()) < size
+        except (KeyError, TypeError, ValueError, AttributeError):
+            is_damaged = True
+        if is_damaged:
+            raise UserError(f"{beside}: its index is damaged; remove the file, the index is made again")
+        return content.get("stamp"), offsets if size == self.path.stat().st_size else None
 
     def _make_sidecar(self) -> dict[str, int]:
         beside = sidecar(self.path)
@@ -190,7 +204,7 @@ class TsvStore(FeatureStore):
                 bar.update(len(line))
                 image_id = line.split(b"\t", 1)[0].decode("utf-8", errors="replace")
                 if image_id in offsets:
-                    raise ValueError(f"{self.path}: line {number} repeats image {image_id}; ids must be unique")
+                    raise UserError(f"{self.path}: line {number} repeats image {image_id[:100]}; ids must be unique")
                 offsets[image_id] = position
                 position += len(line)
         return offsets
@@ -201,9 +215,10 @@ class TsvStore(FeatureStore):
             line = file.readline()
         try:
             return parse_row(line.decode("utf-8").rstrip("\r\n"))
-        except (ValueError, binascii.Error) as error:
-            raise ValueError(
-                f"{self.path}: the row of image {image_id} is damaged ({error}); copy or extract the file again"
+        except (ValueError, MemoryError, binascii.Error) as error:
+            raise UserError(
+                f"{self.path}: the row of image {image_id} is damaged ({str(error)[:200]}); copy or extract the file "
+                "again"
             ) from error
 
 
@@ -215,6 +230,8 @@ def parse_row(line: str) -> RegionFeatures:
         raise ValueError(f"it has {len(cells)} columns, expected 6 (bottom-up attention) or 10 (LXMERT)")
     row = dict(zip(names, cells, strict=True))
     number = int(row["num_boxes"])
+    if number < 0:
+        raise ValueError(f"it has {number} boxes")
     features = _array(row["features"], np.float32)
     if number and len(features) % number:
         raise ValueError(f"{len(features)} feature values for {number} boxes")
@@ -243,12 +260,18 @@ class Hdf5Store(FeatureStore):
         self._files: dict[int, Any] = {}  # by process
         try:
             with self._open() as file:
+                check_datasets(file, self.path.stat().st_size)
                 self.ids = [name.decode("utf-8") for name in file["ids"][:]]
                 self.starts = file["starts"][:]
                 self.sizes = file["image_sizes"][:]
-                self.stamp = json.loads(file.attrs["stamp"]) if "stamp" in file.attrs else None
-        except (OSError, KeyError) as error:
-            raise ValueError(f"{path}: no readable HDF5 file of region features ({error})") from error
+                stamp = json.loads(file.attrs["stamp"]) if "stamp" in file.attrs else None
+                check_starts(self.starts, self.sizes, len(self.ids), len(file["boxes"]))
+        except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"{path}: no readable HDF5 file of region features ({reason}); copy or make it again"
+            ) from error
+        self.stamp = stamp
         self.rows = {image_id: row for row, image_id in enumerate(self.ids)}
 
     def _open(self) -> Any:
@@ -263,46 +286,56 @@ class Hdf5Store(FeatureStore):
             self._files[process] = self._open()
         file, row = self._files[process], self.rows[image_id]
         rows = slice(int(self.starts[row]), int(self.starts[row + 1]))
-        return RegionFeatures(
-            image_id=image_id,
-            image_size=tuple(self.sizes[row].tolist()),
-            boxes=file["boxes"][rows],
-            features=file["features"][rows],
-            image_feature=file["image_feature"][row] if "image_feature" in file else None,
-            **{name: file[name][rows] for name in OPTIONAL if name in file},
-        )
+        try:
+            return RegionFeatures(
+                image_id=image_id,
+                image_size=tuple(self.sizes[row].tolist()),
+                boxes=file["boxes"][rows],
+                features=file["features"][rows],
+                image_feature=file["image_feature"][row] if "image_feature" in file else None,
+                **{name: file[name][rows] for name in OPTIONAL if name in file},
+            )
+        except (OSError, KeyError, ValueError, TypeError, RuntimeError, MemoryError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"{self.path}: image {image_id} is damaged ({reason}); copy or make the file again"
+            ) from error
 
 
 class LmdbStore(FeatureStore):
-    """One LMDB file, open only while it is read: LMDB refuses to open a file twice in one process."""
+    """One LMDB file, whose pages are read like those of any file (`lmdb_pages.py` says why)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        lmdb = import_optional("lmdb")
+        self._files = OpenFiles()
         try:
-            with self._open() as environment, environment.begin() as transaction:
-                keys = list(transaction.cursor().iternext(values=False))
-                stamp = transaction.get(STAMP_KEY)
-        except lmdb.Error as error:
-            raise ValueError(f"{path}: no readable LMDB file ({error})") from error
-        self.ids = [key.decode("utf-8") for key in keys if key != STAMP_KEY]
-        self.stamp = None if stamp is None else json.loads(stamp)
-
-    def _open(self) -> Any:
-        return import_optional("lmdb").open(str(self.path), subdir=False, readonly=True, lock=False)
+            self._places = {key.decode("utf-8"): place for key, place in find_values(path).items()}
+            stamp = self._places.pop(STAMP_KEY.decode(), None)
+            self.stamp = None if stamp is None else json.loads(self._files.read(path, *stamp))
+        except (DamagedLmdbError, ValueError, struct.error, OSError, MemoryError) as error:
+            reason = str(error)[:200]
+            raise UserError(f"{path}: no readable LMDB file ({reason}); copy or make it again") from error
+        self.ids = list(self._places)
 
     def read(self, image_id: str) -> RegionFeatures:
-        with self._open() as environment, environment.begin() as transaction:
-            content = transaction.get(image_id.encode("utf-8"))
+        content = self._files.read(self.path, *self._places[image_id])
         return load_npz(io.BytesIO(content), f"{self.path}: image {image_id}")
 
 
+def _read_object(path: Path) -> dict[str, Any]:
+    """A small JSON file with an object."""
+    content = read_json(path, "facts about the features")
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: holds a {type(content).__name__}, expected an object; remove or write it again")
+    return content
+
+
 def import_optional(name: str) -> Any:
-    """The module h5py or lmdb; raises ValueError with the command that installs it."""
+    """The module h5py or lmdb; raises UserError with the command that installs it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         kind = {"h5py": "HDF5", "lmdb": "LMDB"}[name]
-        raise ValueError(
+        raise UserError(
             f"{kind} files need the package {name}; install it with: pip install 'e2e-vl[features]'"
         ) from error

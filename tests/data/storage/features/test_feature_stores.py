@@ -34,11 +34,12 @@ def records() -> list[RegionFeatures]:
     made = []
     for image_id, rows in (("val/7", 3), ("42", 5), ("é", 0), ("9", 1)):
         columns = {name: generator.integers(0, 9, rows).astype(kind) for name, kind in OPTIONAL.items()}
+        columns |= {name: columns[name] / 10 for name in ("scores", "attribute_scores")}  # probabilities
         made.append(
             RegionFeatures(
                 image_id,
                 (30, 40),
-                generator.random((rows, 4), dtype=np.float32),
+                generator.random((rows, 4), dtype=np.float32).cumsum(axis=1),  # x1 < x2, y1 < y2
                 generator.standard_normal((rows, 6)).astype(np.float32),
                 image_feature=generator.random(6, dtype=np.float32),
                 **columns,
