@@ -56,6 +56,7 @@ BASE = (
         "layout",
         "metric_names",
         "plain_yaml",
+        "records",
         "run_files",
         "whole_files",
         "auto_classes",
