@@ -57,6 +57,7 @@ BASE = (
         "layout",
         "metric_names",
         "plain_yaml",
+        "records",
         "run_files",
         "setting_references",
         "whole_files",

@@ -29,9 +29,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from detector.errors import UserError
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.data.formats.user_boxes import read_boxes
-from e2e_vl.data.storage.files import read_json, require_keys
+from e2e_vl.data.storage.files import read_json
+from e2e_vl.records import Name, Record, checked
 from e2e_vl.run_files import is_shared_model
 from e2e_vl.samples import Question
 
@@ -40,6 +42,11 @@ if TYPE_CHECKING:  # at run time it would import torch
 
 KEYS = ("image", "text")  # of a question in a JSON file
 IMAGE_ENDS = (".jpg", ".jpeg", ".png")
+
+
+class _Asked(Record):
+    image: Name
+    text: str
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -181,15 +188,15 @@ def _read_questions(path: Path) -> list[tuple[Path, str]]:
     rows = read_json(path, "questions")
     if not isinstance(rows, list) or not rows:
         raise ValueError(f'{path}: expected a list of {{"image": FILE, "text": TEXT}}.')
+    asked = []
     for number, row in enumerate(rows):
         where = f"{path}: question {number}"
-        require_keys(row, KEYS, where)
-        for key, value in row.items():
-            if key not in KEYS:
-                raise ValueError(f"{where} has the key '{key}'; only {' and '.join(KEYS)} are known.")
-            if not isinstance(value, str):
-                raise ValueError(f"{where}: {key} is {json.dumps(value)}; it must be a string.")
-    return [(path.parent / row["image"], row["text"]) for row in rows]
+        one = checked(_Asked, row, where, remedy="correct the question")
+        unknown = [key for key in row if key not in KEYS]
+        if unknown:
+            raise UserError(f"{where} has the key '{unknown[0]}'; only {' and '.join(KEYS)} are known.")
+        asked.append((path.parent / one.image, one.text))
+    return asked
 
 
 def _images(path: Path) -> list[Path]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from detector.errors import UserError
 from e2e_vl.data.storage.files import checked_records, read_json, require_file
+from e2e_vl.records import Id, Name, Record
 
 COCO, VISUAL_GENOME, FLICKR = "coco", "vg", "flickr"
 SPACES = (COCO, VISUAL_GENOME)
@@ -26,6 +28,23 @@ class PhotoId(NamedTuple):
 
     space: str
     name: str
+
+
+class _ImageRow(Record):
+    id: Id
+    file_name: Name | None = None
+
+
+class _Photo(Record):
+    image_id: Id
+    coco_id: Id | None = None
+    flickr_id: Id | None = None
+
+
+class _GenomeRow(Record):
+    image_id: Id
+    coco_id: Id | None
+    flickr_id: Id | None = None
 
 
 class PhotoIds:
@@ -80,20 +99,20 @@ class PhotoIds:
         content = read_json(path, "list of photos")
         if isinstance(content, dict):
             rows = content.get("images", [])
-            for _, row in checked_records(rows, ("id",), f"{path}: image"):
+            for _, row in checked_records(_ImageRow, rows, f"{path}: image"):
                 yield self._of_row(row, path, space)
         else:
-            for row in content:
-                if isinstance(row, dict) and "image_id" in row:
-                    yield (*self.in_space(VISUAL_GENOME, str(row["image_id"])), *_other_ids(row))
+            for _, row in checked_records(_Photo | Id, content, f"{path}: photo", "image_id"):
+                if isinstance(row, _Photo):
+                    yield (*self.in_space(VISUAL_GENOME, str(row.image_id)), *_other_ids(row))
                 else:
                     yield self._named(str(row), path, space)
 
-    def _of_row(self, row: dict[str, Any], path: Path, space: str | None) -> tuple[PhotoId, ...]:
-        name = str(row.get("file_name", row["id"]))
+    def _of_row(self, row: _ImageRow, path: Path, space: str | None) -> tuple[PhotoId, ...]:
+        name = str(row.id) if row.file_name is None else row.file_name
         if _COCO_NAME.fullmatch(Path(name).stem) or space is None:
             return self._named(name, path, space)
-        return self.in_space(space, str(row["id"]))
+        return self.in_space(space, str(row.id))
 
     def _named(self, name: str, path: Path, space: str | None) -> tuple[PhotoId, ...]:
         place = Path(name)
@@ -103,7 +122,7 @@ class PhotoIds:
         if any(_VISUAL_GENOME_FOLDER.fullmatch(folder) for folder in place.parts[:-1]):
             return self.in_space(VISUAL_GENOME, place.stem)
         if space is None:
-            raise ValueError(
+            raise UserError(
                 f"{path}: {name!r} does not tell whose photo it is; add --detector-ids with one of {', '.join(SPACES)}"
             )
         return self.in_space(space, place.stem)
@@ -145,11 +164,11 @@ def read_visual_genome(path: Path) -> dict[str, tuple[PhotoId, ...]]:
     """
     rows = read_json(path, "image data of Visual Genome")
     if not isinstance(rows, list):
-        raise ValueError(f"{path}: holds a {type(rows).__name__}, expected the list of Visual Genome's image_data.json")
-    records = checked_records(rows, ("image_id", "coco_id"), f"{path}: image", "image_id")
-    return {str(row["image_id"]): _other_ids(row) for _, row in records}
+        raise UserError(f"{path}: holds a {type(rows).__name__}, expected the list of Visual Genome's image_data.json")
+    records = checked_records(_GenomeRow, rows, f"{path}: image", "image_id")
+    return {str(row.image_id): _other_ids(row) for _, row in records}
 
 
-def _other_ids(row: Mapping[str, Any]) -> tuple[PhotoId, ...]:
-    pairs = ((COCO, row.get("coco_id")), (FLICKR, row.get("flickr_id")))
+def _other_ids(row: _Photo | _GenomeRow) -> tuple[PhotoId, ...]:
+    pairs = ((COCO, row.coco_id), (FLICKR, row.flickr_id))
     return tuple(PhotoId(space, str(number)) for space, number in pairs if number is not None)

@@ -85,9 +85,9 @@ def test_a_box_that_leaves_one_image(trained_run, folder, capsys):
         (["x"], "question 0 is a str"),
         ([{"image": "a.jpg"}], "question 0 has no 'text'"),
         ([{"image": "a.jpg", "text": "x", "boxes": []}], "question 0 has the key 'boxes'; only image and text"),
-        ([{"image": "a.jpg", "text": 3}], "question 0: text is 3; it must be a string"),
+        ([{"image": "a.jpg", "text": 3}], "question 0: text is 3, expected a text"),
         ([{"image": ["a.jpg"], "text": "x"}], "question 0: image is"),
-        ([{"image": None, "text": "x"}], "question 0: image is null"),
+        ([{"image": None, "text": "x"}], "question 0: image is None"),
     ],
 )
 def test_json_files_of_another_form(trained_run, tmp_path, capsys, content, message):

@@ -119,14 +119,14 @@ def test_a_split_without_labels_can_be_predicted_but_not_learned(settings):
     ("row", "message"),
     [
         ("no json", r"line 2 is a str, expected an object"),
-        ({"identifier": "dev-1-0-0"}, r"line 2 has no 'sentence'"),
+        ({"identifier": "dev-1-0-0"}, r"line 2 \(dev-1-0-0\) has no 'sentence'"),
         (line("dev-1-0"), r"line 2 \(dev-1-0\): the identifier is not split-set-pair-sentence"),
         (line("../dev-1-0-0"), r"the identifier is not split-set-pair-sentence"),
-        (line("dev-1-0-0", "true"), r'the label is \'true\'; it must be the text "True" or "False"'),
+        (line("dev-1-0-0", "true"), r'label is \'true\', expected the text "True" or "False"'),
         (line("dev-1-0-0", None), r"line 2 \(dev-1-0-0\) has no label, unlike the lines before"),
         (line("dev-1-0-0", directory="../3"), r"directory is '../3'; it must be a number"),
         (DEV[0], r"line 2 \(dev-8-2-1\): the identifier is there twice"),
-        (line("dev-1-0-0", sentence=" "), r"sentence is ' '; it must be a text"),
+        (line("dev-1-0-0", sentence=" "), r"sentence is ' ', expected a text that is not blank"),
     ],
 )
 def test_damaged_lines_are_named(tmp_path, row, message):

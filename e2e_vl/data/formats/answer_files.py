@@ -7,8 +7,16 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from detector.errors import UserError
 from e2e_vl.data.storage.files import read_json, require_file
+from e2e_vl.records import Number, Record, checked
 from e2e_vl.run_files import write_text
+
+
+class _SourcedAnswer(Record):
+    ans: str
+    dsets: list[str]
+
 
 ANSWERS_FILE = "answers.json"  # a model's own list of answers, beside its weights
 
@@ -34,27 +42,28 @@ def read_answers(path: str | Path, sources: Collection[str] | None = None) -> li
         try:
             lines = require_file(path, "answers").read_text(encoding="utf-8").split("\n")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not a UTF-8 text file; one answer per line is expected") from error
+            raise UserError(f"{path}: not a UTF-8 text file; one answer per line is expected") from error
         answers = [line.strip().lower() for line in lines if line.strip()]
     else:
-        raise ValueError(f"{path}: an answer vocabulary is a .txt file, one answer per line, or a .json file")
+        raise UserError(f"{path}: an answer vocabulary is a .txt file, one answer per line, or a .json file")
     if not answers:
-        raise ValueError(f"{path} holds no answers")
+        raise UserError(f"{path} holds no answers")
     return answers
 
 
 def _answers_of_json(content: Any, path: Path, sources: Collection[str] | None) -> list[str]:
     if isinstance(content, list) and all(isinstance(one, dict) and {"ans", "dsets"} <= one.keys() for one in content):
-        content = [one["ans"] for one in content if sources is None or set(one["dsets"]) & set(sources)]
+        rows = [checked(_SourcedAnswer, one, f"{path}: answer {number}") for number, one in enumerate(content)]
+        content = [one.ans for one in rows if sources is None or set(one.dsets) & set(sources)]
     elif sources is not None:
-        raise ValueError(f"{path}: the file does not say from which data sets its answers are; name no sources")
+        raise UserError(f"{path}: the file does not say from which data sets its answers are; name no sources")
     if isinstance(content, dict):
-        classes = list(content.values())
-        if not all(isinstance(number, int) for number in classes) or sorted(classes) != list(range(len(content))):
-            raise ValueError(f"{path}: the classes of the {len(content)} answers are not 0 to {len(content) - 1}")
+        classes = checked(dict[str, Number], content, f"{path}: the classes of the answers").values()
+        if sorted(classes) != list(range(len(content))):
+            raise UserError(f"{path}: the classes of the {len(content)} answers are not 0 to {len(content) - 1}")
         content = sorted(content, key=content.get)
     if not isinstance(content, list) or not all(isinstance(answer, str) for answer in content):
-        raise ValueError(f"{path}: expected a list of answers, or an object from answer to class")
+        raise UserError(f"{path}: expected a list of answers, or an object from answer to class")
     return content
 
 

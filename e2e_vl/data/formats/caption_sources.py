@@ -14,14 +14,33 @@ from typing import Any
 
 import numpy as np
 
+from detector.errors import UserError
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.data.storage.files import checked_records, read_json
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import RecordTable, text_column
 from e2e_vl.file_names import inside
+from e2e_vl.records import Id, Name, Record, Side
 from e2e_vl.samples import CandidateBoxes, EncodedImage
 
 logger = logging.getLogger(__name__)
+
+
+class _File(Record):
+    images: list[Any]
+    annotations: list[Any]
+
+
+class _ImageRow(Record):
+    id: Id
+    file_name: Name
+    width: Side | None = None
+    height: Side | None = None
+
+
+class _CaptionRow(Record):
+    image_id: Id
+    caption: str
 
 
 class CaptionSource(abc.ABC):
@@ -80,25 +99,21 @@ class CocoCaptions(CaptionSource):
     def __init__(self, captions_file: str | Path, images_root: str | Path, errors: RecordErrors = RAISE) -> None:
         self.path = Path(captions_file).expanduser()
         self.images_root = Path(images_root).expanduser()
-        content = read_json(self.path, "captions", ("images", "annotations"))
-        rows: dict[int, dict[str, Any]] = {}
-        for _, row in checked_records(content["images"], ("id", "file_name"), f"{self.path}: image", errors=errors):
-            with errors:
-                if row["id"] in rows:
-                    raise ValueError(f"{self.path}: image {row['id']} is listed twice; image ids must be unique")
-                rows[row["id"]] = row
+        content = read_json(self.path, "captions", _File)
+        what, unique = f"{self.path}: image", "image ids"
+        found = checked_records(_ImageRow, content.images, what, "id", unique=unique, errors=errors)
+        rows = {row.id: row for _, row in found}
         captions: dict[int, list[str]] = {image_id: [] for image_id in rows}
-        keys, what = ("image_id", "caption"), f"{self.path}: caption"
-        for where, row in checked_records(content["annotations"], keys, what, errors=errors):
+        for where, row in checked_records(_CaptionRow, content.annotations, f"{self.path}: caption", errors=errors):
             with errors:
-                if row["image_id"] not in rows:
-                    raise ValueError(f"{where} is about image {row['image_id']}, which is not among the file's images")
-                if not isinstance(row["caption"], str) or not row["caption"].strip():
-                    raise ValueError(f"{where} (of image {row['image_id']}) is empty; remove it")
-                captions[row["image_id"]].append(row["caption"])
+                if row.image_id not in rows:
+                    raise UserError(f"{where} is about image {row.image_id}, which is not among the file's images")
+                if not row.caption.strip():
+                    raise UserError(f"{where} (of image {row.image_id}) is empty; remove it")
+                captions[row.image_id].append(row.caption)
         self.image_ids = [image_id for image_id in rows if captions[image_id]]
         if not self.image_ids:
-            raise ValueError(f"{self.path}: there are no captions in the file")
+            raise UserError(f"{self.path}: there are no captions in the file")
         if len(self.image_ids) < len(rows):
             logger.warning("%s: %d images have no caption.", self.path, len(rows) - len(self.image_ids))
         self._rows = RecordTable(_CaptionedImage, (_captioned(rows[image_id]) for image_id in self.image_ids))
@@ -125,9 +140,9 @@ class _CaptionedImage:
     size: tuple[int, int] | None  # (height, width)
 
 
-def _captioned(row: dict[str, Any]) -> _CaptionedImage:
-    size = (row["height"], row["width"]) if "height" in row and "width" in row else None
-    return _CaptionedImage(row["file_name"], size)
+def _captioned(row: _ImageRow) -> _CaptionedImage:
+    size = None if row.height is None or row.width is None else (row.height, row.width)
+    return _CaptionedImage(row.file_name, size)
 
 
 class JoinedCaptions(CaptionSource):
@@ -147,7 +162,7 @@ class JoinedCaptions(CaptionSource):
         for image_id in self.image_ids:
             if image_id in seen:
                 files = ", ".join(str(part.path) for part in parts)
-                raise ValueError(f"{files}: image {image_id} is in two of the files; name each image once")
+                raise UserError(f"{files}: image {image_id} is in two of the files; name each image once")
             seen.add(image_id)
 
     def _of_group(self, group: int) -> tuple[CocoCaptions, int]:

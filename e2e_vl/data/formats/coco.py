@@ -9,15 +9,47 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from msgspec import Meta, field
 
+from detector.errors import UserError
 from e2e_vl.data.storage.files import checked_records, corners_of, read_json
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.records import Box, Id, Name, Record, Side, plain
 from e2e_vl.samples import AnnotatedObjects, SampleImage
 
 logger = logging.getLogger(__name__)
+
+
+class _File(Record):
+    images: list[Any]
+    annotations: list[Any]
+    categories: list[Any]
+    attributes: list[Any] = field(default_factory=list)
+
+
+class _ImageRow(Record):
+    id: Id
+    file_name: Name
+    width: Side
+    height: Side
+
+
+class _AnnotationRow(Record):
+    id: Id
+    image_id: Id
+    category_id: Id
+    bbox: Box
+    iscrowd: Literal[0, 1] | bool | None = 0
+    attribute_ids: list[Id] = field(default_factory=list)
+    area: Annotated[float, Meta(ge=0, le=1e18)] | None = None
+
+
+class _NamedRow(Record):
+    id: Id
+    name: Name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,33 +131,28 @@ def read_instances(path: str | Path, *, drop_empty_boxes: bool = False, errors: 
             empty, inverted, not finite or outside its image; the file and the record are named.
     """
     path = Path(path).expanduser()
-    content = read_json(path, "instances", ("images", "annotations", "categories"))
-    category_ids, class_names = _names(content["categories"], f"{path}: category", errors)
-    attribute_ids, attribute_names = _names(content.get("attributes", []), f"{path}: attribute", errors)
+    content = read_json(path, "instances", _File)
+    category_ids, class_names = _names(content.categories, f"{path}: category", errors)
+    attribute_ids, attribute_names = _names(content.attributes, f"{path}: attribute", errors)
     class_of = {category: index for index, category in enumerate(category_ids)}
     attribute_of = {attribute: index for index, attribute in enumerate(attribute_ids)}
 
-    keys = ("id", "file_name", "width", "height")
-    rows = checked_records(content["images"], keys, f"{path}: image", "id", unique="image ids", errors=errors)
-    images: dict[int, CocoImage] = {}
-    for where, row in rows:
-        with errors:
-            images[row["id"]] = _image(row, where)
+    rows = checked_records(_ImageRow, content.images, f"{path}: image", "id", unique="image ids", errors=errors)
+    images = {row.id: CocoImage(row.id, row.file_name, row.width, row.height) for _, row in rows}
     annotations: dict[int, CocoAnnotation] = {}
     by_image: dict[int, list[CocoAnnotation]] = {image_id: [] for image_id in images}
     dropped: dict[int, str] = {}
-    keys = ("id", "image_id", "category_id", "bbox")
-    what = f"{path}: annotation"
-    for where, row in checked_records(content["annotations"], keys, what, "id", unique="annotation ids", errors=errors):
+    what, unique = f"{path}: annotation", "annotation ids"
+    for where, row in checked_records(_AnnotationRow, content.annotations, what, "id", unique=unique, errors=errors):
         with errors:
-            if row["image_id"] not in images:
-                raise ValueError(f"{where} belongs to image {row['image_id']}, which is not in the file's images")
-            if row["category_id"] not in class_of:
-                raise ValueError(f"{where} has category {row['category_id']}, which is not in the file's categories")
-            if drop_empty_boxes and _is_empty(row["bbox"]):
-                dropped[row["id"]] = _reason(row, where)
+            if row.image_id not in images:
+                raise UserError(f"{where} belongs to image {row.image_id}, which is not in the file's images")
+            if row.category_id not in class_of:
+                raise UserError(f"{where} has category {row.category_id}, which is not in the file's categories")
+            if drop_empty_boxes and (row.bbox[2] <= 0 or row.bbox[3] <= 0):
+                dropped[row.id] = _reason(row, where)
                 continue
-            annotation = _annotation(row, where, images[row["image_id"]], class_of, attribute_of)
+            annotation = _annotation(row, where, images[row.image_id], class_of, attribute_of)
             annotations[annotation.id] = annotation
             by_image[annotation.image_id].append(annotation)
     if dropped:
@@ -134,31 +161,24 @@ def read_instances(path: str | Path, *, drop_empty_boxes: bool = False, errors: 
     return CocoInstances(path, images, annotations, by_image, *names, dropped)
 
 
-def _image(row: dict[str, Any], where: str) -> CocoImage:
-    if not all(isinstance(side, int | float) and side > 0 for side in (row["width"], row["height"])):
-        raise ValueError(f"{where} has the size {row['width']} x {row['height']}; both must be positive numbers")
-    return CocoImage(row["id"], row["file_name"], int(row["width"]), int(row["height"]))
-
-
 def _annotation(
-    row: dict[str, Any], where: str, image: CocoImage, class_of: dict[int, int], attribute_of: dict[int, int]
+    row: _AnnotationRow, where: str, image: CocoImage, class_of: dict[int, int], attribute_of: dict[int, int]
 ) -> CocoAnnotation:
-    box = corners_of(row["bbox"], where)
+    box = corners_of(row.bbox, where)
     if box[0] >= image.width or box[1] >= image.height or box[2] <= 0 or box[3] <= 0:
-        raise ValueError(f"{where}: the box {row['bbox']} lies outside its {image.width} x {image.height} image")
-    attributes = row.get("attribute_ids", ())
-    unknown = [attribute for attribute in attributes if attribute not in attribute_of]
+        raise UserError(f"{where}: the box {plain(row.bbox)} lies outside its {image.width} x {image.height} image")
+    unknown = [attribute for attribute in row.attribute_ids if attribute not in attribute_of]
     if unknown:
-        raise ValueError(f"{where} has attribute {unknown[0]}, which is not in the file's attributes")
+        raise UserError(f"{where} has attribute {unknown[0]}, which is not in the file's attributes")
     return CocoAnnotation(
-        id=row["id"],
-        image_id=row["image_id"],
-        category_id=row["category_id"],
-        class_index=class_of[row["category_id"]],
+        id=row.id,
+        image_id=row.image_id,
+        category_id=row.category_id,
+        class_index=class_of[row.category_id],
         box=box,
-        is_crowd=bool(row.get("iscrowd", 0)),
-        attributes=tuple(attribute_of[attribute] for attribute in attributes),
-        area=row.get("area"),
+        is_crowd=bool(row.iscrowd),
+        attributes=tuple([attribute_of[attribute] for attribute in row.attribute_ids]),
+        area=row.area,
     )
 
 
@@ -179,21 +199,16 @@ def object_labels(annotations: Sequence[CocoAnnotation], num_attributes: int) ->
     return classes, attributes
 
 
-def _is_empty(box: Any) -> bool:
-    numbers = isinstance(box, list) and len(box) == 4 and all(isinstance(value, int | float) for value in box)
-    return numbers and (box[2] <= 0 or box[3] <= 0)
-
-
-def _reason(row: dict[str, Any], where: str) -> str:
+def _reason(row: _AnnotationRow, where: str) -> str:
     try:
-        corners_of(row["bbox"], where)
-    except ValueError as error:
+        corners_of(row.bbox, where)
+    except UserError as error:
         return str(error)
-    return f"{where}: the box {row['bbox']} is empty"
+    return f"{where}: the box {plain(row.bbox)} is empty"
 
 
-def _names(rows: list[dict[str, Any]], what: str, errors: RecordErrors) -> tuple[list[int], list[str]]:
-    records = checked_records(rows, ("id", "name"), what, "id", unique="ids", errors=errors)
-    names = {row["id"]: row["name"] for _, row in records}
-    ids = sorted(names)
+def _names(rows: list[Any], what: str, errors: RecordErrors) -> tuple[list[int], list[str]]:
+    records = checked_records(_NamedRow, rows, what, "id", unique="ids", errors=errors)
+    names = {row.id: row.name for _, row in records}
+    ids = sorted(names, key=lambda one: (isinstance(one, str), one))  # numbers before texts
     return ids, [names[key] for key in ids]

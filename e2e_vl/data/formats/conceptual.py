@@ -17,18 +17,38 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from detector.errors import UserError
 from e2e_vl.data.formats.caption_sources import CaptionSource
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.data.storage.archives import ArchivedFiles
 from e2e_vl.data.storage.corpus import TextLines
-from e2e_vl.data.storage.files import require_keys
+from e2e_vl.records import Count, Name, Record, Side, decoded
 from e2e_vl.samples import CandidateBoxes, EncodedImage
+
+
+class _Line(Record):
+    image: Name
+    caption: str | list[str]
+
+
+class _LineWithBoxes(_Line):
+    frcnn: Name
+
+
+class _Boxes(Record):
+    image_w: Side
+    image_h: Side
+    num_boxes: Count
+    boxes: str
+    classes: str
+
+
+class _BoxesWithFeatures(_Boxes):
+    features: str
 
 
 class VLBertCaptions(CaptionSource):
@@ -58,71 +78,67 @@ class VLBertCaptions(CaptionSource):
         self._archives = ArchivedFiles(self.path.parent, cache)
         self.groups = ConsecutiveGroups(np.ones(len(self.lines), dtype=np.int64))
         first = self._record(0)  # so that a file of another kind is noticed at once
-        self._archives.prepare(first["image"])
+        self._archives.prepare(first.image)
         if self.with_boxes:
-            self._archives.prepare(first["frcnn"])
+            self._archives.prepare(first.frcnn)
 
     def caption(self, text: int) -> str:
-        words = self._record(text)["caption"]
-        if isinstance(words, list) and all(isinstance(word, str) for word in words):
-            words = " ".join(words)
-        if not isinstance(words, str) or not words.strip():
-            raise ValueError(f"{self.path}: the caption of line {self._where(text)} is not a list of words")
+        found = self._record(text).caption
+        words = found if isinstance(found, str) else " ".join(found)
+        if not words.strip():
+            raise UserError(f"{self.path}: the caption of line {self._where(text)} is not a list of words")
         return words
 
     def name(self, group: int) -> str:
-        return self._record(group)["image"]
+        return self._record(group).image
 
     def image(self, group: int) -> Path | EncodedImage:
-        name = self._record(group)["image"]
+        name = self._record(group).image
         found = self._archives.find(name)
         return found if isinstance(found, Path) else EncodedImage(self._archives.read(name), f"{found[0]}: {found[1]}")
 
     def boxes(self, group: int) -> CandidateBoxes | None:
         if not self.with_boxes:
             return None
-        name = self._record(group)["frcnn"]
+        name = self._record(group).frcnn
         origin = str(self._archives.root / name)
-        try:
-            content = json.loads(self._archives.read(name))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{origin}: the boxes are not valid JSON ({error}); get the file again") from error
-        keys = ("image_w", "image_h", "num_boxes", "boxes", "classes")
-        require_keys(content, (*keys, "features") if self.with_features else keys, origin)
+        content = decoded(_BoxesWithFeatures if self.with_features else _Boxes, self._archives.read(name), origin)
         boxes, classes = (_matrix(content, key, origin) for key in ("boxes", "classes"))
         if boxes.shape[1:] != (4,):
-            raise ValueError(f"{origin}: boxes have {boxes.shape[1]} numbers each, expected 4")
+            raise UserError(f"{origin}: boxes have {boxes.shape[1]} numbers each, expected 4; get the file again")
+        if (boxes[:, 2:] < boxes[:, :2]).any():
+            raise UserError(f"{origin}: a box [x1, y1, x2, y2] is inverted; get the file again")
+        if classes.min() < 0 or classes.max() > 1.0001:
+            raise UserError(f"{origin}: the classes have values that are no probabilities; get the file again")
         order = np.argsort(-classes.max(axis=1), kind="stable")
         features = _matrix(content, "features", origin)[order] if self.with_features else None
         return CandidateBoxes(
             boxes[order],
             origin,
             classes[order],
-            (int(content["image_h"]), int(content["image_w"])),
+            (content.image_h, content.image_w),
             features,
             None if features is None else features.mean(axis=0),
         )
 
-    def _record(self, number: int) -> dict[str, Any]:
+    def _record(self, number: int) -> _Line:
         where = f"{self.path}: line {self._where(number)}"
-        try:
-            record = json.loads(self.lines[number])
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where} is not valid JSON ({error}); one object is expected on each line") from error
-        require_keys(record, ("image", "caption", "frcnn") if self.with_boxes else ("image", "caption"), where)
-        return record
+        kind = _LineWithBoxes if self.with_boxes else _Line
+        return decoded(kind, self.lines[number], where, form="one object is expected on each line")
 
     def _where(self, number: int) -> str:
         return f"{number + 1} (blank ones not counted)"
 
 
-def _matrix(content: dict[str, Any], key: str, origin: str) -> np.ndarray:
-    """float32 [R, columns]."""
+def _matrix(content: _Boxes, key: str, origin: str) -> np.ndarray:
+    """float32 [R, columns], finite."""
     try:
-        values = np.frombuffer(base64.b64decode(content[key]), dtype="<f4")
-        rows = int(content["num_boxes"])
+        values = np.frombuffer(base64.b64decode(getattr(content, key)), dtype="<f4")
+        rows = content.num_boxes
         if rows < 1 or not len(values) or len(values) % rows:
             raise ValueError(f"{len(values)} numbers for {rows} boxes")
-    except (ValueError, TypeError, binascii.Error) as error:
-        raise ValueError(f"{origin}: the {key} are damaged ({error}); get the file again") from error
+        if not np.isfinite(values).all():
+            raise ValueError("a number is not finite")
+    except (ValueError, binascii.Error) as error:
+        raise UserError(f"{origin}: the {key} are damaged ({error}); get the file again") from error
     return values.reshape(rows, -1)

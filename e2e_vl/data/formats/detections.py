@@ -6,14 +6,22 @@ Shape legend: see `e2e_vl/structures.py`.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 
-from e2e_vl.data.storage.files import corners_of, read_json, require_keys
+from detector.errors import UserError
+from e2e_vl.data.storage.files import checked_records, corners_of, read_json
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.records import Box, Id, Record, Score
+
+
+class _Detection(Record):
+    image_id: Id
+    box: Box
+    category_id: Id
+    score: Score
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,21 +49,17 @@ class DetectionsFile:
         self.path = Path(path).expanduser()
         rows = read_json(self.path, "detections")
         if isinstance(rows, dict) and "dets" in rows:
-            raise ValueError(
+            raise UserError(
                 f"{self.path}: has the older layout with a key 'dets'; expected MAttNet's flat list of "
                 "{image_id, box [x, y, width, height], category_id, score}"
             )
         if not isinstance(rows, list):
-            raise ValueError(f"{self.path}: holds a {type(rows).__name__}, expected a flat list of detections")
+            raise UserError(f"{self.path}: holds a {type(rows).__name__}, expected a flat list of detections")
         boxes, scores = defaultdict(list), defaultdict(list)
-        for index, row in enumerate(rows):
-            where = f"{self.path}: detection {row['det_id'] if isinstance(row, dict) and 'det_id' in row else index}"
-            with errors.about(where):
-                require_keys(row, ("image_id", "box", "category_id", "score"), where)
-                if not isinstance(row["score"], int | float) or not math.isfinite(row["score"]):
-                    raise ValueError(f"{where}: the score {row['score']} is not a finite number")
-                boxes[row["image_id"]].append(corners_of(row["box"], where))
-                scores[row["image_id"]].append(row["score"])
+        for where, row in checked_records(_Detection, rows, f"{self.path}: detection", "det_id", errors=errors):
+            with errors:
+                boxes[row.image_id].append(corners_of(row.box, where))
+                scores[row.image_id].append(row.score)
         self.by_image = {
             image_id: ImageDetections(np.array(rows, dtype=np.float64), np.array(scores[image_id], dtype=np.float32))
             for image_id, rows in boxes.items()

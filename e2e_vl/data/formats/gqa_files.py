@@ -15,19 +15,86 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import ValidationError, convert, field
 
-from e2e_vl.data.storage.files import corners_of, plain_boxes, require_keys
+from detector.errors import MissingFileError, UserError
+from e2e_vl.data.storage.files import corners_of
 from e2e_vl.data.storage.index_files import OpenFiles
 from e2e_vl.data.storage.json_entries import json_entries, read_entry
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.records import Pixel, Record, Side, Words, checked
 from e2e_vl.samples import AnnotatedObjects
 
-_KEYS = ("question", "imageId", "isBalanced")
-_ANSWERED = ("answer", "types", "groups")  # of questions with an answer
 _TYPES = ("structural", "semantic", "detailed")
-_KINDS = frozenset(_TYPES)
-_SIDES = ("x", "y", "w", "h")  # of an object's box
 _NO_STEP = re.compile("exist|query: name|choose name")  # of a program: they only read the answer
+
+
+class _Types(Record):
+    structural: str | None
+    semantic: str | None
+    detailed: str | None
+
+
+class _Groups(Record):
+    all: str | None = field(name="global")
+
+
+class _Step(Record):
+    operation: str
+    argument: str
+
+
+class _Named(Record):
+    question: dict[str, str] = field(default_factory=dict)
+    full_answer: dict[str, str] = field(name="fullAnswer", default_factory=dict)
+
+
+class _Question(Record, kw_only=True):
+    question: Words
+    image_id: Words = field(name="imageId")
+    is_balanced: bool = field(name="isBalanced")
+    answer: str | None = None  # none in the splits test, challenge and submission
+    entailed: list[str] = field(default_factory=list)
+    semantic: list[_Step] = field(default_factory=list)
+    annotations: _Named | None = None
+
+
+class _AnsweredQuestion(_Question, kw_only=True):
+    types: _Types
+    groups: _Groups
+
+
+class _IndexedQuestion(Record):
+    """What is looked at in all of the 14 million questions before one is asked for; the rest is checked then."""
+
+    question: str
+    image_id: str = field(name="imageId")
+    is_balanced: bool = field(name="isBalanced")
+    answer: str | None = None
+    types: _Types | None = None
+    groups: _Groups | None = None
+
+
+class _Choices(Record):
+    valid: list[str]
+    plausible: list[str]
+
+
+class _Object(Record):
+    name: str
+    x: Pixel
+    y: Pixel
+    w: Pixel
+    h: Pixel
+
+    def corners(self, where: str) -> tuple[float, float, float, float]:
+        return corners_of((self.x, self.y, self.w, self.h), where)
+
+
+class _Graph(Record):
+    width: Side
+    height: Side
+    objects: dict[str, _Object]
 
 
 def pieces_of(path: str | Path) -> list[Path]:
@@ -45,55 +112,35 @@ def pieces_of(path: str | Path) -> list[Path]:
         if found := re.fullmatch(rf"{re.escape(folder.name)}_(\d+)", piece.stem):
             numbered[int(found[1])] = piece
     if not numbered:
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"{path}: cannot read the questions, there is no such file, and no folder {folder} with pieces "
             f"{folder.name}_0.json, ...; check the path in the data config"
         )
     absent = set(range(max(numbered))) - set(numbered)
     if absent:
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"{folder}: the piece {folder.name}_{min(absent)}.json is missing; download all pieces of the release"
         )
     return [numbered[number] for number in sorted(numbered)]
 
 
 def check_question(record: Any, where: str) -> None:
-    """Raises ValueError, naming the record, for a missing key or a value of another kind."""
-    if _is_question(record):
-        return
-    require_keys(record, _KEYS, where)
-    for key in ("question", "imageId"):
-        if not isinstance(record[key], str) or not record[key].strip():
-            raise ValueError(f"{where}: {key} is {record[key]!r}; it must be a text")
-    if not isinstance(record["isBalanced"], bool):
-        raise ValueError(f"{where}: isBalanced is {record['isBalanced']!r}; it must be true or false")
-    if record.get("answer") is None:  # the splits test, challenge and submission
-        return
-    require_keys(record, _ANSWERED, where)
-    if not isinstance(record["answer"], str):
-        raise ValueError(f"{where}: answer is {record['answer']!r}; it must be a text")
-    require_keys(record["types"], _TYPES, f"{where}: types")
-    require_keys(record["groups"], ("global",), f"{where}: groups")
+    """Raises UserError, naming the record, for a missing key or a value of another kind."""
+    is_answered = isinstance(record, dict) and record.get("answer") is not None
+    checked(_AnsweredQuestion if is_answered else _Question, record, where)
 
 
-def _is_question(record: Any) -> bool:
-    """Whether `check_question` finds nothing, as is nearly always so; then no message has to be made ready."""
+def _indexed(record: Any, where: str) -> _IndexedQuestion:
+    """Raises UserError as `check_question` does."""
     try:
-        question, image_id, answer = record["question"], record["imageId"], record.get("answer")
-        is_right = type(question) is type(image_id) is str and type(record["isBalanced"]) is bool
-        if not is_right or not question.strip() or not image_id.strip():
-            return False
-        if answer is None:
-            return True
-        types, groups = record["types"], record["groups"]
-        return (
-            type(answer) is str
-            and type(types) is type(groups) is dict
-            and types.keys() >= _KINDS
-            and "global" in groups
-        )
-    except (AttributeError, KeyError, TypeError):
-        return False
+        found = convert(record, _IndexedQuestion)
+    except (ValidationError, RecursionError):
+        check_question(record, where)
+        raise
+    is_whole = found.answer is None or (found.types is not None and found.groups is not None)
+    if not (is_whole and found.question.strip() and found.image_id.strip()):
+        check_question(record, where)
+    return found
 
 
 def reasoning_steps(program: Iterable[Mapping[str, Any]]) -> int:
@@ -150,25 +197,25 @@ class GQAQuestions(Sequence):
                 for key, record, start, size in json_entries(path, "questions"):
                     where = f"{file}: question {key}"
                     with errors.about(where):
-                        check_question(record, where)
-                        answer = record.get("answer")
+                        one = _indexed(record, where)
+                        answer = one.answer
                         first = answer is not None if first is None else first
                         if first != (answer is not None):
-                            raise ValueError(
+                            raise UserError(
                                 f"{where} has {'no' if first else 'an'} answer, unlike the first; repair the file"
                             )
                         file_of.append(number)
                         starts.append(start)
                         sizes.append(size)
-                        images.append(image_numbers.setdefault(record["imageId"], len(image_numbers)))
+                        images.append(image_numbers.setdefault(one.image_id, len(image_numbers)))
                         number_of_answer = -1
                         if answer is not None:
                             number_of_answer = answer_numbers.setdefault(answer, len(answer_numbers))
                         answers.append(number_of_answer)
                         names.append(_number_of(key))
-                        balanced.append(record["isBalanced"])
+                        balanced.append(one.is_balanced)
         if not starts:
-            raise ValueError(f"{', '.join(map(str, self.paths))}: there is no question in it")
+            raise UserError(f"{', '.join(map(str, self.paths))}: there is no question in it")
         self.image_ids, self._answers = list(image_numbers), list(answer_numbers)
         image_of = np.asarray(images)
         order = np.argsort(image_of, kind="stable")
@@ -187,7 +234,9 @@ class GQAQuestions(Sequence):
         if not 0 <= index < len(self):
             raise IndexError(index)
         path = self.paths[self._file_of[index]]
-        return read_entry(self._files, path, int(self._starts[index]), int(self._sizes[index]))
+        key, record = read_entry(self._files, path, int(self._starts[index]), int(self._sizes[index]))
+        check_question(record, f"{path}: question {key}")
+        return key, record
 
     def place(self, index: int) -> str:
         """File and id of a question, for messages."""
@@ -204,7 +253,7 @@ class GQAQuestions(Sequence):
             if first == second:
                 files = {str(self.paths[self._file_of[order[row + step]]]) for step in (0, 1)}
                 with errors:
-                    raise ValueError(
+                    raise UserError(
                         f"{' and '.join(sorted(files))}: question {first} is there twice; name each split once"
                     )
 
@@ -235,7 +284,7 @@ class EntryFile:
         double = np.flatnonzero(self._numbers[1:] == self._numbers[:-1])
         if len(double):
             key, _ = self._read(int(double[0]))
-            raise ValueError(f"{self.path}: {key} is there twice among the {what}; download the file again")
+            raise UserError(f"{self.path}: {key} is there twice among the {what}; download the file again")
 
     def __contains__(self, key: str) -> bool:
         return self._row(key) is not None
@@ -256,7 +305,7 @@ class EntryFile:
 
 def _number_of(key: str) -> int:
     """64 bits that stand for an id, the same in every process; two ids of a file never share them in practice."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def find_entry(files: Sequence[EntryFile], key: str) -> EntryFile:
@@ -269,7 +318,7 @@ def find_entry(files: Sequence[EntryFile], key: str) -> EntryFile:
         if key in file:
             return file
     names = ", ".join(str(file.path) for file in files)
-    raise ValueError(f"{names}: there is no entry {key} among the {files[0].what}; use the file of the same split")
+    raise UserError(f"{names}: there is no entry {key} among the {files[0].what}; use the file of the same split")
 
 
 def read_choices(file: EntryFile, question_id: str) -> dict[str, list[str]]:
@@ -278,9 +327,9 @@ def read_choices(file: EntryFile, question_id: str) -> dict[str, list[str]]:
     Raises:
         ValueError: the file has none for it, or something else.
     """
-    record, where = file[question_id], f"{file.path}: choices of question {question_id}"
-    require_keys(record, ("valid", "plausible"), where)
-    return {key: list(record[key]) for key in ("valid", "plausible")}
+    where = f"{file.path}: choices of question {question_id}"
+    found = checked(_Choices, file[question_id], where)
+    return {"valid": found.valid, "plausible": found.plausible}
 
 
 def scene_objects(file: EntryFile, image_id: str) -> tuple[tuple[int, int], AnnotatedObjects]:
@@ -289,34 +338,23 @@ def scene_objects(file: EntryFile, image_id: str) -> tuple[tuple[int, int], Anno
     Raises:
         ValueError: the file has no such image, or a box is no box; image and object are named.
     """
+    graph, where = _graph(file, image_id)
+    found = graph.objects
+    boxes = np.array([one.corners(f"{where}: object {key}") for key, one in found.items()], dtype=np.float64)
+    ids = tuple([int(key) if _is_number(key) else number for number, key in enumerate(found)])
+    names = tuple([one.name for one in found.values()])
+    objects = AnnotatedObjects(boxes.reshape(-1, 4), where, ids=ids, names=names)
+    return (graph.height, graph.width), objects
+
+
+def _graph(file: EntryFile, image_id: str) -> tuple[_Graph, str]:
+    """A scene graph, and what it is called in errors."""
     where = f"{file.path}: scene graph of image {image_id}"
-    graph = file[image_id]
-    require_keys(graph, ("width", "height", "objects"), where)
-    found = graph["objects"]
-    boxes = _scene_corners(found)
-    if boxes is None:  # one by one, to name the object
-        corners = []
-        for key, one in found.items():
-            require_keys(one, ("name", *_SIDES), f"{where}: object {key}")
-            corners.append(corners_of([one[side] for side in _SIDES], f"{where}: object {key}"))
-        boxes = np.array(corners, dtype=np.float64).reshape(-1, 4)
-    ids = tuple([int(key) if key.isdigit() else number for number, key in enumerate(found)])
-    objects = AnnotatedObjects(boxes, where, ids=ids, names=tuple([one["name"] for one in found.values()]))
-    return (graph["height"], graph["width"]), objects
+    return checked(_Graph, file[image_id], where), where
 
 
-def _scene_corners(objects: Mapping[str, Any]) -> np.ndarray | None:
-    """Corners of the boxes of objects, float64, a row per object; None if one of them is not as it should be."""
-    try:
-        if not all("name" in one for one in objects.values()):
-            return None
-        boxes = plain_boxes([[one["x"], one["y"], one["w"], one["h"]] for one in objects.values()])
-    except (AttributeError, KeyError, TypeError):
-        return None
-    if boxes is None or (boxes[:, 2:] <= 0).any():
-        return None
-    boxes[:, 2:] += boxes[:, :2]
-    return boxes
+def _is_number(key: str) -> bool:
+    return key.isdecimal() and len(key) < 19  # 64 bits
 
 
 def named_boxes(record: Mapping[str, Any], file: EntryFile, where: str) -> list[list[float]]:
@@ -327,17 +365,13 @@ def named_boxes(record: Mapping[str, Any], file: EntryFile, where: str) -> list[
     Raises:
         ValueError: no annotations, or an object that the scene graph lacks; the question is named.
     """
-    require_keys(record, ("annotations",), where)
-    named = [key for part in ("question", "fullAnswer") for key in record["annotations"].get(part, {}).values()]
+    named = checked(_Named, record.get("annotations"), f"{where}: annotations")
     image_id = record["imageId"]
-    graph = file[image_id]
-    require_keys(graph, ("width", "height", "objects"), f"{file.path}: scene graph of image {image_id}")
-    width, height, objects = graph["width"], graph["height"], graph["objects"]
+    graph, _ = _graph(file, image_id)
     boxes = []
-    for key in named:
-        if key not in objects:
-            raise ValueError(f"{where} names the object {key}, which the scene graph of image {image_id} lacks")
-        one = objects[key]
-        x1, y1, x2, y2 = corners_of([one[side] for side in _SIDES], f"{where}: object {key}")
-        boxes.append([x1 / width, y1 / height, x2 / width, y2 / height])
+    for key in (*named.question.values(), *named.full_answer.values()):
+        if key not in graph.objects:
+            raise UserError(f"{where} names the object {key}, which the scene graph of image {image_id} lacks")
+        x1, y1, x2, y2 = graph.objects[key].corners(f"{where}: object {key}")
+        boxes.append([x1 / graph.width, y1 / graph.height, x2 / graph.width, y2 / graph.height])
     return boxes

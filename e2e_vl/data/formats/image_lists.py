@@ -11,11 +11,29 @@ from typing import Any
 
 import numpy as np
 
+from detector.errors import UserError
 from e2e_vl.data.formats.coco import read_instances
-from e2e_vl.data.storage.files import checked_records, corners_of, read_json, require_file, require_keys
+from e2e_vl.data.storage.files import checked_records, corners_of, read_json, require_file
 from e2e_vl.file_names import inside, name_of, require_distinct
+from e2e_vl.records import Box, FourNumbers, Id, Name, Number, Record, checked
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+
+
+class _ImagesFile(Record):
+    images: list[Any]
+
+
+class _ImageRow(Record):
+    id: Id
+    file_name: Name
+
+
+class _Detection(Record):
+    image_id: Id
+    bbox: Box | None = None  # COCO's results
+    box: Box | None = None  # MAttNet's
+    det_id: Number | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +76,16 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
         root = Path(root).expanduser() if root is not None else source.parent
         images = _of_coco(source, root) if source.suffix == ".json" else _of_lines(source, root)
     if not images:
-        raise ValueError(f"{source}: there are no images; known suffixes are {', '.join(IMAGE_SUFFIXES)}")
+        raise UserError(f"{source}: there are no images; known suffixes are {', '.join(IMAGE_SUFFIXES)}")
     seen: dict[str, Path] = {}
     for image in images:
         if image.id in seen:
-            raise ValueError(
+            raise UserError(
                 f"{source}: {seen[image.id]} and {image.path} have the same id {image.id}; rename one of them or list "
                 "them apart"
             )
         if not image.id.isprintable() or not image.id or '"' in image.id:
-            raise ValueError(f"{source}: the id {image.id!r} has characters that feature files cannot hold; rename it")
+            raise UserError(f"{source}: the id {image.id!r} has characters that feature files cannot hold; rename it")
         seen[image.id] = image.path
         name_of(image.id)  # now rather than after hours
     require_distinct(seen, str(source))
@@ -75,10 +93,10 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
 
 
 def _of_coco(source: Path, root: Path) -> list[ListedImage]:
-    rows = read_json(source, "list of images", ("images",))["images"]
-    found = checked_records(rows, ("id", "file_name"), f"{source}: image")
+    rows = read_json(source, "list of images", _ImagesFile).images
     return [
-        ListedImage(str(row["id"]), inside(root, row["file_name"], where, follows_links=True)) for where, row in found
+        ListedImage(str(row.id), inside(root, row.file_name, where, follows_links=True))
+        for where, row in checked_records(_ImageRow, rows, f"{source}: image")
     ]
 
 
@@ -86,7 +104,7 @@ def _of_lines(source: Path, root: Path) -> list[ListedImage]:
     try:
         lines = source.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source}: the list of images is not a text file with one path per line") from error
+        raise UserError(f"{source}: the list of images is not a text file with one path per line") from error
     return [ListedImage(_id(Path(line.strip())), root / line.strip()) for line in lines if line.strip()]
 
 
@@ -107,17 +125,21 @@ def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
     content = read_json(path, "boxes")
     if not isinstance(content, list):
         instances = read_instances(path, drop_empty_boxes=True)
+        for one in instances.annotations:
+            checked(Number, one, f"{path}: annotation {one}: its id")
         return {
             str(image_id): GivenBoxes(instances.boxes(image_id), np.array([row.id for row in rows], dtype=np.int64))
             for image_id, rows in instances.by_image.items()
         }
-    boxes: dict[str, list[Any]] = {}
-    for number, row in enumerate(content):
+    boxes: dict[str, list[tuple[FourNumbers, int]]] = {}
+    for number, value in enumerate(content):
         where = f"{path}: detection {number}"
-        require_keys(row, ("image_id",), where)
-        key = "bbox" if "bbox" in row else "box"
-        require_keys(row, (key,), where)
-        boxes.setdefault(str(row["image_id"]), []).append((corners_of(row[key], where), row.get("det_id", number)))
+        row = checked(_Detection, value, where)
+        box = row.box if row.bbox is None else row.bbox
+        if box is None:
+            raise UserError(f"{where} has no 'box' and no 'bbox'; a detection has one of them, [x, y, width, height]")
+        box_id = number if row.det_id is None else row.det_id
+        boxes.setdefault(str(row.image_id), []).append((corners_of(box, where), box_id))
     return {
         image_id: GivenBoxes(
             np.array([box for box, _ in rows], dtype=np.float64), np.array([i for _, i in rows], dtype=np.int64)

@@ -14,11 +14,40 @@ import dataclasses
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
+from msgspec import Meta, field
+
+from detector.errors import UserError
 from e2e_vl.data.storage.files import checked_records, read_json, require_file
+from e2e_vl.records import Id, Name, Record, Score
 
 Scores = Mapping[str, float]  # of the answers to a question
+_Row = TypeVar("_Row", bound=Record)
+
+
+class _ImageRow(Record):
+    img_id: Name
+    sentf: dict[str, list[str]]
+    labelf: dict[str, list[dict[str, Score]] | None] = field(default_factory=dict)
+
+
+class _QuestionRow(Record):
+    question_id: Id
+    img_id: Name
+    sent: str
+    label: dict[str, Score] | None = None
+    question_type: str | None = None
+    answer_type: str | None = None
+
+
+class _PairRow(Record):
+    identifier: Name
+    img0: Name
+    img1: Name
+    sent: str
+    label: Annotated[Literal[0, 1] | None, Meta(description="0 or 1")] = None
+    uid: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,27 +99,25 @@ def read_image_sentences(path: str | Path, sources: Collection[str] | None = Non
     """
     path = Path(path).expanduser()
     found: dict[str, list[SourcedSentence]] = {}
-    for where, row in _records(path, "sentences", ("img_id", "sentf"), "img_id", unique="image ids"):
-        labels = _object(row.get("labelf", {}), f"{where}: labelf")
+    for where, row in _records(_ImageRow, path, "sentences", "img_id", unique="image ids"):
         own = []
-        for source, sentences in _object(row["sentf"], f"{where}: sentf").items():
-            given = labels.get(source)
-            if not isinstance(sentences, list) or (given is not None and len(given) != len(sentences)):
-                raise ValueError(
-                    f"{where}: the source {source} has no list of sentences, or a list of labels of another length; "
-                    "copy or download the file again"
+        for source, sentences in row.sentf.items():
+            labels = row.labelf.get(source)
+            if labels is not None and len(labels) != len(sentences):
+                raise UserError(
+                    f"{where}: the source {source} has {len(sentences)} sentences and a list of labels of another "
+                    "length; copy or download the file again"
                 )
             if sources is not None and source not in sources:
                 continue
             for number, words in enumerate(sentences):
-                name = f"{where}: sentence {number} of {source}"
-                scores = None if given is None else _scores(given[number], name)
-                own.append(SourcedSentence(sys.intern(source), number, _text(words, name), scores))
+                scores = None if labels is None else _shared(labels[number])
+                own.append(SourcedSentence(sys.intern(source), number, words, scores))
         if own:
-            found[_text(row["img_id"], where)] = own
+            found[row.img_id] = own
     if not found:
         of = "" if sources is None else f" of the sources {', '.join(sources)}"
-        raise ValueError(f"{path}: there is no sentence{of} in the file")
+        raise UserError(f"{path}: there is no sentence{of} in the file")
     return found
 
 
@@ -102,12 +129,10 @@ def read_scored_questions(path: str | Path) -> list[ScoredQuestion]:
         ValueError: no such JSON, a question that is listed twice, labels in some records only, or no question.
     """
     found = []
-    for where, row in _records(path, "questions", ("question_id", "img_id", "sent"), "question_id", unique="ids"):
-        kinds = {key: row[key] for key in ("question_type", "answer_type") if isinstance(row.get(key), str)}
-        scores = _scores(row["label"], where) if "label" in row else None
-        found.append(
-            ScoredQuestion(row["question_id"], _text(row["img_id"], where), _text(row["sent"], where), scores, **kinds)
-        )
+    for _, row in _records(_QuestionRow, path, "questions", "question_id", unique="ids"):
+        scores = None if row.label is None else _shared(row.label)
+        facts = row.img_id, row.sent, scores, row.question_type, row.answer_type
+        found.append(ScoredQuestion(row.question_id, *facts))
     return _labelled_alike(found, [one.scores for one in found], path)
 
 
@@ -120,49 +145,28 @@ def read_listed_pairs(path: str | Path) -> list[ListedPair]:
             sentence.
     """
     found = []
-    for where, row in _records(path, "pairs", ("identifier", "img0", "img1", "sent"), "identifier", unique="ids"):
-        label = row.get("label")
-        if label not in (None, 0, 1):
-            raise ValueError(f"{where}: the label is {label!r}; it must be 0 or 1")
-        images = _text(row["img0"], where), _text(row["img1"], where)
-        found.append(ListedPair(row["identifier"], images, _text(row["sent"], where), label, row.get("uid")))
+    for _, row in _records(_PairRow, path, "pairs", "identifier", unique="ids"):
+        found.append(ListedPair(row.identifier, (row.img0, row.img1), row.sent, row.label, row.uid))
     return _labelled_alike(found, [one.label for one in found], path)
 
 
-def _records(
-    path: str | Path, what: str, keys: tuple[str, ...], key: str, *, unique: str
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _records(kind: type[_Row], path: str | Path, what: str, key: str, *, unique: str) -> Iterator[tuple[str, _Row]]:
     path = require_file(path, what)
     content = read_json(path, what)
     if not isinstance(content, list):
-        raise ValueError(f"{path} is a {type(content).__name__}, expected a list of {what}")
-    kind = {"sentences": "image", "questions": "question", "pairs": "sentence"}[what]
-    return checked_records(content, keys, f"{path}: {kind}", key, unique=unique)
+        raise UserError(f"{path} is a {type(content).__name__}, expected a list of {what}")
+    name = {"sentences": "image", "questions": "question", "pairs": "sentence"}[what]
+    return checked_records(kind, content, f"{path}: {name}", key, unique=unique)
 
 
 def _labelled_alike(found: list[Any], labels: list[Any], path: str | Path) -> list[Any]:
     if not found:
-        raise ValueError(f"{path}: there is nothing in the file; copy or download it again")
+        raise UserError(f"{path}: there is nothing in the file; copy or download it again")
     if len({label is None for label in labels}) > 1:
-        raise ValueError(f"{path}: some records have a label and others have none; do not mix splits")
+        raise UserError(f"{path}: some records have a label and others have none; do not mix splits")
     return found
 
 
-def _scores(label: Any, where: str) -> dict[str, float]:
-    label = _object(label, f"{where}: the label")
-    for answer, score in label.items():
-        if isinstance(score, bool) or not isinstance(score, int | float) or score < 0:
-            raise ValueError(f"{where}: the score of the answer {answer!r} is {score!r}; it must be a number from 0 on")
-    return {sys.intern(answer): float(score) for answer, score in label.items()}
-
-
-def _object(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is a {type(value).__name__}, expected an object")
-    return value
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{where} has {value!r} in the place of a text")
-    return value
+def _shared(scores: Scores) -> dict[str, float]:
+    """The scores with answers that are the same objects for all questions."""
+    return {sys.intern(answer): score for answer, score in scores.items()}

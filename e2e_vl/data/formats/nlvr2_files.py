@@ -7,19 +7,31 @@ test file without labels has no `label`. What was judged, by whom, and the addre
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Literal
 
-from e2e_vl.data.storage.files import require_file, require_keys
+from msgspec import Meta
+
+from detector.errors import UserError
+from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import RecordTable
+from e2e_vl.records import Number, Record, Words, decoded
 
 LABELS = ("False", "True")  # as they are written; the index is the class
-_KEYS = ("identifier", "sentence")
 _IDENTIFIER = re.compile(r"\w+-\d+-\d+-\d+")  # it names files of images
+
+
+class _Line(Record):
+    identifier: Words
+    sentence: Words
+    label: Annotated[Literal["True", "False"] | None, Meta(description='the text "True" or "False"')] = None
+    directory: Number | str | None = None
+    synset: str | None = None
+    family: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +71,7 @@ def read_examples(path: str | Path, errors: RecordErrors = RAISE) -> RecordTable
     path = require_file(path, "NLVR2 examples")
     examples = RecordTable(PairStatement, _examples(path, errors))
     if not examples:
-        raise ValueError(f"{path}: there is no example in the file; copy or download it again")
+        raise UserError(f"{path}: there is no example in the file; copy or download it again")
     return examples
 
 
@@ -75,9 +87,9 @@ def _examples(path: Path, errors: RecordErrors) -> Iterator[PairStatement]:
                 example = _parse(line, f"{path}, line {number}")
                 where = f"{path}, line {number} ({example.identifier})"
                 if example.identifier in seen:
-                    raise ValueError(f"{where}: the identifier is there twice; remove one of the lines")
+                    raise UserError(f"{where}: the identifier is there twice; remove one of the lines")
                 if has_labels not in (None, example.label is not None):
-                    raise ValueError(
+                    raise UserError(
                         f"{where} has {'no' if example.label is None else 'a'} label, unlike the lines before; do not "
                         "mix splits with and without labels"
                     )
@@ -88,34 +100,12 @@ def _examples(path: Path, errors: RecordErrors) -> Iterator[PairStatement]:
 
 
 def _parse(line: bytes, where: str) -> PairStatement:
-    try:
-        record = json.loads(line)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{where} is not valid JSON ({error}); one object per line is expected, copy or download the file again"
-        ) from error
-    require_keys(record, _KEYS, where)
-    identifier = record["identifier"]
-    for key in _KEYS:
-        if not isinstance(record[key], str) or not record[key].strip():
-            raise ValueError(f"{where}: {key} is {record[key]!r}; it must be a text")
-    where = f"{where} ({identifier})"
-    if not _IDENTIFIER.fullmatch(identifier):
-        raise ValueError(
-            f"{where}: the identifier is not split-set-pair-sentence, such as dev-850-2-0; repair the line"
-        )
-    label = record.get("label")
-    if label not in (None, *LABELS):
-        raise ValueError(f'{where}: the label is {label!r}; it must be the text "True" or "False"')
-    directory = record.get("directory")
-    if directory is not None and not str(directory).isdigit():
-        raise ValueError(f"{where}: directory is {directory!r}; it must be a number")
-    synset, family = (record.get(key) for key in ("synset", "family"))
-    return PairStatement(
-        identifier,
-        record["sentence"],
-        label,
-        None if directory is None else str(directory),
-        sys.intern(synset) if isinstance(synset, str) else None,
-        sys.intern(family) if isinstance(family, str) else None,
-    )
+    record = decoded(_Line, line, where, key="identifier", form="one object per line is expected")
+    where = f"{where} ({record.identifier})"
+    if not _IDENTIFIER.fullmatch(record.identifier):
+        raise UserError(f"{where}: the identifier is not split-set-pair-sentence, such as dev-850-2-0; repair the line")
+    directory = None if record.directory is None else str(record.directory)
+    if directory is not None and not directory.isdecimal():
+        raise UserError(f"{where}: directory is {directory!r}; it must be a number")
+    synset, family = (None if text is None else sys.intern(text) for text in (record.synset, record.family))
+    return PairStatement(record.identifier, record.sentence, record.label, directory, synset, family)

@@ -17,9 +17,25 @@ from typing import Any
 from detector.errors import UserError
 from detector.pickle_scan import check_pickle
 from e2e_vl.data.formats.coco import read_instances
-from e2e_vl.data.storage.files import checked_records, read_json, require_file, require_keys
+from e2e_vl.data.storage.files import checked_records, read_json, require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import ChosenRecords, RecordTable
+from e2e_vl.records import Id, Record, checked
+
+
+class _Ref(Record):
+    ref_id: Id
+    ann_id: Id
+    image_id: Id
+    split: str
+    sentences: list[Any]
+    family: str | None = None
+
+
+class _Sentence(Record):
+    sent_id: Id
+    sent: str
+    family: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,15 +73,14 @@ class ReferFiles:
 
     def _read(self, errors: RecordErrors) -> Iterator[Expression]:
         sent_ids: set[int] = set()
-        keys = ("ref_id", "ann_id", "image_id", "split", "sentences")
-        what = f"{self.path}: ref"
-        for where, ref in checked_records(read_refs(self.path), keys, what, "ref_id", unique="ref ids", errors=errors):
+        refs, what = read_refs(self.path), f"{self.path}: ref"
+        for where, ref in checked_records(_Ref, refs, what, "ref_id", unique="ref ids", errors=errors):
             sentences: list[Any] = []
             with errors:
                 self._check_target(ref, where)
-                if not ref["sentences"]:
-                    raise ValueError(f"{where} has no sentences; every ref needs at least one")
-                sentences = ref["sentences"]
+                if not ref.sentences:
+                    raise UserError(f"{where} has no sentences; every ref needs at least one")
+                sentences = ref.sentences
             for sentence in sentences:
                 expression = None
                 with errors:
@@ -74,29 +89,29 @@ class ReferFiles:
                     yield expression
 
     @staticmethod
-    def _expression(ref: dict[str, Any], sentence: Any, where: str, sent_ids: set[int]) -> Expression:
-        require_keys(sentence, ("sent_id", "sent"), f"{where}: a sentence")
-        if sentence["sent_id"] in sent_ids:
-            raise ValueError(f"{where}: sentence {sentence['sent_id']} occurs twice; sentence ids must be unique")
-        sent_ids.add(sentence["sent_id"])
-        facts = {key: ref[key] for key in ("ref_id", "ann_id", "image_id", "split")}
-        family = sentence.get("family", ref.get("family"))
-        return Expression(**facts, sent_id=sentence["sent_id"], sentence=sentence["sent"], family=family)
+    def _expression(ref: _Ref, value: Any, where: str, sent_ids: set[int]) -> Expression:
+        sentence = checked(_Sentence, value, f"{where}: a sentence")
+        if sentence.sent_id in sent_ids:
+            raise UserError(f"{where}: sentence {sentence.sent_id} occurs twice; sentence ids must be unique")
+        sent_ids.add(sentence.sent_id)
+        family = ref.family if sentence.family is None else sentence.family
+        ids = ref.ref_id, sentence.sent_id, ref.ann_id, ref.image_id
+        return Expression(*ids, ref.split, sentence.sent, family)
 
-    def _check_target(self, ref: dict[str, Any], where: str) -> None:
-        annotation = self.instances.annotations.get(ref["ann_id"])
-        if ref["image_id"] not in self.instances.images:
-            raise ValueError(f"{where} is about image {ref['image_id']}, which is not in {self.instances.path}")
-        if ref["ann_id"] in self.instances.dropped:
-            raise ValueError(f"{self.instances.dropped[ref['ann_id']]} ({where} refers to it)")
+    def _check_target(self, ref: _Ref, where: str) -> None:
+        annotation = self.instances.annotations.get(ref.ann_id)
+        if ref.image_id not in self.instances.images:
+            raise UserError(f"{where} is about image {ref.image_id}, which is not in {self.instances.path}")
+        if ref.ann_id in self.instances.dropped:
+            raise UserError(f"{self.instances.dropped[ref.ann_id]} ({where} refers to it)")
         if annotation is None:
-            raise ValueError(
-                f"{where} refers to annotation {ref['ann_id']}, which is not in {self.instances.path}; "
+            raise UserError(
+                f"{where} refers to annotation {ref.ann_id}, which is not in {self.instances.path}; "
                 "use the instances.json that belongs to this refs file"
             )
-        if annotation.image_id != ref["image_id"]:
-            raise ValueError(
-                f"{where} is about image {ref['image_id']}, but its annotation {ref['ann_id']} belongs to image "
+        if annotation.image_id != ref.image_id:
+            raise UserError(
+                f"{where} is about image {ref.image_id}, but its annotation {ref.ann_id} belongs to image "
                 f"{annotation.image_id} in {self.instances.path}"
             )
 
@@ -110,7 +125,7 @@ class ReferFiles:
         found = [row for row, name in enumerate(names) if split_contains(split, name)]
         if not found:
             splits = ", ".join(sorted(set(names)))
-            raise ValueError(f"{self.path}: no split {split!r}; the file has {splits or 'no refs'}")
+            raise UserError(f"{self.path}: no split {split!r}; the file has {splits or 'no refs'}")
         return ChosenRecords(self.expressions, found)
 
 
@@ -137,7 +152,7 @@ def read_refs(path: str | Path) -> list[Any]:
     path = Path(path).expanduser()
     content = read_json(path, "refs") if path.suffix == ".json" else _read_plain_pickle(path)
     if not isinstance(content, list):
-        raise ValueError(f"{path}: holds a {type(content).__name__}, expected a list of refs")
+        raise UserError(f"{path}: holds a {type(content).__name__}, expected a list of refs")
     return content
 
 

@@ -22,26 +22,69 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import zlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tqdm.auto import tqdm
 
+from detector.errors import UserError
 from e2e_vl.data.storage.files import checked_records
 from e2e_vl.data.storage.json_entries import json_items
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.records import Number, Pixel, Record
 from e2e_vl.samples import PhraseBoxes
 
 logger = logging.getLogger(__name__)
 
 Corners = tuple[float, float, float, float]
+_Row = TypeVar("_Row", bound=Record)
+
+
+class _ImageRow(Record):
+    regions: list[Any]
+    image_id: Number | None = None
+    id: Number | None = None
+
+
+class _Entity(Record):
+    entity_idx_start: Number
+    entity_idx_end: Number
+    entity_name: str | None = None
+    synset_name: str | None = None
+
+
+class _Object(Record):
+    x: Pixel
+    y: Pixel
+    w: Pixel
+    h: Pixel
+    name: str | None = None
+    names: list[str] | None = None
+    synsets: list[str] | None = None
+
+
+class _Graph(Record):
+    region_id: Number
+    phrase: str
+    synsets: list[_Entity]
+    objects: list[_Object]
+
+
+class _Description(Record):
+    region_id: Number
+    phrase: str
+    x: Pixel
+    y: Pixel
+    width: Pixel
+    height: Pixel
+
+
 NamedBoxes = Mapping[tuple[int, int], Sequence[Corners]]  # characters of a description -> boxes that they name
 
 
@@ -87,7 +130,7 @@ class RegionPhrases:
         self._numbers = np.asarray(numbers)[order]
         twice = np.flatnonzero(self._numbers[1:] == self._numbers[:-1])
         if len(twice):
-            raise ValueError(f"{path}: region {self._numbers[twice[0]]} is listed twice; ids of regions must be unique")
+            raise UserError(f"{path}: region {self._numbers[twice[0]]} is listed twice; ids of regions must be unique")
         self._sums = np.asarray(sums)[order]
         first = np.asarray([*first_phrase, len(spans) // 2], dtype=np.int64)
         self._phrases = np.stack([first[:-1], first[1:]], axis=1)[
@@ -138,7 +181,7 @@ class RegionPhrases:
             "other descriptions than in data.files.regions"
         )
         if is_other.sum() == is_here.sum():
-            raise ValueError(f"{sentence}; use files of the same release")
+            raise UserError(f"{sentence}; use files of the same release")
         errors.warn(f"{sentence}; these have no phrases")
 
 
@@ -152,9 +195,8 @@ def read_region_graphs(path: str | Path, errors: RecordErrors = RAISE) -> Region
         ValueError: no such JSON, a record that lacks something, or a region that is there twice.
     """
     path, lost = Path(path).expanduser(), Counter()
-    keys = ("region_id", "phrase", "synsets", "objects")
     name = partial(_named_by_words, lost=lost)
-    found = RegionPhrases(path, _described(path, "region graphs", keys, name, errors))
+    found = RegionPhrases(path, _described(_Graph, path, "region graphs", name, errors))
     if lost:
         counts = " and ".join(f"{lost[what]:,} {what}" for what in sorted(lost))
         logger.warning("%s: left out are %s.", path, counts)
@@ -169,94 +211,64 @@ def read_region_boxes(path: str | Path, errors: RecordErrors = RAISE) -> RegionP
         ValueError: no such JSON, a record that lacks something, or a region that is there twice.
     """
     path = Path(path).expanduser()
-    keys = ("region_id", "phrase", "x", "y", "width", "height")
-    return RegionPhrases(path, _described(path, "region descriptions", keys, _named_as_a_whole, errors))
+    return RegionPhrases(path, _described(_Description, path, "region descriptions", _named_as_a_whole, errors))
 
 
 def _described(
-    path: Path,
-    what: str,
-    keys: tuple[str, ...],
-    name: Callable[[Mapping[str, Any], str], NamedBoxes],
-    errors: RecordErrors,
+    kind: type[_Row], path: Path, what: str, name: Callable[[_Row], NamedBoxes], errors: RecordErrors
 ) -> Iterator[DescribedRegion]:
-    """All regions of a file that have these keys; `name` says what a record names."""
+    """All regions of a file; `name` says what a record names."""
     bar = tqdm(json_items(path, what), desc=f"reading {path.name}", unit=" images", delay=2, leave=False, disable=None)
-    for image, row in checked_records(bar, ("regions",), f"{path}: image", errors=errors):
-        with errors.about(image):
-            regions = f"{path}: image {row.get('image_id', row.get('id'))}: region"
-            for where, one in checked_records(row["regions"], keys, regions, "region_id", errors=errors):
-                with errors:
-                    if not isinstance(one["region_id"], int):
-                        raise ValueError(f"{where}: its id is no whole number; copy or download the file again")
-                    if not isinstance(one["phrase"], str):
-                        raise ValueError(f"{where} has {one['phrase']!r} in the place of a text")
-                    yield DescribedRegion(one["region_id"], one["phrase"], name(one, where))
+    for _, row in checked_records(_ImageRow, bar, f"{path}: image", errors=errors):
+        regions = f"{path}: image {row.id if row.image_id is None else row.image_id}: region"
+        for _, one in checked_records(kind, row.regions, regions, "region_id", errors=errors):
+            yield DescribedRegion(one.region_id, one.phrase, name(one))
 
 
-def _named_as_a_whole(region: Mapping[str, Any], where: str) -> NamedBoxes:
+def _named_as_a_whole(region: _Description) -> NamedBoxes:
     """The box of the region, for all characters of its description."""
-    box = _corners(*(region[side] for side in ("x", "y", "width", "height")), where)
-    return {(0, len(region["phrase"])): [box]} if box is not None and region["phrase"].strip() else {}
+    box = _corners(region.x, region.y, region.width, region.height)
+    return {(0, len(region.phrase)): [box]} if box is not None and region.phrase.strip() else {}
 
 
-def _named_by_words(region: Mapping[str, Any], where: str, lost: Counter[str]) -> NamedBoxes:
-    """The boxes of objects that each word of a description names.
-
-    Millions of records pass here, so that their fields are taken for granted and looked at once more if one is missing.
-    """
-    try:
-        objects = []
-        for one in region["objects"]:
-            box = _corners(one["x"], one["y"], one["w"], one["h"], where)
-            if box is None:
-                lost["objects without an area"] += 1
-            else:
-                objects.append((box, one))
-        named: dict[tuple[int, int], list[Corners]] = {}
-        for one in region["synsets"]:
-            span = one["entity_idx_start"], one["entity_idx_end"]
-            if not 0 <= span[0] < span[1] <= len(region["phrase"]) or region["phrase"][slice(*span)].isspace():
-                lost["words that are no characters of their description"] += 1
-            elif objects and (boxes := _named_by(one, objects, region["phrase"][slice(*span)])):
-                named.setdefault(span, boxes)
-        return named
-    except (KeyError, TypeError, AttributeError) as error:
-        for name, one in checked_records(region["objects"], ("x", "y", "w", "h"), f"{where}: object", "object_id"):
-            _corners(*(one[side] for side in "xywh"), name)
-        keys = ("entity_idx_start", "entity_idx_end")
-        for name, one in checked_records(region["synsets"], keys, f"{where}: entity"):
-            if not all(isinstance(one[key], int) for key in keys):
-                raise ValueError(f"{name} has no whole numbers in the place of characters; repair the file") from error
-        raise ValueError(f"{where} has a field of another type than expected ({error}); repair the file") from error
+def _named_by_words(region: _Graph, lost: Counter[str]) -> NamedBoxes:
+    """The boxes of objects that each word of a description names."""
+    objects = []
+    for one in region.objects:
+        box = _corners(one.x, one.y, one.w, one.h)
+        if box is None:
+            lost["objects without an area"] += 1
+        else:
+            objects.append((box, one))
+    named: dict[tuple[int, int], list[Corners]] = {}
+    for one in region.synsets:
+        start, end = one.entity_idx_start, one.entity_idx_end
+        words = region.phrase[start:end] if 0 <= start < end <= len(region.phrase) else ""
+        if not words or words.isspace():
+            lost["words that are no characters of their description"] += 1
+        elif objects and (boxes := _named_by(one, objects, words)):
+            named.setdefault((start, end), boxes)
+    return named
 
 
-def _named_by(
-    entity: Mapping[str, Any], objects: Sequence[tuple[Corners, Mapping[str, Any]]], words: str
-) -> list[Corners]:
+def _named_by(entity: _Entity, objects: Sequence[tuple[Corners, _Object]], words: str) -> list[Corners]:
     """Different boxes of the objects that have the synset of an entity, or else its name."""
-    synset = entity.get("synset_name")
-    boxes = [box for box, one in objects if synset in (one.get("synsets") or ())]
+    synset = entity.synset_name
+    boxes = [box for box, one in objects if synset is not None and synset in (one.synsets or ())]
     if not boxes:
-        called = (entity.get("entity_name") or words).lower()
-        names = (one.get("name") or next(iter(one.get("names") or ()), "") for _, one in objects)
+        called = (entity.entity_name or words).lower()
+        names = (one.name or next(iter(one.names or ()), "") for _, one in objects)
         boxes = [box for (box, _), name in zip(objects, names, strict=True) if name.lower() == called]
     return list(dict.fromkeys(boxes))
 
 
-def _corners(x: float, y: float, width: float, height: float, where: str) -> Corners | None:
-    """A box as corners; None without an area. Raises ValueError unless its sides are four numbers."""
-    try:
-        is_finite = math.isfinite(x + y + width + height)
-    except TypeError:
-        is_finite = False
-    if not is_finite:
-        raise ValueError(f"{where}: the box {[x, y, width, height]} is not four finite numbers; repair the file")
+def _corners(x: float, y: float, width: float, height: float) -> Corners | None:
+    """A box as corners; None without an area."""
     return (x, y, x + width, y + height) if width > 0 and height > 0 else None
 
 
 def _checksum(words: str) -> int:
-    return zlib.crc32(_without_space(words).encode())
+    return zlib.crc32(_without_space(words).encode("utf-8", "surrogatepass"))
 
 
 def _without_space(words: str) -> str:

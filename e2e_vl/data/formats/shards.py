@@ -21,6 +21,7 @@ from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.data.storage.files import read_json
 from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
 from e2e_vl.data.storage.tar_headers import check_tar
+from e2e_vl.records import Count, Record
 from e2e_vl.samples import EncodedImage
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,11 @@ _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 _COLUMNS = 4  # offset and size of the image, offset and size of the caption
 _BLOCK = 512  # bytes of a tar header
 _CHUNK = 1 << 20
+
+
+class _Statistics(Record):
+    count: Count
+    successes: Count
 
 
 class ShardCaptions(CaptionSource):
@@ -186,6 +192,6 @@ def _failed(shards: list[Path]) -> int:
         path = shard.with_name(f"{shard.stem}_stats.json")
         if not path.is_file():
             return -1
-        stats = read_json(path, "statistics of a shard", ("count", "successes"))
-        failed += stats["count"] - stats["successes"]
+        stats = read_json(path, "statistics of a shard", _Statistics)
+        failed += stats.count - stats.successes
     return failed

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from detector.errors import UserError
+from detector.errors import MissingFileError, UserError
 from e2e_vl.data.formats.vcr_files import read_polygons
 from e2e_vl.data.storage.array_files import read_npz
-from e2e_vl.data.storage.files import is_box, read_json
+from e2e_vl.data.storage.files import read_json
+from e2e_vl.records import FourNumbers, checked
 from e2e_vl.samples import AnnotatedObjects
 
 TOLERANCE = 1.0  # pixels by which a user's box may leave its image: corners are often counted from 1, or rounded
@@ -30,7 +31,7 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObject
     if len(words) == 1 and "," not in words[0]:
         path = Path(words[0]).expanduser()
         if not path.is_file():
-            raise FileNotFoundError(f"{source}: {path} is no file; name one with boxes, or write x1,y1,x2,y2.")
+            raise MissingFileError(f"{source}: {path} is no file; name one with boxes, or write x1,y1,x2,y2.")
         return _read_file(path)
     boxes, names = [], []
     for number, word in enumerate(words):
@@ -42,7 +43,7 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObject
         boxes.append(_checked(values, f"box {number} ('{word}')"))
         names.append(name)
     if any(names) and not all(names):
-        raise ValueError("Some boxes have a class and others have none; write all of them as class:x1,y1,x2,y2.")
+        raise UserError("Some boxes have a class and others have none; write all of them as class:x1,y1,x2,y2.")
     return AnnotatedObjects(_stack(boxes), source, names=tuple(names) if any(names) else None)
 
 
@@ -62,7 +63,7 @@ def require_inside(boxes: np.ndarray, size: tuple[int, int], origin: str, image:
     if (low | high).any():
         row = int((low | high).argmax())
         values = ", ".join(f"{value:g}" for value in boxes[row])
-        raise ValueError(
+        raise UserError(
             f"{origin}: box {row} [{values}] lies outside the image {image} of {width} x {height} pixels (width x "
             "height), at least in part; give x1, y1, x2, y2 in pixels of the original image."
         )
@@ -81,7 +82,7 @@ def _read_file(path: Path) -> AnnotatedObjects:
         if isinstance(content, dict):
             rows, names, outlines = (content.get(key) for key in ("boxes", "names", "segms"))
     if not isinstance(rows, list):
-        raise ValueError(f"{path}: expected a list of [x1, y1, x2, y2], or an object with such a list as 'boxes'.")
+        raise UserError(f"{path}: expected a list of [x1, y1, x2, y2], or an object with such a list as 'boxes'.")
     boxes = []
     for number, row in enumerate(rows):
         row = row[:4] if isinstance(row, list) and len(row) == 5 else row
@@ -89,10 +90,10 @@ def _read_file(path: Path) -> AnnotatedObjects:
     if names is not None and (
         not isinstance(names, list) or len(names) != len(boxes) or not all(isinstance(n, str) and n for n in names)
     ):
-        raise ValueError(f"{path}: 'names' must hold one class name for each of the {len(boxes)} boxes.")
+        raise UserError(f"{path}: 'names' must hold one class name for each of the {len(boxes)} boxes.")
     if outlines is not None:
         if not isinstance(outlines, list) or len(outlines) != len(boxes):
-            raise ValueError(f"{path}: 'segms' must hold the outlines of each of the {len(boxes)} boxes.")
+            raise UserError(f"{path}: 'segms' must hold the outlines of each of the {len(boxes)} boxes.")
         outlines = [read_polygons(rows, f"{path}: segms {number}") for number, rows in enumerate(outlines)]
     return AnnotatedObjects(_stack(boxes), str(path), names=None if names is None else tuple(names), outlines=outlines)
 
@@ -102,8 +103,12 @@ def _stack(boxes: list[list[float]]) -> np.ndarray:
 
 
 def _checked(box: Any, where: str) -> list[float]:
-    if not is_box(box) or box[2] <= box[0] or box[3] <= box[1]:
-        raise ValueError(
+    try:
+        x1, y1, x2, y2 = checked(FourNumbers, box, where)
+    except UserError:
+        x1 = y1 = x2 = y2 = 0.0
+    if x2 <= x1 or y2 <= y1:
+        raise UserError(
             f"{where} is no box; write the corners x1,y1,x2,y2 in pixels of the original image, x1 < x2 and y1 < y2."
         )
-    return [float(value) for value in box]
+    return [x1, y1, x2, y2]

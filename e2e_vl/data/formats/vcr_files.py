@@ -8,25 +8,49 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import marshal
 import sys
 from itertools import accumulate, chain, pairwise
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from msgspec import Meta
 
-from e2e_vl.data.storage.files import is_box, plain_boxes, read_json, require_file, require_keys
+from detector.errors import UserError
+from e2e_vl.data.storage.files import read_json, require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import text_column
 from e2e_vl.file_names import shown
+from e2e_vl.records import Count, Name, Pixel, Record, Side, checked, decoded, plain
 from e2e_vl.samples import AnnotatedObjects, Sentence
 
 CHOICES = 4
-_SENTENCES = ("answer_choices", "rationale_choices")
-_KEPT = ("annot_id", "img_fn", "metadata_fn", "objects", "question", *_SENTENCES)
-_LABELS = ("answer_label", "rationale_label")
+_Tokens = Annotated[list[str | Annotated[list[Count], Meta(min_length=1)]], Meta(min_length=1)]
+_Choices = Annotated[list[_Tokens], Meta(min_length=CHOICES, max_length=CHOICES)]
+_Label = Annotated[Literal[0, 1, 2, 3] | None, Meta(description="0 to 3, or none in the test split")]
+
+
+class _Line(Record):
+    annot_id: Name
+    img_fn: Name
+    metadata_fn: Name
+    objects: list[Name]
+    question: _Tokens
+    answer_choices: _Choices
+    rationale_choices: _Choices
+    answer_label: _Label = None
+    rationale_label: _Label = None
+    family: str | None = None
+
+
+class _Metadata(Record):
+    boxes: list[Annotated[list[Pixel], Meta(min_length=4, max_length=5)]]
+    segms: list[Any]
+    names: list[str]
+    width: Side
+    height: Side
+    attribute_ids: list[Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,24 +108,25 @@ class VCRFile:
                 if not line.strip():
                     continue
                 with errors.about(f"{self.path}, line {number}"):
-                    record = self._parse(line, number)
-                    if lines and (record["answer_label"] is not None) != self.has_labels:
-                        raise ValueError(
-                            f"{self._where(number, record)} {'has no' if self.has_labels else 'has'} labels, unlike "
-                            "the lines before; do not mix the test split with the others"
+                    row = self._parse(line, number)
+                    if lines and (row.answer_label is not None) != self.has_labels:
+                        is_there = "has no" if self.has_labels else "has"
+                        raise UserError(
+                            f"{self.path}, line {number} ({row.annot_id}) {is_there} labels, unlike the lines before; "
+                            "do not mix the test split with the others"
                         )
-                    self.has_labels = record["answer_label"] is not None
-                    annot_ids.append(record["annot_id"])
-                    image_names.append(sys.intern(record["img_fn"]))
-                    for name in record["objects"]:
-                        self.class_names.setdefault(name, record["annot_id"])
-                    lines.append(marshal.dumps([record[name] for name in _FIELDS]))
+                    self.has_labels = row.answer_label is not None
+                    annot_ids.append(row.annot_id)
+                    image_names.append(sys.intern(row.img_fn))
+                    for name in row.objects:
+                        self.class_names.setdefault(name, row.annot_id)
+                    lines.append(marshal.dumps([getattr(row, name) for name in _FIELDS]))
         if not lines:
-            raise ValueError(f"{self.path}: there is no question in the file; copy or download it again")
+            raise UserError(f"{self.path}: there is no question in the file; copy or download it again")
         double = [name for name, count in collections.Counter(annot_ids).items() if count > 1]
         for name in double:
             with errors:
-                raise ValueError(f"{self.path}: the annot_id {name} is there twice; remove one of the lines")
+                raise UserError(f"{self.path}: the annot_id {name} is there twice; remove one of the lines")
         self.annot_ids, self.image_names = text_column(annot_ids), text_column(image_names)
         self._ends = np.cumsum([len(line) for line in lines])
         self._bytes = b"".join(lines)
@@ -116,74 +141,26 @@ class VCRFile:
         start = int(self._ends[index - 1]) if index else 0
         return VCRQuestion(*marshal.loads(self._bytes[start : int(self._ends[index])]))
 
-    def _where(self, number: int, record: Any) -> str:
-        annot_id = record.get("annot_id") if isinstance(record, dict) else None
-        return f"{self.path}, line {number}" + (f" ({annot_id})" if annot_id else "")
-
-    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
+    def _parse(self, line: bytes, number: int) -> _Line:
         """The checked fields that are used."""
-        try:
-            record = json.loads(line)
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"{self.path}, line {number} is not valid JSON ({error}); copy or download the file again"
-            ) from error
-        where = self._where(number, record)
-        require_keys(record, _KEPT, where)
-        kept = {key: record[key] for key in _KEPT}
-        for key in ("annot_id", "img_fn", "metadata_fn"):
-            if not isinstance(kept[key], str) or not kept[key]:
-                raise ValueError(f"{where}: {key} is {kept[key]!r}, expected a text")
-        for key in ("img_fn", "metadata_fn"):
-            name = kept[key]
+        where = f"{self.path}, line {number}"
+        row = decoded(_Line, line, where, key="annot_id")
+        where = f"{where} ({row.annot_id})"
+        for key, name in (("img_fn", row.img_fn), ("metadata_fn", row.metadata_fn)):
             if name.startswith("/") or (".." in name and ".." in PurePosixPath(name).parts):
-                raise ValueError(f"{where}: {key} is {shown(name)}, expected a path inside the image folder")
-        objects = kept["objects"]
-        if not isinstance(objects, list) or not all(isinstance(name, str) and name for name in objects):
-            raise ValueError(f"{where}: objects is {objects!r}, expected a list of class names")
-        if not _is_sentence(kept["question"], len(objects)):
-            _check_sentence(kept["question"], len(objects), f"{where}: the question")
-        for key in _SENTENCES:
-            choices = kept[key]
-            if not isinstance(choices, list) or len(choices) != CHOICES:
-                raise ValueError(f"{where}: {key} must hold four choices; repair the line")
-            for index, choice in enumerate(choices):
-                if not _is_sentence(choice, len(objects)):
-                    _check_sentence(choice, len(objects), f"{where}: choice {index} of {key}")
-        labels = [record.get(key) for key in _LABELS]
-        wrong = [label for label in labels if isinstance(label, bool) or label not in (None, *range(CHOICES))]
-        if wrong or (labels[0] is None) != (labels[1] is None):
-            raise ValueError(f"{where}: the labels are {labels}, expected two of 0 to 3, or none in the test split")
-        return kept | dict(zip(_LABELS, labels, strict=True)) | {"family": record.get("family")}
-
-
-def _is_sentence(sentence: Any, num_objects: int) -> bool:
-    """Whether `_check_sentence` finds nothing, as is nearly always so; then no message has to be made ready."""
-    if type(sentence) is not list or not sentence:
-        return False
-    for token in sentence:
-        if type(token) is not str:
-            if type(token) is not list or not token:
-                return False
-            for entry in token:
-                if type(entry) is not int or not 0 <= entry < num_objects:
-                    return False
-    return True
-
-
-def _check_sentence(sentence: Any, num_objects: int, where: str) -> None:
-    if not isinstance(sentence, list) or not sentence:
-        raise ValueError(f"{where} is {sentence!r}, expected a list of tokens; repair the line")
-    for token in sentence:
-        if isinstance(token, str):
-            continue
-        if not isinstance(token, list) or not token or any(type(entry) is not int for entry in token):
-            raise ValueError(f"{where} has the token {token!r}, expected a word or a list of object numbers")
-        outside = [entry for entry in token if not 0 <= entry < num_objects]
-        if outside:
-            raise ValueError(
-                f"{where} names the object {outside[0]}, but the line has {num_objects} objects (from 0); repair it"
-            )
+                raise UserError(f"{where}: {key} is {shown(name)}, expected a path inside the image folder")
+        number_of_objects = len(row.objects)
+        for tokens in (row.question, *row.answer_choices, *row.rationale_choices):
+            for token in tokens:
+                if type(token) is list and max(token) >= number_of_objects:
+                    raise UserError(
+                        f"{where} names the object {max(token)}, but the line has {number_of_objects} objects (from "
+                        "0); repair it"
+                    )
+        if (row.answer_label is None) != (row.rationale_label is None):
+            labels = [row.answer_label, row.rationale_label]
+            raise UserError(f"{where}: the labels are {labels}, expected two of 0 to 3, or none in the test split")
+        return row
 
 
 def read_metadata(path: Path, question: VCRQuestion) -> tuple[tuple[int, int], AnnotatedObjects]:
@@ -201,31 +178,30 @@ def read_metadata(path: Path, question: VCRQuestion) -> tuple[tuple[int, int], A
             finite numbers, or a box without area; the message names the file, the object and the question.
     """
     what = f"metadata of {question.annot_id}"
-    content = read_json(path, what)
     where = f"{path} ({what})"
-    require_keys(content, ("boxes", "segms", "names", "width", "height"), where)
-    if content["names"] != question.objects:
-        raise ValueError(
-            f"{where}: its names {content['names']} differ from the question's objects {question.objects}; use the "
+    content = checked(_Metadata, read_json(path, what), where)
+    if content.names != question.objects:
+        raise UserError(
+            f"{where}: its names {content.names} differ from the question's objects {question.objects}; use the "
             "annotations and the images of the same release"
         )
     number = len(question.objects)
     for key in ("boxes", "segms"):
-        if not isinstance(content[key], list) or len(content[key]) != number:
-            raise ValueError(f"{where}: {key} must hold one entry for each of the {number} objects")
-    size = (content["height"], content["width"])
-    if any(type(side) is not int or side < 1 for side in size):
-        raise ValueError(f"{where}: width and height are {size[1]!r} and {size[0]!r}, expected positive whole numbers")
-    boxes = _all_corners(content["boxes"])
-    if boxes is None:  # one by one, to name the object
-        rows = [_box(box, f"{where}: box {row}") for row, box in enumerate(content["boxes"])]
-        boxes = np.array(rows, dtype=np.float64).reshape(-1, 4)
-    polygons = _all_polygons(content["segms"])
+        if len(getattr(content, key)) != number:
+            raise UserError(f"{where}: {key} must hold one entry for each of the {number} objects")
+    size = content.height, content.width
+    boxes = np.array([box[:4] for box in content.boxes], dtype=np.float64).reshape(-1, 4)
+    if (empty := (boxes[:, 2:] <= boxes[:, :2]).any(axis=1)).any():
+        row = int(empty.argmax())
+        raise UserError(
+            f"{where}: box {row} [x1, y1, x2, y2] = {plain(boxes[row].tolist())} is empty or inverted; correct the file"
+        )
+    polygons = _all_polygons(content.segms)
     if polygons is None:
-        polygons = [read_polygons(item, f"{where}: segms {row}") for row, item in enumerate(content["segms"])]
+        polygons = [read_polygons(item, f"{where}: segms {row}") for row, item in enumerate(content.segms)]
     attributes = None
-    if "attribute_ids" in content:
-        attributes = _attributes(content["attribute_ids"], number, f"{where}: attribute_ids")
+    if content.attribute_ids is not None:
+        attributes = _attributes(content.attribute_ids, number, f"{where}: attribute_ids")
     objects = AnnotatedObjects(
         boxes=boxes,
         origin=f"{path} ({question.annot_id})",
@@ -234,14 +210,6 @@ def read_metadata(path: Path, question: VCRQuestion) -> tuple[tuple[int, int], A
         outlines=polygons,
     )
     return size, objects
-
-
-def _all_corners(boxes: list[Any]) -> np.ndarray | None:
-    """The corners of all boxes, float64, a row per object; None if `_box` would refuse one."""
-    if any(type(box) is not list or len(box) > 5 for box in boxes):
-        return None
-    corners = plain_boxes([box[:4] for box in boxes])
-    return None if corners is None or (corners[:, 2:] <= corners[:, :2]).any() else corners
 
 
 def _all_polygons(segms: list[Any]) -> list[list[np.ndarray]] | None:
@@ -271,25 +239,16 @@ def _attributes(rows: Any, number: int, where: str) -> np.ndarray:
     except (TypeError, ValueError, OverflowError):
         attributes = np.array([[-1]])
     if attributes.size and attributes.min() < 0:
-        raise ValueError(f"{where} must be a list of equally many numbers from 0 for each of the {number} objects")
+        raise UserError(f"{where} must be a list of equally many numbers from 0 for each of the {number} objects")
     return attributes
-
-
-def _box(box: Any, where: str) -> list[float]:
-    """[x1, y1, x2, y2, score] -> its corners; the score is not used."""
-    if not isinstance(box, list) or len(box) > 5 or not is_box(box[:4]):
-        raise ValueError(f"{where} is {box!r}, expected [x1, y1, x2, y2, score] of finite numbers")
-    if box[2] <= box[0] or box[3] <= box[1]:
-        raise ValueError(f"{where} [x1, y1, x2, y2] = {box[:4]} is empty or inverted; correct the file")
-    return [float(value) for value in box[:4]]
 
 
 def read_polygons(outlines: Any, where: str) -> list[np.ndarray]:
     """The outlines of one object; raises ValueError unless they are lists of points."""
     try:
         arrays = [np.array(outline, dtype=np.float64) for outline in outlines]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         arrays = None
     if arrays is None or any(a.ndim != 2 or a.shape[1:] != (2,) or not np.isfinite(a).all() for a in arrays):
-        raise ValueError(f"{where} must be a list of outlines, each a list of points [x, y]; correct the file")
+        raise UserError(f"{where} must be a list of outlines, each a list of points [x, y]; correct the file")
     return arrays

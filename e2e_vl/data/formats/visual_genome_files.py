@@ -14,11 +14,44 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
+from detector.errors import UserError
 from e2e_vl.data.storage.files import checked_records
 from e2e_vl.data.storage.json_entries import json_items
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.records import Number, Record, Side
+
+_Row = TypeVar("_Row", bound=Record)
+
+
+class _ImageRow(Record):
+    image_id: Number
+    width: Side
+    height: Side
+    url: str | None = None
+    coco_id: Number | None = None
+
+
+class _RegionsRow(Record):
+    id: Number
+    regions: list[Any]
+
+
+class _RegionRow(Record):
+    region_id: Number
+    phrase: str
+
+
+class _QuestionsRow(Record):
+    id: Number
+    qas: list[Any]
+
+
+class _QuestionRow(Record):
+    qa_id: Number
+    question: str
+    answer: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,13 +80,10 @@ def read_genome_images(path: str | Path, errors: RecordErrors = RAISE) -> dict[i
         FileNotFoundError: no such file.
         ValueError: no such JSON, or an image that is listed twice.
     """
-    keys = ("image_id", "width", "height")
     found = {}
-    for _, row in _rows(path, "images", keys, "image_id", "image", errors):
-        with errors:
-            folder = PurePosixPath(row.get("url") or "").parent.name
-            size = row["height"], row["width"]
-            found[row["image_id"]] = GenomeImage(row["image_id"], size, sys.intern(folder), row.get("coco_id"))
+    for _, row in _rows(_ImageRow, path, "images", "image_id", "image", errors):
+        folder = PurePosixPath(row.url or "").parent.name
+        found[row.image_id] = GenomeImage(row.image_id, (row.height, row.width), sys.intern(folder), row.coco_id)
     return found
 
 
@@ -65,15 +95,11 @@ def read_region_descriptions(path: str | Path, errors: RecordErrors = RAISE) -> 
         ValueError: no such JSON, an image that is listed twice, or a description that is no text.
     """
     found = {}
-    keys = ("region_id", "phrase")
-    for where, row in _rows(path, "region descriptions", ("id", "regions"), "id", "regions of image", errors):
-        with errors:
-            own = []
-            for name, one in checked_records(row["regions"], keys, f"{where}: region", "region_id", errors=errors):
-                with errors:
-                    own.append(GenomeText(one["region_id"], _words(one["phrase"], name)))
-            if own:
-                found[row["id"]] = own
+    for where, row in _rows(_RegionsRow, path, "region descriptions", "id", "regions of image", errors):
+        regions = checked_records(_RegionRow, row.regions, f"{where}: region", "region_id", errors=errors)
+        own = [GenomeText(one.region_id, one.phrase) for _, one in regions]
+        if own:
+            found[row.id] = own
     return found
 
 
@@ -85,32 +111,21 @@ def read_genome_questions(path: str | Path, errors: RecordErrors = RAISE) -> dic
         ValueError: no such JSON, an image that is listed twice, or a question or an answer that is no text.
     """
     found = {}
-    keys = ("qa_id", "question", "answer")
-    for where, row in _rows(path, "questions", ("id", "qas"), "id", "questions of image", errors):
-        with errors:
-            own = []
-            for name, one in checked_records(row["qas"], keys, f"{where}: question", "qa_id", errors=errors):
-                with errors:
-                    answer = sys.intern(_words(one["answer"], name))
-                    own.append(GenomeText(one["qa_id"], _words(one["question"], name), answer))
-            if own:
-                found[row["id"]] = own
+    for where, row in _rows(_QuestionsRow, path, "questions", "id", "questions of image", errors):
+        questions = checked_records(_QuestionRow, row.qas, f"{where}: question", "qa_id", errors=errors)
+        own = [GenomeText(one.qa_id, one.question, sys.intern(one.answer)) for _, one in questions]
+        if own:
+            found[row.id] = own
     return found
 
 
 def _rows(
-    path: str | Path, what: str, keys: tuple[str, ...], key: str, name: str, errors: RecordErrors
-) -> Iterator[tuple[str, dict[str, Any]]]:
+    kind: type[_Row], path: str | Path, what: str, key: str, name: str, errors: RecordErrors
+) -> Iterator[tuple[str, _Row]]:
     is_empty = True
     items = json_items(path, what)
-    for row in checked_records(items, keys, f"{path}: {name}", key, unique="image ids", errors=errors):
+    for row in checked_records(kind, items, f"{path}: {name}", key, unique="image ids", errors=errors):
         is_empty = False
         yield row
     if is_empty:
-        raise ValueError(f"{path}: there are no {what} in it; copy or download the file again")
-
-
-def _words(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{where} has {value!r} in the place of a text")
-    return value
+        raise UserError(f"{path}: there are no {what} in it; copy or download the file again")

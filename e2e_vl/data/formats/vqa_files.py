@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from e2e_vl.data.storage.files import checked_records, require_file, require_keys
+from msgspec import field
+
+from detector.errors import UserError
+from e2e_vl.data.storage.files import checked_records, require_file
 from e2e_vl.data.storage.json_entries import json_members
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import RecordTable
 from e2e_vl.data.storage.shared_reads import collection_paused
+from e2e_vl.records import Id, Record, checked
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,11 +87,23 @@ class VQAQuestions(Sequence):  # of `VQAQuestion`
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Asked:
-    question_id: int
-    image_id: int
-    text: str
+class _Asked(Record):
+    question_id: Id
+    image_id: Id
+    text: str = field(name="question")
+
+
+class _Answer(Record):
+    answer: str
+
+
+class _AnnotationRow(Record):
+    question_id: Id
+    image_id: Id
+    answers: list[_Answer]
+    multiple_choice_answer: str
+    answer_type: str
+    question_type: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,31 +144,32 @@ def read_questions(
     head: dict[str, Any] = {}
 
     def asked() -> Iterator[_Asked]:
-        keys, what = ("question_id", "image_id", "question"), f"{path}: question"
+        what, unique = f"{path}: question", "question ids"
         found = _rows_of(path, "questions", head, lambda row: _mark(is_asked, row_of, row))
-        for where, row in checked_records(found, keys, what, "question_id", unique="question ids", errors=errors):
+        for where, row in checked_records(_Asked, found, what, "question_id", unique=unique, errors=errors):
             one = None
             with errors:
-                if not isinstance(row["question"], str) or not row["question"].strip():
-                    raise ValueError(f"{where} has the text {row['question']!r}; a question must be a text")
+                if not row.text.strip():
+                    raise UserError(f"{where} has the text {row.text!r}; a question must be a text")
                 if annotated is not None:
                     rows.append(_annotated_row(row, annotated, row_of, where, annotations_file))
-                one = _Asked(row["question_id"], row["image_id"], row["question"])
+                one = row
             if one is not None:
                 yield one
 
     with collection_paused():
         questions = RecordTable(_Asked, asked())
     if not questions:
-        raise ValueError(f"{path} has no questions")
+        raise UserError(f"{path} has no questions")
     extra = [number for number, row in row_of.items() if not is_asked[row]]
     if extra:
         with errors.about(str(annotations_file)):
-            raise ValueError(
+            raise UserError(
                 f"{annotations_file}: annotation of question {extra[0]} (and {len(extra) - 1} more), which {path} does "
                 "not have; use the two files of the same split"
             )
-    return VQAQuestions(questions, annotated, rows, head.get("data_subtype"))
+    data_subtype = checked(str | None, head.get("data_subtype"), f"{path}: data_subtype")
+    return VQAQuestions(questions, annotated, rows, data_subtype)
 
 
 def _rows_of(
@@ -167,10 +184,10 @@ def _rows_of(
         elif name != key:
             head[name] = value
         elif not isinstance(value, list):
-            raise ValueError(f"{path}: {key} is a {type(value).__name__}, expected a list")
+            raise UserError(f"{path}: {key} is a {type(value).__name__}, expected a list")
         is_there = is_there or name == key
     if not is_there:
-        raise ValueError(f"{path} has no '{key}'")
+        raise UserError(f"{path} has no '{key}'")
 
 
 def _mark(is_asked: bytearray, row_of: dict[Any, int], row: Any) -> None:
@@ -180,54 +197,38 @@ def _mark(is_asked: bytearray, row_of: dict[Any, int], row: Any) -> None:
 
 
 def _annotated_row(
-    row: dict[str, Any],
+    row: _Asked,
     annotated: RecordTable[_Annotated],
     row_of: dict[int, int],
     where: str,
     annotations_file: str | Path,
 ) -> int:
     """The row of the annotation of a question."""
-    found = row_of.get(row["question_id"])
+    found = row_of.get(row.question_id)
     if found is None:
-        raise ValueError(f"{where} has no annotation in {annotations_file}; use the two files of the same split")
-    if annotated.column("image_id")[found] != row["image_id"]:
-        raise ValueError(f"{where} is about image {row['image_id']}, but in {annotations_file} about another")
+        raise UserError(f"{where} has no annotation in {annotations_file}; use the two files of the same split")
+    if annotated.column("image_id")[found] != row.image_id:
+        raise UserError(f"{where} is about image {row.image_id}, but in {annotations_file} about another")
     return found
 
 
 def _read_annotations(path: Path, errors: RecordErrors) -> RecordTable[_Annotated]:
     path = require_file(path, "annotations")
-    texts = ("multiple_choice_answer", "answer_type", "question_type")
-    keys = ("question_id", "image_id", "answers", *texts)
-    what = f"{path}: annotation of question"
+    what, unique = f"{path}: annotation of question", "question ids"
 
     def annotated() -> Iterator[_Annotated]:
-        rows = _rows_of(path, "annotations", {})
-        for where, row in checked_records(rows, keys, what, "question_id", unique="question ids", errors=errors):
+        found = _rows_of(path, "annotations", {})
+        for where, row in checked_records(_AnnotationRow, found, what, "question_id", unique=unique, errors=errors):
             one = None
             with errors:
-                for key in texts:
-                    if not isinstance(row[key], str):
-                        raise ValueError(f"{where}: {key} is {row[key]!r}; it must be a text")
-                answers = _answers(row["answers"], where)
-                one = _Annotated(row["question_id"], row["image_id"], answers, *(row[key] for key in texts))
+                if not row.answers:
+                    raise UserError(
+                        f"{where} has no answers; leave the annotation file out for a split without answers"
+                    )
+                texts = row.multiple_choice_answer, row.answer_type, row.question_type
+                one = _Annotated(row.question_id, row.image_id, tuple([one.answer for one in row.answers]), *texts)
             if one is not None:
                 yield one
 
     with collection_paused():
         return RecordTable(_Annotated, annotated())
-
-
-def _answers(rows: Any, where: str) -> tuple[str, ...]:
-    """The ten human answers."""
-    if not isinstance(rows, list):
-        raise ValueError(f"{where}: answers is a {type(rows).__name__}, expected a list")
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict) or "answer" not in row:
-            require_keys(row, ("answer",), f"{where}: answer {number}")
-        if not isinstance(row["answer"], str):
-            raise ValueError(f"{where}: answer {number} is {row['answer']!r}; an answer must be a text")
-    answers = tuple([row["answer"] for row in rows])
-    if not answers:
-        raise ValueError(f"{where} has no answers; leave the annotation file out for a split without answers")
-    return answers

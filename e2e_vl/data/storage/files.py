@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
+from msgspec import ValidationError, convert
 
+from detector.errors import MissingFileError, UserError
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.shared_reads import collection_paused
+from e2e_vl.records import REMEDY, FourNumbers, checked, parsed_json, plain, shown
+
+Found = TypeVar("Found")
+_NAMES = frozenset((int, str))
 
 
 def require_file(path: str | Path, what: str) -> Path:
@@ -20,96 +22,83 @@ def require_file(path: str | Path, what: str) -> Path:
     path = Path(path).expanduser()
     if not path.is_file():
         found = "it is a folder" if path.is_dir() else "there is no such file"
-        raise FileNotFoundError(f"{path}: cannot read the {what}, {found}; check the path in the data config")
+        raise MissingFileError(f"{path}: cannot read the {what}, {found}; check the path in the data config")
     return path
 
 
-def read_json(path: str | Path, what: str, keys: tuple[str, ...] = ()) -> Any:
-    """Read a JSON file; a missing or broken one is named in the error, and one that is no dict with these keys."""
+def read_json(path: str | Path, what: str, kind: type[Found] = Any) -> Found:
+    """Read a JSON file; a missing or broken one is named in the error, and one that is not of this kind.
+
+    Args:
+        what: names the content in errors.
+        kind: a `Record`, or any type that msgspec knows.
+    """
     path = require_file(path, what)
-    try:
-        with collection_paused():
-            content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: the {what} are not valid JSON ({error}); copy or download the file again") from error
-    if keys:
-        require_keys(content, keys, str(path))
-    return content
+    with collection_paused():
+        content = parsed_json(path.read_bytes(), f"{path}: the {what} are")
+    return content if kind is Any else checked(kind, content, str(path))
 
 
-def require_keys(record: Any, keys: tuple[str, ...], where: str) -> None:
-    """Raise a ValueError unless `record` is a dict with all keys; `where` names file and record."""
-    if not isinstance(record, dict):
-        raise ValueError(f"{where} is a {type(record).__name__}, expected an object with {', '.join(keys)}")
-    for key in keys:
-        if key not in record:
-            missing = ", ".join(repr(key) for key in keys if key not in record)
-            raise ValueError(f"{where} has no {missing}")
+def checked_list(value: Any, where: str, what: str = "records") -> list[Any]:
+    """The value of a file, which must be a list.
+
+    Raises:
+        UserError: it is something else.
+    """
+    if not isinstance(value, list | tuple):
+        raise UserError(f"{where} holds a {type(value).__name__}, expected a list of {what}; {REMEDY}")
+    return list(value) if isinstance(value, tuple) else value
 
 
 def checked_records(
-    records: Iterable[Any],
-    keys: tuple[str, ...],
+    kind: type[Found],
+    values: Iterable[Any],
     what: str,
     key: str = "",
     *,
     unique: str = "",
     errors: RecordErrors = RAISE,
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Records of a list, each with its name for errors and checked to be a dict with `keys`.
+) -> Iterator[tuple[str, Found]]:
+    """Records of a list, each with its name for errors and as an instance of `kind`.
 
     Args:
         what: names file and kind of record; the record's `key` is added to it, or its number where it has none.
         unique: what `key` is, such as "image ids", if two records may not share it.
         errors: what becomes of a record that is not as it should be; the work on a record belongs within `with errors`,
             which names the record.
+
+    Raises:
+        UserError: no list; a record that is not of this kind, or that is there twice.
     """
-    if not isinstance(records, Iterable):
-        raise ValueError(f"{what}: expected a list of records, found a {type(records).__name__}")
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes | dict):
+        raise UserError(f"{what}: expected a list of records, found a {type(values).__name__}; {REMEDY}")
     seen = set()
-    for number, record in enumerate(records):
-        has_key = isinstance(record, dict) and key in record
-        where = f"{what} {record[key] if has_key else f'number {number}'}"
+    for number, value in enumerate(values):
+        name = value.get(key) if key and isinstance(value, dict) else None
+        where = f"{what} {name}" if type(name) in _NAMES else f"{what} number {number}"
         with errors.about(where):
-            require_keys(record, keys, where)
+            try:
+                record = convert(value, kind)
+            except (ValidationError, RecursionError):
+                record = checked(kind, value, where)  # names what is wrong with it
             if unique:
-                if record[key] in seen:
-                    raise ValueError(f"{where} is listed twice; {unique} must be unique")
-                seen.add(record[key])
+                if name in seen:
+                    raise UserError(f"{where} is listed twice; {unique} must be unique")
+                seen.add(name)
             yield where, record
 
 
-def is_box(value: Any) -> bool:
-    """Whether it is a list of four finite numbers."""
-    return isinstance(value, list) and len(value) == 4 and all(map(_is_number, value))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def plain_boxes(rows: Sequence[Any]) -> np.ndarray | None:
-    """float64 [rows, 4] if `is_box` holds for every row, else None; quicker, since all rows are looked at together."""
-    try:
-        if {*map(type, rows)} - {list} or {*map(len, rows)} - {4} or {*map(type, chain(*rows))} - {int, float}:
-            return None
-        boxes = np.array(rows, dtype=np.float64).reshape(-1, 4)
-    except (TypeError, OverflowError):
-        return None
-    return boxes if np.isfinite(boxes).all() else None
-
-
-def corners_of(box: Any, where: str) -> tuple[float, float, float, float]:
+def corners_of(box: FourNumbers, where: str) -> FourNumbers:
     """Turn [x, y, width, height] into continuous corners (x, y, x + width, y + height), in the same pixels.
 
     Raises:
-        ValueError: not four finite numbers, or no area; `where` names file and record.
+        UserError: the box has no area; `where` names file and record.
     """
-    if not is_box(box):
-        raise ValueError(f"{where}: the box {box} is not four finite numbers [x, y, width, height]")
-    x, y, width, height = (float(value) for value in box)
-    if width <= 0 or height <= 0:
-        raise ValueError(
-            f"{where}: the box [x, y, width, height] = {box} is empty or inverted; correct or remove the record"
+    x, y, width, height = box
+    right, bottom = x + width, y + height
+    if right <= x or bottom <= y:  # also a width that is lost beside x
+        raise UserError(
+            f"{where}: the box [x, y, width, height] = {shown(plain(box))} is empty or inverted; "
+            "correct or remove the record"
         )
-    return x, y, x + width, y + height
+    return x, y, right, bottom

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from detector.errors import UserError
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.index_files import OpenFiles
 
@@ -111,8 +112,8 @@ def read_entry(files: OpenFiles, path: Path, start: int, size: int) -> tuple[str
     try:
         written = (b"{" + files.read(path, start, size) + b"}").decode("utf-8", "surrogatepass")  # as json.loads
         [(key, value)] = _DECODER.decode(written).items()
-    except ValueError as error:
-        raise ValueError(f"{path}: has changed while it was in use (entry at byte {start})") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: has changed while it was in use (entry at byte {start})") from error
     return key, value
 
 
@@ -169,7 +170,7 @@ class _Scanner:
             return None
         try:
             value, end = _DECODER.scan_once(self.text, found.end())
-        except (StopIteration, json.JSONDecodeError):
+        except (StopIteration, ValueError, RecursionError):
             return None
         if end == len(self.text) or self.text[end] in _IN_NUMBERS:
             return None
@@ -193,7 +194,9 @@ class _Scanner:
         while True:
             try:
                 found, end = decode()
-            except (IndexError, StopIteration, json.JSONDecodeError) as error:
+            except RecursionError as error:
+                raise self.broken("lists within lists, too many to read") from error
+            except (IndexError, StopIteration, ValueError) as error:
                 if self.is_at_end or len(self.text) - self.at > _LONGEST:
                     raise self.broken(str(error) or "an entry is cut off") from error
             else:
@@ -204,7 +207,7 @@ class _Scanner:
     def decode_again(self, written: str) -> Any:
         """The value of a text that holds more than ASCII."""
         try:
-            return json.loads(written.encode("latin-1"))
+            return json.loads(written.encode("latin-1").decode("utf-8", "surrogatepass"))
         except UnicodeDecodeError as error:
             raise self.broken("it is not UTF-8 text") from error
 
@@ -245,8 +248,8 @@ class _Scanner:
         self.before += self.at
         self.text, self.at, self.is_at_end = kept + chunk.decode("latin-1"), 0, not chunk
 
-    def broken(self, why: str) -> ValueError:
-        return ValueError(
+    def broken(self, why: str) -> UserError:
+        return UserError(
             f"{self.path}: the {self.what} are not one JSON {self.kind} (near byte {self.before + self.at}: {why}); "
             "copy or download the file again"
         )

@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 
 Record = TypeVar("Record")
@@ -44,19 +45,20 @@ class _Records(Sequence, Generic[Record], abc.ABC):
 
 
 class RecordTable(_Records[Record]):
-    """Records of one dataclass, made again whenever one is asked for.
+    """Records of one dataclass or msgspec Struct, made again whenever one is asked for.
 
     A field may hold anything that can be pickled. Whole numbers, texts and tuples of texts take least memory: equal
     texts of a field are kept once.
 
     Args:
-        kind: the dataclass.
+        kind: the dataclass or the Struct.
         records: instances of it; they are not kept.
     """
 
     def __init__(self, kind: type[Record], records: Iterable[Record]) -> None:
         self.kind = kind
-        names = [field.name for field in dataclasses.fields(kind)]
+        is_struct = issubclass(kind, msgspec.Struct)
+        names = kind.__struct_fields__ if is_struct else [field.name for field in dataclasses.fields(kind)]
         builders = [_Builder() for _ in names]
         self._length = 0
         for record in records:

@@ -42,7 +42,7 @@ def test_coco_files_with_errors(tmp_path):
     assert read().image_ids == [1]
     assert read().image_size(0) is None
     for changes, message in (
-        ({"images": [{"id": 1}]}, "image number 0 has no 'file_name'"),
+        ({"images": [{"id": 1}]}, "image 1 has no 'file_name'"),
         ({"images": content["images"][:1] * 2}, "image 1 is listed twice"),
         ({"annotations": [{"image_id": 3, "caption": "a"}]}, "caption number 0 is about image 3, which is not among"),
         ({"annotations": [{"image_id": 1, "caption": " "}]}, r"caption number 0 \(of image 1\) is empty"),

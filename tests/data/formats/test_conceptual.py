@@ -106,7 +106,7 @@ def test_boxes_are_sorted_by_their_best_class(official):
         ({"boxes": "?"}, r"the boxes are damaged"),
         ({"boxes": encoded(BOXES[:2])}, r"the boxes are damaged \(8 numbers for 3 boxes\)"),
         ({"boxes": encoded(FEATURES[:, :3])}, r"boxes have 3 numbers each, expected 4"),
-        ({"classes": 3}, r"the classes are damaged"),
+        ({"classes": 3}, r"classes is 3, expected a text"),
         ({"num_boxes": 0}, r"damaged \(12 numbers for 0 boxes\)"),
         ({"features": ""}, r"the features are damaged"),
     ],
@@ -135,9 +135,10 @@ def test_bad_lines(official):
     official.lines[2]["caption"] = " "
     del official.lines[3]["frcnn"]
     source = official.write(zipped=True)
-    for number in (1, 2):
-        with pytest.raises(ValueError, match=rf"the caption of line {number + 1} "):
-            source.caption(number)
+    with pytest.raises(ValueError, match=r"line 2 .*: caption\[1\] is 3, expected a text"):
+        source.caption(1)
+    with pytest.raises(ValueError, match=r"the caption of line 3 "):
+        source.caption(2)
     with pytest.raises(ValueError, match=r"train_frcnn.json: line 4 .* has no 'frcnn'"):
         official.read(with_boxes=True).boxes(3)
     (official.root / "train_frcnn.json").write_text('[{"image": "x"}]')

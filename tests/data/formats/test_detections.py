@@ -23,7 +23,7 @@ def test_a_flat_list_is_grouped_by_image_in_file_order(tiny):
         ({"box": [1, 1, -3, 5]}, r"detection 1: .*empty or inverted"),
         ({"box": [1, math.inf, 3, 5]}, r"detection 1: .*finite"),
         ({"box": {"x": 1, "y": 1, "w": 3, "h": 5}}, r"detection 1: .*finite"),
-        ({"score": math.nan}, r"detection 1: the score nan"),
+        ({"score": math.nan}, r"detection 1: score is nan, expected a finite number"),
     ],
 )
 def test_a_bad_detection_is_named(tiny, change, message):

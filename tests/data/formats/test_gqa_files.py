@@ -71,10 +71,10 @@ def test_steps_that_only_read_the_answer_do_not_count():
     [
         ([], r"questions\.json: question 9 is a list"),
         ({"question": "a", "imageId": "1"}, r"question 9 has no 'isBalanced'"),
-        (question(1, " "), r"question 9: question is ' '; it must be a text"),
-        (question(1, "a", imageId=1), r"question 9: imageId is 1; it must be a text"),
-        (question(1, "a", isBalanced=1), r"isBalanced is 1; it must be true or false"),
-        (question(1, "a", 3), r"answer is 3; it must be a text"),
+        (question(1, " "), r"question 9: question is ' ', expected a text that is not blank"),
+        (question(1, "a", imageId=1), r"question 9: imageId is 1, expected a text"),
+        (question(1, "a", isBalanced=1), r"isBalanced is 1, expected true or false"),
+        (question(1, "a", 3), r"answer is 3, expected a text"),
         (question(1, "a", types={"semantic": "a"}), r"question 9: types has no 'structural'"),
         (question(1, "a", groups={}), r"question 9: groups has no 'global'"),
         (question(1, "a", None), r"question 9 has no answer, unlike the first"),
@@ -118,25 +118,22 @@ def test_choices_and_scene_graphs(tmp_path):
     ("change", "message"),
     [
         ({"h": -1}, "object b: the box .* is empty or inverted"),
-        ({"x": True}, r"object b: the box \[True, 2, 3, 4\] is not four finite numbers"),
-        ({"name": None}, None),  # is not looked at
-        ({"y": None}, r"object b: the box \[1, None, 3, 4\] is not four finite numbers"),
+        ({"x": True}, r"objects\.b\.x is True, expected a number"),
+        ({"name": None}, r"objects\.b\.name is None, expected a text"),
+        ({"y": None}, r"objects\.b\.y is None, expected a number"),
     ],
 )
 def test_the_wrong_object_of_a_scene_is_named(tmp_path, change, message):
     box = {"name": "cup", "x": 1, "y": 2, "w": 3, "h": 4}
     graph = {"width": 40, "height": 30, "objects": {"a": box, "b": box | change, "c": box}}
     file = EntryFile(written(tmp_path, {"5": graph}, "graphs.json"), "scene graphs")
-    if message is None:
-        assert scene_objects(file, "5")[1].boxes.tolist() == [[1, 2, 4, 6]] * 3
-    else:
-        with pytest.raises(ValueError, match=f"scene graph of image 5: {message}"):
-            scene_objects(file, "5")
+    with pytest.raises(ValueError, match=f"scene graph of image 5: {message}"):
+        scene_objects(file, "5")
 
 
 def test_an_object_without_a_name_is_named(tmp_path):
     box = {"x": 1, "y": 2, "w": 3, "h": 4}
     graph = {"width": 40, "height": 30, "objects": {"a": box | {"name": "cup"}, "b": box}}
     file = EntryFile(written(tmp_path, {"5": graph}, "graphs.json"), "scene graphs")
-    with pytest.raises(ValueError, match="scene graph of image 5: object b has no 'name'"):
+    with pytest.raises(ValueError, match=r"scene graph of image 5: objects\.b has no 'name'"):
         scene_objects(file, "5")

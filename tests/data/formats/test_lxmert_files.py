@@ -43,12 +43,16 @@ DAMAGED: list[tuple[Callable[[Path], Any], Any, str]] = [
     (read_image_sentences, {}, "is a dict, expected a list of sentences"),
     (read_image_sentences, [IMAGE, IMAGE], "image a is listed twice"),
     (read_image_sentences, [IMAGE | {"labelf": {"vqa": [{}]}}], "a list of labels of another length"),
-    (read_image_sentences, [IMAGE | {"labelf": {"vqa": [{}, {"no": "1"}]}}], "sentence 1 of vqa: the score"),
+    (
+        read_image_sentences,
+        [IMAGE | {"labelf": {"vqa": [{}, {"no": "1"}]}}],
+        r"labelf\.vqa\[1\]\.no is '1', expected a number",
+    ),
     (read_scored_questions, [], "there is nothing in the file"),
     (read_scored_questions, [QUESTION, QUESTION], "question 7 is listed twice"),
-    (read_scored_questions, [QUESTION | {"sent": 3}], "has 3 in the place of a text"),
+    (read_scored_questions, [QUESTION | {"sent": 3}], "sent is 3, expected a text"),
     (read_scored_questions, [QUESTION, {"question_id": 8, "img_id": "a", "sent": "So?"}], "others have none"),
-    (read_listed_pairs, [PAIR | {"label": "True"}], "the label is 'True'; it must be 0 or 1"),
+    (read_listed_pairs, [PAIR | {"label": "True"}], "label is 'True', expected 0 or 1"),
     (read_listed_pairs, [{"identifier": "x", "sent": "So."}], "has no 'img0', 'img1'"),
 ]
 

@@ -124,14 +124,20 @@ def test_another_release_is_refused(path, tmp_path):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"objects": [{"object_id": 1, "x": 1, "y": 1, "w": 1}]}, "image 1: region 3: object 1 has no 'h'"),
-        ({"objects": [MAN | {"w": "9"}]}, r"image 1: region 3: the box \[10, 20, '9', 40\] is not four"),
-        ({"synsets": [{"entity_idx_start": 0}]}, "image 1: region 3: entity number 0 has no 'entity_idx_end'"),
-        ({"synsets": [entity("0", 3, "man")]}, "image 1: region 3: entity number 0 has no whole numbers"),
-        ({"objects": [MAN | {"synsets": [], "name": 3}]}, "image 1: region 3 has a field of another type"),
-        ({"region_id": "3"}, "image 1: region 3: its id is no whole number"),
-        ({"phrase": None}, "image 1: region 3 has None in the place of a text"),
-        ({"objects": None}, "image 1: region 3: object: expected a list of records"),
+        ({"objects": [{"object_id": 1, "x": 1, "y": 1, "w": 1}]}, r"image 1: region 3: objects\[0\] has no 'h'"),
+        ({"objects": [MAN | {"w": "9"}]}, r"image 1: region 3: objects\[0\]\.w is '9', expected a number"),
+        ({"synsets": [{"entity_idx_start": 0}]}, r"image 1: region 3: synsets\[0\] has no 'entity_idx_end'"),
+        (
+            {"synsets": [entity("0", 3, "man")]},
+            r"region 3: synsets\[0\]\.entity_idx_start is '0', expected a whole number",
+        ),
+        (
+            {"objects": [MAN | {"synsets": [], "name": 3}]},
+            r"image 1: region 3: objects\[0\]\.name is 3, expected a text or null",
+        ),
+        ({"region_id": "3"}, "image 1: region 3: region_id is '3', expected a whole number"),
+        ({"phrase": None}, "image 1: region 3: phrase is None, expected a text"),
+        ({"objects": None}, "image 1: region 3: objects is None, expected a list"),
     ],
 )
 def test_damaged_records_are_named(tmp_path, change, sentence):

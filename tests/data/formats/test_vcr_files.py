@@ -20,15 +20,18 @@ def tiny(tmp_path) -> TinyVCR:
     ("change", "message"),
     [
         (lambda line: line.pop("objects"), r"line 2 \(val-1\) has no 'objects'"),
-        (lambda line: line.update(objects="person"), "expected a list of class names"),
+        (lambda line: line.update(objects="person"), "objects is 'person', expected a list"),
         (lambda line: line.update(img_fn="../a.png"), "inside the image folder"),
-        (lambda line: line.update(question=[]), r"val-1\): the question is \[\]"),
+        (lambda line: line.update(question=[]), r"val-1\): question is \[\], expected a list"),
         (lambda line: line["question"].append([4]), "names the object 4, but the line has 4 objects"),
-        (lambda line: line["question"].append([]), r"has the token \[\]"),
-        (lambda line: line["answer_choices"][3].append(7), "choice 3 of answer_choices has the token 7"),
-        (lambda line: line["answer_choices"].pop(), "answer_choices must hold four choices"),
-        (lambda line: line.update(answer_label=4), r"the labels are \[4, 1\]"),
-        (lambda line: line.update(answer_label=True), r"the labels are \[True, 1\]"),
+        (lambda line: line["question"].append([]), r"question\[\d\] is \[\], expected a list"),
+        (
+            lambda line: line["answer_choices"][3].append(7),
+            r"answer_choices\[3\]\[\d\] is 7, expected a text or a list",
+        ),
+        (lambda line: line["answer_choices"].pop(), "answer_choices is .*, expected a list of at least 4 values"),
+        (lambda line: line.update(answer_label=4), r"answer_label is 4, expected 0 to 3"),
+        (lambda line: line.update(answer_label=True), r"answer_label is True, expected 0 to 3"),
         (lambda line: line.pop("rationale_label"), r"the labels are \[2, None\]"),
         (
             lambda line: [line.pop("rationale_label"), line.pop("answer_label")],
@@ -63,13 +66,13 @@ def test_broken_files(tiny):
     [
         ({"names": ["person"]}, r"names \['person'\] differ from the question's objects"),
         ({"boxes": BOXES[:2]}, "boxes must hold one entry for each of the 4 objects"),
-        ({"boxes": [[1, 2, 3], *BOXES[1:]]}, r"box 0 is \[1, 2, 3\]"),
+        ({"boxes": [[1, 2, 3], *BOXES[1:]]}, r"boxes\[0\] is \[1, 2, 3\], expected a list of"),
         ({"boxes": [[5, 5, 5, 9, 1], *BOXES[1:]]}, "box 0 .* is empty or inverted"),
         ({"segms": [[[1, 2]], [], [], []]}, "segms 0 must be a list of outlines"),
         ({"segms": [[[["x", 2]]], [], [], []]}, "segms 0 must be a list of outlines"),
         ({"attribute_ids": [[1], [2]]}, "attribute_ids must be a list of equally many numbers"),
         ({"attribute_ids": [[1], [2], [3], [-1]]}, "numbers from 0 for each of the 4 objects"),
-        ({"width": 100.5}, "width and height are 100.5 and 60"),
+        ({"width": 100.5}, "width is 100.5, expected a whole number"),
     ],
 )
 def test_broken_metadata(tiny, change, message):

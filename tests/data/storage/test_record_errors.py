@@ -1,20 +1,29 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from e2e_vl.data.storage.files import checked_records
 from e2e_vl.data.storage.record_errors import RAISE, NotedErrors
+from e2e_vl.records import Id, Record
+
+
+class Row(Record):
+    id: Id
+    n: Any
+
 
 ROWS = [{"id": 1, "n": 2}, {"n": 3}, {"id": 1, "n": 4}, {"id": 5, "n": "x"}, {"id": 6, "n": None}, {"id": [], "n": 1}]
 
 
 def total(errors) -> int:
     found = 0
-    for where, row in checked_records(ROWS, ("id", "n"), "file: row", "id", unique="ids", errors=errors):
+    for where, row in checked_records(Row, ROWS, "file: row", "id", unique="ids", errors=errors):
         with errors:
-            if row["n"] == "x":
+            if row.n == "x":
                 raise ValueError(f"{where}: n is no number")
-            found += row["n"]
+            found += row.n
     return found
 
 
@@ -24,12 +33,12 @@ def test_all_errors_are_noted_and_their_records_left_out():
     assert total(errors) == 2
     noted = list(errors.sentences)
     assert noted[:3] == [
-        "file: row number 1 has no 'id'",
+        "file: row number 1 has no 'id'; correct the record, or copy or download the file again",
         "file: row 1 is listed twice; ids must be unique",
         "file: row 5: n is no number",
     ]
     assert noted[3].startswith("file: row 6: a field has another type than expected (TypeError: unsupported operand")
-    assert noted[4].startswith("file: row []: a field has another type than expected (TypeError: unhashable")
+    assert noted[4].startswith("file: row number 5: id is [], expected a whole number or a text; correct the record")
     assert len(noted) == 5, "each is noted once"
 
 
@@ -45,7 +54,7 @@ def test_mistakes_of_programmers_are_not_noted():
 
 def test_something_that_is_no_list_is_one_sentence():
     with pytest.raises(ValueError, match="file: row: expected a list of records, found a int"):
-        list(checked_records(3, (), "file: row"))
+        list(checked_records(Row, 3, "file: row"))
 
 
 def test_what_is_noted_apart_is_not_among_the_others():
