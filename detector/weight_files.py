@@ -15,6 +15,7 @@ from torch import Tensor
 
 from detector.config_groups import NORM_EPS
 from detector.download import cached_weights, remedy
+from detector.errors import MissingFileError, UserError
 from detector.named_weights import NamedWeights, known_weights, resolve_weights, similar_names
 from detector.pickles import load_arrays
 
@@ -54,7 +55,7 @@ def read_weights(path: str | Path) -> WeightsFile:
     is_pickle = path.suffix == ".pkl" and not zipfile.is_zipfile(path)  # torch writes zip archives
     loaded = _load_pickle(path) if is_pickle else _load_torch(path)
     if not isinstance(loaded, dict):
-        raise ValueError(f"{path}: expected weights by name, found {type(loaded).__name__}; {remedy(path)}.")
+        raise UserError(f"{path}: expected weights by name, found {type(loaded).__name__}; {remedy(path)}.")
     heuristics = bool(loaded.get("matching_heuristics")) or loaded.get("__author__") == "Caffe2"
     state = next((loaded[key] for key in ("model", "state_dict", "blobs") if isinstance(loaded.get(key), dict)), loaded)
     if is_pickle and "model" not in loaded:  # Detectron2 takes it for a file of Caffe2, too
@@ -63,7 +64,7 @@ def read_weights(path: str | Path) -> WeightsFile:
     tensors = {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in state.items()}
     for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise ValueError(
+            raise UserError(
                 f"{path}: expected a state dict of tensors, bare or under the key `model`; {name!r} is not a tensor: "
                 f"{remedy(path)}."
             )
@@ -91,12 +92,12 @@ def find_weights(path: str | Path) -> Path:
     if path.is_dir():
         found = next((path / name for name in IN_FOLDERS if (path / name).is_file()), None)
         if found is None:
-            raise FileNotFoundError(f"{path}: holds no detector's weights; expected one of {', '.join(IN_FOLDERS)}.")
+            raise MissingFileError(f"{path}: holds no detector's weights; expected one of {', '.join(IN_FOLDERS)}.")
         return found
     if not path.is_file():
         similar = similar_names(path)
         hint = f" Did you mean the published weights {' or '.join(similar)}?" if similar else ""
-        raise FileNotFoundError(f"{path}: no such weights file.{hint}")
+        raise MissingFileError(f"{path}: no such weights file.{hint}")
     return path
 
 
@@ -104,7 +105,7 @@ def _load_pickle(path: Path) -> Any:
     try:
         return load_arrays(path)
     except ValueError as error:  # it names the file
-        raise ValueError(f"{str(error).rstrip('.')}; {remedy(path)}.") from error
+        raise UserError(f"{str(error).rstrip('.')}; {remedy(path)}.") from error
 
 
 def _load_torch(path: Path) -> Any:
@@ -113,7 +114,7 @@ def _load_torch(path: Path) -> Any:
     except (RuntimeError, EOFError, ValueError) as error:
         raise _unreadable(path, error) from error
     except Exception as error:  # torch raises pickle errors of several kinds for a file that is not plain tensors
-        raise ValueError(
+        raise UserError(
             f"{path}: not a plain file of tensors ({type(error).__name__}), and nothing in it was executed; "
             f"{remedy(path)}."
         ) from error
@@ -121,4 +122,4 @@ def _load_torch(path: Path) -> Any:
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
     reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-    return ValueError(f"{path}: cannot be read as weights ({reason}); {remedy(path)}.")
+    return UserError(f"{path}: cannot be read as weights ({reason}); {remedy(path)}.")

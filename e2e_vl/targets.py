@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Bool, Int64, Shaped
 from torch import Tensor
 
+from detector.errors import UserError
 from detector.structures import Movable
 
 
@@ -58,7 +59,7 @@ class Targets(Movable):
             values = [getattr(text, field.name) for text in texts]
             missing = [value is None for value in values]
             if any(missing) and not all(missing):
-                raise ValueError(
+                raise UserError(
                     f"{cls.__name__}: {field.name} is known for some texts of a batch and unknown for others; use data "
                     "of one kind."
                 )

@@ -30,6 +30,7 @@ from accelerate.utils import load as load_without_code
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
+from detector.errors import DiskError, MissingFileError, UserError
 from e2e_vl.config import VERSION, RunConfig, differences, load_config, saved_version
 from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.engine.failed_step import not_finite
@@ -130,7 +131,7 @@ def newest_in_words(run_dir: Path) -> str:
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Whatever the libraries raise when they cannot write becomes an OSError with one sentence."""
+    """Whatever the libraries raise when they cannot write becomes a DiskError with one sentence."""
     try:
         yield
     except Exception as error:  # tokenizers raise nothing more special
@@ -138,7 +139,7 @@ def _writing(folder: Path) -> Iterator[None]:
         if not is_about_files and not is_disk_full(error):
             raise
         reason = "the disk or a quota is full" if is_disk_full(error) else " ".join(str(error).split())[:200]
-        raise OSError(
+        raise DiskError(
             f"{folder} cannot be written ({reason}); nothing of it is left. Make room, or repair the disk. "
             f"{newest_in_words(folder.parent.parent)}"
         ) from error
@@ -159,15 +160,15 @@ def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folde
         random_states = load_without_code(state / f"random_states_{accelerator.process_index}.pkl")
         accelerator.load_state(str(state))
         if not torch.equal(torch.get_rng_state(), random_states["torch_manual_seed"]):
-            raise ValueError("the random states are damaged")
+            raise UserError("the random states are damaged")
         position = read_position(folder)
     except pickle.UnpicklingError as error:
-        raise ValueError(
+        raise UserError(
             f"{state}: optimizer.bin or a random_states file is damaged or tries to run code; use another checkpoint."
         ) from error
     except (RuntimeError, ValueError, LookupError, TypeError, OSError, EOFError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"Cannot continue from {folder} ({reason}); use another checkpoint.") from error
+        raise UserError(f"Cannot continue from {folder} ({reason}); use another checkpoint.") from error
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
     return position
@@ -205,7 +206,7 @@ def newest_whole(output: Path) -> Path | None:
             return folder
         damaged.append(f"{folder} is damaged ({damage})")
     if damaged:
-        raise ValueError(
+        raise UserError(
             f"Cannot resume: {'; '.join(damaged)}; copy another checkpoint there, or choose another `output`."
         )
     return None
@@ -230,12 +231,12 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
         FileNotFoundError: the run directory does not exist.
     """
     if not output.is_dir():
-        raise FileNotFoundError(f"Cannot resume: run directory {output} does not exist; start without --resume.")
+        raise MissingFileError(f"Cannot resume: run directory {output} does not exist; start without --resume.")
     folder = newest_whole(output)
     if folder is None:
         return None
     if saved_version(folder / "model" / "config.yaml") != VERSION:
-        raise ValueError(
+        raise UserError(
             f"Cannot resume from {folder}: it was saved by an earlier version of this project; evaluate it, start a "
             f"new run from it with encoder.weights={output}, or choose another `output`."
         )
@@ -245,13 +246,13 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     saved = dataclasses.replace(written, detector=as_saved)
     changed = differences(_architecture(saved), _architecture(config))
     if changed:
-        raise ValueError(
+        raise UserError(
             f"Cannot resume from {folder}: its architecture differs from the settings ({'; '.join(changed[:3])}); "
             "resume with the settings in its model/config.yaml, or choose another `output`."
         )
     processes = read_position(folder)["processes"]
     if processes != num_processes:
-        raise ValueError(
+        raise UserError(
             f"Cannot resume from {folder}: it was saved by {processes} processes, and this run has {num_processes}; "
             f"launch it with --num_processes {processes}."
         )
@@ -267,11 +268,11 @@ def refuse_to_overwrite(output: Path) -> None:
     A run that was stopped before its first checkpoint may begin again.
     """
     if output.exists() and not output.is_dir():
-        raise ValueError(f"{output} is a file; choose another `output`, a directory for the run.")
+        raise UserError(f"{output} is a file; choose another `output`, a directory for the run.")
     if complete_checkpoints(output) or (output / "metrics.json").exists():
-        raise ValueError(f"{output} already holds a run; continue it with --resume, or choose another `output`.")
+        raise UserError(f"{output} already holds a run; continue it with --resume, or choose another `output`.")
     if output.exists() and not is_run(output) and any(not path.name.startswith(".") for path in output.iterdir()):
-        raise ValueError(
+        raise UserError(
             f"{output} is not empty and holds no run; choose another `output`, so that nothing in it is overwritten."
         )
 

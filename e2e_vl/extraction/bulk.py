@@ -23,6 +23,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
+from detector.errors import UserError
 from detector.images import ResizeRule
 from e2e_vl.data.formats.image_lists import GivenBoxes, ListedImage
 from e2e_vl.data.loading.batches import unchanged
@@ -58,7 +59,7 @@ class ExtractionJob:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.workers < 0:
-            raise ValueError(f"batch size {self.batch_size} and workers {self.workers}: at least 1 and 0 are needed")
+            raise UserError(f"batch size {self.batch_size} and workers {self.workers}: at least 1 and 0 are needed")
 
     @property
     def folder(self) -> Path:
@@ -92,7 +93,7 @@ def extract_images(job: ExtractionJob, accelerator: Accelerator) -> ExtractionSu
     """
     check_format(job.layout, job.output)
     if job.given is not None and not any(image.id in job.given for image in job.images):
-        raise ValueError("The file of given boxes has boxes of none of the images; give the file that belongs to them.")
+        raise UserError("The file of given boxes has boxes of none of the images; give the file that belongs to them.")
     missing = _missing_images(job, accelerator)
     if missing is None:
         return ExtractionSummary(before=len(job.images))
@@ -143,7 +144,7 @@ def _prepare(job: ExtractionJob) -> list[str] | None:
         store = open_features(job.output)
         if store.stamp == stamp and set(store.ids) == wanted:
             return None
-        raise ValueError(f"{job.output} exists and holds other images or was made differently; choose another output")
+        raise UserError(f"{job.output} exists and holds other images or was made differently; choose another output")
     _check_begun(folder, stamp)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / STAMP_NAME, stamp)
@@ -151,7 +152,7 @@ def _prepare(job: ExtractionJob) -> list[str] | None:
         cut_off.unlink()
     there = {file.relative_to(folder).as_posix().removesuffix(".npz") for file in folder.rglob("*.npz")}
     if job.layout == "npz" and there - wanted:
-        raise ValueError(
+        raise UserError(
             f"{folder} has features of image {min(there - wanted)}, which is not listed; list it, or choose another "
             "output"
         )
@@ -165,11 +166,11 @@ def _check_begun(folder: Path, stamp: dict[str, Any]) -> None:
         before = json.loads(written.read_text(encoding="utf-8"))
         changed = sorted(key for key in {*before, *stamp} if before.get(key) != stamp.get(key))
         if changed:
-            raise ValueError(
+            raise UserError(
                 f"{folder} was begun with other settings ({', '.join(changed)}); use the same again, or another output"
             )
     elif folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} holds other files; choose an empty or new output")
+        raise UserError(f"{folder} holds other files; choose an empty or new output")
 
 
 def _describe_all(job: ExtractionJob, images: list[ListedImage], accelerator: Accelerator) -> ExtractionSummary:
