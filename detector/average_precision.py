@@ -21,6 +21,8 @@ import numpy as np
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from detector.errors import UserError
+
 SUMMARY = {"AP": 0, "AP50": 1, "AP75": 2, "APs": 3, "APm": 4, "APl": 5, "AR100": 8}  # place in pycocotools' summary
 
 
@@ -80,17 +82,17 @@ def _check(records: Sequence[dict[str, Any]]) -> None:
     for record in records:
         where = f"image {record['image_id']}"
         if record["image_id"] in seen:
-            raise ValueError(f"{where} has two records; give one record per image.")
+            raise UserError(f"{where} has two records; give one record per image.")
         seen.add(record["image_id"])
         counts = [len(record[key]) for key in ("boxes", "scores", "category_ids")]
         if len(set(counts)) > 1:
-            raise ValueError(
+            raise UserError(
                 f"{where} has {counts[0]} boxes, {counts[1]} scores and {counts[2]} category ids; give one score and "
                 "one category id per box."
             )
         numbers = [*record["scores"], *(value for box in record["boxes"] for value in box)]
         if not np.isfinite(np.array(numbers, dtype=np.float64)).all():
-            raise ValueError(f"{where} has a detection whose box or score is not finite; check the detector's weights.")
+            raise UserError(f"{where} has a detection whose box or score is not finite; check the detector's weights.")
 
 
 def _truth_annotations(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

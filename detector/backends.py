@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from detector.choices import BACKENDS
+from detector.errors import UserError
 from detector.faster_rcnn import FasterRCNN, TwoStageDetector
 
 
@@ -15,9 +16,9 @@ def detector_class(backend: str) -> type[TwoStageDetector]:
     if backend == "builtin":
         return FasterRCNN
     if backend != "detectron2":
-        raise ValueError(f"There is no detector backend '{backend}'; use one of {', '.join(BACKENDS)}.")
+        raise UserError(f"There is no detector backend '{backend}'; use one of {', '.join(BACKENDS)}.")
     try:
         from detector.detectron2_adapter import Detectron2Detector  # imported only when it is chosen
     except ImportError as error:
-        raise ValueError(str(error)) from error
+        raise UserError(str(error)) from error
     return Detectron2Detector

@@ -18,6 +18,8 @@ from jaxtyping import Bool, Float, Float32, Int64, Num
 from torch import Tensor
 from torchvision.ops import clip_boxes_to_image
 
+from detector.errors import UserError
+
 Array = TypeVar("Array", np.ndarray, Tensor)
 
 MAX_LOG_SCALE = math.log(1000.0 / 16)  # upper clamp of dw and dh (Detectron2's scale_clamp): 16 px may become 1000 px
@@ -140,7 +142,7 @@ def check_boxes(boxes: Array, name: str, what: str = "box") -> None:
         return
     row = int((~valid).nonzero()[0])
     values = ", ".join(f"{value:g}" for value in tensor[row].tolist())
-    raise ValueError(
+    raise UserError(
         f"{name}: {what} {row} [{values}] is not finite or has no area; it must be [x1, y1, x2, y2], x1 < x2, y1 < y2."
     )
 
@@ -152,7 +154,7 @@ def check_all_boxes(boxes: list[Tensor], names: list[str], what: str) -> None:
         ValueError: see `check_boxes`; or another number of lists than of images.
     """
     if len(boxes) != len(names):
-        raise ValueError(f"{len(boxes)} lists of boxes were given for {len(names)} images; give one list per image.")
+        raise UserError(f"{len(boxes)} lists of boxes were given for {len(names)} images; give one list per image.")
     if all(rows.ndim == 2 and rows.shape[1] == 4 for rows in boxes):  # one synchronisation for the whole batch
         joined = torch.cat(boxes)
         if bool((torch.isfinite(joined).all(dim=1) & is_larger(joined)).all()):

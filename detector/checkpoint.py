@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from detector.anchors import configured_cell_anchors
 from detector.backends import detector_class
 from detector.detector_config import DetectorConfig
+from detector.errors import UserError
 from detector.faster_rcnn import TwoStageDetector
 from detector.interface import Detector
 from detector.named_weights import NamedWeights, known_weights, published_class_names, settings_of
@@ -132,7 +133,7 @@ def load_weights(
         the report, in which the permitted misfits are listed too.
 
     Raises:
-        ValueError: any other misfit, buffers that contradict the config, or weights that are whole numbers, NaN or
+        UserError: any other misfit, buffers that contradict the config, or weights that are whole numbers, NaN or
             infinite.
     """
     wanted = tuple(only)
@@ -147,7 +148,7 @@ def load_weights(
     )
     if not judged.is_complete:
         part = " Or load a part of it: expect no_attributes or backbone." if isinstance(module, Detector) else ""
-        raise ValueError(
+        raise UserError(
             f"{source} does not fit the model's config: {judged.summary()}; use the settings it was trained with.{part}"
         )
     own = module.state_dict()
@@ -164,12 +165,12 @@ def _check_numbers(value: Tensor, own: Tensor, name: str, source: str | Path) ->
         return
     if not value.is_floating_point():
         kind = str(value.dtype).removeprefix("torch.")
-        raise ValueError(f"{source}: {name} holds {kind} numbers instead of fractions; use a file of unpacked weights.")
+        raise UserError(f"{source}: {name} holds {kind} numbers instead of fractions; use a file of unpacked weights.")
     numbers = value if value.dtype == torch.float64 else value.float()
     if not math.isfinite(numbers.sum().item()):  # one fast pass: a sum is finite only if all its terms are
         wrong = int((~torch.isfinite(numbers)).sum())
         if wrong:
-            raise ValueError(
+            raise UserError(
                 f"{source}: {name} has {wrong} values that are NaN or infinite, of {value.numel()}; the training that "
                 "wrote it has diverged or the file is damaged: use another checkpoint."
             )
@@ -232,13 +233,13 @@ def convert_checkpoint(detector: Detector, path: str | Path) -> Renamed:
         return to_detector_names(weights, detector.state_dict(), detector.config)
     except (LookupError, TypeError, RuntimeError) as error:  # a layout that is known, with a part missing or misshapen
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{path}: the file is damaged or has another layout than its names say ({reason}).") from error
+        raise UserError(f"{path}: the file is damaged or has another layout than its names say ({reason}).") from error
 
 
 def load_converted(detector: Detector, converted: Renamed, source: str | Path, *, expect: str) -> LoadReport:
     """The second half of `load_checkpoint`."""
     if expect not in EXPECT:
-        raise ValueError(f"Weights cannot be expected to hold '{expect}'; use one of {', '.join(EXPECT)}.")
+        raise UserError(f"Weights cannot be expected to hold '{expect}'; use one of {', '.join(EXPECT)}.")
     options = {"only": trunk_prefixes(detector)} if expect == "backbone" else EXPECT[expect]
     return load_weights(detector, converted.tensors, source, layout=converted.layout, **options)
 
@@ -253,7 +254,7 @@ def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
     """Write tensors as a `.safetensors` file, or as a `.pth` that Detectron2 loads ({"model": state dict}).
 
     Raises:
-        ValueError: a different suffix.
+        UserError: a different suffix.
     """
     path = Path(path)
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
@@ -263,7 +264,7 @@ def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
     elif path.suffix == ".pth":
         torch.save({"model": plain}, path)
     else:
-        raise ValueError(f"{path}: weights are written as .pth or .safetensors; use one of these suffixes.")
+        raise UserError(f"{path}: weights are written as .pth or .safetensors; use one of these suffixes.")
 
 
 def save_pretrained(detector: TwoStageDetector, directory: str | Path) -> None:
@@ -285,16 +286,16 @@ def load_class_names(detector: Detector, directory: str | Path) -> None:
     """Set the detector's class names to the ones in a folder, if it holds any.
 
     Raises:
-        ValueError: the file is damaged, or holds another number of names than the detector has classes.
+        UserError: the file is damaged, or holds another number of names than the detector has classes.
     """
     path = Path(directory, CLASS_NAMES)
     if not path.is_file():
         return
     names = read_plain_json(path, kind=None)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{path} must hold a list of names; remove it or write it anew.")
+        raise UserError(f"{path} must hold a list of names; remove it or write it anew.")
     if len(names) != detector.num_classes:
-        raise ValueError(
+        raise UserError(
             f"{path} names {len(names)} classes, but the detector has {detector.num_classes}; remove it or correct it."
         )
     detector.class_names = tuple(names)
@@ -331,11 +332,11 @@ def _drop_config_buffers(config: DetectorConfig, tensors: dict[str, Tensor], sou
             continue
         found = tensors[name]
         if found.numel() != value.numel():  # before anything is copied: a small file may claim any size
-            raise ValueError(
+            raise UserError(
                 f"{source}: its {name} has {found.numel()} numbers, but {key} of the config {value.numel()}."
             )
         found = found.float().cpu().reshape(-1)
         if not torch.allclose(found, value.reshape(-1), rtol=0, atol=TOLERANCE):
             shown = [round(number, 2) for number in found[:8].tolist()]
-            raise ValueError(f"{source}: its {name} {shown} contradicts {key} of the config; correct the config.")
+            raise UserError(f"{source}: its {name} {shown} contradicts {key} of the config; correct the config.")
     return {name: value for name, value in tensors.items() if name not in expected}

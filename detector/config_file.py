@@ -184,7 +184,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     """A YAML value as the type of its field.
 
     Raises:
-        ValueError: a value of a different type; the message begins with `name`.
+        UserError: a value of a different type; the message begins with `name`.
     """
     if hint is not str:
         value = decode(value)
@@ -197,7 +197,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     elif isinstance(value, (int, float) if hint is float else hint) and isinstance(value, bool) == (hint is bool):
         return hint(value)
     shown = hint.__name__ if isinstance(hint, type) else str(hint)
-    raise ValueError(f"{name} = {value!r} has the wrong type; expected {shown}.")
+    raise UserError(f"{name} = {value!r} has the wrong type; expected {shown}.")
 
 
 def plain(value: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from detector.config_file import plain
+from detector.errors import UserError
 
 C4_BACKBONE, FPN_BACKBONE = "build_resnet_backbone", "build_resnet_fpn_backbone"
 MOBILENET_BACKBONE = "build_mobilenet_v3_large_fpn_backbone"  # not a name of Detectron2, see `detector.mobilenet`
@@ -54,7 +55,7 @@ class SettingsGroup:
             _check_value(field.metadata["key"], plain(getattr(self, field.name)), **field.metadata["limits"])
         for holds, message in self._rules():
             if not holds:
-                raise ValueError(f"{message}.")
+                raise UserError(f"{message}.")
 
     def _rules(self) -> Rules:
         """Rules that are more than limits of one value."""
@@ -72,16 +73,16 @@ def _check_value(
 ) -> None:
     wrong = [item for item in (value if isinstance(value, list) else [value]) if choices and item not in choices]
     if wrong:
-        raise ValueError(f"{key} must be one of {_listed(choices)}, not {_listed(wrong)}.")
+        raise UserError(f"{key} must be one of {_listed(choices)}, not {_listed(wrong)}.")
     if length is not None and len(value) != length:
-        raise ValueError(f"{key} must have {length} values, not {len(value)}.")
+        raise UserError(f"{key} must have {length} values, not {len(value)}.")
     leaves = _leaves(value)
     if any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in leaves):
-        raise ValueError(f"{key} is {value}; it must be finite.")
+        raise UserError(f"{key} is {value}; it must be finite.")
     if least and (not leaves or not all(leaf > 0 or (leaf == 0 and least == NOT_NEGATIVE) for leaf in leaves)):
-        raise ValueError(f"{key} is {value}; it must be {least}.")
+        raise UserError(f"{key} is {value}; it must be {least}.")
     if most is not None and any(leaf > most for leaf in leaves):
-        raise ValueError(f"{key} is {value}; it must be at most {most}.")
+        raise UserError(f"{key} is {value}; it must be at most {most}.")
 
 
 def _listed(values: Sequence[Any]) -> str:

@@ -61,6 +61,7 @@ from detector.config_groups import (
     SettingsGroup,
     setting,
 )
+from detector.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,9 +171,9 @@ class DetectorConfig(SettingsGroup):
             if key in FIXED:
                 if decode(value) != FIXED[key]:
                     supported = SUPPORTED.get(key, f"the only value is {FIXED[key]!r}")
-                    raise ValueError(f"{name}: {key} = {value!r} is not supported; {supported}.")
+                    raise UserError(f"{name}: {key} = {value!r} is not supported; {supported}.")
             elif key == "INPUT.RANDOM_FLIP" and decode(value) not in ("horizontal", "none"):
-                raise ValueError(
+                raise UserError(
                     f"{name}: {key} = {value!r} is not supported; images are mirrored left and right only, with the "
                     "probability data.flip."
                 )
@@ -181,10 +182,10 @@ class DetectorConfig(SettingsGroup):
                 hint = f" Did you mean {close[0]}?" if close else ""
                 if key in PORT_KEYS:
                     hint = f" It belongs to a port of bottom-up attention; here it is {PORT_KEYS[key]}."
-                raise ValueError(f"{name}: {key} is neither a key of Detectron2 nor one of this project.{hint}")
+                raise UserError(f"{name}: {key} is neither a key of Detectron2 nor one of this project.{hint}")
         for key, value in flat.items():  # last: the zoo's RetinaNet files have such values, and are refused above
             if isinstance(value, UnreadTag):
-                raise ValueError(f"{name}: {key} has the tag {value.tag}, which is not read; write a plain value.")
+                raise UserError(f"{name}: {key} has the tag {value.tag}, which is not read; write a plain value.")
         unused = _unused_groups(flat.get("MODEL.BACKBONE.NAME"), flat.get("MODEL.ROI_HEADS.NAME"))
         groups: dict[str, dict[str, Any]] = {}
         for group, field, key, hint in _fields(cls):
@@ -194,7 +195,7 @@ class DetectorConfig(SettingsGroup):
         try:
             return cls(**groups.get("", {}), **{part: make(**groups.get(part, {})) for part, make in parts.items()})
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+            raise UserError(f"{name}: {error}") from error
 
     def to_flat(self) -> dict[str, Any]:
         """Dotted keys and plain values; our keys only where they differ from their default."""

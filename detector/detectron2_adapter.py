@@ -21,6 +21,7 @@ from detector.box_predictor import AttributeHead
 from detector.config_file import nest
 from detector.config_groups import STAGES, ResNetConfig
 from detector.detector_config import OUR_KEYS, DetectorConfig
+from detector.errors import UserError
 from detector.faster_rcnn import TwoStageDetector, pad_to_multiple
 from detector.resnet import BLOCKS_PER_STAGE
 from detector.roi_features import RoIFeatures
@@ -106,12 +107,12 @@ class Detectron2Detector(TwoStageDetector):
         flat = config.to_flat()  # it holds keys of ours only where they differ from their default
         unread = [key for key in BUILTIN_KEYS if key in flat]
         if unread:
-            raise ValueError(f"Detectron2 has no {unread[0]}; leave it out, or use detector.backend builtin.")
+            raise UserError(f"Detectron2 has no {unread[0]}; leave it out, or use detector.backend builtin.")
         try:
             cfg = make_cfg(self.config)
             self.backbone, self.proposal_generator, self.roi_heads = build_parts(cfg, config)
         except (AssertionError, KeyError, ValueError) as error:
-            raise ValueError(f"Detectron2 refuses the detector's config: {error}") from error
+            raise UserError(f"Detectron2 refuses the detector's config: {error}") from error
         adapt(self.backbone, self.proposal_generator, self.roi_heads, self.config)
         head_dim = self.roi_heads.box_predictor.cls_score.in_features
         self.feature_dim = config.feature_dim

@@ -20,6 +20,7 @@ import torch
 from filelock import FileLock
 from tqdm.auto import tqdm
 
+from detector.errors import MissingFileError, UserError
 from detector.named_weights import NamedWeights, known_weights
 
 CHUNK = 1 << 20  # bytes
@@ -53,12 +54,12 @@ def cached_weights(weights: NamedWeights, folder: Path | None = None) -> Path:
                     return path
         except (OSError, http.client.HTTPException) as error:
             reason = str(error).strip("<>") or type(error).__name__
-            raise FileNotFoundError(
+            raise MissingFileError(
                 f"{weights.name} cannot be downloaded from {weights.address} ({reason}); {_by_hand(path)}."
             ) from error
     difference = _difference(weights, path)
     if difference:
-        raise ValueError(f"{path}: {difference}; delete it, and {weights.name} is downloaded again.")
+        raise UserError(f"{path}: {difference}; delete it, and {weights.name} is downloaded again.")
     return path
 
 
@@ -92,7 +93,7 @@ def _fetch(weights: NamedWeights, path: Path) -> None:
         _download(weights, part)
         difference = _difference(weights, part)
         if difference:
-            raise ValueError(
+            raise UserError(
                 f"{weights.name}: {weights.address} did not send the published file: {difference}; {_by_hand(path)}."
             )
         part.replace(path)

@@ -10,6 +10,10 @@ class UserError(ValueError):
     """A file, a record or a setting is wrong; the message is a whole sentence which says what to do."""
 
 
+class DiskError(OSError):
+    """Something cannot be written, as the disk is full or the folder is locked; the message says what to do."""
+
+
 class MissingFileError(UserError, FileNotFoundError):
     """A file or folder is not there; the message names it and says where it comes from.
 

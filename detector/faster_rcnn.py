@@ -29,6 +29,7 @@ from torch import Tensor
 
 from detector.boxes import check_all_boxes, prepend, whole_image_boxes
 from detector.detector_config import DetectorConfig
+from detector.errors import UserError
 from detector.fpn import FPN
 from detector.interface import Detector, evaluation_mode
 from detector.mobilenet import make_mobilenet
@@ -213,7 +214,7 @@ class TwoStageDetector(Detector):
         roi_masks: list[Tensor] | None,
     ) -> None:
         if roi_masks is not None and boxes is None:
-            raise ValueError("roi_masks belong to given boxes: pass boxes too.")
+            raise UserError("roi_masks belong to given boxes: pass boxes too.")
         if boxes is not None:
             check_all_boxes(boxes, images.names, "box")
         if targets is None:
@@ -237,7 +238,7 @@ class FasterRCNN(TwoStageDetector):
     def __init__(self, config: DetectorConfig) -> None:
         super().__init__()
         if config.is_r2c:
-            raise ValueError("MODEL.R2C.FEATURE_DIM is for the network of R2C; set detector.backend to r2c.")
+            raise UserError("MODEL.R2C.FEATURE_DIM is for the network of R2C; set detector.backend to r2c.")
         self.config = config
         self.feature_dim = config.feature_dim
         self.num_classes = config.roi_heads.num_classes
@@ -252,7 +253,7 @@ class FasterRCNN(TwoStageDetector):
     def recompute_activations(self) -> None:
         """See `Detector.recompute_activations`."""
         if self.config.is_mobilenet:
-            raise ValueError("A MobileNet has no activation checkpointing; switch train.activation_checkpointing off.")
+            raise UserError("A MobileNet has no activation checkpointing; switch train.activation_checkpointing off.")
         recompute_activations(self)
 
     def features(self, images: ImageBatch) -> FeatureMaps:
@@ -301,7 +302,7 @@ def _check_labels(
     """Labels (N entries, [G] or [G, T]) must lie in lowest .. number - 1, one row per annotated box."""
     for rows, image_boxes, name in zip(labels, boxes, names, strict=True):
         if len(rows) != len(image_boxes):
-            raise ValueError(
+            raise UserError(
                 f"{name}: {len(image_boxes)} annotated boxes, but {len(rows)} rows of {what} labels; give one row per "
                 "box."
             )
@@ -312,4 +313,4 @@ def _check_labels(
         wrong = ((rows < lowest) | (rows >= number)).nonzero()
         if len(wrong):
             row, value = int(wrong[0, 0]), int(rows[tuple(wrong[0])])
-            raise ValueError(f"{name}: annotated object {row} has {what} label {value}, not {lowest} .. {number - 1}.")
+            raise UserError(f"{name}: annotated object {row} has {what} label {value}, not {lowest} .. {number - 1}.")

@@ -63,7 +63,7 @@ class ResizeRule:
             multiplied with one factor).
 
     Raises:
-        ValueError: an edge that is not positive, a long edge shorter than the short edge, or an unknown rounding.
+        UserError: an edge that is not positive, a long edge shorter than the short edge, or an unknown rounding.
     """
 
     short_edge: int = 800
@@ -72,17 +72,17 @@ class ResizeRule:
 
     def __post_init__(self) -> None:
         if self.short_edge < 1 or self.long_edge < self.short_edge:
-            raise ValueError(
+            raise UserError(
                 f"Resize rule: short_edge {self.short_edge} and long_edge {self.long_edge} must be positive, "
                 "and long_edge must not be below short_edge."
             )
         if self.rounding not in _ROUNDINGS:
-            raise ValueError(f"Resize rule: rounding '{self.rounding}' is unknown; use one of {', '.join(_ROUNDINGS)}.")
+            raise UserError(f"Resize rule: rounding '{self.rounding}' is unknown; use one of {', '.join(_ROUNDINGS)}.")
 
     def target_size(self, h: int, w: int) -> tuple[int, int]:
         """(height, width) after resizing an image of height h and width w; no side becomes less than 1."""
         if h < 1 or w < 1:
-            raise ValueError(f"An image of {w} x {h} pixels cannot be resized.")
+            raise UserError(f"An image of {w} x {h} pixels cannot be resized.")
         rules = {"detectron2": self._detectron2, "truncate": self._truncate, "torchvision": self._torchvision}
         new_h, new_w = rules[self.rounding](h, w)
         return max(new_h, 1), max(new_w, 1)
@@ -150,7 +150,7 @@ def decode_resized(
     An image of more than `max_pixels` pixels is refused before its pixels are decoded.
 
     Raises:
-        ValueError: as `load_image`.
+        UserError: as `load_image`.
     """
     if not content:
         raise UserError(f"Image {name} is empty (0 bytes); get the file again.")
@@ -201,16 +201,16 @@ def make_image_batch(
             little on the padding, so a fixed size makes them independent of the other images in the batch.
 
     Raises:
-        ValueError: an image of a different type or shape, or one that is larger than `pad_to`; the message names it.
+        UserError: an image of a different type or shape, or one that is larger than `pad_to`; the message names it.
     """
     assert len(images) == len(original_sizes) == len(names)
     if not images:
-        raise ValueError("A batch needs at least one image.")
+        raise UserError("A batch needs at least one image.")
     for image, name in zip(images, names, strict=True):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or image.size == 0:
-            raise ValueError(f"{name} must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}.")
+            raise UserError(f"{name} must be uint8 [height, width, 3], not {image.dtype} {list(image.shape)}.")
         if pad_to is not None and (image.shape[0] > pad_to[0] or image.shape[1] > pad_to[1]):
-            raise ValueError(
+            raise UserError(
                 f"{name}: the resized image has {image.shape[0]} x {image.shape[1]} pixels (height x width) and does "
                 f"not fit into the fixed batch size {pad_to[0]} x {pad_to[1]}; enlarge it or use another resize rule."
             )
@@ -227,7 +227,7 @@ def make_image_batch(
 
 def _to_array(image: Image.Image, channel_order: str) -> Pixels:
     if channel_order not in _CHANNEL_ORDERS:
-        raise ValueError(f"Channel order '{channel_order}' is unknown; use one of {', '.join(_CHANNEL_ORDERS)}.")
+        raise UserError(f"Channel order '{channel_order}' is unknown; use one of {', '.join(_CHANNEL_ORDERS)}.")
     pixels = np.array(image)
     return np.ascontiguousarray(pixels[:, :, ::-1]) if channel_order == "BGR" else pixels
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from detector.errors import UserError
 from detector.structures import DetectionTargets, ImageBatch, Regions
 
 
@@ -32,7 +33,7 @@ class Detector(nn.Module, abc.ABC):
         Raises:
             ValueError: this detector cannot do that.
         """
-        raise ValueError(
+        raise UserError(
             f"{type(self).__name__} has no activation checkpointing; switch train.activation_checkpointing off or use "
             "detector.backend builtin."
         )

@@ -22,6 +22,7 @@ from typing import Any
 
 from detector.config_file import flatten, load_tree
 from detector.config_groups import NORM_EPS
+from detector.errors import UserError
 
 PUBLISHED = Path(__file__).with_name("published")  # Detectron2 YAML files
 CLASS_LISTS = Path(__file__).with_name("class_names")  # text files, one name per line in the order of the classes
@@ -205,20 +206,20 @@ def resolve_weights(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIG
     key = _key(name)
     found = _find(key, table)
     if len(found) > 1:
-        raise ValueError(f"{key} is the end of several names; write {' or '.join(weights.name for weights in found)}.")
+        raise UserError(f"{key} is the end of several names; write {' or '.join(weights.name for weights in found)}.")
     if found:
         if found[0].unsupported:
-            raise ValueError(f"{found[0].name} cannot be loaded: {found[0].unsupported}.")
+            raise UserError(f"{found[0].name} cannot be loaded: {found[0].unsupported}.")
         return found[0]
     if "://" in key:
-        raise ValueError(f"{key}: only the addresses of named weights are downloaded; save the file and give its path.")
+        raise UserError(f"{key}: only the addresses of named weights are downloaded; save the file and give its path.")
     _refuse_other_models(key, table)
     if key.startswith(PREFIXES):
         publisher = key.partition("/")[0]
         names = [w.name for w in table if w.name.startswith(f"{publisher}/") and not w.unsupported]
         close = difflib.get_close_matches(key, names, n=3, cutoff=0.7)
         hint = f"did you mean {' or '.join(close)}?" if close else f"{publisher} has {', '.join(names)}."
-        raise ValueError(f"{key}: neither a file nor the name of published weights; {hint}")
+        raise UserError(f"{key}: neither a file nor the name of published weights; {hint}")
     return path
 
 
@@ -256,7 +257,7 @@ def _refuse_other_models(key: str, table: Sequence[NamedWeights]) -> None:
             " The boxes of a Mask or Keypoint R-CNN are read from its file, with the YAML of the Faster R-CNN with the "
             "same backbone."
         )
-        raise ValueError(
+        raise UserError(
             f"{key} is not supported: there are two-stage detectors of boxes only, by name {names}."
             f"{boxes if has_boxes else ''}"
         )

@@ -11,6 +11,7 @@ from torch.distributed.nn.functional import all_reduce
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 from detector.config_groups import NORM_EPS
+from detector.errors import UserError
 
 GROUPS = 32  # of GroupNorm (Wu & He, section 4.1)
 BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)  # SyncBatchNorm below is a BatchNorm2d
@@ -61,7 +62,7 @@ def make_norm(name: str, channels: int) -> nn.Module:
         return SyncBatchNorm(channels)
     if name == "GN":
         return nn.GroupNorm(math.gcd(GROUPS, channels), channels)
-    raise ValueError(f"MODEL.RESNETS.NORM = {name!r} is not supported; use FrozenBN, BN, SyncBN or GN.")
+    raise UserError(f"MODEL.RESNETS.NORM = {name!r} is not supported; use FrozenBN, BN, SyncBN or GN.")
 
 
 class BatchStatistics(nn.BatchNorm2d):

@@ -16,6 +16,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torchvision.ops import clip_boxes_to_image
 
+from detector.errors import UserError
+
 _ROUNDINGS = ("outward", "truncate")
 
 
@@ -37,11 +39,11 @@ def mask_rectangles(
         ValueError: a box that is not finite or is inverted, or an unknown rounding.
     """
     if rounding not in _ROUNDINGS:
-        raise ValueError(f"Pixel masking: rounding '{rounding}' is unknown; use one of {', '.join(_ROUNDINGS)}.")
+        raise UserError(f"Pixel masking: rounding '{rounding}' is unknown; use one of {', '.join(_ROUNDINGS)}.")
     is_bad = ~boxes.isfinite().all(1) | (boxes[:, 2:] < boxes[:, :2]).any(1)
     if is_bad.any():
         row = int(is_bad.nonzero()[0])
-        raise ValueError(
+        raise UserError(
             f"Pixel masking: box {row} is {boxes[row].tolist()}; it must be finite with x1 <= x2, y1 <= y2."
         )
     if rounding == "outward":
@@ -76,7 +78,7 @@ def mask_pixels(
         try:
             rectangles = mask_rectangles(boxes, size)
         except ValueError as error:
-            raise ValueError(f"Image {number} of the batch: {error}") from error
+            raise UserError(f"Image {number} of the batch: {error}") from error
         for x1, y1, x2, y2 in rectangles.tolist():
             masked[number, :, y1:y2, x1:x2] = colour
     return masked

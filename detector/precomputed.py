@@ -10,6 +10,7 @@ from torch import Tensor
 
 from detector.boxes import prepend, whole_image_boxes
 from detector.detector_config import DetectorConfig
+from detector.errors import UserError
 from detector.interface import Detector
 from detector.structures import DetectionTargets, ImageBatch, Regions
 
@@ -50,18 +51,18 @@ class PrecomputedDetector(Detector):
             ValueError: no features, features of a different width or number, or an argument for networks only.
         """
         if targets is not None or pixel_masks is not None or roi_masks is not None:
-            raise ValueError(
+            raise UserError(
                 "Precomputed features have no detection losses and no pixel or RoI masks; use the built-in detector."
             )
         if images.precomputed is None or boxes is None:
-            raise ValueError(
+            raise UserError(
                 "The images come without precomputed features; set the box source to precomputed, or "
                 "detector.backend to builtin."
             )
         features = images.precomputed.features
         for rows, image_boxes, name in zip(features, boxes, images.names, strict=True):
             if len(rows) != len(image_boxes) or (len(rows) and rows.shape[1] != self.feature_dim):
-                raise ValueError(
+                raise UserError(
                     f"{name}: precomputed features {list(rows.shape)} for {len(image_boxes)} boxes, but width "
                     f"{self.feature_dim} in the detector's config; use the config that they were made with."
                 )
@@ -69,7 +70,7 @@ class PrecomputedDetector(Detector):
         if whole_image:
             whole = images.precomputed.image_features
             if whole is None:
-                raise ValueError(
+                raise UserError(
                     "The encoder needs the feature of the whole image; extract the features with --image-feature."
                 )
             boxes = prepend(whole_image_boxes(images.sizes), boxes)

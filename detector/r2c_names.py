@@ -21,6 +21,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from detector.errors import UserError
 from detector.torchvision_names import trunk_name
 
 PREFIX = "detector."
@@ -54,7 +55,7 @@ def from_visual_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[
     """
     own = {name.removeprefix(PREFIX): value for name, value in tensors.items() if name.startswith(PREFIX)}
     if not own:
-        raise ValueError(
+        raise UserError(
             f"{source}: this VisualBERT model was made for given features and holds no network of regions; leave out "
             "detector.weights, or name a different file."
         )
@@ -62,7 +63,7 @@ def from_visual_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[
     for name, value in own.items():
         new = own_name(name)
         if new is None:
-            raise ValueError(f"{source}: {PREFIX}{name} is not a name of the official VisualBERT code.")
+            raise UserError(f"{source}: {PREFIX}{name} is not a name of the official VisualBERT code.")
         renamed[new] = value.float() if value.is_floating_point() else value
     return renamed
 

@@ -28,6 +28,7 @@ from torchvision.ops.misc import FrozenBatchNorm2d
 from detector.boxes import check_all_boxes, prepend, whole_image_boxes
 from detector.config_groups import ResNetConfig
 from detector.detector_config import DetectorConfig
+from detector.errors import UserError
 from detector.interface import Detector
 from detector.norms import BatchStatistics, freeze
 from detector.pixel_masking import mask_pixels
@@ -130,7 +131,7 @@ class R2CNetwork(Detector):
     def __init__(self, config: DetectorConfig, sizes: NetworkSizes | None = None) -> None:
         super().__init__()
         if not config.is_r2c:
-            raise ValueError("The network of R2C needs MODEL.R2C.FEATURE_DIM; use a config such as r2c_R_50.yaml.")
+            raise UserError("The network of R2C needs MODEL.R2C.FEATURE_DIM; use a config such as r2c_R_50.yaml.")
         self.config = config
         self.feature_dim = config.feature_dim
         self.num_classes = config.roi_heads.num_classes
@@ -163,12 +164,12 @@ class R2CNetwork(Detector):
             ValueError: no boxes or no classes of them, detection targets, or an image larger than the canvas.
         """
         if boxes is None or box_classes is None:
-            raise ValueError(
+            raise UserError(
                 "The network of R2C describes annotated boxes of known classes and finds none; use the boxes and "
                 "classes of the annotations (data.boxes.train and eval.boxes: gt)."
             )
         if targets is not None:
-            raise ValueError("The network of R2C has no detection losses; set detector.loss_weight to 0.")
+            raise UserError("The network of R2C has no detection losses; set detector.loss_weight to 0.")
         check_all_boxes(boxes, images.names, "box")
         side, parts = self.map_size, [*boxes]
         masks = [rows.new_ones(len(rows), side, side) for rows in boxes] if roi_masks is None else [*roi_masks]
@@ -205,11 +206,9 @@ class R2CNetwork(Detector):
         """
         side = self.map_size
         if masks.shape[1:] != (side, side):
-            raise ValueError(
-                f"Instance masks are {list(masks.shape[1:])}, but the network of R2C reads {[side, side]}."
-            )
+            raise UserError(f"Instance masks are {list(masks.shape[1:])}, but the network of R2C reads {[side, side]}.")
         if len(classes) and int(classes.max()) > self.num_classes:
-            raise ValueError(
+            raise UserError(
                 f"A box has the class {int(classes.max()) - 1}, but MODEL.ROI_HEADS.NUM_CLASSES is {self.num_classes}; "
                 "set it to the number of classes of the data."
             )
@@ -249,7 +248,7 @@ class R2CNetwork(Detector):
         for row, (height, width) in enumerate(images.sizes.tolist()):
             room = (canvas[0] - height, canvas[1] - width)
             if min(room) < 0:
-                raise ValueError(
+                raise UserError(
                     f"{images.names[row]}: resized to {width} x {height} pixels it does not fit on the canvas of "
                     f"{canvas[1]} x {canvas[0]} (MODEL.R2C.CANVAS); set data.resize to the canvas."
                 )

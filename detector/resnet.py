@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 from detector.config_groups import STAGES, ResNetConfig
+from detector.errors import UserError
 from detector.norms import freeze, make_norm
 from detector.structures import FeatureMap, FeatureMaps
 
@@ -231,7 +232,7 @@ def recompute_activations(module: nn.Module) -> None:
         if not isinstance(block, ResidualBlock):
             continue
         if any(isinstance(norm, nn.BatchNorm2d) for norm in block.modules()):
-            raise ValueError(
+            raise UserError(
                 "Activation checkpointing would count every batch twice in the statistics of batch norms that learn; "
                 "use MODEL.RESNETS.NORM FrozenBN or GN, or switch train.activation_checkpointing off."
             )

@@ -27,6 +27,7 @@ from detector.box_head import BoxHead
 from detector.box_predictor import BoxPredictor
 from detector.boxes import decode_deltas, is_at_least, pairwise_iou
 from detector.detector_config import DetectorConfig
+from detector.errors import UserError
 from detector.matching import match, subsample
 from detector.resnet import make_res5
 from detector.roi_features import RoIFeatures
@@ -66,10 +67,10 @@ def mask_maps(maps: Float[Tensor, "J D S S"], masks: Float[Tensor, "masks rows c
     """RoI maps times their masks.
 
     Raises:
-        ValueError: the masks are not [J, S, S].
+        UserError: the masks are not [J, S, S].
     """
     if masks.shape != maps.shape[:1] + maps.shape[2:]:
-        raise ValueError(
+        raise UserError(
             f"RoI masks have shape {list(masks.shape)}, but the RoI maps of the boxes need "
             f"{[maps.shape[0], *maps.shape[2:]]}."
         )
@@ -109,7 +110,7 @@ class ROIHeads(nn.Module, abc.ABC):
         In evaluation without gradients only `CHUNK` RoIs are in memory at a time, in the order of their images.
 
         Raises:
-            ValueError: see `mask_maps`.
+            UserError: see `mask_maps`.
         """
         maps = [features[name] for name in self.in_features]
         fits = masks is None or len(masks) == len(rois)

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torchvision.ops import clip_boxes_to_image, nms
 
+from detector.errors import UserError
 from detector.selection_rule import SelectionRule
 
 MAX_NMS_THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -120,5 +121,5 @@ def _kept(scores: Tensor, rule: SelectionRule) -> int:
 
 def _checked(scores: Tensor) -> Tensor:
     if scores.isnan().any():
-        raise ValueError("Selection: a score is not a number (NaN); check the detector's weights and its input.")
+        raise UserError("Selection: a score is not a number (NaN); check the detector's weights and its input.")
     return scores

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from detector.errors import UserError
+
 
 @dataclass(frozen=True)
 class SelectionRule:
@@ -24,9 +26,9 @@ class SelectionRule:
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_regions <= self.max_regions or self.max_regions < 1:
-            raise ValueError(
+            raise UserError(
                 f"{self.where}: min_regions {self.min_regions} and max_regions {self.max_regions} must satisfy "
                 "0 <= min_regions <= max_regions and max_regions >= 1."
             )
         if not math.isfinite(self.min_score):
-            raise ValueError(f"{self.where}: min_score {self.min_score} must be a finite number.")
+            raise UserError(f"{self.where}: min_score {self.min_score} must be a finite number.")

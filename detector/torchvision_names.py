@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from detector.config_groups import NORM_EPS
+from detector.errors import UserError
 
 BODY = "backbone.body."
 RPN_HEAD = "proposal_generator.rpn_head."
@@ -79,7 +80,7 @@ def from_torchvision_detector(
     """
     logits, deltas = (tensors.get(f"{PREDICTOR}{layer}.bias") for layer in ("cls_score", "bbox_pred"))
     if logits is not None and deltas is not None and len(deltas) != 4 * len(logits):
-        raise ValueError(
+        raise UserError(
             f"{source}: {PREDICTOR}bbox_pred has {len(deltas)} rows for {len(logits)} classes; torchvision's files "
             "have 4 per class, background included."
         )

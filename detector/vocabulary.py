@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from detector.errors import MissingFileError, UserError
+
 
 def read_vocabulary(path: str | Path, number: int, what: str) -> tuple[str, ...]:
     """Names from a text file such as `objects_vocab.txt` or `attributes_vocab.txt`: line i names number i, from 0.
@@ -21,17 +23,17 @@ def read_vocabulary(path: str | Path, number: int, what: str) -> tuple[str, ...]
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file of names; give a text file with a line for each of the {what}.")
+        raise MissingFileError(f"{path}: no such file of names; give a text file with a line for each of the {what}.")
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not a UTF-8 text file; give one with a line for each of the {what}.") from error
+        raise UserError(f"{path}: not a UTF-8 text file; give one with a line for each of the {what}.") from error
     names = tuple(line.partition(",")[0].strip() for line in lines)
     if len(names) != number:
-        raise ValueError(
+        raise UserError(
             f"{path} names {len(names)} {what}, but the detector has {number}; give the file that belongs to its "
             "weights."
         )
     if not all(names):
-        raise ValueError(f"{path}, line {names.index('') + 1} has no name; correct it, or download the file again.")
+        raise UserError(f"{path}, line {names.index('') + 1} has no name; correct it, or download the file again.")
     return names

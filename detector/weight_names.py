@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from detector.detector_config import DetectorConfig
+from detector.errors import UserError
 from detector.r2c_names import from_visual_bert, is_visual_bert
 from detector.torchvision_names import (
     BLOCK,
@@ -142,7 +143,7 @@ def to_detector_names(weights: WeightsFile, model_names: Iterable[str], config: 
     elif any(name.startswith(("stem.", "res2.")) for name in tensors):
         converted, layout = tensors, "Detectron2 without prefixes"
     else:
-        raise ValueError(
+        raise UserError(
             f"{source}: its names are of no known layout ({', '.join(list(tensors)[:3])}, ...); use a file of "
             "Detectron2, Caffe2, torchvision or VL-BERT."
         )
@@ -165,7 +166,7 @@ def match_ends(tensors: dict[str, Tensor], model_names: Iterable[str], source: s
         if name is None:
             continue
         if name in full:
-            raise ValueError(f"{source}: {name} could be {full[name]} or {model_name}; rename it.")
+            raise UserError(f"{source}: {name} could be {full[name]} or {model_name}; rename it.")
         full[name] = model_name
     return {full.get(name, name): value for name, value in tensors.items()}
 
@@ -230,16 +231,16 @@ def from_vl_bert(tensors: Mapping[str, Tensor], source: str | Path) -> dict[str,
         if name.startswith(_VL_BERT_RES5_AGAIN):
             first = tensors.get(_VL_BERT_RES5 + name.removeprefix(_VL_BERT_RES5_AGAIN))
             if first is not None and not torch.equal(first, value):
-                raise ValueError(f"{source}: {name} differs from its copy under {_VL_BERT_RES5}; the file is damaged.")
+                raise UserError(f"{source}: {name} differs from its copy under {_VL_BERT_RES5}; the file is damaged.")
         elif name.startswith(_VL_BERT_RES5):
             rest = trunk_name(f"layer4.{name.removeprefix(_VL_BERT_RES5)}")
             renamed[f"roi_heads.{rest}"] = value
         elif name.startswith(VL_BERT) and rest.startswith("backbone."):
             renamed[f"backbone.{trunk_name(rest.removeprefix('backbone.'))}"] = value
         elif name.startswith(VL_BERT) and not rest.startswith("obj_downsample."):
-            raise ValueError(f"{source}: {name} is not a name of the official VL-BERT code; use a file that it wrote.")
+            raise UserError(f"{source}: {name} is not a name of the official VL-BERT code; use a file that it wrote.")
     if not renamed:
-        raise ValueError(
+        raise UserError(
             f"{source}: this VL-BERT model was made for precomputed features and holds no detector; leave out "
             "detector.weights, or name a different file."
         )
@@ -291,7 +292,7 @@ def from_caffe_attention(tensors: dict[str, Tensor], config: DetectorConfig, sou
     sizes, ratios = len(config.anchors.sizes[0]), len(config.anchors.aspect_ratios[0])
     number = len(tensors[f"{RPN_HEAD}objectness_logits.bias"]) // 2
     if number != sizes * ratios:
-        raise ValueError(
+        raise UserError(
             f"{source}: it has {number} anchors per cell, but MODEL.ANCHOR_GENERATOR gives {sizes} sizes x {ratios} "
             "ratios; use the config that it came with."
         )

@@ -8,6 +8,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from detector.errors import DiskError, UserError
+
+# what a user can mend, or what the machine has done; the message is a sentence
+SENTENCES = (UserError, DiskError, ChildProcessError, ConnectionError, FloatingPointError, MemoryError)
+
 
 class StoppedRunError(BaseException):
     """A run was asked to stop and did; it is not at fault.
@@ -36,7 +41,8 @@ def make_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:
 def says_errors(main: Callable[..., int]) -> Callable[..., int]:
     """Errors about settings, files, memory and diverging losses become one sentence on stderr and the exit status 2.
 
-    A run that was stopped says so and has the exit status of the signal that stopped it.
+    So do those of the operating system, such as a full disk. Every other error is a fault of the program and keeps its
+    traceback. A run that was stopped says so and has the exit status of the signal that stopped it.
     """
 
     @functools.wraps(main)
@@ -47,7 +53,9 @@ def says_errors(main: Callable[..., int]) -> Callable[..., int]:
             if str(stopped):
                 print(stopped, file=sys.stderr)
             return stopped.status
-        except (ValueError, OSError, FloatingPointError, MemoryError) as error:
+        except (*SENTENCES, OSError) as error:
+            if not isinstance(error, SENTENCES) and error.errno is None:  # a library's
+                raise
             print(f"error: {error}", file=sys.stderr)
             return 2
 

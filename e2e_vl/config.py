@@ -140,22 +140,22 @@ class TrainSettings:
         )
         check_numbers(self, "train.", not_negative=[*rates, "warmup_steps", "save_every_epochs"])
         if self.patience is not None and self.keep_best is None:
-            raise ValueError("train.patience needs train.keep_best, the metric that is to become better.")
+            raise UserError("train.patience needs train.keep_best, the metric that is to become better.")
         if self.clip_tensor_norm is not None and self.optimizer != "bert_adam":
-            raise ValueError("train.clip_tensor_norm needs train.optimizer=bert_adam; the others have train.clip_norm.")
+            raise UserError("train.clip_tensor_norm needs train.optimizer=bert_adam; the others have train.clip_norm.")
         if self.decay_bn_scales and self.decay_norm_and_bias:
-            raise ValueError("train.decay_bn_scales needs train.decay_norm_and_bias=false, or all norms decay anyway.")
+            raise UserError("train.decay_bn_scales needs train.decay_norm_and_bias=false, or all norms decay anyway.")
         self._check_warmup()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"train.betas is {self.betas}; it must hold two numbers from 0 to below 1.")
+            raise UserError(f"train.betas is {self.betas}; it must hold two numbers from 0 to below 1.")
         steps = self.decay_steps
         if (self.schedule == "steps") != bool(steps) or steps != sorted(set(steps)) or min(steps, default=1) < 1:
-            raise ValueError(
+            raise UserError(
                 f"train.decay_steps is {steps}; it must rise from at least 1 with train.schedule=steps, and be empty "
                 "with the others."
             )
         if self.images_per_batch % self.accumulate:
-            raise ValueError(
+            raise UserError(
                 f"train.images_per_batch ({self.images_per_batch}) must be a multiple of train.accumulate "
                 f"({self.accumulate})."
             )
@@ -165,10 +165,10 @@ class TrainSettings:
         if share is None:
             return
         if self.warmup_steps:
-            raise ValueError("train.warmup_steps and train.warmup_share say the same in two ways; set one of them.")
+            raise UserError("train.warmup_steps and train.warmup_share say the same in two ways; set one of them.")
         falls = self.schedule in ("linear", "triangle")
         if not (0 <= share <= 1 or (share == -1 and falls)):
-            raise ValueError(
+            raise UserError(
                 f"train.warmup_share is {share}; it must be from 0 to 1, or -1 with train.schedule linear or triangle."
             )
 
@@ -188,7 +188,7 @@ class EvalSettings:
         choices = BoxSource.for_evaluation()
         for name in self.boxes:
             if name not in choices:
-                raise ValueError(f"eval.boxes has '{name}'; it must be one of {', '.join(choices)}.")
+                raise UserError(f"eval.boxes has '{name}'; it must be one of {', '.join(choices)}.")
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class PhraseSettings:
     def __post_init__(self) -> None:
         check_numbers(self, "phrases.", positive=["size"], not_negative=["weight", "tag_weight", "layer"])
         if self.weights is not None and not self.weight:
-            raise ValueError("phrases.weights is set, but phrases.weight is 0, so there is no such head; set one only.")
+            raise UserError("phrases.weights is set, but phrases.weight is 0, so there is no such head; set one only.")
 
 
 @dataclass(frozen=True)
@@ -226,12 +226,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_numbers(self, "", not_negative=["seed"])
         if self.version != VERSION:
-            raise ValueError(f"version is {self.version}; this code reads settings of version {VERSION}.")
+            raise UserError(f"version is {self.version}; this code reads settings of version {VERSION}.")
         if self.train.patience is not None and self.eval.every_epochs == 0:
-            raise ValueError("train.patience counts the evaluations of eval.every_epochs, which is 0; set it.")
+            raise UserError("train.patience counts the evaluations of eval.every_epochs, which is 0; set it.")
         for name in (self.data.boxes.train, *self.eval.boxes):
             if "detections" in BoxSource(name).needs and "detections" not in self.data.files:
-                raise ValueError(f"boxes '{name}' need data.files.detections, the detections file.")
+                raise UserError(f"boxes '{name}' need data.files.detections, the detections file.")
 
 
 def load_config(
@@ -252,7 +252,7 @@ def load_config(
 
     Raises:
         FileNotFoundError: the file or a base of it does not exist.
-        ValueError: an unknown key, a value of the wrong type, or settings that contradict each other; the message
+        UserError: an unknown key, a value of the wrong type, or settings that contradict each other; the message
             names the file and the key.
     """
     merged = OmegaConf.structured(RunConfig)
@@ -271,10 +271,10 @@ def load_config(
             check_resolved(OmegaConf.to_container(merged, resolve=True, enum_to_str=True))
             return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ValueError(f"{path}: setting '{error.full_key}' cannot be used: {_reason(error)}.") from error
+        raise UserError(f"{path}: setting '{error.full_key}' cannot be used: {_reason(error)}.") from error
     except ValueError as error:  # from the dataclass that it is about
         raise UserError(f"{path}: {error}") from error
-    raise ValueError(f"{path}: no value for {', '.join(sorted(missing))}; set it in the file or as key=value.")
+    raise UserError(f"{path}: no value for {', '.join(sorted(missing))}; set it in the file or as key=value.")
 
 
 def check_overrides(words: list[str]) -> None:
@@ -332,7 +332,7 @@ def setting_names(section: type = RunConfig, prefix: str = "") -> Iterator[str]:
 def _layers(path: Path, seen: list[Path]) -> list[tuple[Path, DictConfig]]:
     """The file and its bases, the lowest base first."""
     if path.resolve() in seen:
-        raise ValueError(f"{path}: `base:` leads back to the file itself.")
+        raise UserError(f"{path}: `base:` leads back to the file itself.")
     own = _read(path)
     base = own.pop("base", None)
     if base is None:
@@ -397,7 +397,7 @@ def _with_overrides(config: DictConfig, words: list[str]) -> DictConfig:
     """The settings with the words of a command line, each `key=value`."""
     for word in words:
         if "=" not in word or word.startswith("="):
-            raise ValueError(f"Command line: '{word}' is not of the form key=value, such as train.lr=1e-5.")
+            raise UserError(f"Command line: '{word}' is not of the form key=value, such as train.lr=1e-5.")
         key, _, value = word.partition("=")
         content = parse_yaml(value, f"Command line: the value in '{word}'")
         check_references({key: content}, "Command line")
@@ -415,10 +415,10 @@ def _merge(config: DictConfig, layer: DictConfig, source: str) -> DictConfig:
     except ConfigKeyError as error:
         near = nearest(str(error.full_key), setting_names())
         hint = f"; did you mean '{near}'?" if near else "; see the classes in e2e_vl/config.py."
-        raise ValueError(f"{source}: there is no setting '{error.full_key}'{hint}") from error
+        raise UserError(f"{source}: there is no setting '{error.full_key}'{hint}") from error
     except OmegaConfBaseException as error:
         setting = f"setting '{error.full_key}'" if error.full_key else "a setting"
-        raise ValueError(f"{source}: {setting} cannot be used: {_reason(error)}.") from error
+        raise UserError(f"{source}: {setting} cannot be used: {_reason(error)}.") from error
 
 
 def _reason(error: Exception) -> str:

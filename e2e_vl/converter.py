@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
 from typing import Any, Literal, TypeVar
 
+from detector.errors import UserError
+
 Settings = TypeVar("Settings")
 
 _NEAR = 0.55  # keys below this likeness are not suggested
@@ -31,12 +33,12 @@ def from_dict(cls: type[Settings], values: Mapping[str, Any], where: str) -> Set
             the key below `where`.
     """
     if not isinstance(values, Mapping):
-        raise ValueError(f"{where} is {values!r}; it must hold settings as `key: value`.")
+        raise UserError(f"{where} is {values!r}; it must hold settings as `key: value`.")
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     check_keys(fields, values, where)
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{where}.{name} has no value; set it.")
+            raise UserError(f"{where}.{name} has no value; set it.")
     kinds = typing.get_type_hints(cls)
     return cls(**{name: _converted(kinds[name], value, f"{where}.{name}") for name, value in values.items()})
 
@@ -48,14 +50,14 @@ def check_keys(known: Iterable[str], given: Iterable[str], where: str, *, who: s
         if key not in known:
             near = nearest(str(key), known)
             hint = f"; did you mean '{where}.{near}'?" if near else "."
-            raise ValueError(f"{where} has the unknown key '{key}'; {who} takes {', '.join(known) or 'nothing'}{hint}")
+            raise UserError(f"{where} has the unknown key '{key}'; {who} takes {', '.join(known) or 'nothing'}{hint}")
 
 
 def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
     """Raise a ValueError unless the value of a setting is one of the choices."""
     choices = tuple(choices)
     if value not in choices:
-        raise ValueError(f"{key} is '{value}'; it must be one of {', '.join(choices)}.")
+        raise UserError(f"{key} is '{value}'; it must be one of {', '.join(choices)}.")
 
 
 def check_numbers(
@@ -69,7 +71,7 @@ def check_numbers(
         for name in names:
             value = getattr(settings, name)
             if value is not None and not (math.isfinite(value) and fits(value, 0)):
-                raise ValueError(f"{prefix}{name} is {value}; it must {needed}.")
+                raise UserError(f"{prefix}{name} is {value}; it must {needed}.")
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:
@@ -129,7 +131,7 @@ def _converted(kind: Any, value: Any, where: str) -> Any:
         return float(value)
     if isinstance(kind, type) and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
-    raise ValueError(f"{where} is {value!r}; it must be {_with_article(_name_of(kind))}.")
+    raise UserError(f"{where} is {value!r}; it must be {_with_article(_name_of(kind))}.")
 
 
 def _converted_to_one_of(union: Any, value: Any, where: str) -> Any:
@@ -141,7 +143,7 @@ def _converted_to_one_of(union: Any, value: Any, where: str) -> Any:
             return _converted(kind, value, where)
         except ValueError:
             continue
-    raise ValueError(f"{where} is {value!r}; it must be {_with_article(_name_of(union))}.")
+    raise UserError(f"{where} is {value!r}; it must be {_with_article(_name_of(union))}.")
 
 
 def _name_of(kind: Any) -> str:

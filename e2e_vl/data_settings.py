@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from detector.errors import UserError
 from detector.selection_rule import SelectionRule
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.converter import check_choice, check_numbers
@@ -63,7 +64,7 @@ class ResizeSettings:
         check_choice("data.resize.rounding", self.rounding, ("truncate", "detectron2", "torchvision"))
         check_numbers(self, "data.resize.", positive=["long_edge"])
         if not self.short_edge or min(self.short_edge) < 1:
-            raise ValueError(f"data.resize.short_edge is {self.short_edge}; give positive sizes.")
+            raise UserError(f"data.resize.short_edge is {self.short_edge}; give positive sizes.")
 
 
 @dataclass(frozen=True)
@@ -102,4 +103,4 @@ class DataSettings:
     def __post_init__(self) -> None:
         check_numbers(self, "data.", positive=["texts_per_image"], not_negative=["workers", "check_images"])
         if self.canvas is not None and (len(self.canvas) != 2 or not 0 < self.canvas[0] <= self.canvas[1]):
-            raise ValueError(f"data.canvas is {self.canvas}; give its short and its long edge, such as [600, 1200].")
+            raise UserError(f"data.canvas is {self.canvas}; give its short and its long edge, such as [600, 1200].")

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from detector.errors import UserError
+
 Colour = tuple[int, int, int]
 Place = tuple[int, int, int, int]  # x1, y1, x2, y2 in pixels of the picture, x2 and y2 excluded
 
@@ -81,7 +83,7 @@ def draw_boxes(
     texts = [""] * len(boxes) if labels is None else list(labels)
     colours = [PALETTE[row % len(PALETTE)] for row in range(len(boxes))] if colours is None else list(colours)
     if not len(boxes) == len(texts) == len(colours):
-        raise ValueError(f"{len(boxes)} boxes, {len(texts)} labels and {len(colours)} colours: numbers must be equal.")
+        raise UserError(f"{len(boxes)} boxes, {len(texts)} labels and {len(colours)} colours: numbers must be equal.")
     content = _resized(image)
     width, height = (max(side, _MIN_SIDE) for side in content.size)
     scale = np.array(content.size) / (image.shape[1], image.shape[0])

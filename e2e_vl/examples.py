@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int64, UInt8
 
+from detector.errors import UserError
 from e2e_vl.layout import LaidText
 from e2e_vl.samples import FOUND
 from e2e_vl.targets import Targets
@@ -78,7 +79,7 @@ class Placement:
         outside = (boxes[:, 0] >= original_width) | (boxes[:, 1] >= original_height) | (boxes[:, 2:] <= 0).any(axis=1)
         if outside.any():
             row = int(outside.argmax())
-            raise ValueError(
+            raise UserError(
                 f"{name}: box {row} [x1, y1, x2, y2] = {boxes[row].tolist()} lies outside the "
                 f"{original_width} x {original_height} image; correct or remove it"
             )

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from detector.boxes import pairwise_iou
+from detector.errors import UserError
 from detector.interface import Detector, evaluation_mode
 from detector.pixel_masking import mask_pixels, mask_rectangles
 from detector.structures import ImageBatch, Regions
@@ -61,7 +62,7 @@ def label_regions(batch: Batch, detector: Detector, teacher: Detector, rule: Hid
     uses_detector = rule.teacher != "file"
     is_unknown = labels.class_probs is None and labels.found_classes is None
     if not uses_detector and rule.hides and batch.hide is None and is_unknown:
-        raise ValueError(
+        raise UserError(
             "task.config.teacher is file, but the data come without class distributions of their boxes; set it to "
             "frozen or current."
         )
@@ -123,7 +124,7 @@ def hide_regions(batch: Batch, detector: Detector, rule: HidingRule) -> Batch:
         ValueError: pixels are to be hidden, and the batch has saved features.
     """
     if rule.pixels and batch.images.precomputed is not None:
-        raise ValueError(
+        raise UserError(
             "Precomputed features have no pixels to hide, so hidden regions would stay visible; set "
             "task.config.hide_pixels to false and encoder.config.hidden_region_feature to true."
         )

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Int64
 from transformers import PreTrainedTokenizerBase
 
+from detector.errors import UserError
 from e2e_vl.text import mirror_words
 
 Pieces = Sequence[int] | np.ndarray  # wordpiece ids, or values of wordpieces
@@ -123,7 +124,7 @@ class TextWriter:
     def require_room(self, template: Template) -> None:
         """Raises ValueError unless `max_length` leaves room for the special wordpieces of a form."""
         if self.max_length is not None and self.max_length < template.extra:
-            raise ValueError(
+            raise UserError(
                 f"data.max_text_length is {self.max_length}, but the special wordpieces alone need {template.extra}."
             )
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from detector.errors import UserError
 from detector.interface import Detector
 from detector.structures import Regions
 from e2e_vl.encoders.base import Encoder
@@ -134,7 +135,7 @@ class VisionLanguageModel(nn.Module):
         room = self.encoder.max_images
         if room is not None and count > room:
             setting = self.encoder.images_setting
-            raise ValueError(
+            raise UserError(
                 f"A text looks at {count} images, but encoder.config.{setting} has room for {room}; make them agree."
             )
 

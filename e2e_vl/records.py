@@ -38,6 +38,10 @@ FourNumbers = tuple[Pixel, Pixel, Pixel, Pixel]
 Box = Annotated[FourNumbers, Meta(description="four finite numbers [x, y, width, height]")]
 
 
+# what msgspec raises for a value of another kind; UnicodeError: a text with half of a character
+MISFITS = (msgspec.ValidationError, RecursionError, UnicodeError)
+
+
 class Record(msgspec.Struct, gc=False):
     """A kind of record; a format's own have its keys as fields."""
 
@@ -56,7 +60,7 @@ def checked(kind: type[Found], value: Any, where: str, *, remedy: str = REMEDY) 
     """
     try:
         return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except MISFITS as error:
         return _with_whole_numbers(kind, value, where, remedy, error)
 
 
@@ -101,12 +105,12 @@ def parsed_json(data: bytes | str, subject: str, remedy: str = "copy or download
         raise UserError(f"{subject} not valid JSON ({error}); {remedy}") from error
 
 
-def plain(numbers: Iterable[float]) -> list[float]:
+def as_written(numbers: Iterable[float]) -> list[float]:
     """The numbers as a file would have them: whole ones without a point."""
     return [int(number) if number == int(number) else number for number in numbers]
 
 
-def shown(value: Any, limit: int = 100) -> str:
+def in_short(value: Any, limit: int = 100) -> str:
     """The value as Python writes it, cut off where it is long."""
     try:
         text = repr(value)
@@ -154,7 +158,7 @@ def _with_whole_numbers(kind: type[Found], value: Any, where: str, remedy: str, 
         holder[steps[-1]] = int(found)
         try:
             return msgspec.convert(value, kind)
-        except msgspec.ValidationError as other:
+        except MISFITS as other:
             error = other
     raise UserError(f"{where}{_complaint(kind, value, error, remedy)}") from error
 
@@ -163,6 +167,8 @@ def _complaint(kind: type, value: Any, error: Exception, remedy: str) -> str:
     """What is wrong, behind the name of file and record."""
     if isinstance(error, RecursionError):
         return f" has lists within lists, too many to read; {remedy}"
+    if isinstance(error, UnicodeError):
+        return f" has a text with half of a character (a lone surrogate); {remedy}"
     missing = _missing_keys(kind, value)
     if missing:
         return f" has no {', '.join(map(repr, missing))}; {remedy}"
@@ -170,7 +176,7 @@ def _complaint(kind: type, value: Any, error: Exception, remedy: str) -> str:
     steps = _steps(kind, value, path)
     place = _written(steps)
     if steps and (expected := _description(kind, steps[0])):
-        return f": {steps[0]} is {shown(_at(value, steps[:1]))}, expected {expected}; {remedy}"
+        return f": {steps[0]} is {in_short(_at(value, steps[:1]))}, expected {expected}; {remedy}"
     if found := _MISSING.fullmatch(what):
         return f": {place} has no {found[1]!r}; {remedy}"
     wrong = _at(value, steps)
@@ -179,7 +185,7 @@ def _complaint(kind: type, value: Any, error: Exception, remedy: str) -> str:
     expected = _expected(what, wrong)
     if expected is None:  # a rule of the record's own
         return f"{': ' + place if place else ''}: {what}; {remedy}"
-    return f"{': ' + place if place else ''} is {shown(wrong)}, expected {expected}; {remedy}"
+    return f"{': ' + place if place else ''} is {in_short(wrong)}, expected {expected}; {remedy}"
 
 
 def _parts(error: Exception) -> tuple[str, str]:
@@ -209,7 +215,7 @@ def _wrong_key(kind: type, value: Any, steps: list[str | int], path: str) -> Any
     for key, entry in entries.items():
         try:
             msgspec.convert(_replaced(value, steps, {key: entry}), kind)
-        except msgspec.ValidationError as error:
+        except MISFITS as error:
             if _parts(error)[1] == path:
                 return key
     return None

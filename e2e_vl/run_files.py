@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from detector.errors import UserError
+from detector.errors import MissingFileError, UserError
 from detector.plain_json import parse_plain_json
 from detector.plain_json import read_plain_json as read_plain_json  # reports find it here
 from e2e_vl.whole_files import json_text, without_nan, write_text
@@ -102,13 +102,13 @@ def check_output(path: Path, *, may_replace: bool = False) -> None:
         ValueError: the path is a folder, lies below a file, or is an existing file inside of a run or a saved model.
     """
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; name the file that is to be written as --output.")
+        raise UserError(f"{path} is a folder; name the file that is to be written as --output.")
     place = next(folder for folder in path.absolute().parents if folder.exists())
     if not place.is_dir():
-        raise ValueError(f"{path}: {place} is a file, not a folder; choose another --output.")
+        raise UserError(f"{path}: {place} is a file, not a folder; choose another --output.")
     runs = [*filter(_holds_run, path.resolve().parents)]  # a saved model lies in the folder of its run
     if path.exists() and runs and not may_replace:
-        raise ValueError(f"{path} belongs to the run {runs[-1]} and is not replaced; choose another --output.")
+        raise UserError(f"{path} belongs to the run {runs[-1]} and is not replaced; choose another --output.")
 
 
 def _holds_run(folder: Path) -> bool:
@@ -129,7 +129,7 @@ def model_folder(folder: Path) -> Path:
     if (folder / "config.yaml").is_file() and (folder / "encoder").is_dir():
         return folder
     if not (folder / "model" / "config.yaml").is_file():
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"{folder} holds no trained model (no model/config.yaml); give a run directory of tools/train.py."
         )
     return folder / "model"

@@ -15,6 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from detector.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class EncodedImage:
@@ -244,12 +246,12 @@ class Question:
         """
         wanted = len(text.looks_at)
         if len(self.images) != wanted:
-            raise ValueError(
+            raise UserError(
                 f"Texts of this run are about {wanted} image{'s' if wanted > 1 else ''}, and {len(self.images)} "
                 f"{'are' if len(self.images) > 1 else 'is'} given; give {wanted} per text."
             )
         if self.others and (self.boxes is not None or self.hidden is not None):
-            raise ValueError("Boxes of several images cannot be told apart; leave all boxes out.")
+            raise UserError("Boxes of several images cannot be told apart; leave all boxes out.")
         boxes = hide = None
         if objects is None and self.boxes is not None:
             boxes = CandidateBoxes(self.boxes.boxes, self.boxes.origin)
@@ -272,9 +274,9 @@ class Question:
     def refuse_choices(self, what: str) -> None:
         """Raises ValueError if there are choices or an answer although the task takes none."""
         if self.choices or self.answer is not None:
-            raise ValueError(f"{what} takes neither choices nor an answer; leave them out.")
+            raise UserError(f"{what} takes neither choices nor an answer; leave them out.")
 
     def refuse_hidden(self) -> None:
         """Raises ValueError if boxes are to be hidden although the task cannot answer for them."""
         if self.hidden is not None:
-            raise ValueError("Only a pre-training run says what a hidden region is; hide no boxes.")
+            raise UserError("Only a pre-training run says what a hidden region is; hide no boxes.")

@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Bool, Int64, Shaped
 from torch import Tensor
 
+from detector.errors import UserError
 from detector.structures import Movable
 
 
@@ -51,14 +52,14 @@ class Targets(Movable):
         """The targets of M texts, in their order.
 
         Raises:
-            ValueError: a value that some texts have and others lack, or values of different shapes.
+            UserError: a value that some texts have and others lack, or values of different shapes.
         """
         joined = {}
         for field in dataclasses.fields(cls):
             values = [getattr(text, field.name) for text in texts]
             missing = [value is None for value in values]
             if any(missing) and not all(missing):
-                raise ValueError(
+                raise UserError(
                     f"{cls.__name__}: {field.name} is known for some texts of a batch and unknown for others; use data "
                     "of one kind."
                 )
@@ -143,4 +144,4 @@ def _ragged(values: list[Any], name: str, row: tuple[int, ...] = ()) -> Ragged:
 
 def _require_one_shape(shapes: set[tuple[int, ...]], name: str) -> None:
     if len(shapes) > 1:
-        raise ValueError(f"{name} has different shapes in one batch: {sorted(shapes)}.")
+        raise UserError(f"{name} has different shapes in one batch: {sorted(shapes)}.")

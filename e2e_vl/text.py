@@ -13,7 +13,7 @@ from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 
-from detector.errors import UserError
+from detector.errors import MissingFileError, UserError
 from detector.plain_json import read_plain_json
 from e2e_vl.run_files import looks_like_hub_name
 from e2e_vl.whole_files import write_text
@@ -42,33 +42,41 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
         return _read_vocabulary(path)
     if path.is_dir():
         if not ((path / "tokenizer.json").is_file() or (path / "vocab.txt").is_file()):
-            raise ValueError(
+            raise UserError(
                 f"{path}: the folder holds neither tokenizer.json nor vocab.txt; give the folder that the tokenizer's "
                 "save_pretrained wrote, or a vocab.txt"
             )
         if not (path / "tokenizer_config.json").is_file() and (path / "vocab.txt").is_file():
             return _read_vocabulary(path / "vocab.txt")
-        for file in sorted(path.glob("*.json")):
-            read_plain_json(file, max_bytes=MAX_BYTES)  # transformers reads them without any bounds
-        try:
-            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(
-                f"{path}: the files of the tokenizer do not fit together ({type(error).__name__}); save it again, or "
-                "get the whole folder."
-            ) from error
+        return _saved_tokenizer(path)
     if not looks_like_hub_name(str(name_or_path)):
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"{path}: no tokenizer there; give an existing vocab.txt (e2e_vl.text.build_vocabulary writes one), a "
             "folder written by save_pretrained, or a hub name such as bert-base-uncased"
         )
     try:
         return AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"{name_or_path}: neither a local file or folder nor a tokenizer that could be loaded from the hub "
             f"({str(error).splitlines()[0]}); check the name and the connection, or give a local vocab.txt"
         ) from error
+
+
+def _saved_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """What `save_pretrained` wrote. Raises UserError, whatever transformers and tokenizers raise for a damaged file."""
+    for file in sorted(folder.glob("*.json")):
+        read_plain_json(file, max_bytes=MAX_BYTES)  # transformers reads them without any bounds
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        is_usable = tokenizer.is_fast and all(isinstance(one, int) for one in tokenizer.encode("a"))
+    except Exception as error:  # tokenizers raise nothing more special
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    else:
+        if is_usable:
+            return tokenizer
+        why = "it makes no wordpieces"
+    raise UserError(f"{folder}: the tokenizer in it cannot be read ({why}); save or copy the folder again")
 
 
 def _read_vocabulary(path: Path) -> BertTokenizer:
@@ -76,7 +84,7 @@ def _read_vocabulary(path: Path) -> BertTokenizer:
         # split("\n"): other line breaks, such as U+2028, may be wordpieces
         words = [line.rstrip("\r") for line in path.read_text(encoding="utf-8").split("\n")]
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: not a UTF-8 text file, so not a vocabulary; one wordpiece per line is expected"
         ) from error
     if words and not words[-1]:
@@ -84,10 +92,10 @@ def _read_vocabulary(path: Path) -> BertTokenizer:
     vocabulary = {word: index for index, word in enumerate(words)}
     missing = [token for token in SPECIAL_TOKENS if token not in vocabulary]
     if missing:
-        raise ValueError(f"{path}: the vocabulary lacks {', '.join(missing)}; a BERT-style vocab.txt has them as lines")
+        raise UserError(f"{path}: the vocabulary lacks {', '.join(missing)}; a BERT-style vocab.txt has them as lines")
     if len(vocabulary) != len(words):
         word = next(word for word, count in collections.Counter(words).items() if count > 1)
-        raise ValueError(f"{path}: the wordpiece {word!r} is on several lines; remove all but one")
+        raise UserError(f"{path}: the wordpiece {word!r} is on several lines; remove all but one")
     return BertTokenizer(vocab=vocabulary)
 
 
@@ -136,7 +144,7 @@ def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:
     """
     counts = collections.Counter(word for sentence in sentences for word in split_words(sentence))
     if not counts:
-        raise ValueError(f"{path}: no vocabulary can be built, there is no word in the sentences")
+        raise UserError(f"{path}: no vocabulary can be built, there is no word in the sentences")
     words = sorted(counts, key=lambda word: (-counts[word], word))
     characters = sorted({*"".join(counts), *string.ascii_lowercase, *string.digits})
     vocabulary = list(dict.fromkeys([*SPECIAL_TOKENS, *words, *characters, *(f"##{char}" for char in characters)]))

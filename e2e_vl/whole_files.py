@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from detector.errors import UserError
 from detector.plain_json import read_plain_json
 from e2e_vl.file_names import inside
 
@@ -41,7 +42,7 @@ def json_text(value: Any, name: str, *, indent: int | None = None) -> str:
         if not places:
             raise
         more = f" (and {len(places) - 1} more)" if len(places) > 1 else ""
-        raise ValueError(
+        raise UserError(
             f"{name}: {places[0]}{more} is NaN or infinite, so the model has diverged; lower train.lr, or use an "
             "earlier checkpoint."
         ) from error

@@ -17,11 +17,11 @@ from e2e_vl.records import (
     Score,
     Side,
     Words,
+    as_written,
     checked,
     decoded,
+    in_short,
     parsed_json,
-    plain,
-    shown,
 )
 
 
@@ -37,6 +37,7 @@ class Row(Record):
     scores: dict[str, list[dict[str, Score]]] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
     width: Side = 1
+    note: str = ""
     label: Annotated[Literal["x", "y"], Meta(description='"x" or "y"')] = "x"
 
 
@@ -80,6 +81,7 @@ def test_whole_numbers_may_be_written_with_a_point():
         ({"parts": [{"answer": "x"}, {"answer": 3}]}, "f: row 3: parts[1].answer is 3, expected a text"),
         ({"parts": [{}]}, "f: row 3: parts[0] has no 'answer'"),
         ({"parts": [4]}, "f: row 3: parts[0] is 4, expected an object"),
+        ({"\ud83d": 1}, "f: row 3 has a text with half of a character"),
         ({"label": "z"}, 'f: row 3: label is \'z\', expected "x" or "y"'),
     ],
 )
@@ -121,13 +123,13 @@ def test_texts_that_are_not_json(text: str | bytes):
 
 
 def test_what_only_pythons_decoder_reads_is_read_too():
-    text = r'{"id": 1, "corners": [1, 2, 3, 4], "text": "\ud83d", "more": NaN}'
-    assert decoded(Row, text, "f").text == "\ud83d"
+    text = r'{"id": 1, "corners": [1, 2, 3, 4], "note": "\ud83d", "more": NaN}'
+    assert decoded(Row, text, "f").note == "\ud83d"
     with pytest.raises(UserError, match=r"f \(seven\): corners\[0\] is nan, expected a finite number"):
         decoded(Row, '{"id": 1, "corners": [NaN, 2, 3, 4], "name": "seven"}', "f", key="name")
 
 
 def test_values_are_shown_in_short():
-    assert shown("a" * 200).endswith("...") and len(shown("a" * 200)) < 120
-    assert shown(10**5000) == "a int too long to show"
-    assert plain((1.0, 2.5)) == [1, 2.5]
+    assert in_short("a" * 200).endswith("...") and len(in_short("a" * 200)) < 120
+    assert in_short(10**5000) == "a int too long to show"
+    assert as_written((1.0, 2.5)) == [1, 2.5]

@@ -6,6 +6,7 @@ import dataclasses
 import typing
 from typing import Any, Literal
 
+from detector.errors import UserError
 from e2e_vl.converter import check_choice
 
 Piece = Literal["last", "first", "mean"]
@@ -81,10 +82,10 @@ class AttentionChoices:
                 check_choice(option_name(name), str(getattr(self, name)), map(str, allowed))
         for name in ("min_iou", "active_above"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{option_name(name)} is {getattr(self, name)}; it must be from 0 to 1.")
+                raise UserError(f"{option_name(name)} is {getattr(self, name)}; it must be from 0 to 1.")
         for name in ("min_count", "most_relations"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{option_name(name)} is {getattr(self, name)}; it must be at least 1.")
+                raise UserError(f"{option_name(name)} is {getattr(self, name)}; it must be at least 1.")
 
     def describe(self) -> list[dict[str, Any]]:
         """Of each option its `name`, `value`, `default` and `meaning`."""
@@ -117,7 +118,7 @@ def parse_head(text: str, first_number: int = 0) -> tuple[str | None, int, int]:
     graph, colon, numbers = text.rpartition(":")
     layer, dash, head = numbers.partition("-")
     if not (dash and layer.isdecimal() and head.isdecimal()) or (colon and not graph):
-        raise ValueError(f"--heads has '{text}'; write a head as LAYER-HEAD such as 10-1, or GRAPH:LAYER-HEAD.")
+        raise UserError(f"--heads has '{text}'; write a head as LAYER-HEAD such as 10-1, or GRAPH:LAYER-HEAD.")
     if min(int(layer), int(head)) < first_number:
-        raise ValueError(f"--heads has '{text}', but layers and heads are counted from {first_number}.")
+        raise UserError(f"--heads has '{text}', but layers and heads are counted from {first_number}.")
     return graph or None, int(layer) - first_number, int(head) - first_number

@@ -11,6 +11,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
+from detector.errors import UserError
 from e2e_vl.analysis.attention_choices import AttentionChoices
 from e2e_vl.analysis.attention_figures import draw_entity_figure, draw_relation_figure
 from e2e_vl.analysis.attention_page import write_page
@@ -88,9 +89,9 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
     config, model, tokenizer = load_model(request.run, overrides=own)
     if config.data.blank_text or config.data.blank_image:
         missing = "text" if config.data.blank_text else "image"
-        raise ValueError(f"{request.run}: a run without the {missing} grounds nothing; choose another run.")
+        raise UserError(f"{request.run}: a run without the {missing} grounds nothing; choose another run.")
     if not model.encoder.attention_graphs:
-        raise ValueError(
+        raise UserError(
             f"{request.run}: the encoder {config.encoder.name} gives no attention maps; choose another run."
         )
     if request.data is not None:
@@ -170,11 +171,11 @@ def write_results(
 def check_results_folder(folder: Path) -> None:
     """Raises ValueError if the folder holds anything but an earlier analysis, which is replaced as a whole."""
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; choose another --output, a folder for the results.")
+        raise UserError(f"{folder} is a file; choose another --output, a folder for the results.")
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if not any(fnmatch.fnmatchcase(name, own) for own in WRITTEN):
-            raise ValueError(
+            raise UserError(
                 f"{folder} holds {name}, which is no result of an analysis, and is not replaced; choose another "
                 "--output, or take it out."
             )

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from jaxtyping import Bool, Int64
 
+from detector.errors import UserError
 from e2e_vl.analysis.parses import Parses, PlacedWord
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.samples import Sample, SampleText
@@ -87,14 +88,14 @@ class CaptionWording(Wording):
         """
         stated = text.phrases
         if stated is None or stated.boxes is None or not text.looks_at:
-            raise ValueError(
+            raise UserError(
                 f"text {text.index} ('{text.words}') has no phrases with boxes; give data that state phrases."
             )
         found = [covered_pieces(places, own, uncut, span) for span in stated.spans]
         kept = [row for row, span in enumerate(found) if span is not None]
         parsed = None if self.parses is None else self.parses.find(text.words)
         if parsed is None and self.parses is not None and self.needs_parses:
-            raise ValueError(
+            raise UserError(
                 f"{self.parses.origin}: the caption '{text.words}' has no parse; parse it, or give --missing-parse "
                 "skip."
             )

@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from detector.errors import UserError
+
 Maps = Float[Tensor, "layers heads slots slots"]
 
 
@@ -63,7 +65,7 @@ class HeadSums:
         self.hits += judged.hits.sum(dim=2).double().cpu() * weight
         self.attention += judged.attention.double().sum(dim=2).cpu() * weight
         if set(judged.baselines) != set(self.baselines):
-            raise ValueError(
+            raise UserError(
                 "Some regions have scores and others have none, so their baselines differ; give boxes of one kind."
             )
         for name, values in judged.baselines.items():

@@ -14,6 +14,7 @@ import torch
 from matplotlib import colormaps
 from PIL import Image
 
+from detector.errors import UserError
 from detector.images import load_image
 from e2e_vl.analysis.attention_choices import AttentionChoices, parse_head
 from e2e_vl.analysis.attention_figures import draw_word_map
@@ -66,10 +67,10 @@ def chosen_heads(
         graph, layer, head = parse_head(word, choices.first_number)
         graph = graph or reads[0]
         if graph not in graphs:
-            raise ValueError(f"--heads has '{word}', but the encoder has the graphs {', '.join(graphs)}.")
+            raise UserError(f"--heads has '{word}', but the encoder has the graphs {', '.join(graphs)}.")
         layers, first = len(graphs[graph].steps), choices.first_number
         if layer >= layers or head >= num_heads:
-            raise ValueError(
+            raise UserError(
                 f"--heads has '{word}', but the graph {graph} has the layers {first} to {layers - 1 + first} with the "
                 f"heads {first} to {num_heads - 1 + first}."
             )

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from detector.errors import UserError
 from e2e_vl.data.formats.conllu import ParsedWord, read_conllu
 
 _SIGNS = {
@@ -49,7 +50,7 @@ class Parses:
             forms = [word.form for word in words if not word.joined]
             own = found.setdefault(plain_characters("".join(forms)), tuple(words))
             if own != tuple(words):
-                raise ValueError(
+                raise UserError(
                     f"{origin}: the sentence '{' '.join(forms)}' is parsed twice, and not alike; remove one of the two"
                 )
         return cls(found, origin)
@@ -85,7 +86,7 @@ def place_words(parsed: Sequence[ParsedWord], words: str) -> list[PlacedWord]:
             span = start, end
         placed.append(PlacedWord(span, word.governor, word.relation))
     if words[end:].strip():
-        raise ValueError(f"The parse of '{words}' ends before '{words[end:].strip()}'; parse the caption again.")
+        raise UserError(f"The parse of '{words}' ends before '{words[end:].strip()}'; parse the caption again.")
     return placed
 
 
@@ -102,7 +103,7 @@ def _end_of(form: str, words: str, start: int) -> int:
         else:
             return at
     near = words[start : start + 20]
-    raise ValueError(f"The parse of '{words}' has the word '{form}' where '{near}' stands; parse the caption again.")
+    raise UserError(f"The parse of '{words}' has the word '{form}' where '{near}' stands; parse the caption again.")
 
 
 def read_parses(path: str | Path) -> Parses:
@@ -113,7 +114,7 @@ def read_parses(path: str | Path) -> Parses:
     """
     parses = Parses.of(read_conllu(path), str(path))
     if not parses.by_text:
-        raise ValueError(f"{path}: there is no sentence in the file; parse the captions first")
+        raise UserError(f"{path}: there is no sentence in the file; parse the captions first")
     return parses
 
 
@@ -128,11 +129,11 @@ def parse_with_spacy(texts: Iterable[str], model: str) -> Parses:
 
         pipeline = spacy.load(model, exclude=["ner", "lemmatizer"])
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             "Parsing needs the package spacy; install it (pip install spacy), or give a CoNLL-U file of parses."
         ) from error
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"spaCy has no model '{model}'; install it (python -m spacy download {model}), or give a CoNLL-U file of "
             "parses."
         ) from error
@@ -143,7 +144,7 @@ def _spacy_sentences(pipeline, texts: Iterable[str]) -> Iterator[list[ParsedWord
     """The words of each different text; words of white space are no words."""
     for document in pipeline.pipe(dict.fromkeys(texts)):
         if not document.has_annotation("DEP"):
-            raise ValueError("the spaCy model has no parser; choose one that has, such as en_core_web_sm.")
+            raise UserError("the spaCy model has no parser; choose one that has, such as en_core_web_sm.")
         kept = [token for token in document if not token.is_space]
         rows = {token.i: row for row, token in enumerate(kept)}
         yield [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from accelerate.utils import parse_flag_from_env
 
+from detector.errors import UserError
 from e2e_vl.engine.launch import refuse_missing_gpus
 
 
@@ -23,9 +24,9 @@ def chosen_device(device: str | torch.device | None) -> torch.device:
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device is {device!r}; give a name such as 'cpu', 'cuda' or 'cuda:1'.") from error
+        raise UserError(f"device is {device!r}; give a name such as 'cpu', 'cuda' or 'cuda:1'.") from error
     if wanted.type != "cpu" and (wanted.index or 0) >= _count(wanted.type):
-        raise ValueError(f"device is '{wanted}', but torch finds no such device on this machine; use 'cpu'.")
+        raise UserError(f"device is '{wanted}', but torch finds no such device on this machine; use 'cpu'.")
     return wanted
 
 

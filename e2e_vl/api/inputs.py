@@ -50,13 +50,13 @@ def image_file(image: ImageInput) -> ImageFile:
     if isinstance(image, np.ndarray):
         is_picture = image.ndim == 2 or (image.ndim == 3 and image.shape[2] in (3, 4))
         if image.dtype != np.uint8 or not is_picture or image.size == 0:
-            raise ValueError(
+            raise UserError(
                 "An image array must be uint8, [height, width, 3] in RGB, [height, width, 4] in RGBA or [height, width]"
                 f" in grey, not {image.dtype} {list(image.shape)}."
             )
         image = Image.fromarray(image)
     if not isinstance(image, Image.Image):
-        raise ValueError(
+        raise UserError(
             f"An image is a path, bytes, a PIL image or a uint8 array, not {type(image).__name__}; open it first."
         )
     _check_unread(image)
@@ -65,7 +65,7 @@ def image_file(image: ImageInput) -> ImageFile:
     except (MemoryError, *_DAMAGED) as error:
         raise UserError(f"Image {_IN_MEMORY} is closed, damaged or cut off ({error}); open it again.") from error
     if not image.width or not image.height:
-        raise ValueError(f"Image {_IN_MEMORY} has {image.width} x {image.height} pixels; give one with pixels.")
+        raise UserError(f"Image {_IN_MEMORY} has {image.width} x {image.height} pixels; give one with pixels.")
     upright, stream = Image.Exif(), io.BytesIO()
     with contextlib.suppress(Exception):  # a damaged EXIF block raises many kinds of errors, and the picture is fine
         upright[_ORIENTATION] = int(image.getexif().get(_ORIENTATION, 1))
@@ -100,16 +100,16 @@ def _storable(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 32-bit grey, or 16-bit grey with another order of bytes
         values = np.asarray(image)
         if values.min() < 0 or values.max() > _HIGHEST:
-            raise ValueError(f"Image {_IN_MEMORY} has 32-bit pixels; convert it to 8 or 16 bits per channel.")
+            raise UserError(f"Image {_IN_MEMORY} has 32-bit pixels; convert it to 8 or 16 bits per channel.")
         return Image.fromarray(values.astype(np.uint16))
     if image.mode == "F":
-        raise ValueError(f"Image {_IN_MEMORY} has floating-point pixels; convert it to 8 bits per channel.")
+        raise UserError(f"Image {_IN_MEMORY} has floating-point pixels; convert it to 8 bits per channel.")
     steps = {"RGBa": ("RGBA",), "La": ("LA",), "PA": ("RGBA",)}.get(image.mode, ("RGB",))
     try:
         for mode in steps:
             image = image.convert(mode)
     except ValueError as error:  # LAB
-        raise ValueError(
+        raise UserError(
             f"Image {_IN_MEMORY} has the mode {image.mode}, which PIL cannot turn into RGB; convert it first."
         ) from error
     return image
@@ -144,14 +144,14 @@ def as_lists(image: Any, text: Any) -> tuple[list[Any], list[str], bool]:
     images = images if images is not None else [image] * count
     texts = texts if texts is not None else [text] * count
     if not count or len(images) != len(texts):
-        raise ValueError(
+        raise UserError(
             f"A list of length {len(images)} as image and one of length {len(texts)} as text do not go together; give "
             "one text per image."
         )
     if not all(isinstance(one, str) for one in texts):
-        raise ValueError("A text must be a string; for several texts give a list of strings.")
+        raise UserError("A text must be a string; for several texts give a list of strings.")
     if any(isinstance(one, tuple) and not one for one in images):
-        raise ValueError("A tuple of images is empty; give the images that the text is about.")
+        raise UserError("A tuple of images is empty; give the images that the text is about.")
     return images, texts, is_single
 
 
@@ -168,9 +168,9 @@ def as_choices(choices: Any, count: int) -> list[tuple[str, ...]]:
         return [tuple(rows)] * count
     rows = [_plain(row) for row in rows] if isinstance(rows, list) else None
     if rows is None or not all(isinstance(row, list) and all(isinstance(one, str) for one in row) for row in rows):
-        raise ValueError("choices must be a list of strings, or a list of such lists with one list per question.")
+        raise UserError("choices must be a list of strings, or a list of such lists with one list per question.")
     if len(rows) != count:
-        raise ValueError(f"choices holds {len(rows)} lists for {count} questions; give one list per question.")
+        raise UserError(f"choices holds {len(rows)} lists for {count} questions; give one list per question.")
     return [tuple(row) for row in rows]
 
 
@@ -184,9 +184,9 @@ def as_answers(answer: Any, count: int) -> list[str | None]:
     if rows is None or isinstance(rows, str):
         return [rows] * count
     if not isinstance(rows, list) or not all(isinstance(one, str) for one in rows):
-        raise ValueError("answer must be a string, or a list with one string per question.")
+        raise UserError("answer must be a string, or a list with one string per question.")
     if len(rows) != count:
-        raise ValueError(f"answer holds {len(rows)} strings for {count} questions; give one per question.")
+        raise UserError(f"answer holds {len(rows)} strings for {count} questions; give one per question.")
     return rows
 
 
@@ -216,15 +216,15 @@ def given_boxes(boxes: Any, origin: str) -> AnnotatedObjects | None:
     try:
         array = np.asarray(boxes, dtype=np.float64)
     except (ValueError, TypeError, RuntimeError) as error:  # rows of different lengths, no numbers, a tensor with grad
-        raise ValueError(f"{origin} must be numbers [R, 4], one row x1, y1, x2, y2 per box.") from error
+        raise UserError(f"{origin} must be numbers [R, 4], one row x1, y1, x2, y2 per box.") from error
     array = array[None] if array.shape == (4,) else array
     if array.ndim == 3:
-        raise ValueError(
+        raise UserError(
             f"{origin} must be numbers [R, 4], not {list(array.shape)}: they hold for all questions of a call; ask "
             "about each set of boxes in a call of its own."
         )
     if array.ndim != 2 or array.shape[1] != 4 or not len(array):
-        raise ValueError(
+        raise UserError(
             f"{origin} must be numbers [R, 4] with at least one row x1, y1, x2, y2, not {list(array.shape)}; without "
             "candidates of your own leave them out."
         )
@@ -235,5 +235,5 @@ def given_boxes(boxes: Any, origin: str) -> AnnotatedObjects | None:
 def require_some(boxes: AnnotatedObjects) -> AnnotatedObjects:
     """Return the boxes unchanged. Raises ValueError if the list is empty."""
     if not len(boxes):
-        raise ValueError(f"{boxes.origin}: there is no box; give at least one, or leave the boxes out.")
+        raise UserError(f"{boxes.origin}: there is no box; give at least one, or leave the boxes out.")
     return boxes

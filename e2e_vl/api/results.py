@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from detector.errors import UserError
 from detector.images import ResizeRule, decode_resized, load_resized, resize_boxes
 from e2e_vl.api.inputs import ImageFile, stamp_of
 from e2e_vl.drawing import draw_boxes
@@ -152,7 +153,7 @@ def _picture(
     """Boxes in pixels of the original image, drawn on it; `covered` boxes hide what is in them."""
     found = stamp_of(image)
     if found is not None and found != stamp:
-        raise ValueError(f"{image} was changed after the model looked at it, so the boxes do not fit; ask again.")
+        raise UserError(f"{image} was changed after the model looked at it, so the boxes do not fit; ask again.")
     if isinstance(image, EncodedImage):
         pixels, size = decode_resized(image.content, image.name, SHOWN_SIZE, "RGB")
     else:

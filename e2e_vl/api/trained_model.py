@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import ModelCard, ModelHubMixin, snapshot_download
 from transformers import PreTrainedTokenizerBase
 
+from detector.errors import MissingFileError, UserError
 from detector.images import ResizeRule
 from detector.plain_json import read_plain_json
 from detector.selection_rule import SelectionRule
@@ -269,7 +270,7 @@ class TrainedModel(
     def require_boxes(self) -> None:
         """Raises ValueError unless the model answers a phrase with a box."""
         if not self.network.task.points_at_box:
-            raise ValueError(
+            raise UserError(
                 f"{self.source} was trained for the task '{self.settings.task.name}', which does not answer a phrase "
                 "with a box; give a run of a task that does."
             )
@@ -315,25 +316,25 @@ class TrainedModel(
 
     def _require_detector(self) -> None:
         if self.settings.detector.backend == "precomputed":
-            raise ValueError(
+            raise UserError(
                 f"{self.source} reads saved region features, so it cannot look at an image; give a run with a detector."
             )
 
     def _require_answers(self, questions: Sequence[Question]) -> None:
         """Raises ValueError if the model does not answer texts about images, or if a text is empty."""
         if not self.network.task.answers_questions:
-            raise ValueError(
+            raise UserError(
                 f"{self.source} was trained for the task '{self.settings.task.name}', which does not answer a text; "
                 "give a run of a task that does."
             )
         data = self.settings.data
         if data.blank_text or data.blank_image:
             missing = "text" if data.blank_text else "image"
-            raise ValueError(
+            raise UserError(
                 f"{self.source} is a control that was trained without seeing any {missing}; give another run."
             )
         if not all(question.text.strip() or question.hidden is not None for question in questions):
-            raise ValueError("The text is empty; write what to ask or to look for.")
+            raise UserError("The text is empty; write what to ask or to look for.")
 
     @classmethod
     def from_folder(cls, folder: str | Path, device: str | torch.device | None = None) -> TrainedModel:
@@ -397,7 +398,7 @@ def load(source: str | Path, device: str | torch.device | None = None) -> Traine
     try:
         folder = snapshot_download(str(source))
     except (OSError, ValueError) as error:  # no such model, no connection, or offline
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"{source}: neither a local folder nor a model that could be loaded from the hub "
             f"({str(error).splitlines()[0]}); check the name and the connection, or give a run directory."
         ) from error

@@ -24,6 +24,7 @@ import dataclasses
 import typing
 from pathlib import Path
 
+from detector.errors import UserError
 from e2e_vl.analysis.attention_choices import AttentionChoices, option_name, parse_head
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.command_line import make_parser, says_errors
@@ -81,7 +82,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         own = [word for word in arguments.overrides if word.startswith("data.")]
         load_config(arguments.data, [*own, "output=unused"])
     if arguments.pictures < 0 or (arguments.max_images is not None and arguments.max_images < 1):
-        raise ValueError("--pictures must not be negative, and --max-images must be at least 1.")
+        raise UserError("--pictures must not be negative, and --max-images must be at least 1.")
     choices = AttentionChoices(
         **{field.name: getattr(arguments, field.name) for field in dataclasses.fields(AttentionChoices)}
     )

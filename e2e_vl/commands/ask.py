@@ -44,7 +44,7 @@ KEYS = ("image", "text")  # of a question in a JSON file
 IMAGE_ENDS = (".jpg", ".jpeg", ".png")
 
 
-class _Asked(Record):
+class _AskedText(Record):
     image: Name
     text: str
 
@@ -106,8 +106,8 @@ def ask(arguments: argparse.Namespace) -> None:
     if failures:
         reasons = list(dict.fromkeys(failures[number] for number in sorted(failures)))
         if len(questions) == 1:
-            raise ValueError(reasons[0])
-        raise ValueError(f"{len(failures)} of {len(questions)} questions have no answer: {' | '.join(reasons)}")
+            raise UserError(reasons[0])
+        raise UserError(f"{len(failures)} of {len(questions)} questions have no answer: {' | '.join(reasons)}")
 
 
 def _answer(arguments: argparse.Namespace, questions: list[Question], asked: list[int]) -> dict[int, str]:
@@ -152,9 +152,9 @@ def questions_of(arguments: argparse.Namespace) -> list[Question]:
             another form.
     """
     if arguments.json is not None and (arguments.image or arguments.text is not None or arguments.pair):
-        raise ValueError("--json holds images and texts; leave --image, --text and --pair out beside it.")
+        raise UserError("--json holds images and texts; leave --image, --text and --pair out beside it.")
     if arguments.json is None and (not arguments.image or arguments.text is None):
-        raise ValueError("Give either --image and --text, or --json with both.")
+        raise UserError("Give either --image and --text, or --json with both.")
     if arguments.json is not None:
         asked = [((image,), text) for image, text in _read_questions(arguments.json)]
     elif arguments.pair:
@@ -163,7 +163,7 @@ def questions_of(arguments: argparse.Namespace) -> list[Question]:
         asked = [((image,), arguments.text) for path in arguments.image for image in _images(path)]
     boxes = None if arguments.boxes is None else read_boxes(arguments.boxes)
     if boxes is not None and not len(boxes):
-        raise ValueError(f"{boxes.origin}: there is no box; give at least one, or leave --boxes out.")
+        raise UserError(f"{boxes.origin}: there is no box; give at least one, or leave --boxes out.")
     hidden = None if arguments.hide is None else read_boxes(arguments.hide, "--hide")
     return [
         Question(
@@ -187,11 +187,11 @@ def _read_questions(path: Path) -> list[tuple[Path, str]]:
     """
     rows = read_json(path, "questions")
     if not isinstance(rows, list) or not rows:
-        raise ValueError(f'{path}: expected a list of {{"image": FILE, "text": TEXT}}.')
+        raise UserError(f'{path}: expected a list of {{"image": FILE, "text": TEXT}}.')
     asked = []
     for number, row in enumerate(rows):
         where = f"{path}: question {number}"
-        one = checked(_Asked, row, where, remedy="correct the question")
+        one = checked(_AskedText, row, where, remedy="correct the question")
         unknown = [key for key in row if key not in KEYS]
         if unknown:
             raise UserError(f"{where} has the key '{unknown[0]}'; only {' and '.join(KEYS)} are known.")
@@ -204,7 +204,7 @@ def _images(path: Path) -> list[Path]:
         return [path]
     images = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_ENDS)
     if not images:
-        raise ValueError(f"{path} holds no JPEG or PNG file; give a folder of images.")
+        raise UserError(f"{path} holds no JPEG or PNG file; give a folder of images.")
     return images
 
 

@@ -26,6 +26,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from detector.errors import UserError
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.commands.early_check import check_part_names
 from e2e_vl.config import load_config
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     for name in ("images", "processes", "examples"):
         number = getattr(options, name)
         if number is not None and number < 1:
-            raise ValueError(f"--{name} is {number}; give a positive number.")
+            raise UserError(f"--{name} is {number}; give a positive number.")
     config = load_config(options.config, [*options.overrides, "output=unused"])
     others = [(str(path), load_config(path, ["output=unused"])) for path in options.others]
     for one in (config, *(other for _, other in others)):

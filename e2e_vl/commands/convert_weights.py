@@ -36,6 +36,7 @@ import sys
 from pathlib import Path
 
 from detector.choices import EXPECTED_PARTS
+from detector.errors import MissingFileError, UserError
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.config import load_config
 
@@ -65,13 +66,13 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     if options.run is not None:
         import_official(options.weights, options.run, options.output, options.overrides)
     elif options.overrides:
-        raise ValueError(f"{options.overrides[0]}: settings are for --run.")
+        raise UserError(f"{options.overrides[0]}: settings are for --run.")
     elif options.config is not None:
         convert(options.weights, options.config, options.output, options.expect)
     elif options.output.suffix in (suffixes := official_suffixes()):
         export_official(options.weights, options.output)
     else:
-        raise ValueError(
+        raise UserError(
             f"What is {options.weights}? Give --config for a detector, --run for an official model, or a run "
             f"directory and an --output that ends with {' or '.join(suffixes)}."
         )
@@ -82,7 +83,7 @@ def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
     """Read, check, print the report, and write the tensors that were matched: nothing random gets into the file."""
     is_folder = output.suffix not in (".pth", ".safetensors")
     if is_folder and (output.is_file() or output.suffix in (".pkl", ".pt", ".bin", ".model")):
-        raise ValueError(f"{output} is not a folder, a .pth or a .safetensors file.")
+        raise UserError(f"{output} is not a folder, a .pth or a .safetensors file.")
     # late: they import torch
     from detector.checkpoint import CONFIG_NAME, WEIGHTS_NAME, convert_checkpoint, load_converted, save_weights
     from detector.detector_config import DetectorConfig
@@ -103,12 +104,12 @@ def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
 def import_official(weights: Path, run: Path, output: Path, overrides: list[str]) -> None:
     """Write a model folder with the weights of an official file; what it lacks stays random, and is reported."""
     if output.suffix or output.is_file():
-        raise ValueError(f"{output} is not a folder.")
+        raise UserError(f"{output} is not a folder.")
     if not weights.is_file():
-        raise FileNotFoundError(f"{weights}: no such weights file.")
+        raise MissingFileError(f"{weights}: no such weights file.")
     config = load_config(run, overrides)
     if config.data.vocabulary is None:
-        raise ValueError(f"{run}: data.vocabulary is not set; give the official model's (bert-base-uncased).")
+        raise UserError(f"{run}: data.vocabulary is not set; give the official model's (bert-base-uncased).")
     from e2e_vl.engine.build import build_model, resolve  # late: it imports torch
     from e2e_vl.engine.build_data import build_tokenizer
     from e2e_vl.engine.saving import save_model
@@ -143,7 +144,7 @@ def export_official(folder: Path, output: Path) -> None:
     config, model, _ = load_model(folder)
     adapters = [adapter for adapter in ADAPTERS.get(config.encoder.name, ()) if adapter.suffix == output.suffix]
     if not adapters:
-        raise ValueError(
+        raise UserError(
             f"{folder}: its encoder '{config.encoder.name}' has no official format that ends with {output.suffix}."
         )
     lines = official_lines(model.task) if model.task.chooses_answers else None  # before anything is written

@@ -16,6 +16,7 @@ import ipaddress
 import os
 import sys
 
+from detector.errors import UserError
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.explorer.limits import Limits
 from e2e_vl.run_files import is_shared_model
@@ -96,9 +97,9 @@ def is_loopback(host: str) -> bool:
 def check_place(host: str, port: int, is_open: bool) -> None:
     """Raises ValueError for a port that does not exist, or a host that others can reach and nobody allowed."""
     if not 0 < port <= HIGHEST_PORT:
-        raise ValueError(f"--port is {port}; give a number from 1 to {HIGHEST_PORT}.")
+        raise UserError(f"--port is {port}; give a number from 1 to {HIGHEST_PORT}.")
     if not is_loopback(host) and not is_open:
-        raise ValueError(
+        raise UserError(
             f"--host {host} lets other machines use this page without a password; add --open-to-network if you want "
             f"that, or leave --host at {LOOPBACK}."
         )

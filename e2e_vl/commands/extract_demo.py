@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from detector.choices import BACKENDS
+from detector.errors import UserError
 from detector.selection_rule import SelectionRule
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.commands.named_detector import load_source
@@ -65,12 +66,12 @@ def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     arguments = build_parser(prog).parse_args(argv)
     if arguments.text is not None and arguments.run is None:
-        raise ValueError("--text needs --run, the directory of a trained run; train one with tools/train.py.")
+        raise UserError("--text needs --run, the directory of a trained run; train one with tools/train.py.")
     if arguments.text is not None and getattr(arguments, "detector", None) is not None:
-        raise ValueError("--text is answered by the run with its own detector; leave --detector out.")
+        raise UserError("--text is answered by the run with its own detector; leave --detector out.")
     least, most = arguments.min_regions, arguments.max_regions
     if least is not None and least > most:
-        raise ValueError(f"--min-regions {least} is more than --max-regions {most}; lower the one or raise the other.")
+        raise UserError(f"--min-regions {least} is more than --max-regions {most}; lower the one or raise the other.")
     rule = SelectionRule(arguments.min_score, min(SHOWN.min_regions, most) if least is None else least, most)
     source = load_source(arguments)
     from e2e_vl.api.inputs import image_file  # late: it imports torch

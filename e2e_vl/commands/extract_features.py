@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from detector.choices import BACKENDS
+from detector.errors import UserError
 from detector.selection_rule import SelectionRule
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.commands.named_detector import load_source
@@ -124,23 +125,23 @@ def extraction_settings(arguments: argparse.Namespace) -> ExtractionSettings:
     """
     numbers = (arguments.num_boxes, arguments.min_boxes, arguments.max_boxes, arguments.min_score)
     if arguments.boxes is not None and any(value is not None for value in (*numbers, arguments.features_of)):
-        raise ValueError("--boxes describes exactly the given boxes; leave out the options that choose boxes.")
+        raise UserError("--boxes describes exactly the given boxes; leave out the options that choose boxes.")
     if arguments.boxes is not None and arguments.images.suffix != ".json":
-        raise ValueError("--boxes finds the boxes of an image by its id: give a COCO JSON file as --images.")
+        raise UserError("--boxes finds the boxes of an image by its id: give a COCO JSON file as --images.")
     if arguments.num_boxes is not None and (arguments.min_boxes, arguments.max_boxes) != (None, None):
-        raise ValueError("Give either --num-boxes or --min-boxes and --max-boxes.")
+        raise UserError("Give either --num-boxes or --min-boxes and --max-boxes.")
     if arguments.format == "lxmert" and not arguments.attributes:
-        raise ValueError("LXMERT's TSV holds attributes: add --attributes, or choose another format.")
+        raise UserError("LXMERT's TSV holds attributes: add --attributes, or choose another format.")
     if arguments.format in ("tsv", "lxmert") and arguments.image_feature:
-        raise ValueError("The TSV formats have no place for the whole image's feature; choose npz, hdf5 or lmdb.")
+        raise UserError("The TSV formats have no place for the whole image's feature; choose npz, hdf5 or lmdb.")
     if arguments.run is not None and (arguments.config, arguments.weights, arguments.detector) != (None, None, None):
-        raise ValueError("Give either --run, or --detector, or --config and --weights.")
+        raise UserError("Give either --run, or --detector, or --config and --weights.")
     kept = {"attributes": arguments.attributes, "image_feature": arguments.image_feature}
     if arguments.boxes is not None:
         return ExtractionSettings(rule="given", **kept)
     if arguments.nms_threshold is not None:
         if arguments.rule != "maxconf":
-            raise ValueError("--nms-threshold belongs to --rule maxconf; leave it out.")
+            raise UserError("--nms-threshold belongs to --rule maxconf; leave it out.")
         kept["nms_threshold"] = arguments.nms_threshold
     default = DEFAULTS[arguments.rule]
     least = first_given(arguments.num_boxes, arguments.min_boxes, default.min_regions)

@@ -13,6 +13,7 @@ import argparse
 import json
 from pathlib import Path
 
+from detector.errors import UserError
 from e2e_vl.command_line import says_errors
 from e2e_vl.synthetic import FORMATS, LanguageConfig, SceneConfig, make_scenes
 
@@ -85,5 +86,5 @@ def _parse_shares(items: list[str]) -> dict[str, float]:
         try:
             shares[name] = float(share)
         except ValueError:
-            raise ValueError(f"--families needs NAME=SHARE such as attribute=0.55; found {item!r}") from None
+            raise UserError(f"--families needs NAME=SHARE such as attribute=0.55; found {item!r}") from None
     return shares

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from detector.errors import MissingFileError, UserError
+
 if TYPE_CHECKING:  # at run time it would import torch
     from e2e_vl.extraction.detectors import LoadedDetector
 
@@ -20,7 +22,7 @@ def load_source(arguments: argparse.Namespace) -> LoadedDetector:
     """
     if arguments.detector is not None:
         if arguments.weights is not None:
-            raise ValueError("--detector and --weights both name weights; leave one of them out.")
+            raise UserError("--detector and --weights both name weights; leave one of them out.")
         from e2e_vl.extraction.detectors import find_detector  # late: it imports torch
 
         return find_detector(
@@ -30,7 +32,7 @@ def load_source(arguments: argparse.Namespace) -> LoadedDetector:
             max_proposals=arguments.max_proposals,
         )
     if arguments.run is None and arguments.config is None and not DEFAULT_CONFIG.is_file():
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"The default detector's settings, {DEFAULT_CONFIG}, come with a clone of the project and not with the "
             "installed package; name a detector with --config or --run."
         )

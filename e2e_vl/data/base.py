@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.converter import check_keys, from_dict
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
@@ -103,7 +104,7 @@ class VLDataset(abc.ABC):
     @classmethod
     def answers_of(cls, files: DataFiles, options: Any, split: str) -> dict[Any, str]:
         """The most frequent answer to each question of a split, to build a list of answers from."""
-        raise ValueError("The data have no answers that a list could be built from; set task.config.answers.")
+        raise UserError("The data have no answers that a list could be built from; set task.config.answers.")
 
     @classmethod
     def class_names_of(cls, options: Any) -> Sequence[str] | None:
@@ -155,13 +156,13 @@ class VLDataset(abc.ABC):
         if names is None:
             return
         if len(names) > num_classes or (known is None and len(names) < num_classes):
-            raise ValueError(
+            raise UserError(
                 f"The data have {len(names)} categories, but the detector has {num_classes} classes; set "
                 "MODEL.ROI_HEADS.NUM_CLASSES in its config."
             )
         for number, (name, other) in enumerate(zip(names, known or names, strict=False)):
             if _letters(name) != _letters(other):
-                raise ValueError(
+                raise UserError(
                     f"Class {number} is '{name}' in the data, but '{other}' to the detector's weights; give a file "
                     "with the categories of the weights, or start a detector of the data's own classes from a backbone "
                     "(detector.expect=backbone)."
@@ -213,7 +214,7 @@ class DataFiles:
     def name(self, key: str, **values: str) -> str:
         """The name as it stands in the settings, with values for its placeholders."""
         if key not in self:
-            raise ValueError(f"data.files.{key} is not set; it names the {key} of {self.settings.name}.")
+            raise UserError(f"data.files.{key} is not set; it names the {key} of {self.settings.name}.")
         name = self.settings.files[key]
         for placeholder, value in values.items():
             name = name.replace(f"{{{placeholder}}}", value)
@@ -257,7 +258,7 @@ def split_names(split: str) -> list[str]:
     """
     names = [name.strip() for name in split.split("+")]
     if not all(names):
-        raise ValueError(f"the split {split!r} has an empty name; join splits as in train2014+val2014")
+        raise UserError(f"the split {split!r} has an empty name; join splits as in train2014+val2014")
     return names
 
 
@@ -270,7 +271,7 @@ def coco_image_set(split: str | None) -> str | None:
 def check_boxes_source(dataset: type[VLDataset], name: str, boxes: BoxSource) -> None:
     """Raises ValueError unless the data set can have candidate boxes from this source."""
     if boxes not in dataset.box_sources:
-        raise ValueError(
+        raise UserError(
             f"{name} cannot have boxes from '{boxes}'; set data.boxes.train and eval.boxes to one of "
             f"{', '.join(dataset.box_sources)}."
         )

@@ -21,6 +21,7 @@ from typing import Literal
 
 from torch.utils.data import ConcatDataset
 
+from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, coco_image_set, split_names
 from e2e_vl.data.formats.caption_sources import CaptionSource, CocoCaptions, JoinedCaptions
@@ -88,7 +89,7 @@ class CaptionDataset(VLDataset):
             self._instance_ids = {str(image_id): image_id for image_id in instances.images}
             missing = [name for name in self.image_ids() if name not in self._instance_ids]
             if missing:
-                raise ValueError(
+                raise UserError(
                     f"{instances.path}: image {missing[0]} and {len(missing) - 1} more are not listed; use the "
                     "instances of these images"
                 )
@@ -99,9 +100,9 @@ class CaptionDataset(VLDataset):
         instances = None
         if wants.annotations:
             if options.source != "coco":
-                raise ValueError("annotated objects need data.config.source=coco and data.files.instances.")
+                raise UserError("annotated objects need data.config.source=coco and data.files.instances.")
             if len(split_names(split)) > 1:
-                raise ValueError(f"annotated objects need a single split, not {split}; use other boxes.")
+                raise UserError(f"annotated objects need a single split, not {split}; use other boxes.")
             instances = files.read(read_instances, files.path("instances", split=split), drop_empty_boxes=True)
         return cls(
             _source(files, options, split, wants.boxes),

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants
 from e2e_vl.data.formats.coco import CocoAnnotation, CocoInstances, read_instances
@@ -49,7 +50,7 @@ class CocoDetectionDataset(VLDataset):
             if keep_empty_images or not all(one.is_crowd for one in self.instances.by_image[image.id])
         ]
         if not self.groups:
-            raise ValueError(f"{self.instances.path} has no {'images' if keep_empty_images else 'images with objects'}")
+            raise UserError(f"{self.instances.path} has no {'images' if keep_empty_images else 'images with objects'}")
         self.parts = [{}]
         self._categories = Categories(tuple(self.instances.category_ids))
         self.class_names = self.instances.class_names
@@ -72,7 +73,7 @@ class CocoDetectionDataset(VLDataset):
     def check_classes(self, num_classes: int, known: Sequence[str] | None = None) -> None:
         """As in `VLDataset`; and the detector may not have more classes, which would be no categories."""
         if len(self.class_names) != num_classes:
-            raise ValueError(
+            raise UserError(
                 f"{self.instances.path} has {len(self.class_names)} categories, but the detector has "
                 f"{num_classes} classes; set MODEL.ROI_HEADS.NUM_CLASSES in its config."
             )

@@ -21,6 +21,7 @@ from typing import Literal
 
 import numpy as np
 
+from detector.errors import UserError
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, split_names
 from e2e_vl.data.formats.coco import CocoInstances, read_instances
 from e2e_vl.data.formats.flickr_entities import (
@@ -52,7 +53,7 @@ class Flickr30KOptions(ImageNames):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.coordinates not in ("as_written", "zero_based"):
-            raise ValueError(f"data.config.coordinates is '{self.coordinates}'; it must be as_written or zero_based.")
+            raise UserError(f"data.config.coordinates is '{self.coordinates}'; it must be as_written or zero_based.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class Flickr30KDataset(VLDataset):
         left_out: int = 0,
     ) -> None:
         if not images:
-            raise ValueError(f"{annotations_folder}: no phrase of any caption has a box; use files of one release")
+            raise UserError(f"{annotations_folder}: no phrase of any caption has a box; use files of one release")
         self.images = images
         self.words = words
         self.folder = folder
@@ -129,7 +130,7 @@ class Flickr30KDataset(VLDataset):
         """`split` names one split or several joined by "+"; the top of this file says which files there are."""
         parts = [{"split": name} for name in split_names(split)]
         if wants.objects and "instances" not in files:
-            raise ValueError(
+            raise UserError(
                 "The annotated boxes have no classes of a detector; give an instances file as data.files.instances, or "
                 "set detector.loss_weight to 0."
             )
@@ -218,9 +219,7 @@ def _read_splits(files: DataFiles, split: str) -> list[_EntitySplit]:
         read.append(files.read(_read_split, *places))
         for image_id in read[-1].image_ids:
             if image_id in found:
-                raise ValueError(
-                    f"image {image_id} is in the splits {found[image_id]} and {name}; name each split once"
-                )
+                raise UserError(f"image {image_id} is in the splits {found[image_id]} and {name}; name each split once")
             found[image_id] = name
     return read
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from detector.errors import UserError
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, split_names
 from e2e_vl.data.formats.coco import CocoInstances, read_instances
 from e2e_vl.data.formats.gqa_files import (
@@ -107,10 +108,10 @@ class GQADataset(VLDataset):
         if wants.annotations and "instances" in files:
             paths = {files.path("instances", **values) for values in parts}
             if len(paths) > 1:
-                raise ValueError("data.files.instances must be one file for splits that are joined.")
+                raise UserError("data.files.instances must be one file for splits that are joined.")
             more["instances"] = files.read(read_instances, paths.pop(), drop_empty_boxes=True)
         elif wants.objects:
-            raise ValueError(
+            raise UserError(
                 "The names in scene graphs are no classes of a detector; give an instances file as "
                 "data.files.instances, or set detector.loss_weight to 0."
             )
@@ -147,7 +148,7 @@ class GQADataset(VLDataset):
         found = {row: answer for row, answer in enumerate(questions.answers()) if questions.is_balanced[row]}
         for row in (row for row, answer in found.items() if answer is None):
             with files.errors:
-                raise ValueError(f"{questions.place(row)} has no answer; build the list of answers from another split")
+                raise UserError(f"{questions.place(row)} has no answer; build the list of answers from another split")
         return {row: answer for row, answer in found.items() if answer is not None}
 
     def __len__(self) -> int:
@@ -180,7 +181,7 @@ class GQADataset(VLDataset):
         if self.choices and answer is not None and facts["isBalanced"]:
             facts["choices"] = read_choices(find_entry(self.choices, question_id), question_id)
         if self.grounds and answer is not None and facts["isBalanced"]:
-            where = f"question {question_id}"
+            where = self.questions.place(index)
             facts["named_boxes"] = named_boxes(record, find_entry(self.grounds, record["imageId"]), where)
         return SampleText(index, facts["question"], facts, None if answer is None else RightAnswer(answer))
 

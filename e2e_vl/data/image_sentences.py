@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, split_names
 from e2e_vl.data.formats.image_sets import ImageSets
@@ -73,7 +74,7 @@ class ImageSentenceDataset(VLDataset):
             own = dict(options.kept(own.items(), lambda item: item[:1], files, values, wants))
             twice = next((image for image in own if image in sentences), None)
             if twice is not None:
-                raise ValueError(f"image {twice} is in two of the splits {split}; name each split once")
+                raise UserError(f"image {twice} is in two of the splits {split}; name each split once")
             sentences |= own
             if wants.boxes is not BoxSource.PRECOMPUTED:
                 folders |= dict.fromkeys(own, files.path("images", **values))

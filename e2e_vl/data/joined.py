@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, check_boxes_source, open_options
 from e2e_vl.data.images.candidates import BoxReader, open_boxes_of
@@ -104,14 +105,14 @@ class JoinedDataset(VLDataset):
         self._same_image = self._find_same_images()
         names = {tuple(member.dataset.class_names or ()) for member in self.members}
         if len(names) > 1:
-            raise ValueError(
+            raise UserError(
                 "the joined data sets have annotated objects of different classes, or some have none; use boxes of a "
                 "file or of the detector, and set detector.loss_weight to 0"
             )
         self.class_names = self.members[0].dataset.class_names
         corpora = [member.dataset.corpus for member in self.members if member.dataset.corpus is not None]
         if len(corpora) > 1:
-            raise ValueError("several of the joined data sets have a corpus; name it in one of them")
+            raise UserError("several of the joined data sets have a corpus; name it in one of them")
         self.corpus = corpora[0] if corpora else None
         self.has_phrases = any(member.dataset.has_phrases for member in self.members)
         self.left_out = sum(member.dataset.left_out for member in self.members)
@@ -149,7 +150,7 @@ class JoinedDataset(VLDataset):
         """Name, settings, files and options of each part of a split."""
         chosen = {name: part for name, part in options.parts.items() if split in part.splits}
         if not chosen:
-            raise ValueError(f"no part of data.config.parts has the split {split}; name it in its `splits`")
+            raise UserError(f"no part of data.config.parts has the split {split}; name it in its `splits`")
         for name, part in chosen.items():
             kind = cls.kind(part.name)
             shared = {key: file for key, file in files.settings.files.items() if key in kind.known_files}
@@ -159,7 +160,7 @@ class JoinedDataset(VLDataset):
             try:
                 yield name, part, *open_options(kind, settings, files.errors, files.shared)
             except ValueError as error:
-                raise ValueError(f"data.config.parts.{name}: {error}") from error
+                raise UserError(f"data.config.parts.{name}: {error}") from error
 
     @classmethod
     def reads(cls, options: JoinedOptions, split: str, wants: Wants) -> tuple[str, ...]:
@@ -254,7 +255,7 @@ def _kept_texts(name: str, part: PartSettings, dataset: VLDataset, root: Path) -
         return None
     ids = _images_of(dataset)
     if not ids:
-        raise ValueError(f"data.config.parts.{name} does not say its images one by one, so none can be left out.")
+        raise UserError(f"data.config.parts.{name} does not say its images one by one, so none can be left out.")
     listed = [None if file is None else _read_ids(root / file) for file in (part.only_images, part.without_images)]
     only, without = listed
     kept = [
@@ -264,7 +265,7 @@ def _kept_texts(name: str, part: PartSettings, dataset: VLDataset, root: Path) -
         for text in texts
     ]
     if not kept:
-        raise ValueError(
+        raise UserError(
             f"data.config.parts.{name}: no image is left after only_images and without_images; write ids of the "
             f"data there, such as {ids[0]}."
         )

@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts, split_names
 from e2e_vl.data.formats.image_sets import ImageSets
@@ -68,13 +69,13 @@ class ListedPairDataset(VLDataset):
         folders, parts = [], []
         for name in split_names(split):
             values = options.values(name)
-            own = read_listed_pairs(files.path("examples", **values))
+            own = read_listed_pairs(path := files.path("examples", **values))
             if wants.training and own[0].label is None:
-                raise ValueError(f"the split {name} has no labels to learn from; train on another split")
+                raise UserError(f"{path}: the split {name} has no labels to learn from; train on another split")
             own = options.kept(own, lambda pair: pair.images, files, values, wants)
             twice = next((pair.identifier for pair in own if pair.identifier in pairs), None)
             if twice is not None:
-                raise ValueError(f"example {twice} is in two of the splits {split}; name each split once")
+                raise UserError(f"example {twice} is in two of the splits {split}; name each split once")
             pairs |= {pair.identifier: pair for pair in own}
             reads_images = wants.boxes is not BoxSource.PRECOMPUTED
             folders += [files.path("images", **values) if reads_images else Path()] * len(own)

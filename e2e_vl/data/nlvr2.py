@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
+from detector.errors import UserError
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts, split_names
 from e2e_vl.data.formats.coco import CocoInstances, read_instances
 from e2e_vl.data.formats.nlvr2_files import LABELS, PairStatement, read_examples
@@ -69,7 +70,7 @@ class NLVR2Dataset(VLDataset):
         for name in self.image_ids() if self.has_objects else ():
             if name not in self._objects:
                 files = ", ".join(dict.fromkeys(str(one.path) for one in instances.values()))
-                raise ValueError(f"{files}: no image has the file name {name}; use the instances of these pairs")
+                raise UserError(f"{files}: no image has the file name {name}; use the instances of these pairs")
 
     @classmethod
     def open(cls, files: DataFiles, options: NLVR2Options, split: str, wants: Wants) -> NLVR2Dataset:
@@ -78,23 +79,24 @@ class NLVR2Dataset(VLDataset):
         seen: set[str] = set()
         folders, parts, instances = {}, [], {}
         for name in split_names(split):
-            own = files.read(read_examples, files.path("examples", split=name))
+            path = files.path("examples", split=name)
+            own = files.read(read_examples, path)
             double = next((one for one in own.column("identifier") if one in seen), None)
             if double is not None:
-                raise ValueError(f"example {double} is in two of the splits {split}; name each split once")
+                raise UserError(f"{path}: example {double} is in two of the splits {split}; name each split once")
             values = {"split": name, "images": own[0].identifier.partition("-")[0]}
             seen.update(own.column("identifier"))
             examples.append(own)
             folders[values["images"]] = files.path("images", **values)
             if wants.annotations:
-                path = files.path("instances", **values)
-                instances[values["images"]] = files.read(read_instances, path, drop_empty_boxes=True)
+                of_images = files.path("instances", **values)
+                instances[values["images"]] = files.read(read_instances, of_images, drop_empty_boxes=True)
             parts.append(values)
         labelled = {own[0].label is not None for own in examples}  # each is of one kind
         if len(labelled) > 1:
-            raise ValueError(f"some of the splits {split} have labels and some have none; join splits of one kind")
+            raise UserError(f"some of the splits {split} have labels and some have none; join splits of one kind")
         if wants.training and labelled == {False}:
-            raise ValueError(f"the split {split} has no labels to learn from; train on another split")
+            raise UserError(f"{path}: the split {split} has no labels to learn from; train on another split")
         return cls(JoinedRecords(examples), folders, options, parts, instances or None)
 
     @classmethod

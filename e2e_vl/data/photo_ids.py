@@ -30,7 +30,7 @@ class PhotoId(NamedTuple):
     name: str
 
 
-class _ImageRow(Record):
+class _PhotoRow(Record):
     id: Id
     file_name: Name | None = None
 
@@ -99,7 +99,7 @@ class PhotoIds:
         content = read_json(path, "list of photos")
         if isinstance(content, dict):
             rows = content.get("images", [])
-            for _, row in checked_records(_ImageRow, rows, f"{path}: image"):
+            for _, row in checked_records(_PhotoRow, rows, f"{path}: image"):
                 yield self._of_row(row, path, space)
         else:
             for _, row in checked_records(_Photo | Id, content, f"{path}: photo", "image_id"):
@@ -108,7 +108,7 @@ class PhotoIds:
                 else:
                     yield self._named(str(row), path, space)
 
-    def _of_row(self, row: _ImageRow, path: Path, space: str | None) -> tuple[PhotoId, ...]:
+    def _of_row(self, row: _PhotoRow, path: Path, space: str | None) -> tuple[PhotoId, ...]:
         name = str(row.id) if row.file_name is None else row.file_name
         if _COCO_NAME.fullmatch(Path(name).stem) or space is None:
             return self._named(name, path, space)

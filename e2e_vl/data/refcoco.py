@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from detector.errors import MissingFileError, UserError
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants, group_texts
 from e2e_vl.data.formats.flickr_entities import (
     AnnotatedImage,
@@ -131,7 +132,7 @@ class NounPhrases:
         self.sentences, self.annotations = sentences, annotations
         for folder in (sentences, annotations):
             if not folder.is_dir():
-                raise FileNotFoundError(f"{folder}: no such folder; data.files.phrases and phrase_boxes name two.")
+                raise MissingFileError(f"{folder}: no such folder; data.files.phrases and phrase_boxes name two.")
         self._last: tuple[int | None, dict[str, EntitySentence], AnnotatedImage | None] = None, {}, None
 
     def of(self, image_id: int, words: str) -> PhraseBoxes:
@@ -146,7 +147,7 @@ class NounPhrases:
             self._last = image_id, known, read_annotation(self.annotations / f"{file.stem}.xml")
         _, known, annotated = self._last
         if words not in known:
-            raise ValueError(f"{file}: no line has the expression '{words}'; give the phrases of the same expressions.")
+            raise UserError(f"{file}: no line has the expression '{words}'; give the phrases of the same expressions.")
         phrases = known[words].phrases
         # pixels are counted from 1 and the last one is included
         boxes = [annotated.boxes_of(phrase.chain) - (1, 1, 0, 0) for phrase in phrases]

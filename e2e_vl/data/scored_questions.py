@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts, split_names
 from e2e_vl.data.formats.image_sets import ImageSets
@@ -60,13 +61,13 @@ class ScoredQuestionDataset(VLDataset):
         folders, parts = [], []
         for name in split_names(split):
             values = options.values(name)
-            own = read_scored_questions(files.path("questions", **values))
+            own = read_scored_questions(path := files.path("questions", **values))
             if wants.training and own[0].scores is None:
-                raise ValueError(f"the split {name} has no labels to learn from; train on another split")
+                raise UserError(f"{path}: the split {name} has no labels to learn from; train on another split")
             own = options.kept(own, lambda one: [one.image_id], files, values, wants)
             twice = next((one.question_id for one in own if one.question_id in questions), None)
             if twice is not None:
-                raise ValueError(f"question {twice} is in two of the splits {split}; name each split once")
+                raise UserError(f"question {twice} is in two of the splits {split}; name each split once")
             questions |= {one.question_id: one for one in own}
             reads_images = wants.boxes is not BoxSource.PRECOMPUTED
             folders += [files.path("images", **values) if reads_images else Path()] * len(own)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts
 from e2e_vl.data.formats.vcr_files import CHOICES, VCRFile, VCRQuestion, read_metadata
@@ -57,12 +58,12 @@ class VCROptions:
 
     def __post_init__(self) -> None:
         if self.condition_on == "each" and self.question != "rationale":
-            raise ValueError(
+            raise UserError(
                 "data.config.condition_on=each is about rationales; set data.config.question=rationale, or give a run "
                 "that was trained with it."
             )
         if len(set(self.class_names)) != len(self.class_names):
-            raise ValueError("data.config.class_names must all be different.")
+            raise UserError("data.config.class_names must all be different.")
 
 
 class VCRDataset(VLDataset):
@@ -117,15 +118,15 @@ class VCRDataset(VLDataset):
     def _check_questions(self, training: bool, errors: RecordErrors) -> None:
         path = self.questions.path
         if training and self.settings.condition_on == "each":
-            raise ValueError("data.config.condition_on=each makes prediction files; train with condition_on=right.")
+            raise UserError("data.config.condition_on=each makes prediction files; train with condition_on=right.")
         if not self.questions.has_labels and (training or self._needs_right_answer):
             remedy = "train on another split" if training else "set data.config.condition_on=each"
-            raise ValueError(f"{path}: the questions have no labels, as in the test split; {remedy}.")
+            raise UserError(f"{path}: the questions have no labels, as in the test split; {remedy}.")
         known = set(self.class_names)
         for name, annot_id in self.questions.class_names.items():
             if name not in known:
                 with errors:
-                    raise ValueError(
+                    raise UserError(
                         f"{path} ({annot_id}): the object class '{name}' is none of the {len(known)} classes; correct "
                         "it or give your own list as data.config.class_names."
                     )
@@ -229,7 +230,7 @@ class VCRDataset(VLDataset):
         """One text index; `first` is the question that the image was read for."""
         question = self.questions[index // self.per_question]
         if question.objects != first.objects:
-            raise ValueError(
+            raise UserError(
                 f"{self.questions.path}: {question.annot_id} and {first.annot_id} are about the same image but list "
                 "different objects; correct the file"
             )

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.converter import check_choice
 from e2e_vl.data.base import DataFiles, VLDataset, Wants
@@ -80,13 +81,10 @@ class VisualGenomeDataset(VLDataset):
         parts: Sequence[Mapping[str, str]] = (),
         phrases: RegionPhrases | None = None,
     ) -> None:
-        unknown = next((number for number in texts if number not in images), None)
-        if unknown is not None:
-            raise ValueError(f"image {unknown} is not among the images of image_data; use files of the same release")
         wanted = {"all": (True, False), "without": (False,), "only": (True,)}[options.coco]
         self.images = [images[number] for number in texts if (images[number].coco_id is not None) in wanted]
         if not self.images:
-            raise ValueError(f"no image with {options.texts} is left with data.config.coco={options.coco}")
+            raise UserError(f"{folder}: no image with {options.texts} is left with data.config.coco={options.coco}")
         self.texts = [text for image in self.images for text in texts[image.image_id]]
         self.groups = ConsecutiveGroups([len(texts[image.image_id]) for image in self.images])
         self.folder = folder
@@ -99,6 +97,12 @@ class VisualGenomeDataset(VLDataset):
     def open(cls, files: DataFiles, options: GenomeOptions, split: str, wants: Wants) -> VisualGenomeDataset:
         """The top of this file says which files there are."""
         texts = _texts(files, options, split)
+        images = files.read(read_genome_images, path := files.path("image_data", split=split))
+        unknown = next((number for number in texts if number not in images), None)
+        if unknown is not None:
+            raise UserError(
+                f"{path}: image {unknown} is not among the images of image_data; use files of the same release"
+            )
         phrases = None
         if wants.phrases and options.texts == "regions":
             if "region_graphs" in files:
@@ -108,7 +112,7 @@ class VisualGenomeDataset(VLDataset):
                 phrases = files.read(read_region_boxes, files.path("regions", split=split))
         return cls(
             texts,
-            files.read(read_genome_images, files.path("image_data", split=split)),
+            images,
             Path() if wants.boxes is BoxSource.PRECOMPUTED else files.path("images", split=split),
             options,
             [{"split": split}],

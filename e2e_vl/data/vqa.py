@@ -29,11 +29,11 @@ class VQAOptions:
         try:
             same = self.image_name.format(id=1, images="") == self.image_name.format(id=2, images="")
         except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(
+            raise UserError(
                 f"data.config.image_name is '{self.image_name}'; it takes {{id}} and {{images}}."
             ) from error
         if same:
-            raise ValueError(f"data.config.image_name is '{self.image_name}'; it must hold {{id}}, the image's id.")
+            raise UserError(f"data.config.image_name is '{self.image_name}'; it must hold {{id}}, the image's id.")
 
 
 @dataclasses.dataclass
@@ -60,7 +60,7 @@ class VQAPart:
         known = self.instances.images
         missing = [image_id for image_id in self.questions.image_ids if image_id not in known]
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"{self.instances.path}: has no image {missing[0]} and {len(set(missing)) - 1} more of the questions; "
                 "use the instances file of the same images"
             )
@@ -92,7 +92,7 @@ class VQADataset(VLDataset):
             double = next((number for number in part.questions.question_ids if number in seen), None)
             if double is not None:
                 splits = "+".join(one["split"] for one in names)
-                raise ValueError(f"question {double} is in two of the splits {splits}; name each split once")
+                raise UserError(f"question {double} is in two of the splits {splits}; name each split once")
             seen.update(part.questions.question_ids if len(parts) > 1 else ())
         images = ((number, one) for number, part in enumerate(parts) for one in part.questions.image_ids)
         self.groups = group_texts(images)

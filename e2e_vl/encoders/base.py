@@ -13,6 +13,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from detector.errors import UserError
 from e2e_vl.layout import TextLayout
 from e2e_vl.structures import Ability, AttentionGraph, EncoderOutput, TextBatch, TextRegions
 
@@ -61,7 +62,7 @@ class Encoder(PreTrainedModel):
     def require(self, ability: Ability, who: str) -> None:
         """Raises ValueError with the remedy if the encoder lacks the ability that `who` needs."""
         if (remedy := self.lacks(ability)) is not None:
-            raise ValueError(f"{who} needs an encoder with {ability.value}; {remedy}.")
+            raise UserError(f"{who} needs an encoder with {ability.value}; {remedy}.")
 
     def recompute_activations(self) -> None:
         """Keep fewer activations for the backward pass and compute them again, if the encoder is made for it."""

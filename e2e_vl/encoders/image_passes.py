@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
+from detector.errors import UserError
 from e2e_vl.structures import TextBatch, TextRegions
 
 
@@ -37,7 +38,7 @@ class ImagePasses:
             row = torch.arange(attend.shape[1], device=attend.device).expand_as(attend)
             return cls(row[:, None], attend[:, None], slot, row)
         if int(regions.image_slot.max()) >= count:
-            raise ValueError(
+            raise UserError(
                 f"A text looks at {int(regions.image_slot.max()) + 1} images, but encoder.config.image_slots is "
                 f"{count}; make them agree."
             )

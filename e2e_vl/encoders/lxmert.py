@@ -18,6 +18,7 @@ from transformers import initialization as init
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.bert.modeling_bert import BertPooler
 
+from detector.errors import UserError
 from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.geometry import GEOMETRY_LAYERS, RelativeGeometryBias
 from e2e_vl.encoders.image_passes import AttentionMaps, ImagePasses
@@ -83,13 +84,13 @@ class LxmertEncoderConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         for name, (one, other) in CHOICES.items():
             if getattr(self, name) not in (one, other):
-                raise ValueError(f'{name} is "{getattr(self, name)}"; it must be "{one}" or "{other}".')
+                raise UserError(f'{name} is "{getattr(self, name)}"; it must be "{one}" or "{other}".')
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
+            raise UserError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}."
             )
         if self.image_slots < 1:
-            raise ValueError(f"image_slots is {self.image_slots}; every text needs room for one image.")
+            raise UserError(f"image_slots is {self.image_slots}; every text needs room for one image.")
 
 
 class LxmertEncoder(Encoder):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.bert.modeling_bert import BertIntermediate, BertOutput, BertSelfOutput
 
+from detector.errors import UserError
 from e2e_vl.structures import TextBatch
 
 Map = Float[Tensor, "M heads _ _"]  # attention probabilities (query, key) before dropout
@@ -43,7 +44,7 @@ class TextEmbeddings(nn.Module):
         """Raises ValueError for texts that are longer than the position table."""
         length, limit = texts.input_ids.shape[1], self.position_embeddings.num_embeddings
         if length > limit:
-            raise ValueError(
+            raise UserError(
                 f"A text of {length} wordpieces does not fit into max_position_embeddings = {limit}; cut the texts or "
                 "raise the encoder's limit."
             )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertPooler
 
+from detector.errors import UserError
 from e2e_vl.encoders.base import Encoder, read_summary
 from e2e_vl.encoders.bert_layer import BertLayerWithMaps, LayersRun, run_layers
 from e2e_vl.encoders.geometry import GEOMETRY_LAYERS, RelativeGeometryBias, packed_biases
@@ -75,13 +76,13 @@ class VisualBertEncoderConfig(BertConfig):
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
         if self.region_position not in REGION_POSITIONS:
-            raise ValueError(f'region_position is "{self.region_position}"; it must be "official" or "paper".')
+            raise UserError(f'region_position is "{self.region_position}"; it must be "official" or "paper".')
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
+            raise UserError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}."
             )
         if not self.region_types or not all(0 <= row < self.type_vocab_size for row in self.region_types):
-            raise ValueError(
+            raise UserError(
                 f"region_types is {self.region_types}; give a row of the visual segment table, 0 to "
                 f"{self.type_vocab_size - 1}, for each image of a text."
             )

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Num
 from torch import Tensor, nn
 
+from detector.errors import UserError
 from e2e_vl.encoders.sequence import SequenceLayout, naming_words
 from e2e_vl.structures import TextBatch, TextRegions
 
@@ -88,7 +89,7 @@ class VisualBertTables(nn.Module):
         """
         length, limit = texts.input_ids.shape[1], self.config.max_position_embeddings
         if length > limit:
-            raise ValueError(
+            raise UserError(
                 f"A text of {length} wordpieces does not fit into max_position_embeddings = {limit}; cut the texts or "
                 "raise the encoder's limit."
             )

@@ -17,6 +17,7 @@ from transformers import initialization as init
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertPooler
 
+from detector.errors import UserError
 from e2e_vl.encoders.base import Encoder, read_summary
 from e2e_vl.encoders.bert_layer import BertLayerWithMaps, LayersRun, attention_probabilities, run_layers
 from e2e_vl.encoders.geometry import GEOMETRY_LAYERS, RelativeGeometryBias, packed_biases
@@ -106,26 +107,26 @@ class VLBertConfig(BertConfig):
             self.visual_size = self.hidden_size
         for name, (one, other) in CHOICES.items():
             if getattr(self, name) not in (one, other):
-                raise ValueError(f'{name} is "{getattr(self, name)}"; it must be "{one}" or "{other}".')
+                raise UserError(f'{name} is "{getattr(self, name)}"; it must be "{one}" or "{other}".')
         if self.geometry_dim <= 0 or self.geometry_dim % 8:
-            raise ValueError(f"geometry_dim is {self.geometry_dim}; it must be a positive multiple of 8.")
+            raise UserError(f"geometry_dim is {self.geometry_dim}; it must be a positive multiple of 8.")
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
+            raise UserError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}."
             )
         if self.image_slots < 1:
-            raise ValueError(f"image_slots is {self.image_slots}; every text needs room for one image.")
+            raise UserError(f"image_slots is {self.image_slots}; every text needs room for one image.")
         if self.type_vocab_size < 3:
-            raise ValueError(f"type_vocab_size is {self.type_vocab_size}; VL-BERT needs 3: two of text, regions.")
+            raise UserError(f"type_vocab_size is {self.type_vocab_size}; VL-BERT needs 3: two of text, regions.")
         if self.image_feature_on_words and not self.uses_whole_image:
-            raise ValueError(
+            raise UserError(
                 "image_feature_on_words needs the whole image as region 0; set uses_whole_image to true, or both to "
                 "false."
             )
         if self.visual_part_on_end and not self.image_feature_on_words:
-            raise ValueError("visual_part_on_end needs image_feature_on_words; set it to true, or both to false.")
+            raise UserError("visual_part_on_end needs image_feature_on_words; set it to true, or both to false.")
         if self.region_word == "img" and self.hidden_region_embedding:
-            raise ValueError(
+            raise UserError(
                 "region_word: img leaves hidden regions no vector of their own; set hidden_region_embedding to false."
             )
 

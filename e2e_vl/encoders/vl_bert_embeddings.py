@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
+from detector.errors import UserError
 from e2e_vl.encoders.geometry import geometry_embedding
 from e2e_vl.encoders.sequence import SequenceLayout
 from e2e_vl.structures import TextBatch, TextRegions
@@ -182,7 +183,7 @@ class VLBertEmbeddings(nn.Module):
         """
         if self.text_visual is None:
             if texts.region_of_token is not None:
-                raise ValueError(
+                raise UserError(
                     "Words name regions (region_of_token), but image_feature_on_words is off in the encoder's config; "
                     "switch it on."
                 )
@@ -244,7 +245,7 @@ class VLBertEmbeddings(nn.Module):
         """
         longest, limit = text_attend.shape[1] + self.config.image_slots + 1, self.config.max_position_embeddings
         if longest > limit:
-            raise ValueError(
+            raise UserError(
                 f"A text of {text_attend.shape[1]} wordpieces (with the regions' and [END]'s positions {longest}) does "
                 f"not fit into max_position_embeddings = {limit}; cut the texts or raise the encoder's limit."
             )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from detector.errors import UserError
 from e2e_vl.config import RunConfig
 from e2e_vl.data.base import VLDataset, open_options
 from e2e_vl.data.formats.answer_files import read_answers
@@ -84,7 +85,7 @@ def frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spell: Ca
     counts = Counter(spell(answer) for answer in most_frequent.values())
     kept = [answer for answer, count in counts.items() if count >= min_count]
     if not kept:
-        raise ValueError(
+        raise UserError(
             f"no answer belongs to at least {min_count} of the {len(most_frequent)} questions; lower the least count"
         )
     return sorted(kept, key=lambda answer: (-counts[answer], answer))
@@ -100,7 +101,7 @@ def official_lines(task: Task) -> str:
     for number, answer in enumerate(task.answers):
         line = answer.strip().lower()
         if len(line.splitlines()) != 1 or task.official_answer(line) != answer:
-            raise ValueError(
+            raise UserError(
                 f"Answer {number} is {answer!r}, which an official answer vocabulary (one answer per line) cannot "
                 "hold; train with a list without it, task.config.answers."
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from detector.errors import UserError
 from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.loading.grouping import GroupedBatchSampler
 from e2e_vl.engine import checkpoints
@@ -40,7 +41,7 @@ def look_ahead_together(
         known.resume_from = gather_object([known.resume_from])[0]
         return known
     if is_main:
-        raise ValueError(found)
+        raise UserError(found)
     raise SystemExit(2)
 
 

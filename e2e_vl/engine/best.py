@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from detector.errors import UserError
 from detector.plain_json import read_plain_json
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.loading.example_dataset import ExampleDataset
@@ -41,7 +42,7 @@ def check_metric_name(metric: str, splits: Sequence[str], sources: Sequence[BoxS
     found = MetricName.read(metric)
     if found is None or found.split not in splits or found.source not in sources or found.is_constant:
         forms = [str(MetricName(split, "METRIC", source)) for split in splits for source in sources]
-        raise ValueError(
+        raise UserError(
             f"train.keep_best is '{metric}'; it must be the name of a metric that training can change, of what is "
             f"evaluated: {', '.join(forms) or 'nothing, see data.eval_splits and eval.boxes'}."
         )
@@ -95,7 +96,7 @@ class BestModel:
         is_measured = self.metric in metrics or (has_details and str(found.whole) in metrics)
         if not is_measured or (found is not None and found.is_constant):
             names = [name for name in metrics if (other := MetricName.read(name)) is None or not other.is_constant]
-            raise ValueError(f"train.keep_best is '{self.metric}'; it must be one of {', '.join(names)}.")
+            raise UserError(f"train.keep_best is '{self.metric}'; it must be one of {', '.join(names)}.")
 
     def judge(self, step: int, metrics: Mapping[str, Any]) -> bool:
         """Whether the model of this step is the best so far; a step is judged once."""

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from detector.backends import BACKENDS, detector_class
 from detector.checkpoint import LoadReport, load_checkpoint
+from detector.errors import UserError
 from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
 from detector.r2c_network import R2CNetwork
@@ -196,24 +197,24 @@ def resolve(config: RunConfig) -> RunConfig:
     named_parts(config)
     is_random = config.detector.loss_weight == 0 and config.detector.weights is None
     if config.data.boxes.train == BoxSource.ONLINE and is_random:
-        raise ValueError(
+        raise UserError(
             "data.boxes.train is online, but the detector starts at random and detector.loss_weight is 0, so its boxes "
             "would never become useful; set detector.loss_weight or detector.weights."
         )
     sources = {BoxSource(source) for source in (config.data.boxes.train, *config.eval.boxes)}
     unread = config.data.boxes.unread_by_own_boxes
     if unread is not None and BoxSource.ONLINE in sources and not any(source.reads_selection for source in sources):
-        raise ValueError(f"{unread}; leave it out and set these.")
+        raise UserError(f"{unread}; leave it out and set these.")
     if config.data.resize is not None:
         return config
     sizes = read_detector_config(config.detector).input
     short = list(sizes.min_size_train)
     if sizes.min_size_train_sampling == "range":
         if len(short) != 2 or short[0] > short[1]:
-            raise ValueError("INPUT.MIN_SIZE_TRAIN_SAMPLING is range: INPUT.MIN_SIZE_TRAIN must be two rising sizes.")
+            raise UserError("INPUT.MIN_SIZE_TRAIN_SAMPLING is range: INPUT.MIN_SIZE_TRAIN must be two rising sizes.")
         short = list(range(short[0], short[1] + 1))
     if sizes.min_size_test not in short or sizes.max_size_test != sizes.max_size_train:
-        raise ValueError(
+        raise UserError(
             f"data.resize is null, but {config.detector.config} tests at other sizes than it trains at (INPUT."
             "MIN_SIZE_TEST must be one of MIN_SIZE_TRAIN, and the MAX_SIZEs equal); write data.resize yourself."
         )
@@ -283,7 +284,7 @@ def build_phrase_head(config: RunConfig, encoder: Encoder, tell_start: TellStart
         return None
     encoder.require(Ability.INNER_STATES, "phrases.weight")
     if settings.layer > encoder.num_joint_layers:
-        raise ValueError(
+        raise UserError(
             f"phrases.layer is {settings.layer}, but the encoder has {encoder.num_joint_layers} layers in which words "
             "and regions read each other; set a number from 0 to that."
         )
@@ -295,7 +296,7 @@ def build_phrase_head(config: RunConfig, encoder: Encoder, tell_start: TellStart
 
 def build_detector(config: RunConfig, tell_start: TellStart = log_start) -> Detector:
     if config.detector.backend == "precomputed" and (config.detector.weights or config.detector.loss_weight):
-        raise ValueError(
+        raise UserError(
             "detector.backend is precomputed: there is no network that detector.weights or detector.loss_weight could "
             "be for; leave them out."
         )
@@ -318,12 +319,12 @@ def build_encoder(
     check_keys([field.name for field in dataclasses.fields(config_class)], config.encoder.config, "encoder.config")
     fixed = [key for key in ("vocab_size", "feature_dim") if key in config.encoder.config]
     if fixed:
-        raise ValueError(f"encoder.config.{fixed[0]} follows from the tokenizer and the detector; leave it out.")
+        raise UserError(f"encoder.config.{fixed[0]} follows from the tokenizer and the detector; leave it out.")
     try:
         encoder = model_class(config_class(vocab_size=vocab_size, feature_dim=feature_dim, **config.encoder.config))
     except (TypeError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"encoder.config cannot be used: {reason}.") from error
+        raise UserError(f"encoder.config cannot be used: {reason}.") from error
     for weights in (config.encoder.fallback_weights, config.encoder.weights):
         if weights is not None:
             tell_start("encoder", weights, load_encoder(encoder, weights, start_rules(config)))

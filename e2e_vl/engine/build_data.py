@@ -42,7 +42,7 @@ def make_synthetic_data(config: RunConfig) -> None:
     for name, file in config.data.files.items():
         folder = file.partition("/")[0]
         if synthetic.formats is not None and folder in set(FORMATS) - set(synthetic.formats):
-            raise ValueError(
+            raise UserError(
                 f"data.files.{name} is {file}, but data.synthetic.formats does not have '{folder}', so it would not be "
                 "drawn; add it."
             )
@@ -151,7 +151,7 @@ def open_split(
             the data set does not know; and see the data set.
     """
     if (boxes is BoxSource.PRECOMPUTED) != (config.detector.backend == "precomputed"):
-        raise ValueError(
+        raise UserError(
             f"The box source is {boxes} and detector.backend is {config.detector.backend}: precomputed features need "
             "both to be precomputed (data.boxes.train, eval.boxes and detector.backend)."
         )
@@ -165,7 +165,7 @@ def open_split(
     if wants.annotations and sources and not any(key in files for key in sources):
         wanted = "the targets of the detection losses" if wants.objects else f"boxes '{boxes}'"
         keys = " or ".join(f"data.files.{key}" for key in sources)
-        raise ValueError(f"{wanted} come from annotated objects; give an instances file as {keys}.")
+        raise UserError(f"{wanted} come from annotated objects; give an instances file as {keys}.")
     return kind.open(files, options, split, wants)
 
 

@@ -28,7 +28,7 @@ from accelerate.utils import load as load_without_code
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
-from detector.errors import UserError
+from detector.errors import DiskError, MissingFileError, UserError
 from detector.plain_json import read_plain_json
 from detector.torch_files import DamagedTorchFileError, check_torch_file
 from detector.yaml_text import parse_yaml, read_yaml
@@ -132,7 +132,7 @@ def newest_in_words(run_dir: Path) -> str:
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Whatever the libraries raise when they cannot write becomes an OSError with one sentence."""
+    """Whatever the libraries raise when they cannot write becomes a DiskError with one sentence."""
     try:
         yield
     except Exception as error:  # tokenizers raise nothing more special
@@ -140,7 +140,7 @@ def _writing(folder: Path) -> Iterator[None]:
         if not is_about_files and not is_disk_full(error):
             raise
         reason = "the disk or a quota is full" if is_disk_full(error) else " ".join(str(error).split())[:200]
-        raise OSError(
+        raise DiskError(
             f"{folder} cannot be written ({reason}); nothing of it is left. Make room, or repair the disk. "
             f"{newest_in_words(folder.parent.parent)}"
         ) from error
@@ -162,7 +162,7 @@ def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folde
         random_states = load_without_code(state / f"random_states_{accelerator.process_index}.pkl")
         accelerator.load_state(str(state))
         if not torch.equal(torch.get_rng_state(), random_states["torch_manual_seed"]):
-            raise ValueError("the random states are damaged")
+            raise UserError("the random states are damaged")
         position = read_position(folder)
     except pickle.UnpicklingError as error:
         raise UserError(
@@ -187,14 +187,14 @@ def _check_state(state: Path) -> None:
             try:
                 check_torch_file(path)
             except DamagedTorchFileError as error:
-                raise ValueError(f"{path.name}: {error}") from error
+                raise UserError(f"{path.name}: {error}") from error
 
 
 def check_lists(folder: Path, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that wordpieces and answers, which a resumed run reads or builds again, have kept their numbers.
 
     Raises:
-        ValueError: a list differs from the list in the checkpoint folder, perhaps only in its order.
+        UserError: a list differs from the list in the checkpoint folder, perhaps only in its order.
     """
     check_vocabulary(folder / "model" / "encoder", tokenizer)
     check_answers(folder / "model" / "task", model.task)
@@ -211,7 +211,7 @@ def newest_whole(output: Path) -> Path | None:
     Damaged ones are passed over with a warning.
 
     Raises:
-        ValueError: all are damaged.
+        UserError: all are damaged.
     """
     damaged: list[str] = []
     for folder in reversed(complete_checkpoints(output)):
@@ -222,7 +222,7 @@ def newest_whole(output: Path) -> Path | None:
             return folder
         damaged.append(f"{folder} is damaged ({damage})")
     if damaged:
-        raise ValueError(
+        raise UserError(
             f"Cannot resume: {'; '.join(damaged)}; copy another checkpoint there, or choose another `output`."
         )
     return None
@@ -242,17 +242,17 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     Settings may differ from the settings of the checkpoint where they leave the architecture; they are logged.
 
     Raises:
-        ValueError: the checkpoint was made by another architecture, or by another number of processes; or all
+        UserError: the checkpoint was made by another architecture, or by another number of processes; or all
             checkpoints are damaged.
         FileNotFoundError: the run directory does not exist.
     """
     if not output.is_dir():
-        raise FileNotFoundError(f"Cannot resume: run directory {output} does not exist; start without --resume.")
+        raise MissingFileError(f"Cannot resume: run directory {output} does not exist; start without --resume.")
     folder = newest_whole(output)
     if folder is None:
         return None
     if saved_version(folder / "model" / "config.yaml") != VERSION:
-        raise ValueError(
+        raise UserError(
             f"Cannot resume from {folder}: it was saved by an earlier version of this project; evaluate it, start a "
             f"new run from it with encoder.weights={output}, or choose another `output`."
         )
@@ -262,13 +262,13 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
     saved = dataclasses.replace(written, detector=as_saved)
     changed = differences(_architecture(saved), _architecture(config))
     if changed:
-        raise ValueError(
+        raise UserError(
             f"Cannot resume from {folder}: its architecture differs from the settings ({'; '.join(changed[:3])}); "
             "resume with the settings in its model/config.yaml, or choose another `output`."
         )
     processes = read_position(folder)["processes"]
     if processes != num_processes:
-        raise ValueError(
+        raise UserError(
             f"Cannot resume from {folder}: it was saved by {processes} processes, and this run has {num_processes}; "
             f"launch it with --num_processes {processes}."
         )
@@ -284,11 +284,11 @@ def refuse_to_overwrite(output: Path) -> None:
     A run that was stopped before its first checkpoint may begin again.
     """
     if output.exists() and not output.is_dir():
-        raise ValueError(f"{output} is a file; choose another `output`, a directory for the run.")
+        raise UserError(f"{output} is a file; choose another `output`, a directory for the run.")
     if complete_checkpoints(output) or (output / "metrics.json").exists():
-        raise ValueError(f"{output} already holds a run; continue it with --resume, or choose another `output`.")
+        raise UserError(f"{output} already holds a run; continue it with --resume, or choose another `output`.")
     if output.exists() and not is_run(output) and any(not path.name.startswith(".") for path in output.iterdir()):
-        raise ValueError(
+        raise UserError(
             f"{output} is not empty and holds no run; choose another `output`, so that nothing in it is overwritten."
         )
 

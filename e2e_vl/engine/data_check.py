@@ -15,6 +15,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.data.base import VLDataset, Wants, check_boxes_source, open_options
@@ -218,7 +219,7 @@ class _Check:
 
 def _require_drawn(config: RunConfig) -> None:
     if config.data.synthetic.scenes and not is_drawn(config):
-        raise ValueError(
+        raise UserError(
             f"{config.data.root}: the scenes of this config are not drawn yet; a run draws them, or e2e-vl synthesize."
         )
 

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 from tqdm.auto import tqdm
 
+from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.data.loading.batches import BatchLoader, Unreadable
@@ -166,7 +167,7 @@ def _check_complete(
     """Sort the records; raises RuntimeError unless there is one for each text of a readable image."""
     records.sort(key=lambda record: record["text_index"])
     if unreadable and not records:
-        raise ValueError(f"{name}: no image can be read; {unreadable[0].reason}")
+        raise UserError(f"{name}: no image can be read; {unreadable[0].reason}")
     lost = {index for one in unreadable for index in one.texts}
     expected = sorted(index for group in groups for index in group if index not in lost)
     if [record["text_index"] for record in records] != expected:

@@ -24,6 +24,7 @@ from accelerate.utils import gather_object
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from detector.errors import UserError
 from e2e_vl.engine.gradients import NORM
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
@@ -96,7 +97,7 @@ def refuse(
     if not speaks:
         raise SystemExit(2)
     more = ", ..." if len(images) > SHOWN else ""
-    raise ValueError(
+    raise UserError(
         f"{', '.join(bad)} became NaN or infinite in step {failed.step} (images {', '.join(images[:SHOWN])}{more}); "
         "lower train.lr, set train.clip_norm, or look at these images' annotations. The update was not made; its "
         f"batch and the weights are in {failed.folder}. {advice}"

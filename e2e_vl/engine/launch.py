@@ -19,6 +19,8 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 
+from detector.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 # What torch's launcher and the MPI libraries tell each process about the number of processes.
@@ -77,7 +79,7 @@ def refuse_divided_models() -> None:
     """Raise a ValueError if `accelerate launch` was to divide the model over processes."""
     for variable, name in DIVIDED.items():
         if parse_flag_from_env(variable):
-            raise ValueError(
+            raise UserError(
                 f"{name} was asked for ({variable}, of `accelerate launch` or `accelerate config`), which this project "
                 "does not support; every process has the whole model, so launch without it (for less memory: "
                 "train.activation_checkpointing=true, train.mixed_precision=bf16)."
@@ -119,7 +121,7 @@ def _refuse_missing_processes() -> None:
     tells that process only where the others would meet it.
     """
     if "MASTER_ADDR" in os.environ and not get_int_from_env(NUMBERS_OF_PROCESSES, 0):
-        raise ValueError(
+        raise UserError(
             "`accelerate launch` was asked for several processes, but it starts only one where there are not several "
             f"GPUs; start N processes on the CPU with `torchrun --standalone --nproc_per_node N -- {sys.argv[0]} ...`, "
             "or leave out --num_processes (and unset MASTER_ADDR)."
@@ -139,7 +141,7 @@ def refuse_missing_gpus() -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     asked = [word for word in visible.split(",") if word.strip().isdigit() or word.strip().startswith(("GPU-", "MIG-"))]
     if len(asked) > found:
-        raise ValueError(
+        raise UserError(
             f"CUDA_VISIBLE_DEVICES (or --gpu_ids) asks for the GPUs {visible}, but torch finds {there} among them; "
             f"name GPUs that nvidia-smi lists, {_ON_THE_CPU}."
         )
@@ -147,7 +149,7 @@ def refuse_missing_gpus() -> None:
     # for one process, and for processes on the CPU, `accelerate launch` sets ACCELERATE_USE_CPU to true or false
     is_multi_gpu = "ACCELERATE_MIXED_PRECISION" in os.environ and "ACCELERATE_USE_CPU" not in os.environ
     if processes > found and (found or is_multi_gpu):
-        raise ValueError(
+        raise UserError(
             f"{processes} processes were asked for, each with a GPU of its own, but torch finds {there} on this "
             f"machine; start as many processes as there are GPUs, {_ON_THE_CPU}."
         )

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from transformers import get_linear_schedule_with_warmup as get_linear
 
+from detector.errors import UserError
 from e2e_vl.config import TrainSettings
 from e2e_vl.engine.bert_adam import BertAdam
 from e2e_vl.model import VisionLanguageModel
@@ -74,7 +75,7 @@ def build_optimizer(model: VisionLanguageModel, settings: TrainSettings) -> torc
         if undecayed:
             groups.append({"name": f"{name}_no_decay", "params": undecayed, "lr": rate, "weight_decay": 0.0})
     if not groups:
-        raise ValueError("No parameter of detector, encoder or task is trainable.")
+        raise UserError("No parameter of detector, encoder or task is trainable.")
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, momentum=settings.momentum)
     betas = tuple(settings.betas)

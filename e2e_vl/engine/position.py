@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from detector.errors import UserError
 from e2e_vl.config import RunConfig
 from e2e_vl.data.loading.grouping import GroupedBatchSampler
 
@@ -25,13 +26,13 @@ def steps_to(place: Mapping[str, Any], sampler: GroupedBatchSampler) -> int:
     per_step, images = _images_per_step(sampler), place["images"]
     if images and place["order"] != _order(sampler):
         changed = ", ".join(name for name, value in _order(sampler).items() if place["order"].get(name) != value)
-        raise ValueError(
+        raise UserError(
             f"Cannot resume inside of epoch {place['epoch'] + 1}, after {images} of its images: they would come in "
             f"another order now ({changed} differ), and some would be repeated or left out; resume with the earlier "
             "settings."
         )
     if images % per_step:
-        raise ValueError(
+        raise UserError(
             f"Cannot resume with train.images_per_batch={per_step}: the checkpoint lies after {images} images of epoch "
             f"{place['epoch'] + 1}, which is no whole number of batches, so images would be repeated or left out; "
             f"choose a divisor of {images}, such as the earlier {place['images_per_step']}."
@@ -46,7 +47,7 @@ def check_same_size(saved: RunConfig, settings: RunConfig) -> None:
         ValueError: the batches have another size now.
     """
     if saved.train.images_per_batch != settings.train.images_per_batch:
-        raise ValueError(
+        raise UserError(
             f"Cannot resume with train.images_per_batch={settings.train.images_per_batch}: the checkpoint is of an "
             f"earlier version of this project, which saved no place in the data; resume with the earlier "
             f"{saved.train.images_per_batch}."

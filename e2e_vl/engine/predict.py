@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.engine.build_data import build_examples, warn_of_random_boxes
@@ -77,7 +78,7 @@ def _load_runs(
     config, model, tokenizer = load_model(run_dir, overrides=overrides)
     task = model.task
     if not task.writes_submission:
-        raise ValueError(
+        raise UserError(
             f"{run_dir} was trained for the task '{config.task.name}', which has no submission file; write its "
             "predictions with tools/evaluate.py."
         )
@@ -85,16 +86,16 @@ def _load_runs(
         wanted = "needs one run; leave out the second one"
         if second_run_dir is None:
             wanted = f"needs two runs; give the other one as {task.second_run_option}"
-        raise ValueError(f"The submission file of the task '{config.task.name}' {wanted}.")
+        raise UserError(f"The submission file of the task '{config.task.name}' {wanted}.")
     loaded = [(run_dir, config, model, tokenizer)]
     if second_run_dir is not None:
         second = load_model(second_run_dir, overrides=[*overrides, *task.second_run])
         if second[0].task.name != config.task.name:
-            raise ValueError(
+            raise UserError(
                 f"{second_run_dir} was trained for the task '{second[0].task.name}' and {run_dir} for "
                 f"'{config.task.name}'; give two runs of one task."
             )
         if second[0].train.mixed_precision != config.train.mixed_precision:
-            raise ValueError("The two runs have different precisions; set train.mixed_precision for both.")
+            raise UserError("The two runs have different precisions; set train.mixed_precision for both.")
         loaded.append((second_run_dir, *second))
     return loaded

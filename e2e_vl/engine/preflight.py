@@ -15,6 +15,7 @@ from pathlib import Path
 
 from accelerate import init_empty_weights
 
+from detector.errors import MissingFileError, UserError
 from detector.weight_files import find_weights
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
@@ -65,10 +66,10 @@ class Findings(list[str]):
         """Raises ValueError with all findings, each once, if there are any."""
         sentences = list(dict.fromkeys(self))
         if len(sentences) == 1:
-            raise ValueError(sentences[0])
+            raise UserError(sentences[0])
         if sentences:
             lines = "".join(f"\n  {number}. {sentence}" for number, sentence in enumerate(sentences, start=1))
-            raise ValueError(f"the run cannot begin, for {len(sentences)} reasons:{lines}")
+            raise UserError(f"the run cannot begin, for {len(sentences)} reasons:{lines}")
 
 
 def look_ahead(config: RunConfig, processes: int, *, resume: bool = False, looks_at_output: bool = True) -> Preflight:
@@ -119,7 +120,7 @@ def look_ahead(config: RunConfig, processes: int, *, resume: bool = False, looks
 def _check_batch(config: RunConfig, processes: int) -> None:
     settings = config.train
     if settings.images_per_batch % (settings.accumulate * processes):
-        raise ValueError(
+        raise UserError(
             f"train.images_per_batch is {settings.images_per_batch}; it must be a multiple of train.accumulate "
             f"({settings.accumulate}) x the number of processes ({processes})."
         )
@@ -172,7 +173,7 @@ def _check_disk(config: RunConfig, vocab_size: int, *, resumes: bool) -> None:
     needed = number * checkpoint + model * (2 if config.train.keep_best is not None else 1)
     free = shutil.disk_usage(place).free
     if free < needed:
-        raise ValueError(
+        raise UserError(
             f"{output}: the disk has {_in_words(free)} left, and the checkpoints of this run (up to {number} at a "
             f"time) and its models take at least {_in_words(needed)}; make room, choose another `output`, or lower "
             f"train.keep_checkpoints ({keep})."
@@ -236,7 +237,7 @@ def find_files(config: RunConfig, kind: type[VLDataset], found: Findings, will_b
     root = Path(config.data.root).expanduser()
     files, options = open_options(kind, config.data)
     if not root.is_dir() and not will_be_drawn:
-        raise FileNotFoundError(f"data.root is {config.data.root}, and there is no such folder; set it to your data.")
+        raise MissingFileError(f"data.root is {config.data.root}, and there is no such folder; set it to your data.")
     answers = answers_path(config)
     if answers is not None and not answers.is_file() and not will_be_drawn:
         found.append(f"{answers}: cannot read the answers, there is no such file; check the path in the settings.")
@@ -281,4 +282,4 @@ def _find_images(dataset: VLDataset, split: str, number: int | None) -> None:
                 missing.append(f"{place}: the file of image {image.id} is missing; check the image folder's path")
     if missing:
         more = f" ({len(missing)} of {number} images of the split {split} are missing)" if len(missing) > 1 else ""
-        raise FileNotFoundError(f"{missing[0]}{more}")
+        raise MissingFileError(f"{missing[0]}{more}")

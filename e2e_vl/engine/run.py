@@ -10,6 +10,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from detector.checkpoint import LoadReport
+from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.data.base import VLDataset
@@ -88,7 +89,7 @@ def build_run(
             model.detector.class_names = tuple(examples.dataset.class_names)
     model.task.check_data(examples.dataset, model.detector)
     if model.phrase_head is not None and not examples.dataset.has_phrases:
-        raise ValueError(
+        raise UserError(
             f"phrases.weight is {config.phrases.weight}, but no text of {config.data.name} says what its phrases name; "
             "set it to 0, or train on data that do (see docs/training.md), also joined with these."
         )

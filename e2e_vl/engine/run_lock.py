@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from detector.errors import UserError
+
 NAME = ".lock"
 
 
@@ -31,7 +33,7 @@ class RunLock:
 
     def __enter__(self) -> Self:
         if self.path.parent.exists() and not self.path.parent.is_dir():
-            raise ValueError(f"{self.path.parent} is a file; choose another `output`, a directory for the run.")
+            raise UserError(f"{self.path.parent} is a file; choose another `output`, a directory for the run.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         while self._handle is None:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -43,7 +45,7 @@ class RunLock:
                 by = f"in use by another training ({owner or 'which is just starting'}); wait for it, stop it,"
                 is_held = isinstance(error, BlockingIOError | PermissionError)
                 reason = by if is_held else f"on a file system without locks ({error}); mount it with locks,"
-                raise ValueError(f"{self.path.parent} is {reason} or choose another `output`.") from error
+                raise UserError(f"{self.path.parent} is {reason} or choose another `output`.") from error
             if self._is_at_its_place(handle):
                 self._handle = handle
             else:  # its last owner removed it while we were opening it

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from detector.checkpoint import load_class_names, load_strictly, load_weights, save_settings
+from detector.errors import MissingFileError, UserError
 from detector.weight_files import read_tensors
 from e2e_vl.config import VERSION, RunConfig, load_config, load_overrides, save_config, saved_version
 from e2e_vl.data.formats.answer_files import ANSWERS_FILE, write_answers
@@ -92,7 +93,7 @@ def load_model(
     folder = model_folder(folder)
     for word in overrides or []:
         if word.partition("=")[0] in OWN_START:
-            raise ValueError(f"{word}: a trained model brings its own detector and weights; leave this setting out.")
+            raise UserError(f"{word}: a trained model brings its own detector and weights; leave this setting out.")
     # what a part started from means nothing now, and may contradict a setting that is changed
     overrides = [*(overrides or []), "phrases.weights=null"]
     config = _without_start(saved_settings(folder, overrides), folder, overrides)
@@ -148,7 +149,7 @@ def _without_start(config: RunConfig, folder: Path, overrides: list[str]) -> Run
     answers, own = folder / "task" / ANSWERS_FILE, {}
     if task_class(config.task.name).chooses_answers:
         if not answers.is_file():
-            raise FileNotFoundError(
+            raise MissingFileError(
                 f"{answers}: the model lacks its list of answers; save the model again, or get the whole folder."
             )
         own = {"answers": str(answers)}

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from detector.errors import UserError
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.photo_ids import PhotoId, number_of_photos
 from e2e_vl.data.storage.record_errors import NotedErrors
@@ -294,7 +295,7 @@ class SplitWalk:
         else:
             split = self.facts.split
             if not isinstance(text.words, str):
-                raise ValueError(f"text {text.index} of the split {split} is {text.words!r}; it must be a text")
+                raise UserError(f"text {text.index} of the split {split} is {text.words!r}; it must be a text")
             if not text.words.strip() and not isinstance(text.truth, Categories):  # detection has no texts
                 ids = ", ".join(f"{key} {text.facts[key]}" for key in text.facts if key.endswith(("_id", "Id")))
                 self.errors.note(f"the split {split}: text {text.index} is empty ({ids or 'no ids'})")

@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from detector.errors import DiskError
 from e2e_vl.command_line import StoppedRunError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -128,7 +129,7 @@ def _sentence(error: Exception, accelerator: Accelerator, where: str) -> Excepti
         return None  # it is a sentence already
     if is_disk_full(error):
         place = f" ({error.filename})" if getattr(error, "filename", None) else ""
-        return OSError(f"the disk or a quota is full{place}; make room. {where}")
+        return DiskError(f"the disk or a quota is full{place}; make room. {where}")
     if not isinstance(error, RuntimeError | MemoryError):
         return None
     is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in text for word in NO_MEMORY)

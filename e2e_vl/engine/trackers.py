@@ -10,6 +10,7 @@ import numpy as np
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
+from detector.errors import UserError
 from e2e_vl.config import RunConfig
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.metric_names import MetricName
@@ -28,9 +29,9 @@ def check_trackers(names: Iterable[str]) -> None:
     """Raises ValueError for the first tracker that accelerate does not know or that is not installed."""
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
-            raise ValueError(f"train.trackers has '{name}'; it must be some of {', '.join(LOGGER_TYPE_TO_CLASS)}.")
+            raise UserError(f"train.trackers has '{name}'; it must be some of {', '.join(LOGGER_TYPE_TO_CLASS)}.")
         if name not in installed_trackers():
-            raise ValueError(f"train.trackers has '{name}', which is not installed; install it or leave it out.")
+            raise UserError(f"train.trackers has '{name}', which is not installed; install it or leave it out.")
 
 
 def start_trackers(accelerator: Accelerator, config: RunConfig) -> None:

@@ -22,6 +22,7 @@ from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from detector.errors import UserError
 from detector.structures import Loss
 from e2e_vl.command_line import StoppedRunError
 from e2e_vl.config import RunConfig, save_config
@@ -338,7 +339,7 @@ class _Training:
         settings = self.config.detector
         unknown = sorted(set(settings.loss_weights) - set(losses)) if losses else []
         if unknown:
-            raise ValueError(
+            raise UserError(
                 f"detector.loss_weights names '{unknown[0]}'; the losses of this detector are {', '.join(losses)}."
             )
         return {name: settings.loss_weight * settings.loss_weights.get(name, 1.0) for name in losses}

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from detector.errors import UserError
 from e2e_vl.evaluation.submission_files import write_list
 
 OPEN = "query"  # the structural type of open questions; all others are binary
@@ -50,7 +51,7 @@ def gqa_scores(records: Iterable[Record], *, with_consistency: bool = True) -> d
     records = [record for record in records if record.get("answer") is not None]
     scored = [record for record in records if record["isBalanced"]]
     if not scored:
-        raise ValueError("there is no balanced question with an answer to score; predict a split that has some")
+        raise UserError("there is no balanced question with an answer to score; predict a split that has some")
     lists: dict[str, list[bool]] = {"accuracy": [], "binary": [], "open": []}
     tables: dict[str, dict[str, list[bool]]] = {
         name: defaultdict(list) for name in (*_KINDS, "accuracyPerLength", "accuracyPerSteps")
@@ -104,7 +105,7 @@ def consistency_shares(records: Sequence[Record]) -> list[float]:
         others = entailed_ids(record)
         missing = next((other for other in others if other not in hits), None)
         if missing is not None:
-            raise ValueError(
+            raise UserError(
                 f"question {record['questionId']} entails question {missing}, which has no prediction; predict all "
                 "questions, not only the balanced ones, or leave consistency out"
             )
@@ -207,7 +208,7 @@ def write_submission(path: str | Path, records: Iterable[Record]) -> None:
         rows.append({"questionId": record["questionId"], "prediction": record["prediction"]})
     double = next((name for name, count in counts.items() if count > 1), None)
     if double is not None:
-        raise ValueError(f"the predictions have question {double} twice; one record each is expected")
+        raise UserError(f"the predictions have question {double} twice; one record each is expected")
     write_list(path, rows)
 
 

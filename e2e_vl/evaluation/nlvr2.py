@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from detector.errors import MissingFileError, UserError
+
 _LABELS = ("False", "True")  # as they are written
 
 
@@ -23,7 +25,7 @@ def group_of(identifier: str) -> str:
     """
     parts = identifier.split("-")
     if len(parts) != 4:
-        raise ValueError(f"the identifier {identifier!r} is not split-set-pair-sentence, such as dev-850-2-0")
+        raise UserError(f"the identifier {identifier!r} is not split-set-pair-sentence, such as dev-850-2-0")
     split, number, _, sentence = parts
     return f"{split}-{number}-{sentence}"
 
@@ -43,11 +45,11 @@ def truth_scores(labels: Mapping[str, str], predictions: Mapping[str, str]) -> d
         ValueError: there is no label, or a labelled example has no prediction.
     """
     if not labels:
-        raise ValueError("there is no labelled example to score")
+        raise UserError("there is no labelled example to score")
     groups: dict[str, list[bool]] = defaultdict(list)
     for identifier, label in labels.items():
         if identifier not in predictions:
-            raise ValueError(f"example {identifier} has no prediction; predict the split that the labels belong to")
+            raise UserError(f"example {identifier} has no prediction; predict the split that the labels belong to")
         groups[group_of(identifier)].append(predictions[identifier].lower() == label.lower())
     hits = [hit for group in groups.values() for hit in group]
     return {
@@ -89,13 +91,13 @@ def read_predictions(path: str | Path) -> dict[str, str]:
     """
     path = Path(path).expanduser()
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such file of predictions; check the path")
+        raise MissingFileError(f"{path}: there is no such file of predictions; check the path")
     found: dict[str, str] = {}
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             columns = line.rstrip().split(",")
             if len(columns) < 2:
-                raise ValueError(f"{path}, line {number}: expected identifier,True or identifier,False; correct it")
+                raise UserError(f"{path}, line {number}: expected identifier,True or identifier,False; correct it")
             found[columns[0]] = columns[1]
     return found
 
@@ -110,7 +112,7 @@ def write_submission(path: str | Path, records: Iterable[Mapping[str, Any]]) -> 
     counts = Counter(record["identifier"] for record in records)
     double = next((name for name, count in counts.items() if count > 1), None)
     if double is not None:
-        raise ValueError(f"the predictions have example {double} twice; one record each is expected")
+        raise UserError(f"the predictions have example {double} twice; one record each is expected")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{record['identifier']},{record['prediction']}\n" for record in records), encoding="utf-8")

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from detector.errors import UserError
 from e2e_vl.evaluation.submission_files import write_list
 
 IOU_CONVENTIONS = ("mattnet", "vlbert", "strict")
@@ -48,17 +49,17 @@ def box_iou(boxes: np.ndarray, gt_boxes: np.ndarray, convention: str, image_size
         ValueError: unknown convention, a coordinate that is not finite, or `vlbert` without image size.
     """
     if convention not in IOU_CONVENTIONS:
-        raise ValueError(f"unknown IoU convention {convention!r}; choose one of {', '.join(IOU_CONVENTIONS)}")
+        raise UserError(f"unknown IoU convention {convention!r}; choose one of {', '.join(IOU_CONVENTIONS)}")
     boxes, gt_boxes = (np.asarray(array, dtype=np.float64) for array in (boxes, gt_boxes))
     for array, what in ((boxes, "predicted"), (gt_boxes, "true")):
         if array.shape[-1:] != (4,):
-            raise ValueError(f"the {what} boxes have the shape {array.shape}, expected [..., 4]")
+            raise UserError(f"the {what} boxes have the shape {array.shape}, expected [..., 4]")
         if not np.isfinite(array).all():
-            raise ValueError(f"a {what} box has a coordinate that is not finite")
+            raise UserError(f"a {what} box has a coordinate that is not finite")
     extra = 0.0
     if convention == "vlbert":
         if image_size is None:
-            raise ValueError("the convention vlbert clamps predicted boxes and needs the image size (height, width)")
+            raise UserError("the convention vlbert clamps predicted boxes and needs the image size (height, width)")
         height, width = np.moveaxis(np.asarray(image_size, dtype=np.float64), -1, 0)
         last = np.stack([width, height, width, height], axis=-1) - 1
         boxes = np.clip(boxes, 0, last)
@@ -99,16 +100,16 @@ def referring_metrics(records: Iterable[Mapping[str, Any]], convention: str = "m
         ValueError: unknown convention, or a record that lacks what the convention needs.
     """
     if convention not in CONVENTIONS:
-        raise ValueError(f"unknown convention {convention!r}; choose one of {', '.join(CONVENTIONS)}")
+        raise UserError(f"unknown convention {convention!r}; choose one of {', '.join(CONVENTIONS)}")
     judge = _same_annotation if convention == "same_annotation" else _iou_hit
     right: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
     for record in records:
         try:
             result = judge(record, convention)
         except KeyError as error:
-            raise ValueError(f"{_name(record)} has no {error}, which the convention {convention} needs") from error
+            raise UserError(f"{_name(record)} has no {error}, which the convention {convention} needs") from error
         except ValueError as error:
-            raise ValueError(f"{_name(record)}: {error}") from error
+            raise UserError(f"{_name(record)}: {error}") from error
         right[""].append(result)
         if record.get("family") is not None:
             right[f"/{record['family']}"].append(result)
@@ -134,13 +135,13 @@ def _same_annotation(record: Mapping[str, Any], convention: str) -> tuple[bool, 
     ann_ids: Sequence[int] = record["candidate_ann_ids"]
     candidates = np.asarray(record["candidate_boxes"], dtype=np.float64).reshape(-1, 4)
     if len(ann_ids) > len(candidates):
-        raise ValueError(f"{len(ann_ids)} candidate_ann_ids for {len(candidates)} candidate boxes")
+        raise UserError(f"{len(ann_ids)} candidate_ann_ids for {len(candidates)} candidate boxes")
     reachable = record["ann_id"] in ann_ids
     if record["box"] is None:
         return False, reachable
     chosen = np.abs(candidates - np.asarray(record["box"], dtype=np.float64)).max(axis=1) < 1e-6
     if not chosen.any():
-        raise ValueError("the predicted box is none of the candidate boxes, so it is no annotation")
+        raise UserError("the predicted box is none of the candidate boxes, so it is no annotation")
     first_annotated = len(candidates) - len(ann_ids)
     rows = chosen.nonzero()[0] - first_annotated
     return any(row >= 0 and ann_ids[row] == record["ann_id"] for row in rows), reachable
@@ -165,12 +166,12 @@ def write_submission(path: str | Path, records: Iterable[Mapping[str, Any]]) -> 
     for number, entry in enumerate(entries):
         key, box = (entry["ref_id"], entry["sent_id"]), entry["box"]
         if any(type(value) is not int for value in key):
-            raise ValueError(f"{path}: entry {number} has the ids {key}, expected two whole numbers.")
+            raise UserError(f"{path}: entry {number} has the ids {key}, expected two whole numbers.")
         if key in seen:
-            raise ValueError(f"{path}: the expression {key[1]} of ref {key[0]} is there twice; remove one of them.")
+            raise UserError(f"{path}: the expression {key[1]} of ref {key[0]} is there twice; remove one of them.")
         seen.add(key)
         is_box = isinstance(box, list) and len(box) == 4
         is_box = is_box and all(type(value) in (int, float) and math.isfinite(value) for value in box)
         if box is not None and not is_box:
-            raise ValueError(f"{path}: expression {key[1]} has the box {box!r}, expected [x1, y1, x2, y2] or null.")
+            raise UserError(f"{path}: expression {key[1]} has the box {box!r}, expected [x1, y1, x2, y2] or null.")
     write_list(path, entries)

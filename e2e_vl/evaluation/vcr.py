@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from detector.errors import UserError
+
 CHOICES = 4
 ANSWER_COLUMNS = tuple(f"answer_{i}" for i in range(CHOICES))
 RATIONALE_COLUMNS = tuple(f"rationale_conditioned_on_a{a}_{r}" for a in range(CHOICES) for r in range(CHOICES))
@@ -38,13 +40,11 @@ def write_submission(path: str | Path, submission: Submission) -> None:
     number = len(submission.annot_ids)
     shapes = [np.shape(submission.answers), np.shape(submission.rationales)]
     if shapes != [(number, CHOICES), (number, CHOICES, CHOICES)]:
-        raise ValueError(
-            f"{path}: {number} questions need scores [U, 4] and [U, 4, 4]; these have the shapes {shapes}."
-        )
+        raise UserError(f"{path}: {number} questions need scores [U, 4] and [U, 4, 4]; these have the shapes {shapes}.")
     if len(set(submission.annot_ids)) != number:
-        raise ValueError(f"{path}: a question is there twice; every annot_id needs one row.")
+        raise UserError(f"{path}: a question is there twice; every annot_id needs one row.")
     if not (np.isfinite(submission.answers).all() and np.isfinite(submission.rationales).all()):
-        raise ValueError(f"{path}: a score is not a finite number; look for a diverged model.")
+        raise UserError(f"{path}: a score is not a finite number; look for a diverged model.")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -77,13 +77,13 @@ def join_predictions(
     missing = [key for key in wanted if key not in rationales]
     if missing:
         annot_id, answer = missing[0]
-        raise ValueError(
+        raise UserError(
             f"There is no rationale prediction for the question {annot_id}, given answer {answer}, and for "
             f"{len(missing) - 1} more; predict rationales of the same split with data.config.condition_on=each."
         )
     if len(rationales) > len(wanted):
         annot_id, answer = next(key for key in rationales if (key[0], None) not in answers)
-        raise ValueError(f"The question {annot_id} has rationale predictions but no answer prediction; predict both.")
+        raise UserError(f"The question {annot_id} has rationale predictions but no answer prediction; predict both.")
     annot_ids = [annot_id for annot_id, _ in answers]
     return Submission(
         annot_ids,
@@ -112,10 +112,10 @@ def joint_metrics(
     kept = [record for record in rationale_records if record["conditioned_on"] == truth.get(record["annot_id"])]
     for record in (*answer_records, *kept):
         if record["label"] is None:
-            raise ValueError(f"The question {record['annot_id']} has no label, as in the test split; nothing to score.")
+            raise UserError(f"The question {record['annot_id']} has no label, as in the test split; nothing to score.")
         number = len(record["probabilities"])
         if record["label"] not in range(CHOICES) or number != CHOICES:
-            raise ValueError(
+            raise UserError(
                 f"The question {record['annot_id']} has the label {record['label']} and {number} probabilities; it "
                 "needs a label from 0 to 3 and 4 probabilities, so predict again."
             )
@@ -124,9 +124,9 @@ def joint_metrics(
     extra = {record["annot_id"] for record in rationale_records} - set(truth)
     if missing or extra:
         kind, annot_id = ("rationale", missing[0]) if missing else ("answer", sorted(extra)[0])
-        raise ValueError(f"There is no {kind} prediction for the question {annot_id}; predict both on the same split.")
+        raise UserError(f"There is no {kind} prediction for the question {annot_id}; predict both on the same split.")
     if not truth:
-        raise ValueError("There is no question to score.")
+        raise UserError("There is no question to score.")
     rationale_truth = {record["annot_id"]: record["label"] for record in kept}
     answer = _hits(answers.values(), truth.values())
     rationale = _hits((rationales[key] for key in truth.items()), (rationale_truth[annot_id] for annot_id in truth))
@@ -138,7 +138,7 @@ def _hits(probabilities: Iterable[Sequence[float]], labels: Iterable[int]) -> np
     """bool [U]: the label is the best choice."""
     scores = np.array(list(probabilities), dtype=np.float64)
     if np.isnan(scores).any():
-        raise ValueError("A score is not a number (NaN), so there is no best choice; look for a diverged model.")
+        raise UserError("A score is not a number (NaN), so there is no best choice; look for a diverged model.")
     return scores.argmax(axis=1) == list(labels)
 
 
@@ -147,12 +147,12 @@ def _by_question(records: Sequence[Mapping[str, Any]], kind: str) -> dict[tuple[
     found: dict[tuple[str, int | None], list[float]] = {}
     for record in records:
         if record.get("kind") != kind:
-            raise ValueError(
+            raise UserError(
                 f"The prediction for {record.get('annot_id')} is about the {record.get('kind')}, expected the {kind}: "
                 "give the predictions of the Q->A run first, then the predictions of the QA->R run."
             )
         key = (record["annot_id"], record["conditioned_on"])
         if key in found:
-            raise ValueError(f"There are two {kind} predictions for the question {record['annot_id']}; remove one.")
+            raise UserError(f"There are two {kind} predictions for the question {record['annot_id']}; remove one.")
         found[key] = record["probabilities"]
     return found

@@ -16,6 +16,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
+from detector.errors import UserError
 from e2e_vl.evaluation.submission_files import write_list
 
 UNKNOWN = "<unk>"  # an entry of some vocabularies that never scores
@@ -89,7 +90,7 @@ def answer_accuracy(prediction: str, answers: Sequence[str]) -> float:
         ValueError: there are no answers.
     """
     if not answers:
-        raise ValueError("a prediction cannot be scored without human answers")
+        raise UserError("a prediction cannot be scored without human answers")
     prediction, answers = clean_answer(prediction), [clean_answer(answer) for answer in answers]
     if len(set(answers)) > 1:
         prediction, answers = normalise_answer(prediction), [normalise_answer(answer) for answer in answers]
@@ -130,12 +131,12 @@ def vqa_accuracy(
     """
     predicted, annotated = by_question(predictions, "predictions"), by_question(annotations, "annotations")
     if not annotated:
-        raise ValueError("there are no annotated questions to score")
+        raise UserError("there are no annotated questions to score")
     if predicted.keys() != annotated.keys():
         missing, extra = annotated.keys() - predicted.keys(), predicted.keys() - annotated.keys()
         first = next((f", question {number} lacks a prediction" for number in sorted(missing)), "")
         first = first or next(f", question {number} is not annotated" for number in sorted(extra))
-        raise ValueError(
+        raise UserError(
             f"the predictions must answer exactly the annotated questions: {len(missing)} are missing and {len(extra)} "
             f"are not among them{first}; predict the split that the annotations belong to"
         )
@@ -227,6 +228,6 @@ def by_question(records: Iterable[Mapping[str, Any]], what: str) -> dict[Any, Ma
     found: dict[Any, Mapping[str, Any]] = {}
     for record in records:
         if record["question_id"] in found:
-            raise ValueError(f"the {what} have question {record['question_id']} twice; one record each is expected")
+            raise UserError(f"the {what} have question {record['question_id']} twice; one record each is expected")
         found[record["question_id"]] = record
     return found

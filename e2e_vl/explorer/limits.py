@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from detector.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -20,7 +22,7 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("megapixels", "megabytes"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--max-{name} is {getattr(self, name)}; it must be a positive number.")
+                raise UserError(f"--max-{name} is {getattr(self, name)}; it must be a positive number.")
 
     @property
     def bytes(self) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
+from detector.errors import UserError
 from detector.pixel_masking import mask_pixels, mask_rectangles
 from e2e_vl.api.results import Answer
 from e2e_vl.api.trained_model import TrainedModel
@@ -111,7 +112,7 @@ class Session:
         """
         shown = self._require_answer()
         if item is not None and not 0 <= item < len(shown.words) + len(shown):
-            raise ValueError(f"There is no item {item}; choose a word or a region.")
+            raise UserError(f"There is no item {item}; choose a word or a region.")
         return dataclasses.replace(self, item=item)
 
     def with_map(self, step: int, head: int | None) -> Session:
@@ -122,12 +123,12 @@ class Session:
         """
         shown = self._require_answer()
         if not 0 <= step < len(shown.attention) or not (head is None or 0 <= head < shown.num_heads):
-            raise ValueError("There is no such attention map; choose a layer and a head of the list.")
+            raise UserError("There is no such attention map; choose a layer and a head of the list.")
         return dataclasses.replace(self, step=step, head=head)
 
     def _require_answer(self) -> Inspection:
         if self.shown is None:
-            raise ValueError("Nothing was asked yet; give a photo, write a phrase or a question, and ask.")
+            raise UserError("Nothing was asked yet; give a photo, write a phrase or a question, and ask.")
         return self.shown
 
 
@@ -147,7 +148,7 @@ class Explorer:
         question = Question(EncodedImage(b"", "(a photo)"), f"a {model.tokenizer.mask_token}")
         model.check_question(question)
         if not model.network.encoder.attention_graphs:
-            raise ValueError(
+            raise UserError(
                 f"The encoder '{model.settings.encoder.name}' has no attention to show; give a run with another one."
             )
         self.model = model
@@ -163,9 +164,9 @@ class Explorer:
             ValueError: no photo, or a text that is empty or too long, or as `TrainedModel.ask`.
         """
         if session.photo is None:
-            raise ValueError("There is no photo yet; drop a JPEG or PNG file first.")
+            raise UserError("There is no photo yet; drop a JPEG or PNG file first.")
         if len(text) > LONGEST_TEXT:
-            raise ValueError(f"The text has {len(text)} characters; write at most {LONGEST_TEXT}.")
+            raise UserError(f"The text has {len(text)} characters; write at most {LONGEST_TEXT}.")
         look = self._look(session.photo, text)
         if self._describes_again:
             look = self._look(session.photo, text, look)
@@ -182,11 +183,11 @@ class Explorer:
         """
         before = session.before
         if before is None:
-            raise ValueError("Nothing was asked yet; there are no regions to hide.")
+            raise UserError("Nothing was asked yet; there are no regions to hide.")
         hidden = tuple(sorted(set(rows)))
         unknown = [row for row in hidden if not 0 <= row < len(before)]
         if unknown:
-            raise ValueError(f"There is no region {unknown[0]}; this photo has {len(before)}.")
+            raise UserError(f"There is no region {unknown[0]}; this photo has {len(before)}.")
         after = self._look(session.photo, before.answer.text, before, hidden) if hidden else None
         return dataclasses.replace(session, hidden=hidden, after=after)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from detector.errors import UserError
 from detector.images import ResizeRule, decode_resized
 from e2e_vl.explorer.limits import Limits
 from e2e_vl.samples import EncodedImage
@@ -39,11 +40,11 @@ def read_photo(path: Path, limits: Limits) -> Photo:
     """
     size = path.stat().st_size
     if size > limits.bytes:
-        raise ValueError(
+        raise UserError(
             f"{path.name} has {size / 1e6:.1f} MB; the limit is {limits.megabytes:g} MB, so make it smaller first."
         )
     content = path.read_bytes()
     if not content.startswith(_SIGNATURES):
-        raise ValueError(f"{path.name} is neither a JPEG nor a PNG file; convert it first.")
+        raise UserError(f"{path.name} is neither a JPEG nor a PNG file; convert it first.")
     pixels, original = decode_resized(content, path.name, SHOWN_SIZE, "RGB", limits.pixels)
     return Photo(EncodedImage(content, path.name), original, pixels)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from detector.errors import UserError
 from e2e_vl.explorer.limits import Limits
 from e2e_vl.explorer.pictures import boxes_of, draw_pointed, draw_regions, to_photo
 from e2e_vl.explorer.session import LONGEST_TEXT, Explorer, Inspection, Session
@@ -31,7 +32,7 @@ def import_gradio() -> Any:
     try:
         import gradio
     except ImportError as error:
-        raise ValueError('The explorer needs gradio; install it with pip install "e2e-vl[explore]".') from error
+        raise UserError('The explorer needs gradio; install it with pip install "e2e-vl[explore]".') from error
     return gradio
 
 
@@ -200,10 +201,10 @@ def serve(page: "gradio.Blocks", limits: Limits, *, host: str, port: int | None)
 def _click(session: Session, explorer: Explorer, action: str, place: Any) -> Session:
     """A click on the picture of the regions, at (x, y) of its pixels."""
     if session.photo is None or session.shown is None:
-        raise ValueError("Nothing was asked yet; write a phrase or a question, and ask.")
+        raise UserError("Nothing was asked yet; write a phrase or a question, and ask.")
     row = session.shown.region_at(*to_photo(session.photo, tuple(place)))
     if row is None:
-        raise ValueError("There is no region at this place; click inside a box.")
+        raise UserError("There is no region at this place; click inside a box.")
     return explorer.toggle(session, row) if action == HIDES else session.attending(len(session.shown.words) + row)
 
 

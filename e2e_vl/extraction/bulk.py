@@ -65,7 +65,7 @@ class ExtractionJob:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.workers < 0:
-            raise ValueError(f"batch size {self.batch_size} and workers {self.workers}: at least 1 and 0 are needed")
+            raise UserError(f"batch size {self.batch_size} and workers {self.workers}: at least 1 and 0 are needed")
 
     @property
     def folder(self) -> Path:
@@ -103,7 +103,7 @@ def extract_images(job: ExtractionJob, accelerator: Accelerator) -> ExtractionSu
     """
     check_format(job.layout, job.output)
     if job.given is not None and not any(image.id in job.given for image in job.images):
-        raise ValueError("The file of given boxes has boxes of none of the images; give the file that belongs to them.")
+        raise UserError("The file of given boxes has boxes of none of the images; give the file that belongs to them.")
     missing = _missing_images(job, accelerator)
     if missing is None:
         return ExtractionSummary(before=len(job.images))
@@ -154,7 +154,7 @@ def _prepare(job: ExtractionJob) -> list[str] | None:
         store = open_features(job.output)
         if store.stamp == stamp and set(store.ids) == wanted:
             return None
-        raise ValueError(f"{job.output} exists and holds other images or was made differently; choose another output")
+        raise UserError(f"{job.output} exists and holds other images or was made differently; choose another output")
     _check_begun(folder, stamp)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / STAMP_NAME, stamp)
@@ -168,7 +168,7 @@ def _prepare(job: ExtractionJob) -> list[str] | None:
     there = found.keys()
     damaged = {image_id for image_id in there & wanted if not _is_whole(job.file_of(image_id), image_id)}
     if job.layout == "npz" and there - wanted:
-        raise ValueError(
+        raise UserError(
             f"{folder} has features of image {shown(min(there - wanted))}, which is not listed; list it, or choose "
             "another output"
         )
@@ -198,11 +198,11 @@ def _check_begun(folder: Path, stamp: dict[str, Any]) -> None:
         before = read_plain_json(written)
         changed = sorted(key for key in {*before, *stamp} if before.get(key) != stamp.get(key))
         if changed:
-            raise ValueError(
+            raise UserError(
                 f"{folder} was begun with other settings ({', '.join(changed)}); use the same again, or another output"
             )
     elif folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} holds other files; choose an empty or new output")
+        raise UserError(f"{folder} holds other files; choose an empty or new output")
 
 
 def _describe_all(job: ExtractionJob, images: list[ListedImage], accelerator: Accelerator) -> ExtractionSummary:

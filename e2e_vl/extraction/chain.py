@@ -18,6 +18,7 @@ from torch import Tensor
 from torchvision.ops import batched_nms, clip_boxes_to_image, nms
 
 from detector.boxes import decode_deltas, is_larger
+from detector.errors import UserError
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule, load_resized, make_image_batch, resize_boxes
 from detector.roi_features import RoIFeatures
@@ -85,7 +86,7 @@ class RegionExtractor:
 
     def __init__(self, detector: TwoStageDetector, settings: ExtractionSettings) -> None:
         if settings.attributes and not detector.roi_heads.box_predictor.has_attributes:
-            raise ValueError("The detector has no attribute head; extract without attributes, or use another config.")
+            raise UserError("The detector has no attribute head; extract without attributes, or use another config.")
         self.detector = detector
         self.settings = settings
 

@@ -9,6 +9,7 @@ import torch
 
 from detector.backends import BACKENDS, detector_class
 from detector.checkpoint import CONFIG_NAME, load_checkpoint
+from detector.errors import MissingFileError, UserError
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule
 from detector.named_weights import NamedWeights, known_weights, resolve_weights
@@ -60,7 +61,7 @@ def open_detector(
             `max_proposals` is less than 1.
     """
     if max_proposals is not None and max_proposals < 1:
-        raise ValueError(f"The detector needs at least 1 proposal, not {max_proposals} proposals.")
+        raise UserError(f"The detector needs at least 1 proposal, not {max_proposals} proposals.")
     cls = detector_class(backend)
     settings = cls.config_class.from_yaml(config)
     weights = None if weights is None else find_weights(weights)  # before the network is built, which takes seconds
@@ -111,7 +112,7 @@ def find_detector(
         check_plain(path / CONFIG_NAME)
         return open_detector(path / CONFIG_NAME, path, backend=backend or "builtin", max_proposals=max_proposals)
     find_weights(path)  # says in one sentence what is missing
-    raise ValueError(f"{path}: weights alone do not say how the detector is built; give its Detectron2 YAML as config.")
+    raise UserError(f"{path}: weights alone do not say how the detector is built; give its Detectron2 YAML as config.")
 
 
 def with_names(
@@ -134,7 +135,7 @@ def with_names(
         return source
     number = source.detector.config.attributes.num_classes
     if not number:
-        raise ValueError(f"The detector has no attribute head; leave out the attribute names of {attribute_names}.")
+        raise UserError(f"The detector has no attribute head; leave out the attribute names of {attribute_names}.")
     return dataclasses.replace(source, attribute_names=read_vocabulary(attribute_names, number, "attributes"))
 
 
@@ -155,7 +156,7 @@ def _published_detector(
         ValueError: a trunk, which detects nothing.
     """
     if published.expect == "backbone":
-        raise ValueError(
+        raise UserError(
             f"{published.name} is a trunk trained on ImageNet, which finds no objects; name a detector, or start a "
             "training from it with detector.weights and detector.expect=backbone."
         )
@@ -186,12 +187,12 @@ def detector_of_run(
     folder = Path(run_dir)
     folder = folder / "model" if (folder / "model").is_dir() else folder
     if not (folder / "detector" / "config.yaml").is_file():
-        raise FileNotFoundError(f"{run_dir} holds no trained model; give a run directory of tools/train.py.")
+        raise MissingFileError(f"{run_dir} holds no trained model; give a run directory of tools/train.py.")
     for settings in (folder / "config.yaml", folder / "detector" / "config.yaml"):
         check_plain(settings)
     config = load_config(folder / "config.yaml")
     if config.detector.backend not in BACKENDS:
-        raise ValueError(
+        raise UserError(
             f"{run_dir}: detector.backend is {config.detector.backend}, so the run has no detector that can look at "
             "images; give --config and --weights."
         )

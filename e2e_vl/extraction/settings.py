@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from detector.errors import UserError
 from detector.selection_rule import SelectionRule
 
 Rule = Literal["score", "maxconf", "maxnms", "given"]
@@ -39,7 +40,7 @@ class ExtractionSettings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.nms_threshold <= 1:
-            raise ValueError(f"nms_threshold {self.nms_threshold} must be from 0 to 1.")
+            raise UserError(f"nms_threshold {self.nms_threshold} must be from 0 to 1.")
 
     @property
     def numbers(self) -> SelectionRule:

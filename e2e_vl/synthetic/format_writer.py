@@ -14,6 +14,7 @@ from typing import Any, Generic
 import cv2
 import numpy as np
 
+from detector.errors import UserError
 from e2e_vl.synthetic.imitated_detector import ImitatedDetectorConfig
 from e2e_vl.synthetic.references import LanguageConfig
 from e2e_vl.synthetic.relations import SceneFacts
@@ -40,13 +41,13 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if sum(self.scenes.values()) < 1 or min(self.scenes.values()) < 0 or not all(self.scenes):
-            raise ValueError(
+            raise UserError(
                 f"scenes must name splits and their numbers of scenes, at least 1 in all; found {self.scenes}"
             )
         if self.seed < 0:
-            raise ValueError(f"seed must not be negative; found {self.seed}")
+            raise UserError(f"seed must not be negative; found {self.seed}")
         if self.image_format not in IMAGE_FORMATS:
-            raise ValueError(f"image_format must be one of {', '.join(IMAGE_FORMATS)}; found {self.image_format!r}")
+            raise UserError(f"image_format must be one of {', '.join(IMAGE_FORMATS)}; found {self.image_format!r}")
 
     def places(self, folder: Path) -> list[ScenePlace]:
         """The places of all scenes, in the order of their image ids; their images lie in ``folder``."""

@@ -31,6 +31,7 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
+from detector.errors import DiskError, UserError
 from detector.plain_json import read_plain_json
 from e2e_vl.synthetic.captioning import draw_captions
 from e2e_vl.synthetic.coco_writer import COCOAnnotationsWriter, COCOCaptionsWriter, COCODetectionWriter
@@ -118,9 +119,9 @@ def make_scenes(
     recipe = Recipe(dict(scenes), seed, image_format, *what)
     wanted = set(WRITERS if formats is None else formats)
     if unknown := sorted(wanted - set(WRITERS)):
-        raise ValueError(f"formats must be some of {', '.join(WRITERS)}; found {unknown[0]!r}")
+        raise UserError(f"formats must be some of {', '.join(WRITERS)}; found {unknown[0]!r}")
     if workers < 0:
-        raise ValueError(f"workers must not be negative; found {workers}")
+        raise UserError(f"workers must not be negative; found {workers}")
     output = Path(output)
     start = {"version": VERSION, "settings": json.loads(json.dumps(asdict(recipe)))}  # tuples as lists, as in a file
     finished = _finished_stamp(output, start)
@@ -174,21 +175,21 @@ def _add_formats(
 def _finished_stamp(output: Path, start: dict[str, Any]) -> dict[str, Any] | None:
     """The stamp of a folder that already holds this data; None when the scenes are still to be drawn."""
     if output.exists() and not output.is_dir():
-        raise ValueError(f"{output} is a file, not a folder: choose another output folder")
+        raise UserError(f"{output} is a file, not a folder: choose another output folder")
     if not output.exists() or not any(output.iterdir()):
         return None
     path = next((output / name for name in (STAMP, _UNFINISHED) if (output / name).exists()), None)
     if path is None:
-        raise ValueError(f"{output} is not empty and was not written by this tool: choose another output folder")
+        raise UserError(f"{output} is not empty and was not written by this tool: choose another output folder")
     try:
         stamp = read_plain_json(path, keys=("version", "settings"))
         found = {"version": stamp["version"], **_with_newer_settings(stamp["settings"])}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}): remove the folder {output} and start again") from error
+        raise UserError(f"{path} cannot be read ({error}): remove the folder {output} and start again") from error
     wanted = {"version": start["version"], **start["settings"]}
     differing = sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
     if differing:
-        raise ValueError(
+        raise UserError(
             f"{output} holds synthetic data made with other settings ({', '.join(differing)}): remove the folder or "
             "choose another one"
         )
@@ -227,7 +228,7 @@ def _make_scene(
     detections = draw_detections(scene, recipe.detections, rng)
     options = IMAGE_FORMATS[recipe.image_format]
     if with_image and not cv2.imwrite(str(place.image_file), scene.image[..., ::-1], options):
-        raise OSError(f"{place.image_file} cannot be written")
+        raise DiskError(f"{place.image_file} cannot be written; make room, or choose another folder.")
     record = SceneRecord(
         **vars(place),
         size=scene.image.shape[:2],

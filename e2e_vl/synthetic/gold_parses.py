@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from detector.errors import UserError
+
 _NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _ARTICLES = ("the", "a", "an")
 
@@ -62,7 +64,7 @@ def parse_of(parts: Sequence[tuple[str, bool]]) -> list[GoldWord]:
             words.append(GoldWord("is", "AUX", start + 1, "cop"))
             words.append(GoldWord("still", "ADJ", root, "advcl"))
         else:
-            raise ValueError(f"'{text}' has no rule in the parses of drawn captions")
+            raise UserError(f"'{text}' has no rule in the parses of drawn captions")
     return words
 
 

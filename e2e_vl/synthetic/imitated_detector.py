@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from detector.errors import UserError
 from e2e_vl.synthetic.scene_records import CATEGORIES, CATEGORY_IDS, CATEGORY_NAMES
 from e2e_vl.synthetic.scenes import Scene, box_iou
 
@@ -30,9 +31,9 @@ class ImitatedDetectorConfig:
     def __post_init__(self) -> None:
         for name in ("missed", "wrong_category", "min_iou", "max_false_iou"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"detections.{name} must lie in [0, 1]; found {getattr(self, name)}")
+                raise UserError(f"detections.{name} must lie in [0, 1]; found {getattr(self, name)}")
         if self.false_alarms < 0:
-            raise ValueError(f"detections.false_alarms must not be negative; found {self.false_alarms}")
+            raise UserError(f"detections.false_alarms must not be negative; found {self.false_alarms}")
 
 
 def draw_detections(scene: Scene, config: ImitatedDetectorConfig, rng: np.random.Generator) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from detector.errors import UserError
 from e2e_vl.synthetic.relations import SceneFacts, members
 
 FAMILIES = ("attribute", "superlative", "comparison", "relation")
@@ -151,7 +152,7 @@ def two_phrases(expression: ReferringExpression, sentence: str) -> tuple[str, st
         if found:
             named = head.removesuffix(" that is")
             return named, f"{head[len(named) + 1 :]} {link}".strip(), rest
-    raise ValueError(f"'{sentence}' is no wording of {expression}")
+    raise UserError(f"'{sentence}' is no wording of {expression}")
 
 
 def _noun_phrase(description: Description, rng: np.random.Generator, suffix: bool = False) -> str:

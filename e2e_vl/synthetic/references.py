@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from detector.errors import UserError
 from e2e_vl.synthetic.language import (
     FAMILIES,
     RELATIONS,
@@ -56,28 +57,28 @@ class LanguageConfig:
         for name, known in (("family_mix", FAMILIES), ("relation_mix", RELATIONS)):
             mix = getattr(self, name)
             if set(mix) - set(known) or sum(mix.values()) <= 0 or min(mix.values()) < 0:
-                raise ValueError(
+                raise UserError(
                     f"language.{name} must give shares >= 0 to some of {', '.join(known)}; found {dict(mix)}"
                 )
         for name in ("refs_per_image", "sentences_per_ref"):
             value = tuple(getattr(self, name))
             object.__setattr__(self, name, value)
             if len(value) != 2 or not 1 <= value[0] <= value[1]:
-                raise ValueError(f"language.{name} must be (least, most) with 1 <= least <= most; found {value}")
+                raise UserError(f"language.{name} must be (least, most) with 1 <= least <= most; found {value}")
         object.__setattr__(self, "vcr_families", tuple(self.vcr_families))
         if not self.vcr_families or set(self.vcr_families) - set(VCR_FAMILIES):
-            raise ValueError(
+            raise UserError(
                 f"language.vcr_families must be some of {', '.join(VCR_FAMILIES)}; found {list(self.vcr_families)}"
             )
         object.__setattr__(self, "pair_families", tuple(self.pair_families))
         if not self.pair_families or set(self.pair_families) - set(PAIR_FAMILIES):
-            raise ValueError(
+            raise UserError(
                 f"language.pair_families must be some of {', '.join(PAIR_FAMILIES)}; found {list(self.pair_families)}"
             )
         if self.sentences_per_pair < 2 or self.sentences_per_pair % 2:
-            raise ValueError(f"language.sentences_per_pair must be 2, 4, 6, ...; found {self.sentences_per_pair}")
+            raise UserError(f"language.sentences_per_pair must be 2, 4, 6, ...; found {self.sentences_per_pair}")
         if not 0 <= self.redundant <= 1:
-            raise ValueError(f"language.redundant must lie in [0, 1]; found {self.redundant}")
+            raise UserError(f"language.redundant must lie in [0, 1]; found {self.redundant}")
 
 
 @dataclass(frozen=True)

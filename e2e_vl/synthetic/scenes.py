@@ -13,6 +13,7 @@ from itertools import combinations
 import cv2
 import numpy as np
 
+from detector.errors import UserError
 from e2e_vl.synthetic import painting
 
 SHAPES = tuple(painting.SHAPES)
@@ -57,25 +58,23 @@ class SceneConfig:
         for name, known in (("shapes", SHAPES), ("colours", COLOURS), ("textures", TEXTURES)):
             unknown = [value for value in getattr(self, name) if value not in known]
             if unknown or not getattr(self, name):
-                raise ValueError(f"scene.{name} must be some of {', '.join(known)}; found {unknown or 'none'}")
+                raise UserError(f"scene.{name} must be some of {', '.join(known)}; found {unknown or 'none'}")
         if not 1 <= self.min_objects <= self.max_objects:
-            raise ValueError(
+            raise UserError(
                 f"scene.min_objects {self.min_objects} and max_objects {self.max_objects} must be a range from 1 up"
             )
         if not 4 <= self.small[0] <= self.small[1] < self.big[0] <= self.big[1]:
-            raise ValueError(
-                f"scene.small {self.small} must lie below scene.big {self.big}, both as (least, most) >= 4"
-            )
+            raise UserError(f"scene.small {self.small} must lie below scene.big {self.big}, both as (least, most) >= 4")
         if not self.big[1] + 4 <= self.min_side <= self.max_side:
-            raise ValueError(
+            raise UserError(
                 f"scene.min_side {self.min_side} and max_side {self.max_side} must be a range that holds the "
                 f"biggest object, {self.big[1]} pixels and a margin of 4"
             )
         for name in ("min_visible", "share", "twin", "touch"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"scene.{name} must lie in [0, 1]; found {getattr(self, name)}")
+                raise UserError(f"scene.{name} must lie in [0, 1]; found {getattr(self, name)}")
         if not 0 <= self.max_box_iou < 0.5:
-            raise ValueError(f"scene.max_box_iou must lie in [0, 0.5); found {self.max_box_iou}")
+            raise UserError(f"scene.max_box_iou must lie in [0, 0.5); found {self.max_box_iou}")
 
     @property
     def values(self) -> dict[str, tuple[str, ...]]:
@@ -135,7 +134,7 @@ def draw_scene(config: SceneConfig, rng: np.random.Generator) -> Scene:
         if placed is not None:
             break
     else:
-        raise ValueError(
+        raise UserError(
             f"{count} objects do not fit into a scene of {w} x {h} pixels: use fewer or smaller objects, a larger "
             "scene, or a lower scene.min_visible"
         )

@@ -13,6 +13,7 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from detector.errors import UserError
 from detector.images import load_image
 from detector.interface import Detector
 from e2e_vl.drawing import draw_boxes
@@ -32,13 +33,13 @@ def check_choices(config: Any) -> None:
     for name, hint in typing.get_type_hints(type(config)).items():
         if typing.get_origin(hint) is Literal and getattr(config, name) not in typing.get_args(hint):
             allowed = ", ".join(typing.get_args(hint))
-            raise ValueError(f'task.config.{name} is "{getattr(config, name)}"; it must be one of {allowed}.')
+            raise UserError(f'task.config.{name} is "{getattr(config, name)}"; it must be one of {allowed}.')
 
 
 def check_dropout(name: str, value: float) -> None:
     """Raises ValueError, naming the key `task.config.<name>`, unless the dropout is at least 0 and below 1."""
     if not 0 <= value < 1:
-        raise ValueError(f"task.config.{name} is {value}; a dropout must be at least 0 and below 1.")
+        raise UserError(f"task.config.{name} is {value}; a dropout must be at least 0 and below 1.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +169,7 @@ class Task(nn.Module, abc.ABC):
         Raises:
             ValueError: something that the task needs or does not take.
         """
-        raise ValueError(f"{type(self).__name__} does not answer a text about an image.")
+        raise UserError(f"{type(self).__name__} does not answer a text about an image.")
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
         """Take starting values from the other parts; nothing by default.

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from detector.errors import UserError
 from detector.interface import Detector
 from detector.structures import Loss
 from e2e_vl.evaluation.vqa import UNKNOWN
@@ -69,9 +70,9 @@ class AnswerConfig:
         check_choices(self)
         check_dropout("dropout", self.dropout)
         if self.min_answer_count < 1 or self.top_answers < 1 or self.head_width < 1:
-            raise ValueError("min_answer_count, top_answers and head_width must be at least 1.")
+            raise UserError("min_answer_count, top_answers and head_width must be at least 1.")
         if not self.hidden_layer and self.head_width > 1:
-            raise ValueError(
+            raise UserError(
                 f"task.config.head_width is {self.head_width}, but the head has no hidden layer; set it to 1, or "
                 "task.config.hidden_layer to true."
             )
@@ -99,7 +100,7 @@ class PossibleAnswers:
             if answer != UNKNOWN:
                 self.class_of.setdefault(answer, number)
         if not self.class_of:
-            raise ValueError("The list of possible answers is empty.")
+            raise UserError("The list of possible answers is empty.")
 
     def __len__(self) -> int:
         return len(self.answers)
@@ -162,7 +163,7 @@ class AnswerTask(Task):
     def __init__(self, summary_size: int, config: AnswerConfig):
         super().__init__()
         if not isinstance(config.answers, Sequence) or isinstance(config.answers, str):
-            raise ValueError(f"{type(self).__name__} needs the list of possible answers in its config.")
+            raise UserError(f"{type(self).__name__} needs the list of possible answers in its config.")
         self.config = config
         self.answer_list = self.make_list(config.answers)
         width = config.head_width * summary_size
@@ -214,7 +215,7 @@ class AnswerTask(Task):
         table, width = encoder.get_input_embeddings().weight, self.head.output.in_features
         if table.shape[1] != width:
             times = self.config.head_width
-            raise ValueError(
+            raise UserError(
                 f"The encoder's words have the width {table.shape[1]} and its summary {width // times}, "
                 + (f"which the head makes {times} times as wide, " if times > 1 else "")
                 + "so answers cannot start from words; set task.config.initialise_from_words to false."
@@ -244,7 +245,7 @@ class AnswerTask(Task):
         if not without:
             return
         if without == total:
-            raise ValueError(
+            raise UserError(
                 f"Not one of the {total} training questions has an answer among the {len(self.answers)} possible ones; "
                 "set task.config.answers to the list of these data, or leave it out to have one built."
             )

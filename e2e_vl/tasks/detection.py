@@ -18,6 +18,7 @@ from torch import Tensor
 
 from detector.average_precision import coco_metrics
 from detector.boxes import pairwise_iou, rescale_detections
+from detector.errors import UserError
 from detector.images import load_image
 from detector.interface import Detector
 from e2e_vl.drawing import BLUE, GREEN, RED, Colour, draw_boxes
@@ -40,7 +41,7 @@ class DetectionConfig:
     def __post_init__(self) -> None:
         for name in ("shown_score", "positive_iou"):
             if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"task.config.{name} is {getattr(self, name)}; it must be above 0 and at most 1.")
+                raise UserError(f"task.config.{name} is {getattr(self, name)}; it must be above 0 and at most 1.")
 
 
 @dataclasses.dataclass
@@ -88,7 +89,7 @@ class DetectionTask(Task):
             ValueError: training without detection targets, so without any loss.
         """
         if self.training and batch.detection_targets is None:
-            raise ValueError("Detection learns from nothing but the detection losses; set detector.loss_weight to 1.")
+            raise UserError("Detection learns from nothing but the detection losses; set detector.loss_weight to 1.")
         return TaskOutput(losses={}, logits=regions.features.new_zeros(len(batch), 0))
 
     def predict(self, batch: Batch, output: ModelOutput) -> Records:
@@ -101,10 +102,10 @@ class DetectionTask(Task):
         """
         regions = output.regions
         if regions.scores is None:
-            raise ValueError("Detection needs the detector's own boxes; evaluate with boxes 'online'.")
+            raise UserError("Detection needs the detector's own boxes; evaluate with boxes 'online'.")
         category_ids = batch.targets.category_ids
         if regions.class_logits[0].shape[1] != category_ids.shape[1] + 1:
-            raise ValueError(
+            raise UserError(
                 f"The detector has {regions.class_logits[0].shape[1] - 1} classes, but the data set has "
                 f"{category_ids.shape[1]} categories; set MODEL.ROI_HEADS.NUM_CLASSES in the detector's config."
             )

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
+from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import PALETTE, draw_boxes
@@ -61,7 +62,7 @@ class Flickr30KConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         if self.head_size < 1 or self.num_heads < 1:
-            raise ValueError("head_size and num_heads must be at least 1.")
+            raise UserError("head_size and num_heads must be at least 1.")
 
 
 @dataclasses.dataclass

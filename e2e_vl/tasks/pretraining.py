@@ -16,6 +16,7 @@ from jaxtyping import Int64
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from detector.errors import UserError
 from detector.interface import Detector
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.hiding import HidingRule
@@ -70,11 +71,11 @@ class PretrainingConfig:
         check_choices(self)
         for name in ("region_probability", "hide_probability", "swap_probability"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"task.config.{name} is {getattr(self, name)}; it must be from 0 to 1.")
+                raise UserError(f"task.config.{name} is {getattr(self, name)}; it must be from 0 to 1.")
         if self.hide_probability + self.swap_probability > 1 + 1e-9:
-            raise ValueError("task.config.hide_probability and swap_probability together must not be above 1.")
+            raise UserError("task.config.hide_probability and swap_probability together must not be above 1.")
         if self.max_length is not None and self.max_length < 3:
-            raise ValueError(f"task.config.max_length is {self.max_length}; two wordpieces and a region need 3.")
+            raise UserError(f"task.config.max_length is {self.max_length}; two wordpieces and a region need 3.")
 
     @property
     def has_background_last(self) -> bool:
@@ -153,7 +154,7 @@ class PretrainingWording(Wording):
             ValueError: nobody words choices.
         """
         if self.choices is None:
-            raise ValueError("The data have questions with choices; set task.config.choices.task, which words them.")
+            raise UserError("The data have questions with choices; set task.config.choices.task, which words them.")
         example, draft.is_choice = self.choices(draft.text, draft.sample, images, draw, generator)
         draft.ids = given_pieces(example.laid)
         draft.pieces = [[int(piece)] for piece in draft.ids]
@@ -196,9 +197,9 @@ class PretrainingTask(Task):
         super().__init__()
         self.config = config
         if config.vocab_size is None:
-            raise ValueError("task.config.vocab_size is missing; it is the size of the encoder's vocabulary.")
+            raise UserError("task.config.vocab_size is missing; it is the size of the encoder's vocabulary.")
         if not objectives:
-            raise ValueError("There is nothing to learn: every objective of task.config.objectives has the weight 0.")
+            raise UserError("There is nothing to learn: every objective of task.config.objectives has the weight 0.")
         self.objectives = dict(objectives)  # registered below under their own names
         # how questions with choices are worded; set when the task is built
         self.choice_wording: Callable[[TextWriter], Wording] | None = None
@@ -217,7 +218,7 @@ class PretrainingTask(Task):
     def build(cls, sizes: Sizes, config: PretrainingConfig, objectives: Mapping[str, Objective]) -> Self:
         """Raises ValueError if the settings name the size of the vocabulary."""
         if config.vocab_size is not None:
-            raise ValueError("task.config.vocab_size follows from the tokenizer; leave it out.")
+            raise UserError("task.config.vocab_size follows from the tokenizer; leave it out.")
         return cls(sizes.hidden_size, dataclasses.replace(config, vocab_size=sizes.vocab_size), objectives)
 
     @property
@@ -292,9 +293,9 @@ class PretrainingTask(Task):
         """
         question.refuse_choices("A pre-training run")
         if question.hidden is not None and not self.hiding.hides:
-            raise ValueError("The run was pre-trained without masked regions; hide no boxes.")
+            raise UserError("The run was pre-trained without masked regions; hide no boxes.")
         if MASK not in question.text and not question.hidden:  # a file may hold no box
-            raise ValueError("A pre-training run fills in what is missing: write [MASK] in the text, or hide boxes.")
+            raise UserError("A pre-training run fills in what is missing: write [MASK] in the text, or hide boxes.")
         return question.sample(SampleText(0, question.text, {"sent": question.text}), hides=True)
 
     def initialise(self, tokenizer: PreTrainedTokenizerBase, encoder: nn.Module, detector: Detector) -> None:
@@ -356,7 +357,7 @@ class PretrainingTask(Task):
         for name, objective in self.objectives.items():
             said = objective.answer(output, output.task.parts[name], tokenizer, self.hiding)
             if twice := sorted(record.keys() & said.keys()):
-                raise ValueError(
+                raise UserError(
                     f"The objective {name} answers with '{twice[0]}', which the record holds already; rename its entry."
                 )
             record |= said

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from detector.boxes import pairwise_iou
+from detector.errors import UserError
 from detector.images import load_image
 from detector.structures import Loss
 from e2e_vl.drawing import BLUE, GREEN, PALETTE, RED, draw_boxes
@@ -66,10 +67,10 @@ class ReferringConfig:
     def __post_init__(self) -> None:
         check_choices(self)
         if not 0 <= self.positive_iou < 1:
-            raise ValueError(f"positive_iou is {self.positive_iou}; it must be at least 0 and below 1.")
+            raise UserError(f"positive_iou is {self.positive_iou}; it must be at least 0 and below 1.")
         check_dropout("dropout", self.dropout)
         if self.iou_convention not in CONVENTIONS:
-            raise ValueError(
+            raise UserError(
                 f'The IoU convention is "{self.iou_convention}"; it must be one of {", ".join(CONVENTIONS)}.'
             )
 
@@ -208,7 +209,7 @@ class ReferringTask(Task):
     def _check_candidates(self, batch: Batch, candidates: Bool[Tensor, "M R"]) -> None:
         for row in (~candidates.any(dim=1)).nonzero().flatten().tolist():
             images = [batch.images.names[index] for index in batch.looks_at[row].tolist() if index >= 0]
-            raise ValueError(
+            raise UserError(
                 f"There is no region to choose from in {', '.join(images) or 'a text without an image'}; give boxes, "
                 "keep at least one detection per image, or set the task's no_region_is_miss."
             )

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from detector.errors import UserError
 from detector.images import load_image
 from detector.interface import Detector
 from detector.structures import Loss
@@ -93,11 +94,11 @@ class VCRConfig:
         check_dropout("region_dropout", self.region_dropout)
         check_numbers(self, "task.config.", not_negative=["region_loss_weight"])
         if self.max_pieces < 2:
-            raise ValueError(f"task.config.max_pieces is {self.max_pieces}; question and choice need at least 2.")
+            raise UserError(f"task.config.max_pieces is {self.max_pieces}; question and choice need at least 2.")
         if self.mask_size is not None and self.mask_size < 1:
-            raise ValueError(f"task.config.mask_size is {self.mask_size}; give the side of the detector's RoI maps.")
+            raise UserError(f"task.config.mask_size is {self.mask_size}; give the side of the detector's RoI maps.")
         if not self.people_names:
-            raise ValueError("task.config.people_names needs at least one name.")
+            raise UserError("task.config.people_names needs at least one name.")
 
 
 @dataclasses.dataclass
@@ -268,7 +269,7 @@ class VCRTask(Task):
     def wording(self, writer: TextWriter) -> VCRWording:
         """Raises ValueError for a length limit that is not this task's own."""
         if writer.max_length is not None:
-            raise ValueError("VCR cuts question and choice by a rule of its own; set task.config.max_pieces instead.")
+            raise UserError("VCR cuts question and choice by a rule of its own; set task.config.max_pieces instead.")
         return VCRWording(writer, self.config)
 
     def question(self, question: Question) -> Sample:
@@ -282,20 +283,20 @@ class VCRTask(Task):
         question.refuse_hidden()
         given = question.boxes
         if given is None:
-            raise ValueError("VCR's boxes are given, not found: give boxes, such as person:10,20,80,200.")
+            raise UserError("VCR's boxes are given, not found: give boxes, such as person:10,20,80,200.")
         if len(question.choices) != CHOICES:
-            raise ValueError(f"VCR chooses one of four texts, here are {len(question.choices)}; give four choices.")
+            raise UserError(f"VCR chooses one of four texts, here are {len(question.choices)}; give four choices.")
         if not question.wants_answer and question.answer is not None:
-            raise ValueError("This run chooses answers, so it takes none; leave the answer out.")
+            raise UserError("This run chooses answers, so it takes none; leave the answer out.")
         if question.wants_answer and question.answer is None:
-            raise ValueError(
+            raise UserError(
                 "This run chooses rationales, so it needs the answer that they are for; give the answer too."
             )
         names = given.names or (PERSON,) * len(given)
         known = question.class_names or names
         unknown = [name for name in names if name not in known]
         if unknown:
-            raise ValueError(
+            raise UserError(
                 f"{given.origin}: the class '{unknown[0]}' is none of the run's {len(known)} classes "
                 f"({', '.join(known[:4])}, ...)."
             )
@@ -320,12 +321,12 @@ class VCRTask(Task):
         """The data's classes and the size of the masks must fit the region classifier and the detector's maps."""
         names, side, map_size = facts.class_names, self.config.mask_size, detector.map_size
         if self.region_classifier is not None and names is not None and len(names) >= self.config.num_classes:
-            raise ValueError(
+            raise UserError(
                 f"task.config.num_classes is {self.config.num_classes}, but the data have {len(names)} classes and the "
                 f"whole image is one more; set it to {len(names) + 1}."
             )
         if side is not None and map_size is not None and side != map_size:
-            raise ValueError(
+            raise UserError(
                 f"task.config.mask_size is {side}, but the detector's last RoI maps are {map_size} x {map_size}; set "
                 f"task.config.mask_size={map_size}."
             )
@@ -341,7 +342,7 @@ class VCRTask(Task):
             ValueError: texts that do not come in fours, or a class beyond `num_classes`.
         """
         if len(batch) % CHOICES:
-            raise ValueError(f"VCR's texts come in fours, one per choice; this batch has {len(batch)} texts.")
+            raise UserError(f"VCR's texts come in fours, one per choice; this batch has {len(batch)} texts.")
         logits = at_least_float32(self.head(encoded.summary)).view(-1, CHOICES)
         losses = {}
         if batch.targets is not None and batch.targets.is_right is not None:
@@ -362,7 +363,7 @@ class VCRTask(Task):
         kept = regions.attend
         classes = regions.gather(batch.region_labels.classes, fill=-1)[kept] + 1
         if len(classes) and int(classes.max()) >= self.config.num_classes:
-            raise ValueError(
+            raise UserError(
                 f"A region has the class {int(classes.max())}, but task.config.num_classes is "
                 f"{self.config.num_classes}, the whole image included; set it to the number of classes plus one."
             )

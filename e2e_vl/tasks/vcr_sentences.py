@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Int64
 from transformers import PreTrainedTokenizerBase
 
+from detector.errors import UserError
 from e2e_vl.layout import LaidText
 from e2e_vl.samples import Sentence
 
@@ -131,7 +132,7 @@ def cut_choices(front: Sequence[Piece], choices: list[list[Piece]], limit: int) 
         ValueError: what stands in front is too long by itself.
     """
     if len(front) > limit:
-        raise ValueError(f"The {len(front)} wordpieces in front of the choices are more than the limit, {limit}.")
+        raise UserError(f"The {len(front)} wordpieces in front of the choices are more than the limit, {limit}.")
     for choice in choices:
         del choice[: max(len(front) + len(choice) - limit, 0)]
 
@@ -175,11 +176,11 @@ def read_sentence(text: str, num_objects: int) -> Sentence:
             continue
         objects = [int(number) for number in part.split(",")]
         if max(objects) >= num_objects:
-            raise ValueError(
+            raise UserError(
                 f"'{text}' names the object [{max(objects)}], but {num_objects} boxes are given (counted from 0); give "
                 "its box too."
             )
         sentence.append(objects)
     if not sentence:
-        raise ValueError("The question or one of the choices is empty.")
+        raise UserError("The question or one of the choices is empty.")
     return sentence

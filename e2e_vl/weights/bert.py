@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from detector.errors import UserError
 from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
 from e2e_vl.weights.vl_bert import SEGMENTS, WORD_TABLE
 
@@ -65,10 +66,10 @@ class BertStart(WeightAdapter):
             elif (ours := replace_module(new, self.head_names)) is not None:
                 head[ours] = value
             elif new != DECODER and not new.startswith(UNUSED):
-                raise ValueError(f"{source}: {name} is no name of a BERT model.")
+                raise UserError(f"{source}: {name} is no name of a BERT model.")
         words = encoder.get(WORD_TABLE)
         if DECODER in tensors and (words is None or not torch.equal(tensors[DECODER].float(), words)):
-            raise ValueError(f"{source}: {DECODER} is not the word table; only BERTs that share the two can be loaded.")
+            raise UserError(f"{source}: {DECODER} is not the word table; only BERTs that share the two can be loaded.")
         return ModelWeights({}, encoder, head, lends=self.lends)
 
     def fit(
@@ -93,12 +94,12 @@ class BertStart(WeightAdapter):
         rows = {name: (len(tensors.get(name, own[name])), len(own[name])) for name in (WORD_TABLE, POSITIONS)}
         words, positions = rows[WORD_TABLE], rows[POSITIONS]
         if words[0] != words[1]:
-            raise ValueError(
+            raise UserError(
                 f"{source}: its word table has {words[0]} wordpieces, but the run's vocabulary has {words[1]}; set "
                 "data.vocabulary to the vocabulary of this BERT."
             )
         if positions[0] != positions[1]:
-            raise ValueError(
+            raise UserError(
                 f"{source}: its position table has {positions[0]} positions, but the encoder's has {positions[1]}; set "
                 f"encoder.config.max_position_embeddings to {positions[0]}."
             )

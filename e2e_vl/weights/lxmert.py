@@ -23,6 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from detector.errors import UserError
 from e2e_vl.encoders.lxmert import LxmertEncoder
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
@@ -90,10 +91,10 @@ class OfficialLxmert(WeightAdapter):
             elif (ours := replace_module(name, names)) is not None:
                 head[ours] = value
             elif name != DECODER:
-                raise ValueError(f"{source}: {name} is no name of an LXMERT model.")
+                raise UserError(f"{source}: {name} is no name of an LXMERT model.")
         words = encoder.get(WORD_TABLE)
         if DECODER in plain and (words is None or not torch.equal(plain[DECODER], words)):
-            raise ValueError(f"{source}: {DECODER} differs from the word table; the file is damaged.")
+            raise UserError(f"{source}: {DECODER} differs from the word table; the file is damaged.")
         lends = ("",) if task_name == PRETRAINING else ()
         also = ANSWERING if task_name in ANSWERING else ()
         return ModelWeights({}, encoder, head, task_name, lends, also_of=also)
@@ -116,12 +117,12 @@ class OfficialLxmert(WeightAdapter):
         """
         path = Path(path)
         if path.suffix != self.suffix:
-            raise ValueError(f"{path}: official LXMERT files are named *{self.suffix}.")
+            raise UserError(f"{path}: official LXMERT files are named *{self.suffix}.")
         if not isinstance(model.encoder, LxmertEncoder):
-            raise ValueError(f"{path}: the encoder is a {type(model.encoder).__name__}, not LXMERT.")
+            raise UserError(f"{path}: the encoder is a {type(model.encoder).__name__}, not LXMERT.")
         for name, value in OFFICIAL.items():
             if getattr(model.encoder.config, name) != value:
-                raise ValueError(
+                raise UserError(
                     f"{path}: the official code has no encoder with {name} = {getattr(model.encoder.config, name)}."
                 )
         encoder, task = dict(model.encoder.state_dict()), dict(model.task.state_dict())
@@ -139,14 +140,14 @@ def official_lxmert_state(parts: ModelWeights) -> dict[str, Tensor]:
     """
     heads = {PRETRAINING: PRETRAINING_HEADS, **dict.fromkeys((*ANSWERING, PAIRS), FINE_TUNED_HEAD)}
     if parts.task_name not in heads:
-        raise ValueError(f"There is no official LXMERT model for the task '{parts.task_name}', only for {list(heads)}.")
+        raise UserError(f"There is no official LXMERT model for the task '{parts.task_name}', only for {list(heads)}.")
     prefix = "" if parts.task_name == PRETRAINING else FINE_TUNED
     official = {f"{prefix}bert.{name}": value for name, value in parts.encoder.items()}
     back = {ours: theirs for theirs, ours in heads[parts.task_name].items()}
     for name, value in parts.task.items():
         theirs = replace_module(name, back)
         if theirs is None:
-            raise ValueError(f"task.{name} has no place in an official LXMERT model for {parts.task_name}.")
+            raise UserError(f"task.{name} has no place in an official LXMERT model for {parts.task_name}.")
         official[theirs] = value
     if "word_head.bias" in parts.task:
         official[DECODER] = parts.encoder[WORD_TABLE]

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from detector.checkpoint import LoadReport, load_weights
+from detector.errors import MissingFileError, UserError
 from detector.plain_json import read_plain_json
 from detector.weight_files import read_tensors
 from detector.yaml_text import read_yaml
@@ -141,7 +142,7 @@ def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_or
     if source.task_name == rules.task_name or (source.adapter is None and source.task_name is None):
         check_answers(source.path.parent, task)
         if source.adapter is not None and not knows_class_order:
-            raise ValueError(
+            raise UserError(
                 f"{source.path}: a head of {rules.task_name} whose answers are known by their order only, and the list "
                 "of this run was built from annotations, in an order of its own; give task.config.answers, the answer "
                 "vocabulary that the file was trained with."
@@ -150,7 +151,7 @@ def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_or
     rule = (task.starts_from or HeadStart()).for_weights(source.tensors)
     if not any(prefix.startswith(source.lends) for prefix in rule.takes):
         theirs = f"a {source.layout}" if source.task_name is None else f"the head of {source.task_name}"
-        raise ValueError(
+        raise UserError(
             f"{source.path}: holds {theirs}, and no rule says how the head of {rules.task_name} starts from it; leave "
             "out task.weights."
         )
@@ -167,7 +168,7 @@ def load_phrase_head(head: PhraseHead, path: str | Path) -> LoadReport:
     file = find_part(str(path), "phrases")
     settings = _settings_of_run(file.parent, "phrases").get("phrases") or {}
     if settings.get("layer", head.layer) != head.layer:
-        raise ValueError(
+        raise UserError(
             f"{file}: the head reads the states after {settings['layer']} layers, and phrases.layer is {head.layer}; "
             f"set phrases.layer={settings['layer']}."
         )
@@ -235,7 +236,7 @@ def answers_beside(path: Path) -> list[str]:
     for name in (ANSWERS_FILE, PUBLISHED_ANSWERS):
         if (path.parent / name).is_file():
             return read_answers(path.parent / name)
-    raise FileNotFoundError(
+    raise MissingFileError(
         f"{path.parent}: no list says which answers the head in {path.name} knows; put {PUBLISHED_ANSWERS} of the "
         f"project that published it, or {ANSWERS_FILE}, there."
     )
@@ -250,7 +251,7 @@ def rows_of_answers(rows: Tensor, theirs: Sequence[str], ours: Sequence[str], na
         ValueError: the other list is not the one of the rows.
     """
     if len(rows) != len(theirs):
-        raise ValueError(f"{name}: the head has {len(rows)} answers, and the list beside it {len(theirs)}.")
+        raise UserError(f"{name}: the head has {len(rows)} answers, and the list beside it {len(theirs)}.")
     class_of = {answer: number for number, answer in enumerate(theirs)}
     found = torch.tensor([class_of.get(plain_answer(answer), -1) for answer in ours])
     return rows[found.clamp(min=0)] * (found >= 0).view(-1, *[1] * (rows.ndim - 1))
@@ -282,7 +283,7 @@ def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None
     own = encoder.config.to_dict()
     for name in fields:
         if name in theirs and name in own and theirs[name] != own[name]:
-            raise ValueError(
+            raise UserError(
                 f"{path}: {name} is {theirs[name]}, but the encoder's is {own[name]}; set encoder.config.{name} to "
                 f"{theirs[name]}."
             )
@@ -302,7 +303,7 @@ def check_vocabulary(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> No
         return
     theirs, own = load_tokenizer(folder).get_vocab(), tokenizer.get_vocab()
     if theirs != own:
-        raise ValueError(
+        raise UserError(
             f"{path}: its encoder knows the {len(theirs)} wordpieces in {folder}, not the {len(own)} of this run; set "
             f"data.vocabulary={folder}."
         )
@@ -316,7 +317,7 @@ def check_answers(folder: Path, task: Task) -> None:
     """
     path = folder / ANSWERS_FILE
     if task.chooses_answers and path.is_file() and read_answers(path) != task.answers:
-        raise ValueError(
+        raise UserError(
             f"{path}: the head was trained for other answers than this run's, or for another order of them; set "
             f"task.config.answers={path}."
         )
@@ -336,12 +337,12 @@ def find_part(name: str, part: str) -> Path:
     if not path.exists() and looks_like_hub_name(name):
         return _fetch_from_hub(name)
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: no such weights file or folder.")
+        raise MissingFileError(f"{path}: no such weights file or folder.")
     for folder in (path / "model" / part, path / part, path):
         for file in FILES:
             if (folder / file).is_file():
                 return folder / file
-    raise FileNotFoundError(
+    raise MissingFileError(
         f"{path}: holds no {PART_NAMES.get(part, part)}'s weights; give a run directory, a file, or a folder with "
         f"{' or '.join(FILES)}."
     )
@@ -358,7 +359,7 @@ def _fetch_from_hub(name: str) -> Path:
         new, old = FILES
         found = cached_file(name, new, _raise_exceptions_for_missing_entries=False) or cached_file(name, old)
     except (OSError, ValueError) as error:
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"{name}: neither a local file or folder nor a model that could be fetched from the hub "
             f"({str(error).splitlines()[0]}); check the name and the connection, or give a local file."
         ) from error

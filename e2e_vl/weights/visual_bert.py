@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from detector.errors import UserError
 from detector.interface import Detector
 from detector.r2c_names import PREFIX as REGION_NETWORK
 from detector.r2c_names import from_visual_bert, visual_bert_name
@@ -143,7 +144,7 @@ class OfficialVisualBert(WeightAdapter):
         """
         path = Path(path)
         if path.suffix != self.suffix:
-            raise ValueError(f"{path}: official VisualBERT files are named *{self.suffix}.")
+            raise UserError(f"{path}: official VisualBERT files are named *{self.suffix}.")
         _check_network(model.detector, path)
         state, left_out = official_state(parts_of(model, task_name, path, ENCODER_CONFIG))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,13 +188,13 @@ def check_architecture(tensors: Mapping[str, Tensor], encoder: nn.Module, source
     config = encoder.config
     is_late = any(name.startswith("additional_layer.") for name in tensors)
     if is_late != config.bypass_transformer:
-        raise ValueError(
+        raise UserError(
             f"{source}: this VisualBERT has {'late' if is_late else 'early'} fusion; set "
             f"encoder.config.bypass_transformer to {str(is_late).lower()}."
         )
     width = tensors[PROJECTION].shape[1] if PROJECTION in tensors else None
     if not config.with_box_numbers and width == config.feature_dim + BOX_NUMBERS:
-        raise ValueError(
+        raise UserError(
             f"{source}: this VisualBERT reads {BOX_NUMBERS} numbers of the box behind each feature; set "
             "encoder.config.with_box_numbers to true."
         )
@@ -217,17 +218,17 @@ def converted(
     for name, value in trunk.items():
         ours = replace_module(name, names)
         if ours is None:
-            raise ValueError(f"{source}: {name} is no name of a VisualBERT model.")
+            raise UserError(f"{source}: {name} is no name of a VisualBERT model.")
         encoder[ours] = _float(value)
     for name, value in head.items():
         if (ours := replace_module(name, rule.names)) is not None:
             task[ours] = _float(value)
         elif name != DECODER and replace_module(name, {module: module for module in rule.unused}) is None:
             for_task = f" for {task_name}" if task_name else ""
-            raise ValueError(f"{source}: {name} is no name of a VisualBERT model{for_task}.")
+            raise UserError(f"{source}: {name} is no name of a VisualBERT model{for_task}.")
     words = encoder.get(WORD_TABLE)
     if DECODER in head and (words is None or not torch.equal(_float(head[DECODER]), words)):
-        raise ValueError(f"{source}: {DECODER} differs from {WORD_TABLE}; the file is damaged.")
+        raise UserError(f"{source}: {DECODER} differs from {WORD_TABLE}; the file is damaged.")
     return ModelWeights(
         {},
         encoder,
@@ -262,13 +263,13 @@ def parts_of(model: VisionLanguageModel, task_name: str, path: Path, config: Map
         ValueError: the other project does not have such an encoder.
     """
     if not isinstance(model.encoder, VisualBertEncoder):
-        raise ValueError(f"{path}: the encoder is a {type(model.encoder).__name__}, not VisualBERT.")
+        raise UserError(f"{path}: the encoder is a {type(model.encoder).__name__}, not VisualBERT.")
     settings = model.encoder.config
     for name, value in config.items():
         if getattr(settings, name) != value:
-            raise ValueError(f"{path}: such files have no encoder with {name} = {getattr(settings, name)}.")
+            raise UserError(f"{path}: such files have no encoder with {name} = {getattr(settings, name)}.")
     if PROJECTION not in model.encoder.state_dict():
-        raise ValueError(f"{path}: in such files all features are projected, also with equal sizes.")
+        raise UserError(f"{path}: in such files all features are projected, also with equal sizes.")
     detector, encoder, task = (dict(part.state_dict()) for part in (model.detector, model.encoder, model.task))
     return ModelWeights(detector, encoder, task, task_name)
 
@@ -285,7 +286,7 @@ def official_state(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
     """
     if parts.task_name not in HEADS:
         known = ", ".join(HEADS)
-        raise ValueError(f"There is no official VisualBERT model for the task '{parts.task_name}', only for {known}.")
+        raise UserError(f"There is no official VisualBERT model for the task '{parts.task_name}', only for {known}.")
     head, left_out = head_of(parts)
     back = {ours: official for official, ours in ENCODER.items()}
     state = {f"{TRUNK}{replace_module(name, back)}": value for name, value in parts.encoder.items()}
@@ -314,7 +315,7 @@ def _check_network(detector: Detector, path: Path) -> None:
     own = detector.config.to_flat()
     wrong = [key for key, value in OFFICIAL_NETWORK.items() if own[key] != value]
     if wrong:
-        raise ValueError(
+        raise UserError(
             f"{path}: the official network of regions has {wrong[0]} {OFFICIAL_NETWORK[wrong[0]]}, not "
             f"{own[wrong[0]]}, and would give other features from the same weights; train with "
             "configs/detector/r2c_R_50.yaml."
@@ -340,10 +341,10 @@ def head_of(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
             head[official] = value
             missing -= {ours for ours in back if replace_module(name, {ours: ours})}
         elif name.split(".")[0] in modules:  # without it the head would compute something else
-            raise ValueError(f"task.{name} has no place in VisualBERT's head for {parts.task_name}.")
+            raise UserError(f"task.{name} has no place in VisualBERT's head for {parts.task_name}.")
         else:
             left_out.append(f"task.{name}")
     if missing:
         names = ", ".join(sorted(missing))
-        raise ValueError(f"VisualBERT's head for {parts.task_name} has {names}, which this model lacks.")
+        raise UserError(f"VisualBERT's head for {parts.task_name} has {names}, which this model lacks.")
     return head, left_out

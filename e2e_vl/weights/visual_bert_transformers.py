@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.models.visual_bert.configuration_visual_bert import VisualBertConfig
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from detector.errors import UserError
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
@@ -60,7 +61,7 @@ class TransformersVisualBert(WeightAdapter):
         head = {_official(name): value for name, value in tensors.items() if not name.startswith(prefix)}
         bias = head.pop(WORD_BIAS_AGAIN, None)
         if bias is not None and not torch.equal(head.setdefault(WORD_BIAS, bias), bias):
-            raise ValueError(f"{source}: {WORD_BIAS_AGAIN} differs from {WORD_BIAS}; the file is damaged.")
+            raise UserError(f"{source}: {WORD_BIAS_AGAIN} differs from {WORD_BIAS}; the file is damaged.")
         return converted(trunk, head, {name: name for name in ENCODER.values()}, source)
 
     def fit(
@@ -85,13 +86,13 @@ class TransformersVisualBert(WeightAdapter):
         """
         path = Path(path)
         if path.name != SAFE_WEIGHTS_NAME:
-            raise ValueError(
+            raise UserError(
                 f"{path}: transformers reads folders with a file {SAFE_WEIGHTS_NAME}; name the output "
                 f"{path.with_suffix('') / SAFE_WEIGHTS_NAME}."
             )
         parts = parts_of(model, task_name, path, ENCODER_CONFIG)
         if model.encoder.config.bypass_transformer:
-            raise ValueError(f"{path}: transformers' late fusion (bypass_transformer) fails; write a .th file.")
+            raise UserError(f"{path}: transformers' late fusion (bypass_transformer) fails; write a .th file.")
         state, left_out = transformers_state(parts)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}

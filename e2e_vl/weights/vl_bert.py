@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from detector.detector_config import DetectorConfig
+from detector.errors import UserError
 from detector.interface import Detector
 from detector.precomputed import PrecomputedDetector
 from detector.weight_names import VL_BERT, from_vl_bert, to_vl_bert
@@ -150,10 +151,10 @@ class OfficialVLBert(WeightAdapter):
             elif (ours := replace_module(name, HEADS.get(task_name, {}))) is not None:
                 head[ours] = value
             elif name != DECODER:
-                raise ValueError(f"{source}: {name} is no name of an official VL-BERT model{_for(task_name)}.")
+                raise UserError(f"{source}: {name} is no name of an official VL-BERT model{_for(task_name)}.")
         words = encoder.get(WORD_TABLE)
         if DECODER in tensors and (words is None or not torch.equal(tensors[DECODER].float(), words)):
-            raise ValueError(f"{source}: {DECODER} differs from vlbert.word_embeddings.weight; the file is damaged.")
+            raise UserError(f"{source}: {DECODER} differs from vlbert.word_embeddings.weight; the file is damaged.")
         detector = from_vl_bert(tensors, source) if has_detector else {}
         lends = ("",) if task_name == PRETRAINING else ()
         return ModelWeights(detector, encoder, head, task_name, lends, background_last=False)
@@ -171,13 +172,13 @@ class OfficialVLBert(WeightAdapter):
         """
         path = Path(path)
         if path.suffix != self.suffix:
-            raise ValueError(f"{path}: official VL-BERT files are named *{self.suffix}.")
+            raise UserError(f"{path}: official VL-BERT files are named *{self.suffix}.")
         if not isinstance(model.encoder, VLBertModel):
-            raise ValueError(f"{path}: the encoder is a {type(model.encoder).__name__}, not VL-BERT.")
+            raise UserError(f"{path}: the encoder is a {type(model.encoder).__name__}, not VL-BERT.")
         settings = model.encoder.config
         for name, value in ENCODER_CONFIG.items():
             if getattr(settings, name) != value:
-                raise ValueError(f"{path}: the official code has no encoder with {name} = {getattr(settings, name)}.")
+                raise UserError(f"{path}: the official code has no encoder with {name} = {getattr(settings, name)}.")
         _check_detector(model.detector, path)
         detector, encoder, task = (dict(part.state_dict()) for part in (model.detector, model.encoder, model.task))
         if settings.region_word == "img" and task_name == PRETRAINING:
@@ -196,7 +197,7 @@ def _check_detector(detector: Detector, path: Path) -> None:
     settings = DetectorConfig.to_flat(detector.config) | detector.config.to_flat()  # the latter may lack defaults
     for key, official in OFFICIAL_DETECTOR.items():
         if settings[key] != official:
-            raise ValueError(
+            raise UserError(
                 f"{path}: the official code has {key} {official}, this model {settings[key]}, so it would compute "
                 "other features from the same weights; train with configs/detector/vl_bert_R_101.yaml."
             )
@@ -214,7 +215,7 @@ def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
     """
     task = parts.task_name
     if task not in HEADS:
-        raise ValueError(f"There is no official VL-BERT model for the task '{task}', only for {', '.join(HEADS)}.")
+        raise UserError(f"There is no official VL-BERT model for the task '{task}', only for {', '.join(HEADS)}.")
     official = to_vl_bert(parts.detector)
     left_out = [f"detector.{name}" for name in parts.detector if not name.startswith(("backbone.", "roi_heads.res5."))]
     for name, value in parts.encoder.items():
@@ -223,12 +224,12 @@ def to_official(parts: ModelWeights) -> tuple[dict[str, Tensor], list[str]]:
             continue
         theirs = replace_module(name, _reverse(SCALARS if value.ndim == 0 else ENCODER))
         if theirs is None:
-            raise ValueError(f"encoder.{name} has no place in an official VL-BERT model; its encoder has no such part.")
+            raise UserError(f"encoder.{name} has no place in an official VL-BERT model; its encoder has no such part.")
         official[theirs] = value
     for name, value in parts.task.items():
         theirs = replace_module(name, _reverse(HEADS[task]))
         if theirs is None:
-            raise ValueError(f"task.{name} has no place in an official VL-BERT model{_for(task)}.")
+            raise UserError(f"task.{name} has no place in an official VL-BERT model{_for(task)}.")
         official[theirs] = value
     if "word_head.bias" in parts.task:
         official[DECODER] = parts.encoder[WORD_TABLE]

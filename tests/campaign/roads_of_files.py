@@ -7,6 +7,7 @@ named.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 import zipfile
@@ -39,6 +40,7 @@ SCENES = {"train": 3, "val": 2}
 BINARY = (".jpg", ".png", ".zip", ".tar", ".npy", ".h5", ".lmdb", ".lock")  # of other tests
 PHOTOS, INSTANCES = "images/train2014", "detection/instances_{split}.json"
 LXMERT = {"images": PHOTOS, "features": "lxmert/{split}_obj36.tsv", "detections": "lxmert/{split}_obj36.tsv"}
+GENOME = {"images": "visual_genome", "image_data": "visual_genome/image_data_{split}.json"}
 # settings that no shipped config has for drawn scenes: reader -> files, options and a source of boxes
 MORE: tuple[tuple[str, dict[str, str], dict[str, Any], str], ...] = (
     ("captions", {"shards": "shards/{split}"}, {"source": "shards"}, "online"),
@@ -60,6 +62,13 @@ MORE: tuple[tuple[str, dict[str, str], dict[str, Any], str], ...] = (
         },
         {"grounding": True, "image_name": "COCO_train2014_{id:0>12}.jpg"},
         "gt",
+    ),
+    ("visual_genome", GENOME | {"regions": "visual_genome/region_descriptions_{split}.json"}, {}, "online"),
+    (
+        "visual_genome",
+        GENOME | {"questions": "more/question_answers_{split}.json"},
+        {"texts": "questions"},
+        "online",
     ),
     ("coco_detection", {"images": PHOTOS, "instances": INSTANCES}, {}, "gt"),
     (
@@ -106,6 +115,10 @@ def draw(root: Path) -> Path:
                 archive.extractall(root / "unpacked" / f"{split}_{kind}")
     more = root / "more"
     more.mkdir()
+    for split in SCENES:
+        images = json.loads((root / "visual_genome" / f"image_data_{split}.json").read_bytes())
+        asked = [{"id": row["image_id"], "qas": [_asked(row["image_id"], n) for n in range(2)]} for row in images]
+        (more / f"question_answers_{split}.json").write_text(json.dumps(asked))
     rng = np.random.default_rng(0)
     corners = np.array([[1, 2, 30, 40], [5, 6, 20, 50]], dtype=np.float32)
     regions = [RegionFeatures(str(one), (64, 64), corners, rng.random((2, 4), np.float32)) for one in range(3)]
@@ -119,6 +132,10 @@ def draw(root: Path) -> Path:
         '{"boxes": [[1, 2, 30, 40]], "names": ["cup"], "segms": [[[[1, 2], [3, 4], [5, 6]]]]}'
     )
     return root
+
+
+def _asked(image_id: int, number: int) -> dict[str, Any]:
+    return {"qa_id": 10 * image_id + number, "question": f"What is {number}?", "answer": "A dog."}
 
 
 def all_roads() -> list[Road]:
@@ -172,7 +189,7 @@ def _of_configs() -> Iterator[Road]:
 def _of_settings(name: str, files: Mapping[str, str], options: Mapping[str, Any], boxes: str) -> Road:
     settings = DataSettings(name=name, root="unused", files=dict(files), config=dict(options))
     splits = [f"{split}_balanced" for split in SCENES] if name == "gqa" else list(SCENES)
-    title = f"{name} {options.get('source', '')}".strip()
+    title = f"{name} of {', '.join(files)}"
     return Road(f"{title} with boxes {boxes}", name, _reading(settings, splits, [BoxSource(boxes)]))
 
 

@@ -59,6 +59,7 @@ import process_memory
 import single_steps
 import start_memory
 from check_files import WRITERS
+from detector.errors import UserError
 from e2e_vl.command_line import says_errors
 from e2e_vl.config import load_config
 from measuring import CONFIGS, ROOT
@@ -209,7 +210,7 @@ def measure_train(arguments: argparse.Namespace) -> Measured:
     }
     if arguments.sweep:
         if None in common["rois"]:
-            raise ValueError("Give the boxes per image with --rois, such as --rois 36,100.")
+            raise UserError("Give the boxes per image with --rois, such as --rois 36,100.")
         kind, show, result = (
             "steps",
             single_steps.show,
@@ -237,21 +238,21 @@ def measure_detector(arguments: argparse.Namespace) -> Measured:
 
 def measure_check(arguments: argparse.Namespace) -> Measured:
     if not 0 < arguments.share <= 1:
-        raise ValueError(f"--share is {arguments.share}; give a share of the full size, up to 1.")
+        raise UserError(f"--share is {arguments.share}; give a share of the full size, up to 1.")
     result = check_speed.benchmark_check(arguments.folder.resolve(), arguments.kinds, arguments.share)
     return {"benchmark": "check", **result}, check_speed.show
 
 
 def measure_start(arguments: argparse.Namespace) -> Measured:
     if not 0 < arguments.share <= 1:
-        raise ValueError(f"--share is {arguments.share}; give a share of the full size, up to 1.")
+        raise UserError(f"--share is {arguments.share}; give a share of the full size, up to 1.")
     result = start_memory.benchmark_start(arguments.folder.resolve(), arguments.kinds, arguments.share)
     return {"benchmark": "start", **result}, start_memory.show
 
 
 def measure_asking(arguments: argparse.Namespace) -> Measured:
     if not arguments.image.is_file():
-        raise ValueError(f"{arguments.image} is no file; give a JPEG or PNG file as --image.")
+        raise UserError(f"{arguments.image} is no file; give a JPEG or PNG file as --image.")
     result = asking_speed.benchmark_asking(
         arguments.run.resolve(), arguments.image.resolve(), arguments.text, repetitions=arguments.repetitions
     )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from detector.errors import UserError
 from detector.structures import DetectionTargets, ImageBatch
 from e2e_vl.engine.build import DETECTORS
 from measuring import machine_facts, print_machine, random_boxes, spread, take_turns
@@ -55,7 +56,7 @@ def benchmark_detector(
         ValueError: a number that is not positive, or a config that the detectors refuse.
     """
     if repetitions < 1 or warm_up < 0 or images < 1 or not rois or min(rois) < 1:
-        raise ValueError("Repetitions, images and boxes must be positive numbers.")
+        raise UserError("Repetitions, images and boxes must be positive numbers.")
     torch.manual_seed(SEED)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     detectors = {name: detector.to(device) for name, detector in make_detectors(config).items()}

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
 
+from detector.errors import UserError
 from e2e_vl.config import RunConfig
 from e2e_vl.data.loading.grouping import GroupedBatchSampler
 from e2e_vl.data.loading.requests import Request
@@ -82,11 +83,11 @@ def benchmark_training(
 def _check(config: RunConfig, rois: Sequence[int | None], repetitions: int, warm_up: int) -> None:
     """Raise a ValueError for settings that cannot be measured."""
     if not isinstance(config.data.texts_per_image, int) or config.data.texts_per_image < 2:
-        raise ValueError(f"data.texts_per_image is {config.data.texts_per_image}; set a number of at least 2.")
+        raise UserError(f"data.texts_per_image is {config.data.texts_per_image}; set a number of at least 2.")
     if repetitions < 1 or warm_up < 0:
-        raise ValueError(f"{repetitions} repetitions and {warm_up} warm-up steps cannot be measured.")
+        raise UserError(f"{repetitions} repetitions and {warm_up} warm-up steps cannot be measured.")
     if config.data.boxes.train == "online" and any(number is not None for number in rois):
-        raise ValueError("The detector finds its own boxes (data.boxes.train=online), so their number cannot be set.")
+        raise UserError("The detector finds its own boxes (data.boxes.train=online), so their number cannot be set.")
 
 
 def build_batches(config: RunConfig, image_size: tuple[int, int] | None) -> tuple[RunConfig, Run, Batch, list[Batch]]:
@@ -135,7 +136,7 @@ def grouped_and_single(
     rich = [group[:texts] if len(group) >= texts else [] for group in dataset.groups]
     found = sum(bool(group) for group in rich)
     if found < number:
-        raise ValueError(
+        raise UserError(
             f"Only {found} of {len(rich)} images have {texts} texts, but a batch takes {number} images; lower "
             "data.texts_per_image or train.images_per_batch."
         )
@@ -150,7 +151,7 @@ def with_rois(batches: Sequence[Batch], number: int | None, seed: int) -> list[B
     if number is None:
         return list(batches)
     if number < 1:
-        raise ValueError(f"{number} boxes per image cannot be measured; give a positive number.")
+        raise UserError(f"{number} boxes per image cannot be measured; give a positive number.")
     generator = torch.Generator().manual_seed(seed)
     boxes = []
     for own, size in zip(batches[0].boxes, batches[0].images.sizes, strict=True):

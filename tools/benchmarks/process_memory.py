@@ -20,6 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from safetensors.torch import save_file
 
+from detector.errors import UserError
 from e2e_vl.config import load_config
 from e2e_vl.data.loading.batches import BatchLoader
 from e2e_vl.data.loading.grouping import GroupedBatchSampler
@@ -73,7 +74,7 @@ def benchmark_memory(
     """
     what = "steps" if training else "batches"
     if min(steps, images_per_batch, *(number for pair in sizes for number in pair)) < 1 or workers < 0:
-        raise ValueError(f"Sizes of the corpus, records, {what} and images per batch must be positive.")
+        raise UserError(f"Sizes of the corpus, records, {what} and images per batch must be positive.")
     cases = []
     for corpus_mib, records in sizes:
         words, files = write_files(folder, corpus_mib, records)
@@ -111,7 +112,7 @@ def _measure(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if not rows:
-        raise ValueError("The run was over before its memory could be measured; give more steps.")
+        raise UserError("The run was over before its memory could be measured; give more steps.")
     steps = [step for step, _ in rows]
     processes = [{kind: [memory[one][kind] for _, memory in rows] for kind in KINDS} for one in rows[0][1]]
     main, *workers = ({**values, "summary": summary(steps, values)} for values in processes)

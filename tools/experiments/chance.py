@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from detector.boxes import pairwise_iou
+from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.data.base import VLDataset
@@ -90,6 +91,6 @@ def _most_frequent_word(config: RunConfig, dataset: VLDataset) -> float:
         Counter(word for text, _ in _texts(one) for word in split_words(text.words)) for one in (trained, dataset)
     )
     if not asked:
-        raise ValueError(f"{config.data.name}: there is nothing to guess in the data.")
+        raise UserError(f"{config.data.name}: there is nothing to guess in the data.")
     word = min(seen, key=lambda one: (-seen[one], one))
     return asked[word] / asked.total()

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from detector.errors import MissingFileError, UserError
 from detector.yaml_text import read_yaml
 from e2e_vl.command_line import make_parser, says_errors
 from jobs import Job, add_common_options, made_by, markdown_table, run_jobs, write_table
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     add_common_options(parser)
     arguments = parser.parse_args(argv)
     if arguments.jobs < 1:
-        raise ValueError(f"--jobs is {arguments.jobs}; give a positive number.")
+        raise UserError(f"--jobs is {arguments.jobs}; give a positive number.")
     variants = read_variants(arguments.variants, arguments.variant)
     jobs = make_jobs(arguments.config, arguments.output, variants, arguments.set, arguments.seeds)
     train(jobs, arguments.launch, arguments.jobs)
@@ -65,17 +66,17 @@ def read_variants(path: Path | None, words: list[list[str]]) -> dict[str, list[s
     variants = {} if path is None else _read_file(path)
     for name, *overrides in words:
         if name in variants:
-            raise ValueError(f"Variant '{name}' is given twice.")
+            raise UserError(f"Variant '{name}' is given twice.")
         variants[name] = overrides
     if not variants:
-        raise ValueError("There is nothing to compare; give --variants FILE or --variant NAME key=value ...")
+        raise UserError("There is nothing to compare; give --variants FILE or --variant NAME key=value ...")
     folders: dict[str, str] = {}
     for name in variants:
         folder = folder_of(name)
         if "=" in name or not folder.strip("_"):
-            raise ValueError(f"'{name}' cannot name a variant; give --variant NAME key=value ..., a name of words.")
+            raise UserError(f"'{name}' cannot name a variant; give --variant NAME key=value ..., a name of words.")
         if folder in folders:
-            raise ValueError(
+            raise UserError(
                 f"The variants '{folders[folder]}' and '{name}' would share the folder {folder}; rename one."
             )
         folders[folder] = name
@@ -84,12 +85,12 @@ def read_variants(path: Path | None, words: list[list[str]]) -> dict[str, list[s
 
 def _read_file(path: Path) -> dict[str, list[str]]:
     if not path.is_file():
-        raise FileNotFoundError(f"Variants file {path} does not exist.")
+        raise MissingFileError(f"Variants file {path} does not exist.")
     content = read_yaml(path)
     if not isinstance(content, dict) or not all(
         isinstance(value, list) and all(isinstance(word, str) for word in value) for value in content.values()
     ):
-        raise ValueError(f"{path} must map names to lists of key=value words, such as `frozen: [detector.freeze=1]`.")
+        raise UserError(f"{path} must map names to lists of key=value words, such as `frozen: [detector.freeze=1]`.")
     return {str(name): overrides for name, overrides in content.items()}
 
 
@@ -107,7 +108,7 @@ def make_jobs(
         ValueError: a seed is given twice, settings do not load, or a folder holds another run.
     """
     if seeds is not None and len(set(seeds)) < len(seeds):
-        raise ValueError(f"--seeds names a seed twice: {' '.join(map(str, seeds))}.")
+        raise UserError(f"--seeds names a seed twice: {' '.join(map(str, seeds))}.")
     jobs = {}
     for name, overrides in variants.items():
         run = output / folder_of(name)
@@ -120,7 +121,7 @@ def make_jobs(
             ]
     every = [job for own in jobs.values() for job in own]
     if len({job.run for job in every}) < len(every):
-        raise ValueError("Two variants would share a folder: a name ends as another one with a seed does; rename it.")
+        raise UserError("Two variants would share a folder: a name ends as another one with a seed does; rename it.")
     for job in every:  # all of them before the first hour is spent
         job.check()
     return jobs
@@ -140,7 +141,7 @@ def train(jobs: dict[str, list[Job]], launch: str, parallel: int) -> None:
         print(f"{name}: {shlex.join(command)}", flush=True)
         status = subprocess.run(command, check=False).returncode
         if status != 0 or job.metrics is None:
-            raise ValueError(
+            raise UserError(
                 f"Variant '{name}' failed with exit status {status}, see above; give the same command again to go on."
             )
 
@@ -164,7 +165,7 @@ def compare(
         unknown = [key for key in metrics if key not in found[0]]
         if unknown:
             known = ", ".join(key for key, value in found[0].items() if isinstance(value, int | float))
-            raise ValueError(f"Variant '{name}' has no metric '{unknown[0]}'; it has {known}.")
+            raise UserError(f"Variant '{name}' has no metric '{unknown[0]}'; it has {known}.")
         rows[name] = {
             "overrides": variants[name],
             "runs": [str(job.run) for job in jobs[name]],

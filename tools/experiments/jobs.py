@@ -16,6 +16,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from detector.errors import UserError
 from detector.plain_json import read_plain_json
 from e2e_vl.config import differences, load_config
 from e2e_vl.engine.build import resolve
@@ -69,7 +70,7 @@ class Job:
         saved = self.run / "config.yaml"
         changed = differences(load_config(saved), resolve(wanted)) if saved.is_file() else []
         if changed:
-            raise ValueError(
+            raise UserError(
                 f"{self.run} holds a run with other settings ({'; '.join(changed[:3])}); remove it or choose another "
                 "--output."
             )
@@ -120,7 +121,7 @@ def run_jobs(jobs: Sequence[Job], *, launch: str, parallel: int = 1, keep_going:
                 bar.update()
     if failures:
         also = f" ({len(failures)} runs failed.)" if len(failures) > 1 else ""
-        raise ValueError(f"{failures[0]}{also}")
+        raise UserError(f"{failures[0]}{also}")
 
 
 def _run(job: Job, launch: str, environment: dict[str, str]) -> None:
@@ -132,7 +133,7 @@ def _run(job: Job, launch: str, environment: dict[str, str]) -> None:
         file.flush()
         status = subprocess.run(command, check=False, env=environment, stdout=file, stderr=file).returncode
     if status != 0 or job.metrics is None:
-        raise ValueError(f"The run {job.run} failed with exit status {status}, see {log}; give the command again.")
+        raise UserError(f"The run {job.run} failed with exit status {status}, see {log}; give the command again.")
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:

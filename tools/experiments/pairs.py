@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chance import chance_of
+from detector.errors import UserError
 from detector.yaml_text import read_yaml
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.command_line import make_parser, says_errors
@@ -96,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     add_common_options(parser)
     arguments = parser.parse_args(argv)
     if arguments.jobs < 1:
-        raise ValueError(f"--jobs is {arguments.jobs}; give a positive number.")
+        raise UserError(f"--jobs is {arguments.jobs}; give a positive number.")
     pairs = read_pairs(arguments.pairs, encoders) or [(e, t) for t in arguments.tasks for e in arguments.encoders]
     cells = plan(pairs, arguments.only, arguments.seeds, arguments.seeded)
     steps = read_steps(arguments.steps)
@@ -125,7 +126,7 @@ def read_pairs(words: Sequence[str] | None, encoders: Mapping[str, Any]) -> list
     for word in words or ():
         encoder, _, task = word.partition(":")
         if encoder not in encoders or task not in TASKS:
-            raise ValueError(
+            raise UserError(
                 f"--pairs has '{word}'; write ENCODER:TASK with {', '.join(encoders)} and {', '.join(TASKS)}."
             )
         pairs.append((encoder, task))
@@ -138,7 +139,7 @@ def read_steps(words: Sequence[str]) -> dict[str, int]:
     for word in words:
         task, _, number = word.rpartition(":")
         if (task and task not in TASKS) or not number.isdigit() or int(number) < 1:
-            raise ValueError(f"--steps has '{word}'; write a number of steps, or TASK:NUMBER.")
+            raise UserError(f"--steps has '{word}'; write a number of steps, or TASK:NUMBER.")
         if task:
             own[task] = int(number)
         else:
@@ -225,7 +226,7 @@ def collect(
             table[cell.task] = {"split": split, "chance": chance_of(config, split), "encoders": {}}
         name = str(MetricName(split, TASKS[cell.task][1], BoxSource.GT))
         if name not in metrics:
-            raise ValueError(f"{jobs[cell.name].run} has no metric '{name}'; remove the folder and train it again.")
+            raise UserError(f"{jobs[cell.name].run} has no metric '{name}'; remove the folder and train it again.")
         entry = (
             table[cell.task]["encoders"]
             .setdefault(cell.encoder, {})

@@ -23,6 +23,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from detector.errors import UserError
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.config import load_config
 from e2e_vl.engine.build_data import make_synthetic_data, training_texts
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     add_common_options(parser)
     arguments = parser.parse_args(argv)
     if arguments.jobs < 1:
-        raise ValueError(f"--jobs is {arguments.jobs}; give a positive number.")
+        raise UserError(f"--jobs is {arguments.jobs}; give a positive number.")
     settings = [*arguments.set, f"data.root={arguments.data}"]
     jobs = plan(arguments.configs, arguments.output, settings, arguments.seeds, arguments.rows, arguments.tasks)
     prepare(arguments.configs, arguments.output, settings)

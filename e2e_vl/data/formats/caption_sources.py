@@ -26,12 +26,12 @@ from e2e_vl.samples import CandidateBoxes, EncodedImage
 logger = logging.getLogger(__name__)
 
 
-class _File(Record):
+class _CaptionsFile(Record):
     images: list[Any]
     annotations: list[Any]
 
 
-class _ImageRow(Record):
+class _CaptionedRow(Record):
     id: Id
     file_name: Name
     width: Side | None = None
@@ -99,9 +99,9 @@ class CocoCaptions(CaptionSource):
     def __init__(self, captions_file: str | Path, images_root: str | Path, errors: RecordErrors = RAISE) -> None:
         self.path = Path(captions_file).expanduser()
         self.images_root = Path(images_root).expanduser()
-        content = read_json(self.path, "captions", _File)
+        content = read_json(self.path, "captions", _CaptionsFile)
         what, unique = f"{self.path}: image", "image ids"
-        found = checked_records(_ImageRow, content.images, what, "id", unique=unique, errors=errors)
+        found = checked_records(_CaptionedRow, content.images, what, "id", unique=unique, errors=errors)
         rows = {row.id: row for _, row in found}
         captions: dict[int, list[str]] = {image_id: [] for image_id in rows}
         for where, row in checked_records(_CaptionRow, content.annotations, f"{self.path}: caption", errors=errors):
@@ -140,7 +140,7 @@ class _CaptionedImage:
     size: tuple[int, int] | None  # (height, width)
 
 
-def _captioned(row: _ImageRow) -> _CaptionedImage:
+def _captioned(row: _CaptionedRow) -> _CaptionedImage:
     size = None if row.height is None or row.width is None else (row.height, row.width)
     return _CaptionedImage(row.file_name, size)
 

@@ -17,27 +17,27 @@ from msgspec import Meta, field
 from detector.errors import UserError
 from e2e_vl.data.storage.files import checked_records, corners_of, read_json
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
-from e2e_vl.records import Box, Id, Name, Record, Side, plain
+from e2e_vl.records import Box, Id, Name, Record, Side, as_written
 from e2e_vl.samples import AnnotatedObjects, SampleImage
 
 logger = logging.getLogger(__name__)
 
 
-class _File(Record):
+class _InstancesFile(Record):
     images: list[Any]
     annotations: list[Any]
     categories: list[Any]
     attributes: list[Any] = field(default_factory=list)
 
 
-class _ImageRow(Record):
+class _InstancesImage(Record):
     id: Id
     file_name: Name
     width: Side
     height: Side
 
 
-class _AnnotationRow(Record):
+class _InstanceRow(Record):
     id: Id
     image_id: Id
     category_id: Id
@@ -131,19 +131,19 @@ def read_instances(path: str | Path, *, drop_empty_boxes: bool = False, errors: 
             empty, inverted, not finite or outside its image; the file and the record are named.
     """
     path = Path(path).expanduser()
-    content = read_json(path, "instances", _File)
+    content = read_json(path, "instances", _InstancesFile)
     category_ids, class_names = _names(content.categories, f"{path}: category", errors)
     attribute_ids, attribute_names = _names(content.attributes, f"{path}: attribute", errors)
     class_of = {category: index for index, category in enumerate(category_ids)}
     attribute_of = {attribute: index for index, attribute in enumerate(attribute_ids)}
 
-    rows = checked_records(_ImageRow, content.images, f"{path}: image", "id", unique="image ids", errors=errors)
+    rows = checked_records(_InstancesImage, content.images, f"{path}: image", "id", unique="image ids", errors=errors)
     images = {row.id: CocoImage(row.id, row.file_name, row.width, row.height) for _, row in rows}
     annotations: dict[int, CocoAnnotation] = {}
     by_image: dict[int, list[CocoAnnotation]] = {image_id: [] for image_id in images}
     dropped: dict[int, str] = {}
     what, unique = f"{path}: annotation", "annotation ids"
-    for where, row in checked_records(_AnnotationRow, content.annotations, what, "id", unique=unique, errors=errors):
+    for where, row in checked_records(_InstanceRow, content.annotations, what, "id", unique=unique, errors=errors):
         with errors:
             if row.image_id not in images:
                 raise UserError(f"{where} belongs to image {row.image_id}, which is not in the file's images")
@@ -162,11 +162,13 @@ def read_instances(path: str | Path, *, drop_empty_boxes: bool = False, errors: 
 
 
 def _annotation(
-    row: _AnnotationRow, where: str, image: CocoImage, class_of: dict[int, int], attribute_of: dict[int, int]
+    row: _InstanceRow, where: str, image: CocoImage, class_of: dict[int, int], attribute_of: dict[int, int]
 ) -> CocoAnnotation:
     box = corners_of(row.bbox, where)
     if box[0] >= image.width or box[1] >= image.height or box[2] <= 0 or box[3] <= 0:
-        raise UserError(f"{where}: the box {plain(row.bbox)} lies outside its {image.width} x {image.height} image")
+        raise UserError(
+            f"{where}: the box {as_written(row.bbox)} lies outside its {image.width} x {image.height} image"
+        )
     unknown = [attribute for attribute in row.attribute_ids if attribute not in attribute_of]
     if unknown:
         raise UserError(f"{where} has attribute {unknown[0]}, which is not in the file's attributes")
@@ -199,12 +201,12 @@ def object_labels(annotations: Sequence[CocoAnnotation], num_attributes: int) ->
     return classes, attributes
 
 
-def _reason(row: _AnnotationRow, where: str) -> str:
+def _reason(row: _InstanceRow, where: str) -> str:
     try:
         corners_of(row.bbox, where)
     except UserError as error:
         return str(error)
-    return f"{where}: the box {plain(row.bbox)} is empty"
+    return f"{where}: the box {as_written(row.bbox)} is empty"
 
 
 def _names(rows: list[Any], what: str, errors: RecordErrors) -> tuple[list[int], list[str]]:

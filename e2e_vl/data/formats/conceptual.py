@@ -30,12 +30,12 @@ from e2e_vl.records import Count, Name, Record, Side, decoded
 from e2e_vl.samples import CandidateBoxes, EncodedImage
 
 
-class _Line(Record):
+class _CaptionLine(Record):
     image: Name
     caption: str | list[str]
 
 
-class _LineWithBoxes(_Line):
+class _CaptionLineWithBoxes(_CaptionLine):
     frcnn: Name
 
 
@@ -121,9 +121,9 @@ class VLBertCaptions(CaptionSource):
             None if features is None else features.mean(axis=0),
         )
 
-    def _record(self, number: int) -> _Line:
+    def _record(self, number: int) -> _CaptionLine:
         where = f"{self.path}: line {self._where(number)}"
-        kind = _LineWithBoxes if self.with_boxes else _Line
+        kind = _CaptionLineWithBoxes if self.with_boxes else _CaptionLine
         return decoded(kind, self.lines[number], where, form="one object is expected on each line")
 
     def _where(self, number: int) -> str:
@@ -136,9 +136,9 @@ def _matrix(content: _Boxes, key: str, origin: str) -> np.ndarray:
         values = np.frombuffer(base64.b64decode(getattr(content, key)), dtype="<f4")
         rows = content.num_boxes
         if rows < 1 or not len(values) or len(values) % rows:
-            raise ValueError(f"{len(values)} numbers for {rows} boxes")
+            raise UserError(f"{len(values)} numbers for {rows} boxes")
         if not np.isfinite(values).all():
-            raise ValueError("a number is not finite")
+            raise UserError("a number is not finite")
     except (ValueError, binascii.Error) as error:
         raise UserError(f"{origin}: the {key} are damaged ({error}); get the file again") from error
     return values.reshape(rows, -1)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from detector.errors import UserError
 from e2e_vl.data.storage.files import require_file
 
 COLUMNS = 10
@@ -51,7 +52,7 @@ def read_conllu(path: str | Path) -> Iterator[list[ParsedWord]]:
                     yield _sentence(path, rows)
                     rows = []
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not a UTF-8 text file behind line {number}; copy or write it again") from error
+        raise UserError(f"{path}: not a UTF-8 text file behind line {number}; copy or write it again") from error
     if rows:
         yield _sentence(path, rows)
 
@@ -63,21 +64,21 @@ def _sentence(path: Path, rows: list[tuple[int, list[str]]]) -> list[ParsedWord]
     for line, cells in rows:
         where = f"{path}, line {line}"
         if len(cells) != COLUMNS:
-            raise ValueError(f"{where}: {len(cells)} columns; CoNLL-U has {COLUMNS}, divided by tabs, repair the file")
+            raise UserError(f"{where}: {len(cells)} columns; CoNLL-U has {COLUMNS}, divided by tabs, repair the file")
         number, form, _, kind, _, _, governor, relation, _, _ = cells
         if not form.strip():
-            raise ValueError(f"{where}: the word has no form; repair the file")
+            raise UserError(f"{where}: the word has no form; repair the file")
         if _EMPTY.fullmatch(number):
             continue
         if found := _SEVERAL.fullmatch(number):
             several, first, last = form, int(found[1]), int(found[2])
             if first != len(words) + 1 or last <= first:
-                raise ValueError(f"{where}: the words {number} stand behind word {len(words)}; repair the file")
+                raise UserError(f"{where}: the words {number} stand behind word {len(words)}; repair the file")
             continue
         if not _WORD.fullmatch(number) or int(number) != len(words) + 1:
-            raise ValueError(f"{where}: word {number!r} stands where word {len(words) + 1} should; repair the file")
+            raise UserError(f"{where}: word {number!r} stands where word {len(words) + 1} should; repair the file")
         if not governor.isdecimal() or relation in ("", "_"):
-            raise ValueError(
+            raise UserError(
                 f"{where}: the governor is {governor!r} and the relation {relation!r}; a number and a label are "
                 "expected, parse the sentence again"
             )
@@ -90,9 +91,9 @@ def _sentence(path: Path, rows: list[tuple[int, list[str]]]) -> list[ParsedWord]
         )
         lines.append(line)
     if last > len(words):
-        raise ValueError(f"{path}, line {rows[-1][0]}: the words {first}-{last} are not all there; repair the file")
+        raise UserError(f"{path}, line {rows[-1][0]}: the words {first}-{last} are not all there; repair the file")
     if not words:
-        raise ValueError(f"{path}, line {rows[0][0]}: a sentence without words; repair the file")
+        raise UserError(f"{path}, line {rows[0][0]}: a sentence without words; repair the file")
     for row, line in enumerate(lines):
         _require_root(words, row, f"{path}, line {line}")
     return words
@@ -107,7 +108,7 @@ def _require_root(words: list[ParsedWord], row: int, where: str) -> None:
             return
         if at >= len(words):
             break
-    raise ValueError(
+    raise UserError(
         f"{where}: the governors of word {row + 1} do not lead to a root among the {len(words)} words of its sentence; "
         "parse the sentence again"
     )

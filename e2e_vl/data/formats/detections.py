@@ -17,7 +17,7 @@ from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.records import Box, Id, Record, Score
 
 
-class _Detection(Record):
+class _ScoredDetection(Record):
     image_id: Id
     box: Box
     category_id: Id
@@ -56,7 +56,7 @@ class DetectionsFile:
         if not isinstance(rows, list):
             raise UserError(f"{self.path}: holds a {type(rows).__name__}, expected a flat list of detections")
         boxes, scores = defaultdict(list), defaultdict(list)
-        for where, row in checked_records(_Detection, rows, f"{self.path}: detection", "det_id", errors=errors):
+        for where, row in checked_records(_ScoredDetection, rows, f"{self.path}: detection", "det_id", errors=errors):
             with errors:
                 boxes[row.image_id].append(corners_of(row.box, where))
                 scores[row.image_id].append(row.score)

@@ -20,10 +20,14 @@ from xml.etree import ElementTree
 
 import numpy as np
 
+from detector.errors import UserError
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
+from e2e_vl.records import in_short
 
 _PHRASE = re.compile(r"\[/EN#(\d+)((?:/[^\s/\]]+)+)\s([^\]]*)\]")
+_LONGEST_ID = 64  # characters
+_LARGEST = 10**9  # pixels
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
 
 
@@ -70,14 +74,14 @@ def parse_sentence(line: str, where: str = "the sentence") -> EntitySentence:
         chain, types, own = found.groups()
         own = own.strip()
         if not own:
-            raise ValueError(f"{where}: the phrase {found[0]} has no words; repair the file")
+            raise UserError(f"{where}: the phrase {found[0]} has no words; repair the file")
         phrases.append(EntityPhrase((len(words), len(words) + len(own)), chain, tuple(types[1:].split("/"))))
         words += own
         last = found.end()
     words += line[last:]
     if "[/EN#" in words:
         wrong = words[words.index("[/EN#") :]
-        raise ValueError(f"{where}: {wrong!r} is no phrase such as [/EN#283585/people A man]; repair the file")
+        raise UserError(f"{where}: {wrong!r} is no phrase such as [/EN#283585/people A man]; repair the file")
     return EntitySentence(words, tuple(phrases))
 
 
@@ -95,14 +99,14 @@ def read_sentences(path: str | Path, errors: RecordErrors = RAISE) -> list[Entit
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not a UTF-8 text file; copy or download it again") from error
+        raise UserError(f"{path}: not a UTF-8 text file; copy or download it again") from error
     found = []
     for number, line in enumerate(lines, start=1):
         with errors.about(f"{path}, line {number}"):
             if line.strip():
                 found.append(parse_sentence(line, f"{path}, line {number}"))
     if not found:
-        raise ValueError(f"{path}: there is no sentence in the file; copy or download it again")
+        raise UserError(f"{path}: there is no sentence in the file; copy or download it again")
     return found
 
 
@@ -117,34 +121,38 @@ def read_annotation(path: str | Path) -> AnnotatedImage:
     path = require_file(path, "annotation")
     content = path.read_bytes()
     if b"<!DOCTYPE" in content or b"<!ENTITY" in content:  # could make the parser expand a small file to a huge one
-        raise ValueError(f"{path}: the annotation declares a document type or entities; copy or download it again")
+        raise UserError(f"{path}: the annotation declares a document type or entities; copy or download it again")
     try:
         root = ElementTree.fromstring(content)
     except ElementTree.ParseError as error:
-        raise ValueError(f"{path}: the annotation is not valid XML ({error}); copy or download it again") from error
-    width, height = (_whole(root.findtext(f"size/{side}"), f"{path}: the {side}") for side in ("width", "height"))
+        raise UserError(f"{path}: the annotation is not valid XML ({error}); copy or download it again") from error
+    sides = ("width", "height")
+    width, height = (_whole(root.findtext(f"size/{side}"), f"{path}: the {side}", least=1) for side in sides)
     boxes, names = [], []
     for number, element in enumerate(root.iter("object")):
         where = f"{path}: object {number}"
         chains = tuple((name.text or "").strip() for name in element.findall("name"))
         if not chains or not all(chains):
-            raise ValueError(f"{where} has no name; repair the file")
+            raise UserError(f"{where} has no name; repair the file")
         box = element.find("bndbox")
         if box is None:  # a scene, or something that has no box
             continue
         x1, y1, x2, y2 = (_whole(box.findtext(side), f"{where}: {side}") for side in _SIDES)
         if x2 < x1 or y2 < y1:
-            raise ValueError(f"{where}: the box {[x1, y1, x2, y2]} is inverted; correct or remove it")
+            raise UserError(f"{where}: the box {[x1, y1, x2, y2]} is inverted; correct or remove it")
         boxes.append((x1, y1, x2, y2))
         names.append(chains)
     return AnnotatedImage((height, width), np.array(boxes, dtype=np.float64).reshape(-1, 4), tuple(names))
 
 
-def _whole(text: str | None, where: str) -> int:
+def _whole(text: str | None, where: str, least: int = -_LARGEST) -> int:
     try:
-        return int(text)
+        number = int(text)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{where} is {text!r}; it must be a whole number, repair the file") from error
+        raise UserError(f"{where} is {in_short(text)}; it must be a whole number, repair the file") from error
+    if not least <= number <= _LARGEST:
+        raise UserError(f"{where} is {in_short(number)}; it must be from {least} to {_LARGEST}, repair the file")
+    return number
 
 
 def read_image_ids(path: str | Path, errors: RecordErrors = RAISE) -> list[str]:
@@ -164,15 +172,16 @@ def read_image_ids(path: str | Path, errors: RecordErrors = RAISE) -> list[str]:
         if not name:
             continue
         with errors.about(f"{path}, line {number}"):
-            if not name.isdigit():
-                raise ValueError(
-                    f"{path}, line {number}: {name!r} is no image id such as 1000092795; one per line is expected"
+            if not name.isdecimal() or len(name) > _LONGEST_ID:
+                raise UserError(
+                    f"{path}, line {number}: {in_short(name)} is no image id such as 1000092795; one per line is "
+                    "expected"
                 )
             if name in ids:
-                raise ValueError(
+                raise UserError(
                     f"{path}, line {number}: image {name} is there twice, first on line {ids[name]}; remove one"
                 )
             ids[name] = number
     if not ids:
-        raise ValueError(f"{path}: there is no image id in the file; copy or download it again")
+        raise UserError(f"{path}: there is no image id in the file; copy or download it again")
     return list(ids)

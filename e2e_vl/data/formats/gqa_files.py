@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec import ValidationError, convert, field
+from msgspec import convert, field
 
 from detector.errors import MissingFileError, UserError
 from e2e_vl.data.storage.files import corners_of
 from e2e_vl.data.storage.index_files import OpenFiles
 from e2e_vl.data.storage.json_entries import json_entries, read_entry
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
-from e2e_vl.records import Pixel, Record, Side, Words, checked
+from e2e_vl.records import MISFITS, Pixel, Record, Side, Words, checked
 from e2e_vl.samples import AnnotatedObjects
 
 _TYPES = ("structural", "semantic", "detailed")
@@ -80,7 +80,7 @@ class _Choices(Record):
     plausible: list[str]
 
 
-class _Object(Record):
+class _SceneObject(Record):
     name: str
     x: Pixel
     y: Pixel
@@ -91,10 +91,10 @@ class _Object(Record):
         return corners_of((self.x, self.y, self.w, self.h), where)
 
 
-class _Graph(Record):
+class _SceneGraph(Record):
     width: Side
     height: Side
-    objects: dict[str, _Object]
+    objects: dict[str, _SceneObject]
 
 
 def pieces_of(path: str | Path) -> list[Path]:
@@ -134,7 +134,7 @@ def _indexed(record: Any, where: str) -> _IndexedQuestion:
     """Raises UserError as `check_question` does."""
     try:
         found = convert(record, _IndexedQuestion)
-    except (ValidationError, RecursionError):
+    except MISFITS:
         check_question(record, where)
         raise
     is_whole = found.answer is None or (found.types is not None and found.groups is not None)
@@ -347,10 +347,10 @@ def scene_objects(file: EntryFile, image_id: str) -> tuple[tuple[int, int], Anno
     return (graph.height, graph.width), objects
 
 
-def _graph(file: EntryFile, image_id: str) -> tuple[_Graph, str]:
+def _graph(file: EntryFile, image_id: str) -> tuple[_SceneGraph, str]:
     """A scene graph, and what it is called in errors."""
     where = f"{file.path}: scene graph of image {image_id}"
-    return checked(_Graph, file[image_id], where), where
+    return checked(_SceneGraph, file[image_id], where), where
 
 
 def _is_number(key: str) -> bool:

@@ -24,12 +24,12 @@ class _ImagesFile(Record):
     images: list[Any]
 
 
-class _ImageRow(Record):
+class _ListedRow(Record):
     id: Id
     file_name: Name
 
 
-class _Detection(Record):
+class _GivenDetection(Record):
     image_id: Id
     bbox: Box | None = None  # COCO's results
     box: Box | None = None  # MAttNet's
@@ -96,7 +96,7 @@ def _of_coco(source: Path, root: Path) -> list[ListedImage]:
     rows = read_json(source, "list of images", _ImagesFile).images
     return [
         ListedImage(str(row.id), inside(root, row.file_name, where, follows_links=True))
-        for where, row in checked_records(_ImageRow, rows, f"{source}: image")
+        for where, row in checked_records(_ListedRow, rows, f"{source}: image")
     ]
 
 
@@ -134,7 +134,7 @@ def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
     boxes: dict[str, list[tuple[FourNumbers, int]]] = {}
     for number, value in enumerate(content):
         where = f"{path}: detection {number}"
-        row = checked(_Detection, value, where)
+        row = checked(_GivenDetection, value, where)
         box = row.box if row.bbox is None else row.bbox
         if box is None:
             raise UserError(f"{where} has no 'box' and no 'bbox'; a detection has one of them, [x, y, width, height]")

@@ -29,9 +29,9 @@ class ImageNames:
         try:
             same = self.image_name.format(id="1") == self.image_name.format(id="2")
         except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(f"data.config.image_name is '{self.image_name}'; it takes {{id}} alone.") from error
+            raise UserError(f"data.config.image_name is '{self.image_name}'; it takes {{id}} alone.") from error
         if same:
-            raise ValueError(f"data.config.image_name is '{self.image_name}'; it must hold {{id}}, the image's id.")
+            raise UserError(f"data.config.image_name is '{self.image_name}'; it must hold {{id}}, the image's id.")
 
     def file(self, folder: Path, image_id: str) -> Path:
         """The file of an image."""
@@ -47,7 +47,7 @@ def require_instances(instances: CocoInstances, image_ids: Iterable[str]) -> Non
     """Raises ValueError unless the instances list all images."""
     missing = [name for name in image_ids if not name.isdigit() or int(name) not in instances.images]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"{instances.path}: has no image {missing[0]} and {len(set(missing)) - 1} more of the texts; use the "
             "instances file of the same images"
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, Wants
 from e2e_vl.data.formats.image_names import ImageNames
@@ -52,7 +53,7 @@ class ImageSets(ImageNames):
         store = open_features(path)
         left = [item for item in items if all(image in store for image in images_of(item))]
         if not left:
-            raise ValueError(f"{path}: has features of no image of the split {values['split']}; give another file")
+            raise UserError(f"{path}: has features of no image of the split {values['split']}; give another file")
         if len(left) < len(items):
             number = len(items) - len(left)
             logger.warning("%s: %d records of %s have no features and are left out.", path, number, values["split"])

@@ -26,13 +26,13 @@ Scores = Mapping[str, float]  # of the answers to a question
 _Row = TypeVar("_Row", bound=Record)
 
 
-class _ImageRow(Record):
+class _SentencesRow(Record):
     img_id: Name
     sentf: dict[str, list[str]]
     labelf: dict[str, list[dict[str, Score]] | None] = field(default_factory=dict)
 
 
-class _QuestionRow(Record):
+class _ScoredRow(Record):
     question_id: Id
     img_id: Name
     sent: str
@@ -99,7 +99,7 @@ def read_image_sentences(path: str | Path, sources: Collection[str] | None = Non
     """
     path = Path(path).expanduser()
     found: dict[str, list[SourcedSentence]] = {}
-    for where, row in _records(_ImageRow, path, "sentences", "img_id", unique="image ids"):
+    for where, row in _records(_SentencesRow, path, "sentences", "img_id", unique="image ids"):
         own = []
         for source, sentences in row.sentf.items():
             labels = row.labelf.get(source)
@@ -129,7 +129,7 @@ def read_scored_questions(path: str | Path) -> list[ScoredQuestion]:
         ValueError: no such JSON, a question that is listed twice, labels in some records only, or no question.
     """
     found = []
-    for _, row in _records(_QuestionRow, path, "questions", "question_id", unique="ids"):
+    for _, row in _records(_ScoredRow, path, "questions", "question_id", unique="ids"):
         scores = None if row.label is None else _shared(row.label)
         facts = row.img_id, row.sent, scores, row.question_type, row.answer_type
         found.append(ScoredQuestion(row.question_id, *facts))

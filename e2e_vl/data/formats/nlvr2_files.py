@@ -25,7 +25,7 @@ LABELS = ("False", "True")  # as they are written; the index is the class
 _IDENTIFIER = re.compile(r"\w+-\d+-\d+-\d+")  # it names files of images
 
 
-class _Line(Record):
+class _PairLine(Record):
     identifier: Words
     sentence: Words
     label: Annotated[Literal["True", "False"] | None, Meta(description='the text "True" or "False"')] = None
@@ -100,7 +100,7 @@ def _examples(path: Path, errors: RecordErrors) -> Iterator[PairStatement]:
 
 
 def _parse(line: bytes, where: str) -> PairStatement:
-    record = decoded(_Line, line, where, key="identifier", form="one object per line is expected")
+    record = decoded(_PairLine, line, where, key="identifier", form="one object per line is expected")
     where = f"{where} ({record.identifier})"
     if not _IDENTIFIER.fullmatch(record.identifier):
         raise UserError(f"{where}: the identifier is not split-set-pair-sentence, such as dev-850-2-0; repair the line")

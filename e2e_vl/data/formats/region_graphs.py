@@ -46,7 +46,7 @@ Corners = tuple[float, float, float, float]
 _Row = TypeVar("_Row", bound=Record)
 
 
-class _ImageRow(Record):
+class _RegionsOfImage(Record):
     regions: list[Any]
     image_id: Number | None = None
     id: Number | None = None
@@ -59,7 +59,7 @@ class _Entity(Record):
     synset_name: str | None = None
 
 
-class _Object(Record):
+class _RegionObject(Record):
     x: Pixel
     y: Pixel
     w: Pixel
@@ -69,11 +69,11 @@ class _Object(Record):
     synsets: list[str] | None = None
 
 
-class _Graph(Record):
+class _RegionGraph(Record):
     region_id: Number
     phrase: str
     synsets: list[_Entity]
-    objects: list[_Object]
+    objects: list[_RegionObject]
 
 
 class _Description(Record):
@@ -196,7 +196,7 @@ def read_region_graphs(path: str | Path, errors: RecordErrors = RAISE) -> Region
     """
     path, lost = Path(path).expanduser(), Counter()
     name = partial(_named_by_words, lost=lost)
-    found = RegionPhrases(path, _described(_Graph, path, "region graphs", name, errors))
+    found = RegionPhrases(path, _described(_RegionGraph, path, "region graphs", name, errors))
     if lost:
         counts = " and ".join(f"{lost[what]:,} {what}" for what in sorted(lost))
         logger.warning("%s: left out are %s.", path, counts)
@@ -219,7 +219,7 @@ def _described(
 ) -> Iterator[DescribedRegion]:
     """All regions of a file; `name` says what a record names."""
     bar = tqdm(json_items(path, what), desc=f"reading {path.name}", unit=" images", delay=2, leave=False, disable=None)
-    for _, row in checked_records(_ImageRow, bar, f"{path}: image", errors=errors):
+    for _, row in checked_records(_RegionsOfImage, bar, f"{path}: image", errors=errors):
         regions = f"{path}: image {row.id if row.image_id is None else row.image_id}: region"
         for _, one in checked_records(kind, row.regions, regions, "region_id", errors=errors):
             yield DescribedRegion(one.region_id, one.phrase, name(one))
@@ -231,7 +231,7 @@ def _named_as_a_whole(region: _Description) -> NamedBoxes:
     return {(0, len(region.phrase)): [box]} if box is not None and region.phrase.strip() else {}
 
 
-def _named_by_words(region: _Graph, lost: Counter[str]) -> NamedBoxes:
+def _named_by_words(region: _RegionGraph, lost: Counter[str]) -> NamedBoxes:
     """The boxes of objects that each word of a description names."""
     objects = []
     for one in region.objects:
@@ -251,7 +251,7 @@ def _named_by_words(region: _Graph, lost: Counter[str]) -> NamedBoxes:
     return named
 
 
-def _named_by(entity: _Entity, objects: Sequence[tuple[Corners, _Object]], words: str) -> list[Corners]:
+def _named_by(entity: _Entity, objects: Sequence[tuple[Corners, _RegionObject]], words: str) -> list[Corners]:
     """Different boxes of the objects that have the synset of an entity, or else its name."""
     synset = entity.synset_name
     boxes = [box for box, one in objects if synset is not None and synset in (one.synsets or ())]

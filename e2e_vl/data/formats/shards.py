@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from detector.errors import MissingFileError, UserError
 from e2e_vl.data.formats.caption_sources import CaptionSource
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.data.storage.files import read_json
@@ -63,7 +64,7 @@ class ShardCaptions(CaptionSource):
         self.path = Path(shards).expanduser()
         self.shards = sorted(self.path.glob("*.tar") if self.path.is_dir() else self.path.parent.glob(self.path.name))
         if not self.shards:
-            raise FileNotFoundError(f"{self.path}: no shards (*.tar) there; check data.files.shards")
+            raise MissingFileError(f"{self.path}: no shards (*.tar) there; check data.files.shards")
         self._files = OpenFiles(limit=64)
         self._indices = [
             ArrayFile(cached_index([shard], Path(cache), _VERSION, lambda s=shard: _rows(s), _COLUMNS), self._files)
@@ -75,7 +76,7 @@ class ShardCaptions(CaptionSource):
         self.left_out = {"no image": int(bad[0]), "no caption": int(bad[1]), "failed": _failed(self.shards)}
         number = self._records.num_texts
         if not number:
-            raise ValueError(f"{self.path}: the {len(self.shards)} shards hold no image with a caption")
+            raise UserError(f"{self.path}: the {len(self.shards)} shards hold no image with a caption")
         self.groups = ConsecutiveGroups(np.ones(number, dtype=np.int64))
         failed = self.left_out["failed"]
         logger.log(
@@ -92,7 +93,7 @@ class ShardCaptions(CaptionSource):
         try:
             return data.decode("utf-8").strip()
         except UnicodeDecodeError as error:
-            raise ValueError(f"{shard}: the caption of record {self.name(text)} is not UTF-8 text") from error
+            raise UserError(f"{shard}: the caption of record {self.name(text)} is not UTF-8 text") from error
 
     def name(self, group: int) -> str:
         """The record's key."""
@@ -114,7 +115,7 @@ class ShardCaptions(CaptionSource):
         try:
             return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
         except tarfile.HeaderError as error:
-            raise ValueError(f"{shard}: has changed while it was in use") from error
+            raise UserError(f"{shard}: has changed while it was in use") from error
 
 
 def _rows(shard: Path) -> Iterator[np.ndarray]:
@@ -137,14 +138,12 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
             end = tar.fileobj.read(_BLOCK)
             is_joined = any(rest.strip(b"\0") for rest in iter(lambda: tar.fileobj.read(_CHUNK), b""))
     except (tarfile.TarError, EOFError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{shard}: no readable tar file ({error}); {_REMEDY}") from error
+        raise UserError(f"{shard}: no readable tar file ({error}); {_REMEDY}") from error
     if end != bytes(_BLOCK):
         what = "is cut off" if len(end) < _BLOCK else f"has a damaged header at byte {tar.offset}"
-        raise ValueError(f"{shard}: the tar file {what}; {_REMEDY}")
+        raise UserError(f"{shard}: the tar file {what}; {_REMEDY}")
     if is_joined:
-        raise ValueError(
-            f"{shard}: the file goes on after the end of the tar file, so records would be lost; split it."
-        )
+        raise UserError(f"{shard}: the file goes on after the end of the tar file, so records would be lost; split it.")
     yield np.array([(without_image, without_caption, 0, 0), *rows], dtype=np.int64)
 
 
@@ -169,14 +168,14 @@ def _records(tar: tarfile.TarFile, shard: Path) -> Iterator[dict[str, tarfile.Ta
                 yield record
             key, record = (folder, stem), {}
             if key in seen:
-                raise ValueError(
+                raise UserError(
                     f"{shard}: the record of {member.name} is there twice, or its members do not stand side by side; "
                     "give every record a key of its own"
                 )
             seen.add(key)
         what = "image" if suffix.lower() in _IMAGE_SUFFIXES else "caption" if suffix.lower() == "txt" else "other"
         if what != "other" and what in record:
-            raise ValueError(
+            raise UserError(
                 f"{shard}: {record[what].name} and {member.name} are two {what}s of one record; give every record a "
                 "key of its own (a key ends at the first dot of the name)"
             )

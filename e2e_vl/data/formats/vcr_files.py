@@ -22,7 +22,7 @@ from e2e_vl.data.storage.files import read_json, require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import text_column
 from e2e_vl.file_names import shown
-from e2e_vl.records import Count, Name, Pixel, Record, Side, checked, decoded, plain
+from e2e_vl.records import Count, Name, Pixel, Record, Side, as_written, checked, decoded
 from e2e_vl.samples import AnnotatedObjects, Sentence
 
 CHOICES = 4
@@ -31,7 +31,7 @@ _Choices = Annotated[list[_Tokens], Meta(min_length=CHOICES, max_length=CHOICES)
 _Label = Annotated[Literal[0, 1, 2, 3] | None, Meta(description="0 to 3, or none in the test split")]
 
 
-class _Line(Record):
+class _QuestionLine(Record):
     annot_id: Name
     img_fn: Name
     metadata_fn: Name
@@ -141,10 +141,10 @@ class VCRFile:
         start = int(self._ends[index - 1]) if index else 0
         return VCRQuestion(*marshal.loads(self._bytes[start : int(self._ends[index])]))
 
-    def _parse(self, line: bytes, number: int) -> _Line:
+    def _parse(self, line: bytes, number: int) -> _QuestionLine:
         """The checked fields that are used."""
         where = f"{self.path}, line {number}"
-        row = decoded(_Line, line, where, key="annot_id")
+        row = decoded(_QuestionLine, line, where, key="annot_id")
         where = f"{where} ({row.annot_id})"
         for key, name in (("img_fn", row.img_fn), ("metadata_fn", row.metadata_fn)):
             if name.startswith("/") or (".." in name and ".." in PurePosixPath(name).parts):
@@ -194,7 +194,8 @@ def read_metadata(path: Path, question: VCRQuestion) -> tuple[tuple[int, int], A
     if (empty := (boxes[:, 2:] <= boxes[:, :2]).any(axis=1)).any():
         row = int(empty.argmax())
         raise UserError(
-            f"{where}: box {row} [x1, y1, x2, y2] = {plain(boxes[row].tolist())} is empty or inverted; correct the file"
+            f"{where}: box {row} [x1, y1, x2, y2] = {as_written(boxes[row].tolist())} is empty or inverted; correct "
+            "the file"
         )
     polygons = _all_polygons(content.segms)
     if polygons is None:

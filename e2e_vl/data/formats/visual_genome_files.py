@@ -25,7 +25,7 @@ from e2e_vl.records import Number, Record, Side
 _Row = TypeVar("_Row", bound=Record)
 
 
-class _ImageRow(Record):
+class _GenomeImageRow(Record):
     image_id: Number
     width: Side
     height: Side
@@ -48,7 +48,7 @@ class _QuestionsRow(Record):
     qas: list[Any]
 
 
-class _QuestionRow(Record):
+class _GenomeQuestionRow(Record):
     qa_id: Number
     question: str
     answer: str
@@ -81,7 +81,7 @@ def read_genome_images(path: str | Path, errors: RecordErrors = RAISE) -> dict[i
         ValueError: no such JSON, or an image that is listed twice.
     """
     found = {}
-    for _, row in _rows(_ImageRow, path, "images", "image_id", "image", errors):
+    for _, row in _rows(_GenomeImageRow, path, "images", "image_id", "image", errors):
         folder = PurePosixPath(row.url or "").parent.name
         found[row.image_id] = GenomeImage(row.image_id, (row.height, row.width), sys.intern(folder), row.coco_id)
     return found
@@ -112,7 +112,7 @@ def read_genome_questions(path: str | Path, errors: RecordErrors = RAISE) -> dic
     """
     found = {}
     for where, row in _rows(_QuestionsRow, path, "questions", "id", "questions of image", errors):
-        questions = checked_records(_QuestionRow, row.qas, f"{where}: question", "qa_id", errors=errors)
+        questions = checked_records(_GenomeQuestionRow, row.qas, f"{where}: question", "qa_id", errors=errors)
         own = [GenomeText(one.qa_id, one.question, sys.intern(one.answer)) for _, one in questions]
         if own:
             found[row.id] = own

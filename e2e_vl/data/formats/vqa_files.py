@@ -54,7 +54,7 @@ class VQAQuestions(Sequence):  # of `VQAQuestion`
 
     def __init__(
         self,
-        asked: RecordTable[_Asked],
+        asked: RecordTable[_AskedRow],
         annotated: RecordTable[_Annotated] | None,
         rows: Sequence[int],
         data_subtype: str | None,
@@ -87,7 +87,7 @@ class VQAQuestions(Sequence):  # of `VQAQuestion`
         )
 
 
-class _Asked(Record):
+class _AskedRow(Record):
     question_id: Id
     image_id: Id
     text: str = field(name="question")
@@ -97,7 +97,7 @@ class _Answer(Record):
     answer: str
 
 
-class _AnnotationRow(Record):
+class _AnsweredRow(Record):
     question_id: Id
     image_id: Id
     answers: list[_Answer]
@@ -143,10 +143,10 @@ def read_questions(
     rows = array("q")
     head: dict[str, Any] = {}
 
-    def asked() -> Iterator[_Asked]:
+    def asked() -> Iterator[_AskedRow]:
         what, unique = f"{path}: question", "question ids"
         found = _rows_of(path, "questions", head, lambda row: _mark(is_asked, row_of, row))
-        for where, row in checked_records(_Asked, found, what, "question_id", unique=unique, errors=errors):
+        for where, row in checked_records(_AskedRow, found, what, "question_id", unique=unique, errors=errors):
             one = None
             with errors:
                 if not row.text.strip():
@@ -158,7 +158,7 @@ def read_questions(
                 yield one
 
     with collection_paused():
-        questions = RecordTable(_Asked, asked())
+        questions = RecordTable(_AskedRow, asked())
     if not questions:
         raise UserError(f"{path} has no questions")
     extra = [number for number, row in row_of.items() if not is_asked[row]]
@@ -197,7 +197,7 @@ def _mark(is_asked: bytearray, row_of: dict[Any, int], row: Any) -> None:
 
 
 def _annotated_row(
-    row: _Asked,
+    row: _AskedRow,
     annotated: RecordTable[_Annotated],
     row_of: dict[int, int],
     where: str,
@@ -218,7 +218,7 @@ def _read_annotations(path: Path, errors: RecordErrors) -> RecordTable[_Annotate
 
     def annotated() -> Iterator[_Annotated]:
         found = _rows_of(path, "annotations", {})
-        for where, row in checked_records(_AnnotationRow, found, what, "question_id", unique=unique, errors=errors):
+        for where, row in checked_records(_AnsweredRow, found, what, "question_id", unique=unique, errors=errors):
             one = None
             with errors:
                 if not row.answers:

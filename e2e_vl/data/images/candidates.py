@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from detector.errors import UserError
 from detector.selection import select_regions
 from detector.selection_rule import SelectionRule
 from e2e_vl.box_sources import BoxSource
@@ -52,7 +53,7 @@ class DetectedBoxes(BoxReader):
 
     def read(self, image_id: str) -> CandidateBoxes:
         if image_id not in self._found:
-            raise ValueError(f"{_names(self.files)}: no detections for image {image_id}; {_OTHER_BOXES}")
+            raise UserError(f"{_names(self.files)}: no detections for image {image_id}; {_OTHER_BOXES}")
         file, key = self._found[image_id]
         found = file.by_image[key]
         kept = select_regions(found.scores, self.selection).numpy()
@@ -62,7 +63,7 @@ class DetectedBoxes(BoxReader):
         missing = [image_id for image_id in image_ids if image_id not in self._found]
         if missing:
             more = f" (and {len(missing) - 1} more images)" if len(missing) > 1 else ""
-            raise ValueError(
+            raise UserError(
                 f"{_names(self.files)}: no detections for image {missing[0]}{more} of the split {split}; {_OTHER_BOXES}"
             )
 
@@ -111,7 +112,7 @@ class StoredBoxes(BoxReader):
     def require_images(self, image_ids: Iterable[str], split: str) -> None:
         missing = [image_id for image_id in image_ids if not any(image_id in store for store in self.stores)]
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"{_names(self.stores)}: has no features of image {missing[0]} and {len(missing) - 1} more of the "
                 f"split {split}; extract them, with the annotation file as the list of images"
             )
@@ -139,7 +140,7 @@ def open_boxes(
         stores = [open_features(path) for path in paths]  # each process opens its own files, which are not kept
         return StoredBoxes(stores, selection, with_features=with_features, limit=limit)
     if with_features:
-        raise ValueError(f"{paths[0]}: boxes in MAttNet's format have no features; give a file of region features")
+        raise UserError(f"{paths[0]}: boxes in MAttNet's format have no features; give a file of region features")
     shared = SharedReads() if shared is None else shared
     return DetectedBoxes([shared.read(DetectionsFile, path, errors=errors) for path in paths], selection)
 

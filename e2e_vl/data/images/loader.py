@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from detector.boxes import check_boxes
+from detector.errors import UserError
 from detector.images import ResizeRule
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.images.candidates import BoxReader
@@ -64,9 +65,9 @@ class ImageRules:
 
     def __post_init__(self) -> None:
         if not self.resize:
-            raise ValueError("the images need at least one resize rule")
+            raise UserError("the images need at least one resize rule")
         if not 0 <= self.flip_probability <= 1:
-            raise ValueError(f"flip_probability is {self.flip_probability}, expected a number from 0 to 1")
+            raise UserError(f"flip_probability is {self.flip_probability}, expected a number from 0 to 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ class ImageLoader:
 
     def __init__(self, rules: ImageRules, source: BoxSource, boxes: BoxReader | None = None) -> None:
         if source is BoxSource.PRECOMPUTED and rules.flip_probability > 0 and not rules.mirror_precomputed:
-            raise ValueError("precomputed features describe images as they are, not mirrored; set data.flip to 0")
+            raise UserError("precomputed features describe images as they are, not mirrored; set data.flip to 0")
         self.rules = rules
         self.source = source
         self.boxes = boxes
@@ -153,16 +154,16 @@ class ImageLoader:
     def _check(self, image: SampleImage, found: CandidateBoxes | None) -> None:
         """Raises ValueError if boxes or objects are missing that are asked for, or if two files state two sizes."""
         if found is None and self.source not in (BoxSource.GT, BoxSource.ONLINE):
-            raise ValueError(f"image {image.id} has no boxes '{self.source}'; set data.files.{self.source.needs[-1]}")
+            raise UserError(f"image {image.id} has no boxes '{self.source}'; set data.files.{self.source.needs[-1]}")
         wants_candidates = image.boxes is None and self.source.reads_annotations
         if image.objects is None and (wants_candidates or self.rules.with_objects):
             wanted = f"boxes '{self.source}'" if wants_candidates else "the targets of the detection losses"
-            raise ValueError(
+            raise UserError(
                 f"image {image.id}: {wanted} come from annotated objects; give an instances file (data.files.instances)"
             )
         boxes_size = None if found is None else found.image_size
         if None not in (image.size, boxes_size) and image.size != boxes_size:
-            raise ValueError(
+            raise UserError(
                 f"{found.origin}: the image was {boxes_size[1]} x {boxes_size[0]} pixels, but its annotations say "
                 f"{image.size[1]} x {image.size[0]}; use features of the same images"
             )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from detector.errors import MissingFileError
 from detector.images import ResizeRule, decode_resized, load_resized
 from e2e_vl.examples import Placement
 from e2e_vl.samples import EncodedImage
@@ -47,7 +48,7 @@ def read_image(
     else:
         where = source
         if not source.is_file():
-            raise FileNotFoundError(f"{source}: the file of {name} is missing; check the image folder's path")
+            raise MissingFileError(f"{source}: the file of {name} is missing; check the image folder's path")
         pixels, original_size = load_resized(source, resize, channel_order)
     if expected_size is not None and original_size != tuple(expected_size):
         raise ImageSizeError(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from detector.errors import UserError
 from detector.images import make_image_batch
 from detector.structures import DetectionTargets, ImageBatch, PrecomputedFeatures
 from e2e_vl.examples import DetectionObjects, Example, ImageExample, TextExample
@@ -50,7 +51,7 @@ def collate(
     images = [image for example in examples for image in example.images]
     texts = [text for example in examples for text in example.texts]
     if not images or not texts:
-        raise ValueError(f"a batch needs images and texts, this one has {len(images)} images and {len(texts)} texts")
+        raise UserError(f"a batch needs images and texts, this one has {len(images)} images and {len(texts)} texts")
     if pad_to is None and canvas is not None:
         pad_to = canvas_size([image.placement.size for image in images], canvas)
     return Batch(
@@ -109,14 +110,14 @@ def pad_texts(texts: Sequence[TextExample], pad_id: int = 0) -> TextBatch:
         attend[row, :length] = True
         if text.region_of_token is not None:
             if len(text.region_of_token) != length:
-                raise ValueError(
+                raise UserError(
                     f"text {row} of the batch has {length} wordpieces but {len(text.region_of_token)} region indices"
                 )
             region_of_token[row, :length] = torch.from_numpy(text.region_of_token)
     summaries = [text.laid.summary for text in texts]
     has_place = [summary is not None for summary in summaries]
     if any(has_place) and not all(has_place):
-        raise ValueError("texts with a place for an answer and texts without one cannot be in one batch")
+        raise UserError("texts with a place for an answer and texts without one cannot be in one batch")
     summary = torch.tensor(summaries, dtype=torch.int64) if any(has_place) else None
     return TextBatch(input_ids, segment_ids, attend, summary, region_of_token)
 
@@ -146,7 +147,7 @@ def _image_batch(
 def _all_or_none(images: Sequence[ImageExample], field: str, what: str) -> bool:
     has = [getattr(image, field) is not None for image in images]
     if any(has) and not all(has):
-        raise ValueError(
+        raise UserError(
             f"{images[has.index(True)].name} comes with {what}, {images[has.index(False)].name} without; "
             "one batch cannot mix box sources or data sets that differ in this"
         )
@@ -168,7 +169,7 @@ def _looks_at(examples: Sequence[Example]) -> Tensor:
         for text in example.texts:
             for image in text.looks_at:
                 if not 0 <= image < len(example.images):
-                    raise ValueError(
+                    raise UserError(
                         f"a text looks at image {image} of an example that has {len(example.images)} images"
                     )
             rows.append([first + image for image in text.looks_at] + [-1] * (slots - len(text.looks_at)))
@@ -180,7 +181,7 @@ def _targets(texts: Sequence[TextExample]) -> Targets | None:
     kinds = {type(text.targets) for text in texts}
     if len(kinds) > 1:
         names = " and ".join(sorted(kind.__name__ for kind in kinds))
-        raise ValueError(f"texts with targets {names} cannot be in one batch; all must be of one task and one kind")
+        raise UserError(f"texts with targets {names} cannot be in one batch; all must be of one task and one kind")
     [kind] = kinds
     return None if kind is type(None) else kind.join([text.targets for text in texts])
 
@@ -191,7 +192,7 @@ def _detection_targets(images: Sequence[ImageExample]) -> DetectionTargets | Non
     objects: list[DetectionObjects] = [image.objects for image in images]
     has_attributes = [one.attributes is not None for one in objects]
     if any(has_attributes) and not all(has_attributes):
-        raise ValueError("one batch cannot mix objects with attributes and objects without")
+        raise UserError("one batch cannot mix objects with attributes and objects without")
     return DetectionTargets(
         boxes=[torch.from_numpy(np.ascontiguousarray(one.boxes)) for one in objects],
         classes=[torch.from_numpy(one.classes) for one in objects],

@@ -13,6 +13,7 @@ import logging
 
 from torch.utils.data import Dataset
 
+from detector.errors import UserError
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.images.loader import ImageLoader
 from e2e_vl.data.loading.requests import Request, random_generator
@@ -74,7 +75,7 @@ class ExampleDataset(Dataset):
                     raise _as_reader_error(error) from error.__cause__
                 last = self.dataset.sample(texts).images[0].id
                 group, texts = self._next(group, len(texts), error)
-        raise ValueError(
+        raise UserError(
             f"{_BROKEN_IN_A_ROW} images in a row cannot be read, the last is image {last}; check where the data are"
         )
 

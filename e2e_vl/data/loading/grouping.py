@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from torch.utils.data import Sampler
 
+from detector.errors import UserError
 from e2e_vl.data.loading.requests import Request
 
 
@@ -79,19 +80,19 @@ class GroupedBatchSampler(Sampler[list[Request]]):
         world_size: int = 1,
     ) -> None:
         if images_per_batch < 1 or (shuffle and images_per_batch % world_size):
-            raise ValueError(
+            raise UserError(
                 f"images_per_batch is {images_per_batch}, which cannot be split evenly over {world_size} processes; "
                 "choose a multiple of the number of processes"
             )
         if texts_per_image is not None and texts_per_image < 1:
-            raise ValueError(f"texts_per_image is {texts_per_image}; choose a positive number, or null for all texts")
+            raise UserError(f"texts_per_image is {texts_per_image}; choose a positive number, or null for all texts")
         if accumulate < 1:
-            raise ValueError(f"accumulate is {accumulate}; choose a positive number of batches")
+            raise UserError(f"accumulate is {accumulate}; choose a positive number of batches")
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} does not exist among {world_size} processes")
+            raise UserError(f"rank {rank} does not exist among {world_size} processes")
         self._texts, starts = _flat(groups)
         if not len(self._texts):
-            raise ValueError("there are no texts to sample from; check the split and the annotation files")
+            raise UserError("there are no texts to sample from; check the split and the annotation files")
         self.images_per_batch = images_per_batch
         self.texts_per_image = texts_per_image
         self.seed = seed
@@ -112,7 +113,7 @@ class GroupedBatchSampler(Sampler[list[Request]]):
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
         """Go to an epoch, from its beginning or from batch `start_batch` (counted over all ranks), to resume there."""
         if not 0 <= start_batch <= self.batches_per_epoch:
-            raise ValueError(f"cannot start at batch {start_batch}, an epoch has {self.batches_per_epoch} batches")
+            raise UserError(f"cannot start at batch {start_batch}, an epoch has {self.batches_per_epoch} batches")
         self.epoch = epoch
         self.start_batch = start_batch
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from detector.errors import UserError
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
 
@@ -36,7 +37,7 @@ class TextLines(Sequence):
         self._files = OpenFiles()
         self._starts = ArrayFile(index, self._files)
         if not len(self._starts):
-            raise ValueError(f"{self.path}: the {what} file has no line with content")
+            raise UserError(f"{self.path}: the {what} file has no line with content")
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -56,14 +57,14 @@ class TextLines(Sequence):
                 break
             size *= 8
             if size > 8 * _LONGEST_LINE:
-                raise ValueError(
+                raise UserError(
                     f"{self.path}: the line at byte {start} is longer than {_LONGEST_LINE} bytes; one sample is "
                     "expected on each line"
                 )
         try:
             return line.decode("utf-8").strip().removeprefix("\ufeff")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{self.path}: has changed while it was in use (line at byte {start})") from error
+            raise UserError(f"{self.path}: has changed while it was in use (line at byte {start})") from error
 
 
 def _line_starts(path: Path, what: str) -> Iterator[np.ndarray]:
@@ -95,8 +96,8 @@ def _check_text(decoder: codecs.IncrementalDecoder, chunk: bytes, path: Path, wh
     try:
         text = decoder.decode(chunk, final=not chunk)
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: the {what} file is not UTF-8 text (near byte {position + error.start}); convert or unpack it"
         ) from error
     if "\0" in text:
-        raise ValueError(f"{path}: the {what} file holds zero bytes (near byte {position}), so it is no text file")
+        raise UserError(f"{path}: the {what} file holds zero bytes (near byte {position}), so it is no text file")

@@ -6,14 +6,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from msgspec import ValidationError, convert
+from msgspec import convert
 
 from detector.errors import MissingFileError, UserError
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.shared_reads import collection_paused
-from e2e_vl.records import REMEDY, FourNumbers, checked, parsed_json, plain, shown
+from e2e_vl.records import MISFITS, REMEDY, FourNumbers, as_written, checked, in_short, parsed_json
 
 Found = TypeVar("Found")
+_LONGEST = 500  # characters of a name in an error
 _NAMES = frozenset((int, str))
 
 
@@ -76,10 +77,12 @@ def checked_records(
     for number, value in enumerate(values):
         name = value.get(key) if key and isinstance(value, dict) else None
         where = f"{what} {name}" if type(name) in _NAMES else f"{what} number {number}"
+        if len(where) > _LONGEST:
+            where = f"{what} number {number}"
         with errors.about(where):
             try:
                 record = convert(value, kind)
-            except (ValidationError, RecursionError):
+            except MISFITS:
                 record = checked(kind, value, where)  # names what is wrong with it
             if unique:
                 if name in seen:
@@ -98,7 +101,7 @@ def corners_of(box: FourNumbers, where: str) -> FourNumbers:
     right, bottom = x + width, y + height
     if right <= x or bottom <= y:  # also a width that is lost beside x
         raise UserError(
-            f"{where}: the box [x, y, width, height] = {shown(plain(box))} is empty or inverted; "
+            f"{where}: the box [x, y, width, height] = {in_short(as_written(box))} is empty or inverted; "
             "correct or remove the record"
         )
     return x, y, right, bottom

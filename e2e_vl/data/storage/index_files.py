@@ -20,6 +20,8 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
+from detector.errors import DiskError, UserError
+
 logger = logging.getLogger(__name__)
 
 
@@ -81,7 +83,7 @@ class ArrayFile(Sequence):
             shape, fortran, dtype = read_header(file) if read_header else ((), False, None)
             self._offset = file.tell()
         if not shape or fortran or dtype != np.int64:
-            raise ValueError(f"{path}: not an index of rows of int64; remove the file, it is made again")
+            raise UserError(f"{path}: not an index of rows of int64; remove the file, it is made again")
         self.shape: tuple[int, ...] = shape
         self._row_bytes = 8 * int(np.prod(shape[1:], dtype=np.int64))
 
@@ -125,7 +127,7 @@ def cached_index(
         folder.mkdir(parents=True, exist_ok=True)
         handle, unfinished = tempfile.mkstemp(prefix=path.name + ".", suffix=".unfinished", dir=folder)
     except OSError as error:
-        raise OSError(
+        raise DiskError(
             f"{folder}: the index of {sources[0]} cannot be kept there ({error.strerror}); set data.config.cache to a "
             "folder that can be written to"
         ) from error

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Int64
 from torch import Tensor
 
+from detector.errors import UserError
 from detector.interface import Detector
 from detector.structures import Loss
 from e2e_vl.evaluation.vqa import soft_scores
@@ -51,9 +52,9 @@ class ImageQAConfig(ObjectiveConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.weight and not self.answers:
-            raise ValueError(f"{self.key('answers')} is missing; give the list of possible answers, or a file of them.")
+            raise UserError(f"{self.key('answers')} is missing; give the list of possible answers, or a file of them.")
         if self.head_width < 1:
-            raise ValueError(f"{self.key('head_width')} is {self.head_width}; it must be at least 1.")
+            raise UserError(f"{self.key('head_width')} is {self.head_width}; it must be at least 1.")
 
 
 @dataclasses.dataclass
@@ -124,7 +125,7 @@ class ImageQA(Objective):
     def __init__(self, sizes: Sizes, config: ImageQAConfig):
         super().__init__(sizes, config)
         if isinstance(config.answers, str):
-            raise ValueError("ImageQA needs the list of possible answers in its config.")
+            raise UserError("ImageQA needs the list of possible answers in its config.")
         self.answers: Sequence[str] = tuple(config.answers)
         width = config.head_width * sizes.summary_size
         transform = Transform(sizes.summary_size, norm=True, width=width)
@@ -139,7 +140,7 @@ class ImageQA(Objective):
             return
         known = set(self.answers)
         if not any(plain_answer(answer) in known for truth in facts.truths() for answer in scores_of(truth) or ()):
-            raise ValueError(
+            raise UserError(
                 f"No text of the data has an answer that is in {self.config.key('answers')}; use data with questions, "
                 f"or set {self.config.key('weight')} to 0."
             )

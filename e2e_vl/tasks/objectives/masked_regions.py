@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from detector.errors import UserError
 from detector.interface import Detector
 from detector.structures import Loss
 from e2e_vl.hiding import HidingRule
@@ -64,7 +65,7 @@ class MaskedRegions(Objective):
     def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
         """Raises ValueError unless a detector that labels regions has the objective's classes."""
         if rule.teacher != "file" and detector.num_classes + 1 != self.config.classes:
-            raise ValueError(
+            raise UserError(
                 f"task.config.objectives.masked_regions.classes is {self.config.classes}, but the detector has "
                 f"{detector.num_classes} classes and the background; make them agree."
             )
@@ -105,7 +106,7 @@ class MaskedRegions(Objective):
             known = [rows.new_zeros(len(rows), self.config.classes) for rows in batch.boxes]
         probabilities = regions.gather(known, fill=0.0)[chosen]
         if probabilities.shape[1] != self.config.classes:
-            raise ValueError(
+            raise UserError(
                 f"The class distributions have {probabilities.shape[1]} columns, but "
                 f"task.config.objectives.masked_regions.classes is {self.config.classes}; make them agree."
             )
@@ -138,7 +139,7 @@ class MaskedRegions(Objective):
         batch, regions = output.batch, output.text_regions
         is_hidden = batch.hidden.is_hidden[0]
         if int(regions.is_hidden[0].sum()) < int(is_hidden.sum()):
-            raise ValueError(
+            raise UserError(
                 "Text and regions together are longer than task.config.max_length, and a hidden region is cut off; "
                 "shorten the text, or hide fewer regions."
             )

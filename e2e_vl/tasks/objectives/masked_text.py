@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from detector.errors import UserError
 from detector.interface import Detector
 from e2e_vl.hiding import HidingRule
 from e2e_vl.layout import LaidText, TextWriter
@@ -30,7 +31,7 @@ class MaskedTextConfig(MaskedWordsConfig):
         super().__post_init__()
         for field, least in (("min_words", 1), ("max_length", 3 if self.special_tokens else 1)):
             if getattr(self, field) < least:
-                raise ValueError(f"{self.key(field)} is {getattr(self, field)}; it must be at least {least}.")
+                raise UserError(f"{self.key(field)} is {getattr(self, field)}; it must be at least {least}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class CorpusMasking(WordMasking):
             if len(words) >= self.config.min_words:
                 break
             if step + 1 == len(corpus) and not words:
-                raise ValueError("There is no word in the text corpus; check data.files.corpus.")
+                raise UserError("There is no word in the text corpus; check data.files.corpus.")
         return words
 
 
@@ -77,7 +78,7 @@ class MaskedText(MaskedWords):
     def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
         """Raises ValueError if the data have no corpus."""
         if facts is not None and facts.corpus is None:
-            raise ValueError(
+            raise UserError(
                 f"task.config.objectives.masked_text has the weight {self.config.weight}, but the data have no "
                 "text-only corpus; set data.files.corpus and data.config.use_corpus=true, or "
                 "task.config.objectives.masked_text=0."

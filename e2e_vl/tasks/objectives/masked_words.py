@@ -15,6 +15,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from detector.errors import UserError
 from detector.interface import Detector
 from detector.structures import Loss
 from e2e_vl.hiding import HidingRule
@@ -54,7 +55,7 @@ class MaskedWordsConfig(ObjectiveConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.probability <= 1:
-            raise ValueError(f"{self.key('probability')} is {self.probability}; it must be from 0 to 1.")
+            raise UserError(f"{self.key('probability')} is {self.probability}; it must be from 0 to 1.")
 
 
 @dataclasses.dataclass
@@ -112,7 +113,7 @@ class WordMasking(ObjectiveWording):
             return WordLabels(np.full_like(laid.source, NO_LABEL))
         labels = laid.place(draft.labels, fill=NO_LABEL)
         if draft.sample.is_asked and (labels >= 0).sum() < (draft.labels >= 0).sum():
-            raise ValueError(
+            raise UserError(
                 f"The text has {len(draft.ids)} wordpieces, and the run reads {len(draft.ids) - laid.num_cut}, so a "
                 "[MASK] is lost; shorten the text."
             )
@@ -170,7 +171,7 @@ class MaskedWords(Objective):
         if facts is None or self.config.answer == "left_out":
             return
         if not any(isinstance(truth, HumanAnswers) for truth in facts.truths()):
-            raise ValueError(
+            raise UserError(
                 f"{self.config.key('answer')} is {self.config.answer}, but no text of the data has human answers; set "
                 "it to left_out."
             )
@@ -204,7 +205,7 @@ class MaskedWords(Objective):
         """
         text = output.batch.records[0]["sent"]
         if len(logits) < text.count(MASK):
-            raise ValueError(
+            raise UserError(
                 "Text and regions together are longer than task.config.max_length, and a [MASK] is cut off; shorten "
                 "the text."
             )

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
+from detector.errors import UserError
 from detector.interface import Detector
 from detector.structures import Loss
 from e2e_vl.converter import check_choice
@@ -60,7 +61,7 @@ class ObjectLabels(Objective):
     def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
         """Raises ValueError unless a detector that labels regions has the objective's classes."""
         if rule.teacher != "file" and detector.num_classes != self.config.classes:
-            raise ValueError(
+            raise UserError(
                 f"{self.config.key('classes')} is {self.config.classes}, but the detector has {detector.num_classes} "
                 "classes; make them agree."
             )
@@ -96,14 +97,14 @@ class ObjectLabels(Objective):
             is_used = torch.zeros_like(is_used)
             return is_used, is_used.new_zeros(0, dtype=torch.int64), None
         if classes is None or (self.config.confidence and scores is None):
-            raise ValueError(
+            raise UserError(
                 f"The regions come without the {self.kind} that a detector found in them"
                 f"{'' if classes is None else ', or without their scores'}; {self._remedy}, or set "
                 f"{self.config.key('weight')} to 0."
             )
         truth = regions.gather(classes, fill=0)[is_used]
         if len(truth) and int(truth.max()) >= self.config.classes:
-            raise ValueError(
+            raise UserError(
                 f"A region has the label {int(truth.max())} among the {self.kind}, but {self.config.key('classes')} is "
                 f"{self.config.classes}; make them agree."
             )

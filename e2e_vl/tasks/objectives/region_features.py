@@ -11,6 +11,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from detector.errors import UserError
 from detector.structures import Loss
 from e2e_vl.converter import check_choice
 from e2e_vl.structures import Batch, EncoderOutput, TextRegions, at_least_float32
@@ -63,7 +64,7 @@ class RegressedFeatures(Objective):
         logits = at_least_float32(self.output(encoded.regions[is_masked]))
         known = batch.region_labels.features
         if known is None:
-            raise ValueError(
+            raise UserError(
                 "There is no feature of the unmasked regions to learn; set task.config.teacher to frozen or current, "
                 f"use saved features, or set {self.config.key('weight')} to 0."
             )

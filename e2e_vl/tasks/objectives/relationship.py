@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Int64
 from torch import Tensor, nn
 
+from detector.errors import UserError
 from detector.interface import Detector
 from detector.structures import Loss
 from e2e_vl.hiding import HidingRule
@@ -56,7 +57,7 @@ class RelationshipConfig(ObjectiveConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.probability < 1:
-            raise ValueError(f"{self.key('probability')} is {self.probability}; it must be above 0 and below 1.")
+            raise UserError(f"{self.key('probability')} is {self.probability}; it must be above 0 and below 1.")
 
 
 @dataclasses.dataclass
@@ -91,7 +92,7 @@ class CaptionExchange(ObjectiveWording):
         """A caption of another image, drawn from all captions."""
         own, pool = draft.sample.own, draft.sample.pool
         if len(own) >= len(pool):
-            raise ValueError(FEW_IMAGES)
+            raise UserError(FEW_IMAGES)
         while index in own:
             index = int(generator.integers(len(pool)))
         return pool[index]
@@ -100,7 +101,7 @@ class CaptionExchange(ObjectiveWording):
         """Another caption of the same image."""
         others = [number for number in draft.sample.own if number != index]
         if not others:
-            raise ValueError(FEW_CAPTIONS)
+            raise UserError(FEW_CAPTIONS)
         return draft.sample.pool[others[int(generator.integers(len(others)))]]
 
     def targets(self, draft: Draft, laid: LaidText) -> MatchTargets:
@@ -110,7 +111,7 @@ class CaptionExchange(ObjectiveWording):
             is_stated = draft.is_choice is None and isinstance(truth, RightChoice)
             draft.is_match = bool(truth.number) if is_stated else draft.is_choice
         elif isinstance(draft.text, ChoiceText):
-            raise ValueError(
+            raise UserError(
                 "Questions with choices stay as they are; set task.config.objectives.relationship.texts to stated."
             )
         draft.record["is_match"] = draft.is_match
@@ -138,15 +139,15 @@ class Relationship(Objective):
             return
         if self.config.texts == "stated":
             if not any(isinstance(truth, RightChoice) for truth in facts.truths()):
-                raise ValueError(
+                raise UserError(
                     f"{self.config.key('texts')} is stated, but the data do not say which texts are true; use other "
                     f"data, or set {self.config.key('weight')} to 0."
                 )
             return
         if len(facts.groups) < 2:
-            raise ValueError(FEW_IMAGES)
+            raise UserError(FEW_IMAGES)
         if self.config.texts == "pair" and any(len(texts) < 2 for texts in facts.groups):
-            raise ValueError(FEW_CAPTIONS)
+            raise UserError(FEW_CAPTIONS)
 
     def forward(
         self, targets: MatchTargets, batch: Batch, regions: TextRegions, encoded: EncoderOutput, word_head: WordHead

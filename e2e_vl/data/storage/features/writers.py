@@ -27,7 +27,7 @@ def write_tsv(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, An
     """Write a TSV file of the layout "tsv" (bottom-up attention) or "lxmert", and a JSON file with stamp and offsets.
 
     Raises:
-        ValueError: LXMERT's layout, and an image without classes or attributes.
+        UserError: LXMERT's layout, and an image without classes or attributes.
     """
     temporary = path.with_name(path.name + ".part")
     offsets: dict[str, int] = {}
@@ -50,7 +50,7 @@ def _cells(record: RegionFeatures, layout: str) -> list[str]:
         arrays |= {name: getattr(record, field) for name, field in LXMERT_FIELDS.items()}
     missing = [name for name, array in arrays.items() if array is None]
     if missing:
-        raise ValueError(f"image {record.image_id}: LXMERT's file needs {', '.join(missing)}, which were not extracted")
+        raise UserError(f"image {record.image_id}: LXMERT's file needs {', '.join(missing)}, which were not extracted")
     plain = {
         **dict.fromkeys(("image_id", "img_id"), record.image_id),
         **dict.fromkeys(("image_h", "img_h"), str(height)),
@@ -98,7 +98,7 @@ def write_lmdb(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
         num_bytes: of all images' `.npz` files together; the file cannot grow beyond about twice of it.
 
     Raises:
-        ValueError: an image id that is too long for a key.
+        UserError: an image id that is too long for a key.
     """
     lmdb = import_optional("lmdb")
     temporary = path.with_name(path.name + ".part")
@@ -112,7 +112,7 @@ def write_lmdb(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
         if key == STAMP_KEY:
             raise UserError(f"image {record.image_id}: LMDB's file keeps its stamp under this id; use hdf5.")
         if len(key) > environment.max_key_size():
-            raise ValueError(f"image {record.image_id}: the id has {len(key)} bytes, too many for LMDB; use hdf5")
+            raise UserError(f"image {record.image_id}: the id has {len(key)} bytes, too many for LMDB; use hdf5")
         content = io.BytesIO()
         save_npz(content, record)
         transaction.put(key, content.getvalue())
@@ -133,11 +133,11 @@ def check_format(layout: str, path: Path) -> None:
     """Raise a ValueError now rather than after hours: a name that does not fit, or a package that is not installed."""
     if layout == "npz":
         if path.is_file():
-            raise ValueError(f"{path} is a file; .npz files go to a folder")
+            raise UserError(f"{path} is a file; .npz files go to a folder")
         return
     suffixes = SUFFIXES[layout]
     if path.suffix not in suffixes:
-        raise ValueError(f"{path}: a file of the format {layout} must end in {' or '.join(suffixes)}")
+        raise UserError(f"{path}: a file of the format {layout} must end in {' or '.join(suffixes)}")
     if layout in PACKAGES:
         import_optional(PACKAGES[layout])
 
