@@ -23,7 +23,7 @@ from detector.zip_directory import DamagedZipError, Member, read_member, read_me
 
 MOST_RECORDS = 1 << 18  # storages of a file
 LONGEST_PICKLE = 1 << 28  # bytes
-SMALL = 1 << 20  # bytes that the tensors of every file may take ...
+SMALL = 1 << 26  # bytes that the tensors of every file may take ...
 TENSORS_PER_BYTE = 16  # ... and that they may take per byte of the file: one storage may belong to several tensors
 _DAMAGED = (  # what a damaged pickle raises
     *(ArithmeticError, AttributeError, EOFError, LookupError, TypeError, ValueError),

@@ -200,3 +200,11 @@ def test_answers_of_all_and_of_each_question():
 def test_an_empty_tuple_of_images():
     with pytest.raises(ValueError, match="tuple of images is empty"):
         as_lists((), "a text")
+
+
+def test_an_opened_file_of_a_strange_format_is_not_read(tmp_path, monkeypatch):
+    picture().save(tmp_path / "photo.eps")
+    image = Image.open(tmp_path / "photo.eps")
+    monkeypatch.setattr(type(image), "load", lambda self: pytest.fail("it would start a program"))
+    with pytest.raises(ValueError, match=r"was opened from a file of the format EPS, which is not read here"):
+        image_file(image)

@@ -44,7 +44,10 @@ def read_features(path: Path) -> Any:
 
 def read_all_refs(path: Path) -> Any:
     instances = path.with_name("instances.json")
-    instances.write_text(json.dumps({"images": [], "annotations": [], "categories": []}))
+    images = [{"id": n, "file_name": f"{n}.jpg", "height": 30, "width": 40} for n in range(9)]
+    objects = [{"id": n, "image_id": n, "category_id": 1, "bbox": [1, 1, 9, 9]} for n in range(9)]
+    content = {"images": images, "annotations": objects, "categories": [{"id": 1, "name": "cat"}]}
+    instances.write_text(json.dumps(content))
     return ReferFiles(path, instances)
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, PngImagePlugin
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
+from detector.errors import UserError
 from detector.images import (
     MAX_PIXELS,
     ResizeRule,
@@ -326,3 +327,28 @@ def test_batch_errors():
         make_image_batch([], [], [], [0] * 3, [1] * 3)
     with pytest.raises(ValueError, match=r"photo\.jpg.*uint8"):
         make_image_batch([np.zeros((4, 4), np.uint8)], [(4, 4)], ["photo.jpg"], [0] * 3, [1] * 3)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_the_formats_that_are_named_are_read(tmp_path: Path, kind: str):
+    Image.new("RGB", (6, 4), (255, 255, 255)).save(tmp_path / "a", kind)
+    assert (load_image(tmp_path / "a") == 255).all()
+
+
+@pytest.mark.parametrize("kind", ["EPS", "PPM", "ICO", "PCX", "TGA", "JPEG2000"])
+def test_other_formats_are_refused_whatever_their_name(tmp_path: Path, kind: str):
+    """PIL would start Ghostscript for the first one."""
+    Image.new("RGB", (6, 4)).save(tmp_path / "photo.jpg", kind)
+    with pytest.raises(UserError, match=r"photo\.jpg is not a readable JPEG or PNG file"):
+        load_image(tmp_path / "photo.jpg")
+
+
+def test_too_little_memory_is_a_sentence(tmp_path: Path, monkeypatch):
+    Image.new("RGB", (6, 4)).save(tmp_path / "a.png")
+
+    def fail(self):
+        raise MemoryError
+
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", fail)
+    with pytest.raises(UserError, match=r"a\.png has 6 x 4 pixels, which need more memory than there is"):
+        load_image(tmp_path / "a.png")

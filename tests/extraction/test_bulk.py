@@ -168,3 +168,18 @@ def test_other_settings_or_images_need_another_output(make_job):
     fewer = make_job().images[1:]
     with pytest.raises(ValueError, match="features of image '0', which is not listed"):
         extract(make_job(images=fewer))
+
+
+def test_a_file_that_was_cut_off_is_described_again(make_job, caplog):
+    """As after a power loss: the name is there, the content is not."""
+    job = make_job()
+    extract(job)
+    expected = {image_id: open_features(job.output)[image_id].features for image_id in ("0", "1", "2", "3", "4")}
+    cut, exchanged = job.output / "1.npz", job.output / "3.npz"
+    cut.write_bytes(cut.read_bytes()[:-400])
+    exchanged.write_bytes((job.output / "4.npz").read_bytes())
+    summary = extract(job)
+    assert (summary.done, summary.before) == (2, 3)
+    assert "2 images are damaged or cut off (1, 3); these images are described again" in caplog.text
+    for image_id, features in expected.items():
+        assert np.array_equal(open_features(job.output)[image_id].features, features)

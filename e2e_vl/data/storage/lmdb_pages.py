@@ -26,7 +26,7 @@ _LAST = struct.Struct("<QQ")  # last page, number of the transaction
 _META_AT, _FREE_AT, _MAIN_AT, _LAST_AT = 16, 40, 88, 136
 _META_BYTES = 152
 _NODE = struct.Struct("<HHHH")  # two halves of a length, flags, bytes of the key
-_BRANCH, _LEAF, _OVERFLOW = 1, 2, 4  # flags of pages
+_BRANCH, _LEAF = 1, 2  # flags of pages
 _LONG = 1  # flag of a node whose value has pages of its own
 _SEVERAL_VALUES = 4  # flag of a tree
 _DEEPEST = 32  # pages from the root to a leaf
@@ -70,31 +70,24 @@ def find_values(path: Path) -> dict[bytes, Place]:
 
 
 def _read_meta(file: BinaryIO, length: int) -> _Meta:
-    """The newer one of the two meta pages that can be read."""
-    found = []
-    page_size = 0
-    for _ in range(2):
-        file.seek(page_size)
-        data = file.read(_META_BYTES)
-        if len(data) < _META_BYTES:
-            break
-        one = _parse_meta(data)
-        if one is not None:
-            found.append(one)
-        page_size = one.page_size if one is not None else 4096
-    if not found:
-        raise DamagedLmdbError("it does not begin like an LMDB file of version 1")
-    meta = max(found, key=lambda one: one.transaction)
-    if meta.page_size < 512 or meta.page_size > 1 << 16 or meta.page_size & (meta.page_size - 1):
-        raise DamagedLmdbError(f"its pages claim {meta.page_size} bytes")
-    if meta.root != _NO_PAGE and (meta.root + 1) * meta.page_size > length:
+    """The newer one of the two meta pages."""
+    first = _parse_meta(file.read(_META_BYTES))
+    page_size = first.page_size
+    if page_size < 512 or page_size > 1 << 16 or page_size & (page_size - 1):
+        raise DamagedLmdbError(f"its pages claim {page_size} bytes")
+    file.seek(page_size)
+    second = _parse_meta(file.read(_META_BYTES))
+    meta = max(first, second, key=lambda one: one.transaction)
+    if meta.page_size != page_size:
+        raise DamagedLmdbError(f"its pages claim {page_size} and {meta.page_size} bytes")
+    if meta.root != _NO_PAGE and (meta.root + 1) * page_size > length:
         raise DamagedLmdbError(f"it is cut off: its root is page {meta.root}, and it ends at byte {length}")
     return meta
 
 
-def _parse_meta(data: bytes) -> _Meta | None:
-    if _META.unpack_from(data, _META_AT) != (_MAGIC, _VERSION):
-        return None
+def _parse_meta(data: bytes) -> _Meta:
+    if len(data) < _META_BYTES or _META.unpack_from(data, _META_AT) != (_MAGIC, _VERSION):
+        raise DamagedLmdbError("it does not begin like an LMDB file of version 1, with two pages about it")
     page_size = _TREE.unpack_from(data, _FREE_AT)[0]
     _, flags, _, _, _, _, entries, root = _TREE.unpack_from(data, _MAIN_AT)
     if flags & _SEVERAL_VALUES:
