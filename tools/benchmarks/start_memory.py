@@ -99,8 +99,9 @@ def measure_start(kind: type[VLDataset], settings: DataSettings, split: str, wan
 
     Returns:
         `texts`; `seconds` and `cpu_seconds` to open the split; `peak_mib` of that and `main_mib` after it, both
-        resident and without what the process had before; `worker_mib`, the memory that the forked process no longer
-        shares with this one after a quarter of an epoch, and `worker_cpu_seconds` per 1000 texts.
+        resident and without what the process had before; `worker_mib`, the memory that the forked process wrote
+        into after a quarter of an epoch, so that it has copies of its own (without pages of files that it read), and
+        `worker_cpu_seconds` per 1000 texts.
     """
     before = _memory("Rss")
     started, cpu = time.perf_counter(), time.process_time()
@@ -118,7 +119,7 @@ def _worker(dataset: VLDataset) -> dict[str, float]:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        before, cpu = _memory(r"Private_\w+"), time.process_time()
+        before, cpu = _memory("Private_Dirty"), time.process_time()
         groups = random.Random(0).sample(range(len(dataset.groups)), int(EPOCH * len(dataset.groups)))
         texts = 0
         for group in groups:
@@ -127,7 +128,7 @@ def _worker(dataset: VLDataset) -> dict[str, float]:
             for image in dataset.sample(own).images:
                 image.locate()  # reads from an archive
         seconds = 1000 * (time.process_time() - cpu) / max(texts, 1)
-        told = {"worker_mib": _memory(r"Private_\w+") - before, "worker_cpu_seconds": seconds}
+        told = {"worker_mib": _memory("Private_Dirty") - before, "worker_cpu_seconds": seconds}
         os.write(writing, json.dumps(told).encode())
         os._exit(0)
     os.close(writing)
