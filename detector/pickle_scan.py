@@ -80,8 +80,8 @@ def check_pickle(data: Bytes, start: int = 0) -> int:
     Raises:
         DamagedPickleError: the pickle is cut off or has an unknown opcode; a length or a place in the memo lies beyond
             the file; an integer has more than `LONGEST_NUMBER` bytes; the lists and dicts would take much more memory
-            than the file; there are more than `MOST_TUPLES` tuples; or a dict has a key that is a tuple of tuples or a very long
-            string.
+            than the file; there are more than `MOST_TUPLES` tuples; or a dict has a key that is a tuple of tuples or a
+            very long string.
     """
     try:
         end, has_tuples = _measure(data, start)

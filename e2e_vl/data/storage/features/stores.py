@@ -193,7 +193,9 @@ class TsvStore(FeatureStore):
                 bar.update(len(line))
                 image_id = line.split(b"\t", 1)[0].decode("utf-8", errors="replace")
                 if image_id in offsets:
-                    raise UserError(f"{self.path}: line {number} repeats image {image_id.strip()[:100]}; ids must be unique")
+                    raise UserError(
+                        f"{self.path}: line {number} repeats image {image_id.strip()[:100]}; ids must be unique"
+                    )
                 offsets[image_id] = position
                 position += len(line)
         return offsets
