@@ -20,7 +20,8 @@ from detector.pickle_scan import DamagedPickleError, check_pickle_file
 
 NUMERIC_KINDS = "biuf"  # bool, signed, unsigned, float
 LONGEST_SCALAR = 32  # bytes of one number of numpy
-SMALL = 1 << 20  # bytes that every file may make beyond its own size
+SMALL = 1 << 20  # bytes that every file may copy ...
+COPIES = 4  # ... and that it may copy per byte of its own: text to bytes, and bytes to an array
 
 
 class _Dtype:
@@ -101,14 +102,14 @@ for _core in ("numpy.core", "numpy._core"):  # numpy renamed it in version 2
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds plain things, and no more of them than `size` bytes of a file can hold.
+    """Builds plain things, and not many more of them than `size` bytes of a file can hold.
 
     What one opcode copies is counted: a file may name one string of a megabyte again and again.
     """
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         super().__init__(file, encoding="latin1")
-        self.budget = size + SMALL
+        self.budget = SMALL + COPIES * size
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes for Python 2

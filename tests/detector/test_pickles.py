@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from detector.errors import UserError
 from detector.pickles import load_arrays
 
 ARRAYS = {
@@ -66,6 +67,35 @@ def test_arrays_of_every_protocol(tmp_path: Path, protocol: int):
     for name, array in ARRAYS.items():
         assert np.array_equal(read["model"][name], array)
         assert read["model"][name].dtype == array.dtype
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_large_arrays_of_every_protocol(tmp_path: Path, protocol: int, monkeypatch: pytest.MonkeyPatch):
+    """Old protocols hold bytes as text, which is copied twice."""
+    monkeypatch.setattr("detector.pickles.SMALL", 0)
+    arrays = {"w": np.full((50, 1000), -0.3, dtype=np.float32), "zeros": np.zeros(50_000, dtype=np.float32)}
+    read = load_arrays(write(tmp_path / "a.pkl", arrays, protocol))
+    assert all(np.array_equal(read[name], array) for name, array in arrays.items())
+
+
+def test_an_array_that_is_named_twice_is_one_array(tmp_path: Path):
+    read = load_arrays(write(tmp_path / "a.pkl", [ARRAYS["floats"]] * 3))
+    assert read[0] is read[1] is read[2]
+
+
+def test_arrays_that_share_their_bytes_take_a_bounded_memory(tmp_path: Path):
+    """A thousand arrays of one string of a megabyte."""
+    data = b"T" + struct.pack("<i", 1 << 20) + bytes(1 << 20) + b"q\x00"
+    start = (
+        b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87Rq\x01cnumpy.core.multiarray\n_reconstruct\nq\x02cnumpy\nndarray\nq\x03"
+    )
+    one = b"h\x02h\x03K\x00\x85U\x01b\x87R(K\x01J" + struct.pack("<i", 1 << 20) + b"\x85h\x01\x89h\x00tb"
+    for number in (3, 1000):
+        (tmp_path / "a.pkl").write_bytes(b"\x80\x02(" + data + start + b"l](" + one * number + b"e.")
+        if number == 3:
+            assert len(load_arrays(tmp_path / "a.pkl")) == 3
+    with pytest.raises(UserError, match="its arrays would take more memory than the file"):
+        load_arrays(tmp_path / "a.pkl")
 
 
 def test_arrays_of_python_2(tmp_path: Path):

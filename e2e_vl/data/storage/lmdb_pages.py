@@ -14,7 +14,6 @@ file, and each number on them is compared with the length of the file. One datab
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -26,6 +25,7 @@ _LAST = struct.Struct("<QQ")  # last page, number of the transaction
 _META_AT, _FREE_AT, _MAIN_AT, _LAST_AT = 16, 40, 88, 136
 _META_BYTES = 152
 _NODE = struct.Struct("<HHHH")  # two halves of a length, flags, bytes of the key
+_NUMBER = struct.Struct("<Q")  # of the page of a long value
 _BRANCH, _LEAF = 1, 2  # flags of pages
 _LONG = 1  # flag of a node whose value has pages of its own
 _SEVERAL_VALUES = 4  # flag of a tree
@@ -37,11 +37,7 @@ class DamagedLmdbError(Exception):
     """Why a file is not a readable LMDB file, as part of a sentence."""
 
 
-class Place(NamedTuple):
-    """Where a value lies in the file."""
-
-    offset: int
-    size: int  # bytes
+Place = tuple[int, int]  # of a value: its offset in the file, and its bytes
 
 
 class _Meta(NamedTuple):
@@ -63,7 +59,7 @@ def find_values(path: Path) -> dict[bytes, Place]:
         meta = _read_meta(file, length)
         if meta.root == _NO_PAGE:
             return {}
-        found = dict(_walk(file, meta, length))
+        found = _walk(file, meta, length)
     if len(found) != meta.entries:
         raise DamagedLmdbError(f"it has {len(found)} entries, and its header says {meta.entries}")
     return found
@@ -95,8 +91,9 @@ def _parse_meta(data: bytes) -> _Meta:
     return _Meta(page_size, entries, root, _LAST.unpack_from(data, _LAST_AT)[1])
 
 
-def _walk(file: BinaryIO, meta: _Meta, length: int) -> Iterator[tuple[bytes, Place]]:
+def _walk(file: BinaryIO, meta: _Meta, length: int) -> dict[bytes, Place]:
     """Keys and places of the tree; every page is read once, or the file is damaged."""
+    found: dict[bytes, Place] = {}
     size, left = meta.page_size, length // meta.page_size
     waiting = [(meta.root, 1)]
     while waiting:
@@ -116,9 +113,10 @@ def _walk(file: BinaryIO, meta: _Meta, length: int) -> Iterator[tuple[bytes, Pla
         if count and not upper <= min(offsets) <= max(offsets) <= size - _NODE.size:
             raise DamagedLmdbError(f"page {number} is damaged")
         if flags & _LEAF:
-            yield from _leaf(page, offsets, number, length)
+            _add_leaf(found, page, offsets, number, length)
         else:
             waiting += [(_page_below(page, offset), depth + 1) for offset in reversed(offsets)]
+    return found
 
 
 def _page_below(page: bytes, offset: int) -> int:
@@ -126,18 +124,17 @@ def _page_below(page: bytes, offset: int) -> int:
     return low | high << 16 | higher << 32
 
 
-def _leaf(page: bytes, offsets: tuple[int, ...], number: int, length: int) -> Iterator[tuple[bytes, Place]]:
-    size, unpack, head = len(page), _NODE.unpack_from, _NODE.size
+def _add_leaf(found: dict[bytes, Place], page: bytes, offsets: tuple[int, ...], number: int, length: int) -> None:
+    size, unpack, unpack_number = len(page), _NODE.unpack_from, _NUMBER.unpack_from
     for offset in offsets:
         low, high, flags, key_bytes = unpack(page, offset)
-        value, start = low | high << 16, offset + head + key_bytes
+        value, start = low | high << 16, offset + 8 + key_bytes
         if flags == _LONG and start + 8 <= size:
-            first = int.from_bytes(page[start : start + 8], "little")
-            place = first * size + _PAGE.size
+            place = unpack_number(page, start)[0] * size + 16  # behind the page's head
             if place + value > length:
                 raise DamagedLmdbError(f"it is cut off or damaged: a value of {value} bytes lies behind its end")
         elif flags == 0 and start + value <= size:
             place = number * size + start
         else:
             raise DamagedLmdbError(f"page {number} is damaged")
-        yield page[offset + head : start], Place(place, value)
+        found[page[offset + 8 : start]] = (place, value)
