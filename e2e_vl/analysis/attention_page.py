@@ -55,7 +55,7 @@ def _picture(overlay: Overlay) -> str:
     if overlay.file is None:
         return ""
     buffer = io.BytesIO()
-    with Image.open(overlay.file, formats=("JPEG",)) as image:  # `overlays.py` wrote it
+    with Image.open(overlay.file, formats=("JPEG", "PNG")) as image:  # `overlays.py` wrote it
         image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
         image.convert("RGB").save(buffer, "JPEG", quality=85)
     return _uri(buffer.getvalue(), "jpeg")

@@ -30,7 +30,7 @@ from e2e_vl.metric_names import MetricName, named_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import check_output
 from e2e_vl.tasks.base import Records, Task
-from e2e_vl.tasks.phrase_head import grounding_metrics, in_short, with_phrases
+from e2e_vl.tasks.phrase_head import grounding_metrics, with_phrases, with_short_phrases
 from e2e_vl.whole_files import json_text, without_nan, write_json, write_text
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ def write_unreadable(path: Path, unreadable: list[Unreadable]) -> None:
 
 def write_predictions(path: Path, records: list[dict[str, Any]], task: Task) -> None:
     """One JSON list, one object per text, each with `correct`; all boxes xyxy in pixels of the original image."""
-    lines = [json_text(in_short(record) | {"correct": task.correct(record)}, str(path)) for record in records]
+    lines = [json_text(with_short_phrases(record) | {"correct": task.correct(record)}, str(path)) for record in records]
     write_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 

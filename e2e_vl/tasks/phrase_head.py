@@ -232,7 +232,7 @@ def grounding_metrics(records: Records) -> dict[str, float]:
     return {"phrase_accuracy": sum(judged) / len(judged)} if judged else {}
 
 
-def in_short(record: dict[str, Any]) -> dict[str, Any]:
+def with_short_phrases(record: dict[str, Any]) -> dict[str, Any]:
     """A prediction as files hold it: of its phrases what reports show, in as many digits as mean anything.
 
     `characters` are left out, which the words and the order of the phrases say; boxes have two decimals, scores four.

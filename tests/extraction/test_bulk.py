@@ -180,6 +180,6 @@ def test_a_file_that_was_cut_off_is_described_again(make_job, caplog):
     exchanged.write_bytes((job.output / "4.npz").read_bytes())
     summary = extract(job)
     assert (summary.done, summary.before) == (2, 3)
-    assert "2 images are damaged or cut off (1, 3); these images are described again" in caplog.text
+    assert "2 images are damaged or cut off ('1', '3'); these images are described again" in caplog.text
     for image_id, features in expected.items():
         assert np.array_equal(open_features(job.output)[image_id].features, features)

@@ -26,9 +26,9 @@ from e2e_vl.tasks.phrase_head import (
     PhraseHead,
     find_spans,
     grounding_metrics,
-    in_short,
     load_head,
     with_phrases,
+    with_short_phrases,
 )
 
 HIDDEN, LENGTH = 6, 5
@@ -205,12 +205,14 @@ def test_records_hold_phrases_in_pixels_of_the_original_image():
     assert [phrase.get("correct") for phrase in first["grounded"]] == [bool(right[n, best[n]]) for n in range(2)]
     [found] = second["grounded"]
     assert found["text"] == "the star here" and found["characters"] == [0, 13] and "correct" not in found
-    short = in_short(first)["grounded"]
+    short = with_short_phrases(first)["grounded"]
     assert [list(phrase) for phrase in short] == [["text", "box", "score", "correct"]] * 2
     for phrase, whole in zip(short, first["grounded"], strict=True):
         assert phrase["box"] == pytest.approx(whole["box"], abs=0.006) and phrase["text"] == whole["text"]
         assert phrase["score"] == round(whole["score"], 4) and phrase["correct"] == whole["correct"]
-    assert list(in_short(second)["grounded"][0]) == ["text", "box", "score"] and in_short({"a": 1}) == {"a": 1}
+    assert list(with_short_phrases(second)["grounded"][0]) == ["text", "box", "score"] and with_short_phrases(
+        {"a": 1}
+    ) == {"a": 1}
     metrics = grounding_metrics([first, second])
     assert metrics == {"phrase_accuracy": sum(bool(right[n, best[n]]) for n in range(2)) / 2}
     assert grounding_metrics([second]) == {}
@@ -221,5 +223,5 @@ def test_a_text_without_regions_points_at_nothing():
     output.batch.records = [{"a": 1}, {}]
     [first, second] = with_phrases(output).batch.records
     assert second == {}  # such as a text of a corpus, of which nothing is predicted
-    for record in (first, in_short(first)):
+    for record in (first, with_short_phrases(first)):
         assert [(phrase["box"], phrase["score"]) for phrase in record["grounded"]] == [(None, 0.0)] * 2

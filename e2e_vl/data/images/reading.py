@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from detector.errors import MissingFileError
+from detector.errors import MissingFileError, UserError
 from detector.images import ResizeRule, decode_resized, load_resized
 from e2e_vl.examples import Placement
 from e2e_vl.samples import EncodedImage
 
 
-class ImageSizeError(ValueError):
+class ImageSizeError(UserError):
     """An image of another size than its annotation file says."""
 
 

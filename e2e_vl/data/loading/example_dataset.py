@@ -13,7 +13,7 @@ import logging
 
 from torch.utils.data import Dataset
 
-from detector.errors import UserError
+from detector.errors import MissingFileError, UserError
 from e2e_vl.data.base import VLDataset
 from e2e_vl.data.images.loader import ImageLoader
 from e2e_vl.data.loading.requests import Request, random_generator
@@ -111,6 +111,6 @@ class ExampleDataset(Dataset):
 
 
 def _as_reader_error(error: BrokenImageError) -> Exception:
-    """What is raised where nothing may be skipped: of the kind of its cause."""
-    kinds = [kind for kind in (FileNotFoundError, OSError) if isinstance(error.__cause__, kind)]
-    return (kinds or [ValueError])[0](f"{error.__cause__} {_HINT}")
+    """What is raised where nothing may be skipped."""
+    kind = MissingFileError if isinstance(error.__cause__, FileNotFoundError) else UserError
+    return kind(f"{error.__cause__} {_HINT}")

@@ -76,9 +76,8 @@ def checked_records(
     seen = set()
     for number, value in enumerate(values):
         name = value.get(key) if key and isinstance(value, dict) else None
-        where = f"{what} {name}" if type(name) in _NAMES else f"{what} number {number}"
-        if len(where) > _LONGEST:
-            where = f"{what} number {number}"
+        is_shown = type(name) in _NAMES and str(name).isprintable() and len(f"{what} {name}") <= _LONGEST
+        where = f"{what} {name}" if is_shown else f"{what} number {number}"
         with errors.about(where):
             try:
                 record = convert(value, kind)
