@@ -318,7 +318,7 @@ def _first(value: Any, *_: object) -> Any:
     return value
 
 
-class _TorchDtype(_Plain):
+class _ArrayType(_Plain):
     def __init__(self, *_: object) -> None:
         pass
 
@@ -329,8 +329,8 @@ _QUANTISERS = (
 _NAMED: dict[str, Any] = {
     "torch.nn.parameter.Parameter": _Tensor,
     "numpy.ndarray": _Tensor,
-    "numpy.dtype": _TorchDtype,
-    "numpy.dtypes.UInt32DType": _TorchDtype,
+    "numpy.dtype": _ArrayType,
+    "numpy.dtypes.UInt32DType": _ArrayType,
     "collections.Counter": dict,
     **dict.fromkeys((f"torch.per_{kind}" for kind in _QUANTISERS), _Plain()),
 }

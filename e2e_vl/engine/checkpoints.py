@@ -53,6 +53,7 @@ from e2e_vl.whole_files import (
 logger = logging.getLogger(__name__)
 
 POSITION_FILE = "step.json"
+_READ_BY_ACCELERATE = ("optimizer", "random_states_", "custom_checkpoint_", "scaler")
 
 
 def save_state(
@@ -177,13 +178,13 @@ def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folde
 
 
 def _check_state(state: Path) -> None:
-    """Look at the files of torch in the state before anything of them is loaded.
+    """Look at the files of torch that Accelerate loads from the state before it does.
 
     Raises:
         ValueError, ForbiddenGlobalError: see `check_torch_file`; the file is named.
     """
     for path in sorted(state.iterdir()):
-        if path.suffix in (".bin", ".pkl", ".pt"):
+        if path.name.startswith(_READ_BY_ACCELERATE):
             try:
                 check_torch_file(path)
             except DamagedTorchFileError as error:
