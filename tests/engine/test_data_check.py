@@ -162,14 +162,17 @@ BROKEN = {
     "refcoco": (
         break_refcoco,
         [
-            *("is empty or inverted", "has category 999", "is not four finite numbers", "a sentence has no 'sent'"),
+            *("is empty or inverted", "has category 999", "expected four finite numbers", "a sentence has no 'sent'"),
             *("has no sentences", "the split train: text", "is empty (", "has no 'score'"),
         ],
     ),
     "vqa": (break_vqa, ["has the text ''", "has no 'image_id'", "val_annotations.json: annotation of question"]),
-    "vcr": (break_vcr, ["line 1 is not valid JSON", "line 3", "the labels are [7,", "boxes must hold one entry"]),
+    "vcr": (
+        break_vcr,
+        ["line 1 is not valid JSON", "line 3", "answer_label is 7, expected 0 to 3", "boxes must hold one entry"],
+    ),
     "gqa": (break_gqa, ["has no 'imageId'", "isBalanced is 'yes'"]),
-    "nlvr2": (break_nlvr2, ["line 1", "the label is 'maybe'", "line 4 (x): the identifier"]),
+    "nlvr2": (break_nlvr2, ["line 1", "label is 'maybe', expected", "line 4 (x): the identifier"]),
     "flickr30k": (break_flickr30k, ["is inverted", "'[/EN#1 a man]' is no phrase"]),
     "pretraining": (break_pretraining, ["is empty; remove it", "is about image -5", "has no 'bbox'"]),
 }
