@@ -110,7 +110,7 @@ def as_written(numbers: Iterable[float]) -> list[float]:
     return [int(number) if number == int(number) else number for number in numbers]
 
 
-def in_short(value: Any, limit: int = 100) -> str:
+def cut_text(value: Any, limit: int = 100) -> str:
     """The value as Python writes it, cut off where it is long."""
     try:
         text = repr(value)
@@ -176,7 +176,7 @@ def _complaint(kind: type, value: Any, error: Exception, remedy: str) -> str:
     steps = _steps(kind, value, path)
     place = _written(steps)
     if steps and (expected := _description(kind, steps[0])):
-        return f": {steps[0]} is {in_short(_at(value, steps[:1]))}, expected {expected}; {remedy}"
+        return f": {steps[0]} is {cut_text(_at(value, steps[:1]))}, expected {expected}; {remedy}"
     if found := _MISSING.fullmatch(what):
         return f": {place} has no {found[1]!r}; {remedy}"
     wrong = _at(value, steps)
@@ -185,7 +185,7 @@ def _complaint(kind: type, value: Any, error: Exception, remedy: str) -> str:
     expected = _expected(what, wrong)
     if expected is None:  # a rule of the record's own
         return f"{': ' + place if place else ''}: {what}; {remedy}"
-    return f"{': ' + place if place else ''} is {in_short(wrong)}, expected {expected}; {remedy}"
+    return f"{': ' + place if place else ''} is {cut_text(wrong)}, expected {expected}; {remedy}"
 
 
 def _parts(error: Exception) -> tuple[str, str]:

@@ -19,8 +19,8 @@ from e2e_vl.records import (
     Words,
     as_written,
     checked,
+    cut_text,
     decoded,
-    in_short,
     parsed_json,
 )
 
@@ -130,6 +130,6 @@ def test_what_only_pythons_decoder_reads_is_read_too():
 
 
 def test_values_are_shown_in_short():
-    assert in_short("a" * 200).endswith("...") and len(in_short("a" * 200)) < 120
-    assert in_short(10**5000) == "a int too long to show"
+    assert cut_text("a" * 200).endswith("...") and len(cut_text("a" * 200)) < 120
+    assert cut_text(10**5000) == "a int too long to show"
     assert as_written((1.0, 2.5)) == [1, 2.5]

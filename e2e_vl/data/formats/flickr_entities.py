@@ -23,7 +23,7 @@ import numpy as np
 from detector.errors import UserError
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
-from e2e_vl.records import in_short
+from e2e_vl.records import cut_text
 
 _PHRASE = re.compile(r"\[/EN#(\d+)((?:/[^\s/\]]+)+)\s([^\]]*)\]")
 _LONGEST_ID = 64  # characters
@@ -149,9 +149,9 @@ def _whole(text: str | None, where: str, least: int = -_LARGEST) -> int:
     try:
         number = int(text)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{where} is {in_short(text)}; it must be a whole number, repair the file") from error
+        raise UserError(f"{where} is {cut_text(text)}; it must be a whole number, repair the file") from error
     if not least <= number <= _LARGEST:
-        raise UserError(f"{where} is {in_short(number)}; it must be from {least} to {_LARGEST}, repair the file")
+        raise UserError(f"{where} is {cut_text(number)}; it must be from {least} to {_LARGEST}, repair the file")
     return number
 
 
@@ -174,7 +174,7 @@ def read_image_ids(path: str | Path, errors: RecordErrors = RAISE) -> list[str]:
         with errors.about(f"{path}, line {number}"):
             if not name.isdecimal() or len(name) > _LONGEST_ID:
                 raise UserError(
-                    f"{path}, line {number}: {in_short(name)} is no image id such as 1000092795; one per line is "
+                    f"{path}, line {number}: {cut_text(name)} is no image id such as 1000092795; one per line is "
                     "expected"
                 )
             if name in ids:

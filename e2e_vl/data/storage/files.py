@@ -11,7 +11,7 @@ from msgspec import convert
 from detector.errors import MissingFileError, UserError
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.shared_reads import collection_paused
-from e2e_vl.records import MISFITS, REMEDY, FourNumbers, as_written, checked, in_short, parsed_json
+from e2e_vl.records import MISFITS, REMEDY, FourNumbers, as_written, checked, cut_text, parsed_json
 
 Found = TypeVar("Found")
 _LONGEST = 500  # characters of a name in an error
@@ -100,7 +100,7 @@ def corners_of(box: FourNumbers, where: str) -> FourNumbers:
     right, bottom = x + width, y + height
     if right <= x or bottom <= y:  # also a width that is lost beside x
         raise UserError(
-            f"{where}: the box [x, y, width, height] = {in_short(as_written(box))} is empty or inverted; "
+            f"{where}: the box [x, y, width, height] = {cut_text(as_written(box))} is empty or inverted; "
             "correct or remove the record"
         )
     return x, y, right, bottom

@@ -1,0 +1,48 @@
+"""Which errors become one sentence on the command line, and which keep their traceback."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from detector.errors import DiskError, MissingFileError, UserError
+from e2e_vl.command_line import says_errors
+
+
+def raising(error: BaseException):
+    @says_errors
+    def main() -> int:
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UserError("f.json: record 3 has no 'id'"),
+        MissingFileError("f.json: there is no such file"),
+        DiskError("the disk is full; make room."),
+        ChildProcessError("a data worker died"),
+        FloatingPointError("a loss is NaN"),
+        MemoryError("out of memory"),
+        OSError(errno.ENOSPC, "No space left on device", "f.json"),
+        PermissionError(errno.EACCES, "Permission denied", "f.json"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_sentence(error: Exception, capsys: pytest.CaptureFixture):
+    assert raising(error)() == 2
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+@pytest.mark.parametrize("error", [KeyError("id"), TypeError("no number"), OSError("of a library"), AssertionError()])
+def test_faults_of_the_program_keep_their_traceback(error: Exception):
+    with pytest.raises(type(error)):
+        raising(error)()
+
+
+def test_a_missing_file_is_both_a_users_error_and_a_file_that_is_not_found():
+    error = MissingFileError("f.json: there is no such file")
+    assert isinstance(error, ValueError) and isinstance(error, FileNotFoundError)
+    assert error.errno is None and str(error) == "f.json: there is no such file"
