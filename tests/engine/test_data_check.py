@@ -167,18 +167,12 @@ BROKEN = {
         ],
     ),
     "vqa": (break_vqa, ["has the text ''", "has no 'image_id'", "val_annotations.json: annotation of question"]),
-<<<<<<< HEAD
-    "vcr": (break_vcr, ["line 1 is not valid JSON", "line 3", "answer_label is 7", "boxes must hold one entry"]),
-    "gqa": (break_gqa, ["has no 'imageId'", "isBalanced is 'yes'"]),
-    "nlvr2": (break_nlvr2, ["line 1", "label is 'maybe'", "line 4 (x): the identifier"]),
-=======
     "vcr": (
         break_vcr,
         ["line 1 is not valid JSON", "line 3", "answer_label is 7, expected 0 to 3", "boxes must hold one entry"],
     ),
     "gqa": (break_gqa, ["has no 'imageId'", "isBalanced is 'yes'"]),
     "nlvr2": (break_nlvr2, ["line 1", "label is 'maybe', expected", "line 4 (x): the identifier"]),
->>>>>>> h22_rec
     "flickr30k": (break_flickr30k, ["is inverted", "'[/EN#1 a man]' is no phrase"]),
     "pretraining": (break_pretraining, ["is empty; remove it", "is about image -5", "has no 'bbox'"]),
 }
