@@ -163,7 +163,7 @@ def _values(value: Any, rng: random.Random) -> Any:
         holder[key] = copy.deepcopy(
             rng.choice([other[at] for other, at in rng.sample(places[1:], min(5, len(places) - 1))])
         )
-    elif kind == 3 and isinstance(holder[key], int | float):
+    elif kind == 3 and isinstance(holder[key], int | float) and abs(holder[key]) < 1e300:
         holder[key] = rng.choice(
             (-holder[key], str(holder[key]), holder[key] * 1000, float(holder[key]), [holder[key]])
         )
