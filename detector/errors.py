@@ -5,9 +5,19 @@ Only these become one sentence on the command line; every other error is a fault
 
 from __future__ import annotations
 
+LONGEST_LINE = 2000  # characters
+
 
 class UserError(ValueError):
-    """A file, a record or a setting is wrong; the message is a whole sentence which says what to do."""
+    """A file, a record or a setting is wrong; the message is a whole sentence which says what to do.
+
+    A line of more than `LONGEST_LINE` characters, which a damaged file may put into it, is shown without its middle:
+    the file stands at the beginning and the remedy at the end. A list of problems has a line for each.
+    """
+
+    def __str__(self) -> str:
+        text = str(self.args[0]) if self.args else ""
+        return "\n".join(map(_without_middle, text.split("\n")))
 
 
 class DiskError(OSError):
@@ -20,5 +30,7 @@ class MissingFileError(UserError, FileNotFoundError):
     It is a FileNotFoundError, too, whose `errno` and `filename` stay empty, since the sentence says everything.
     """
 
-    def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
+
+def _without_middle(line: str) -> str:
+    half = LONGEST_LINE // 2
+    return line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"

@@ -40,9 +40,3 @@ def test_what_a_user_can_mend_is_one_sentence(error: Exception, capsys: pytest.C
 def test_faults_of_the_program_keep_their_traceback(error: Exception):
     with pytest.raises(type(error)):
         raising(error)()
-
-
-def test_a_missing_file_is_both_a_users_error_and_a_file_that_is_not_found():
-    error = MissingFileError("f.json: there is no such file")
-    assert isinstance(error, ValueError) and isinstance(error, FileNotFoundError)
-    assert error.errno is None and str(error) == "f.json: there is no such file"
