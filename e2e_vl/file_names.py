@@ -87,6 +87,24 @@ def require_distinct(texts: Iterable[str], where: str) -> None:
             )
 
 
+def require_name(text: str, where: str) -> None:
+    """Check that an image's id, to which a pattern adds an ending, can name a file inside a folder.
+
+    Args:
+        where: begins the message: the file and the record that hold the id.
+
+    Raises:
+        UserError: it leads out of the folder, or no file can have it.
+    """
+    if _is_simple(text):
+        return
+    reason = _why_not(text)
+    if reason is None and max(len(part.encode("utf-8")) for part in text.split("/")) > LONGEST_PART:
+        reason = f"has more than {LONGEST_PART} bytes between two slashes"
+    if reason is not None:
+        raise UserError(f"{where}: the image {shown(text)} cannot name a file: it {reason}; correct the record.")
+
+
 def inside(root: str | Path, name: str, where: str = "", *, follows_links: bool = False) -> Path:
     """The path of a file that is named in another file, which lies in the folder `root` or below it.
 

@@ -20,21 +20,27 @@ from msgspec import Meta, field
 
 from detector.errors import UserError
 from e2e_vl.data.storage.files import checked_records, read_json, require_file
+from e2e_vl.file_names import require_name
 from e2e_vl.records import Id, Name, Record, Score
 
 Scores = Mapping[str, float]  # of the answers to a question
-_Row = TypeVar("_Row", bound=Record)
+_Row = TypeVar("_Row", bound="_ImageRow | _PairRow")
 
 
-class _SentencesRow(Record):
+class _ImageRow(Record):
     img_id: Name
+
+    def image_names(self) -> tuple[str, ...]:
+        return (self.img_id,)
+
+
+class _SentencesRow(_ImageRow):
     sentf: dict[str, list[str]]
     labelf: dict[str, list[dict[str, Score]] | None] = field(default_factory=dict)
 
 
-class _ScoredRow(Record):
+class _ScoredRow(_ImageRow):
     question_id: Id
-    img_id: Name
     sent: str
     label: dict[str, Score] | None = None
     question_type: str | None = None
@@ -48,6 +54,9 @@ class _PairRow(Record):
     sent: str
     label: Annotated[Literal[0, 1] | None, Meta(description="0 or 1")] = None
     uid: str | None = None
+
+    def image_names(self) -> tuple[str, ...]:
+        return self.img0, self.img1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,7 +165,10 @@ def _records(kind: type[_Row], path: str | Path, what: str, key: str, *, unique:
     if not isinstance(content, list):
         raise UserError(f"{path} is a {type(content).__name__}, expected a list of {what}")
     name = {"sentences": "image", "questions": "question", "pairs": "sentence"}[what]
-    return checked_records(kind, content, f"{path}: {name}", key, unique=unique)
+    for where, row in checked_records(kind, content, f"{path}: {name}", key, unique=unique):
+        for image_id in row.image_names():
+            require_name(image_id, where)
+        yield where, row
 
 
 def _labelled_alike(found: list[Any], labels: list[Any], path: str | Path) -> list[Any]:

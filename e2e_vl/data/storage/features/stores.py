@@ -24,9 +24,10 @@ import logging
 import os
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError
@@ -36,6 +37,7 @@ from e2e_vl.data.storage.files import read_json
 from e2e_vl.data.storage.index_files import OpenFiles, one_process
 from e2e_vl.data.storage.lmdb_pages import DamagedLmdbError, find_values
 from e2e_vl.file_names import id_of, inside, name_of
+from e2e_vl.records import Record, checked, parsed_json
 from e2e_vl.run_files import write_text
 
 logger = logging.getLogger(__name__)
@@ -142,6 +144,20 @@ def npz_names(folder: Path) -> list[str]:
     ]
 
 
+class _Index(Record):
+    """Where the rows of a TSV file of so many bytes begin."""
+
+    bytes: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    offsets: dict[str, Annotated[int, Meta(ge=0, le=2**63 - 1)]]
+
+
+class _Sidecar(Record):
+    """The file beside a TSV file."""
+
+    stamp: dict[str, Any] | None = None
+    index: _Index | None = None
+
+
 class TsvStore(FeatureStore):
     """A TSV file of bottom-up attention or of LXMERT, told apart by their numbers of columns.
 
@@ -160,18 +176,15 @@ class TsvStore(FeatureStore):
     def _read_sidecar(self) -> tuple[dict[str, Any] | None, dict[str, int] | None]:
         """The stamp, and the offsets if they are those of this file."""
         beside = sidecar(self.path)
-        content = _read_object(beside) if beside.is_file() else {}
-        index = content.get("index")
-        if index is None:
-            return content.get("stamp"), None
-        try:
-            size, offsets = int(index["bytes"]), index["offsets"]
-            is_damaged = bool(offsets) and not 0 <= min(offsets.values()) <= max(offsets.values()) < size
-        except (KeyError, TypeError, ValueError, AttributeError):
-            is_damaged = True
-        if is_damaged:
-            raise UserError(f"{beside}: its index is damaged; remove the file, the index is made again")
-        return content.get("stamp"), offsets if size == self.path.stat().st_size else None
+        if not beside.is_file():
+            return None, None
+        remedy = "remove the file, the index is made again"
+        content = checked(_Sidecar, read_json(beside, "facts about the features"), f"{beside}:", remedy=remedy)
+        if (index := content.index) is None:
+            return content.stamp, None
+        if index.offsets and max(index.offsets.values()) >= index.bytes:
+            raise UserError(f"{beside}: its index is damaged; {remedy}")
+        return content.stamp, index.offsets if index.bytes == self.path.stat().st_size else None
 
     def _make_sidecar(self) -> dict[str, int]:
         beside = sidecar(self.path)
@@ -266,7 +279,7 @@ class Hdf5Store(FeatureStore):
                 self.ids = [name.decode("utf-8") for name in file["ids"][:]]
                 self.starts = file["starts"][:]
                 self.sizes = file["image_sizes"][:]
-                stamp = json.loads(file.attrs["stamp"]) if "stamp" in file.attrs else None
+                stamp = parsed_json(file.attrs["stamp"], "its stamp is") if "stamp" in file.attrs else None
                 check_starts(self.starts, self.sizes, len(self.ids), len(file["boxes"]))
         except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
             reason = " ".join(str(error).split())[:200]
@@ -313,7 +326,7 @@ class LmdbStore(FeatureStore):
         try:
             self._places = {key.decode("utf-8"): place for key, place in find_values(path).items()}
             stamp = self._places.pop(STAMP_KEY.decode(), None)
-            self.stamp = None if stamp is None else json.loads(self._files.read(path, *stamp))
+            self.stamp = None if stamp is None else parsed_json(self._files.read(path, *stamp), "its stamp is")
         except (DamagedLmdbError, ValueError, struct.error, OSError, MemoryError) as error:
             reason = str(error)[:200]
             raise UserError(f"{path}: no readable LMDB file ({reason}); copy or make it again") from error
