@@ -155,8 +155,10 @@ def _prepare(job: ExtractionJob) -> list[str] | None:
         if store.stamp == stamp and set(store.ids) == wanted:
             return None
         raise UserError(f"{job.output} exists and holds other images or was made differently; choose another output")
-    _check_begun(folder, stamp)
     folder.mkdir(parents=True, exist_ok=True)
+    for cut_off in folder.glob(f".{STAMP_NAME}.*.part"):  # may be the only file that a killed extraction left
+        cut_off.unlink()
+    _check_begun(folder, stamp)
     write_json(folder / STAMP_NAME, stamp)
     for cut_off in folder.rglob("*.npz.*.part"):
         if not cut_off.is_dir():
@@ -201,7 +203,7 @@ def _check_begun(folder: Path, stamp: dict[str, Any]) -> None:
             raise UserError(
                 f"{folder} was begun with other settings ({', '.join(changed)}); use the same again, or another output"
             )
-    elif folder.exists() and any(folder.iterdir()):
+    elif any(folder.iterdir()):
         raise UserError(f"{folder} holds other files; choose an empty or new output")
 
 

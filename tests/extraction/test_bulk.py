@@ -183,3 +183,14 @@ def test_a_file_that_was_cut_off_is_described_again(make_job, caplog):
     assert "2 images are damaged or cut off ('1', '3'); these images are described again" in caplog.text
     for image_id, features in expected.items():
         assert np.array_equal(open_features(job.output)[image_id].features, features)
+
+
+@pytest.mark.parametrize("layout", ["npz", "tsv"])
+def test_a_stamp_that_was_cut_off_is_no_other_file(layout, make_job):
+    """A kill before the first file has its name leaves only this one."""
+    job = make_job(layout)
+    job.folder.mkdir()
+    left = job.folder / ".stamp.json.12.34.part"
+    left.write_text('{"box_')
+    assert extract(job).done == 5
+    assert not left.exists() and len(open_features(job.output).ids) == 5
