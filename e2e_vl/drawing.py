@@ -35,6 +35,7 @@ _WHITE, _BLACK = (255, 255, 255), (0, 0, 0)
 _FONT_SIZES = (12, 36)  # pixels: the smallest and the largest
 _FONT_SHARE = 1 / 30  # size of the font, relative to the root of the picture's area
 _LINE_SHARE = 1 / 250  # width of a line, likewise
+_DASH_LINES = 3  # length of a dash, and of the gap behind it, in widths of its line
 _LABEL_SHARE = 1 / 6  # share of the picture that labels may cover before their font becomes smaller
 _PAD = 3  # between a label's text and its edge
 _LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue, ITU-R BT.601
@@ -59,6 +60,7 @@ def draw_boxes(
     labels: Sequence[str] | None = None,
     colours: Sequence[Colour] | None = None,
     title: str | None = None,
+    dashed: Sequence[bool] | None = None,
 ) -> np.ndarray:
     """Draw boxes at a size at which lines and labels are legible, for images of any size.
 
@@ -71,19 +73,23 @@ def draw_boxes(
         labels: R texts; an empty text is left out.
         colours: R colours in the image's own channel order; None = the colours of `PALETTE` in turn.
         title: a text above the picture.
+        dashed: whether the outline of each of the R boxes is dashed; None = no outline is.
 
     Returns:
         A new uint8 picture [h', w', 3] in the channel order of `image`. The long side of the image in it has between
         480 and 1280 pixels; the picture is larger where the image is thin, has a title, or has no room for a label.
 
     Raises:
-        ValueError: the numbers of boxes, labels and colours differ.
+        ValueError: the numbers of boxes, labels, colours and dashed outlines differ.
     """
     boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
     texts = [""] * len(boxes) if labels is None else list(labels)
     colours = [PALETTE[row % len(PALETTE)] for row in range(len(boxes))] if colours is None else list(colours)
     if not len(boxes) == len(texts) == len(colours):
         raise UserError(f"{len(boxes)} boxes, {len(texts)} labels and {len(colours)} colours: numbers must be equal.")
+    dashed = [False] * len(boxes) if dashed is None else list(dashed)
+    if len(dashed) != len(boxes):
+        raise UserError(f"{len(boxes)} boxes, and {len(dashed)} values say whether they are dashed: give one per box.")
     content = _resized(image)
     width, height = (max(side, _MIN_SIDE) for side in content.size)
     scale = np.array(content.size) / (image.shape[1], image.shape[0])
@@ -97,12 +103,22 @@ def draw_boxes(
     draw = ImageDraw.Draw(picture)
     line = _share(width, height, _LINE_SHARE, 2, 5)
     for row in range(len(boxes))[::-1]:
-        _draw_box(draw, placed[row].tolist(), colours[row], line)
+        _draw_box(draw, placed[row].tolist(), colours[row], line, dashed[row])
     for row, place in places.items():  # after all boxes, so that no line crosses a label
         _draw_link(draw, place, placed[row].tolist(), colours[row], line)
     for row, place in (*places.items(), *below.items()):
         _draw_label(draw, place, made[row].text, colours[row], font)
     return np.array(_with_title(picture, title, height) if title else picture)
+
+
+def mark_colours(answers: int, phrases: int) -> list[Colour]:
+    """Colours of the boxes that an answer points at, then of the boxes that its phrases name.
+
+    They are those of `PALETTE` in turn, but no phrase ever has the first one, which an answer has.
+    """
+    own = [PALETTE[row % len(PALETTE)] for row in range(answers)]
+    others, first = PALETTE[1:], max(answers - 1, 0)
+    return own + [others[(first + row) % len(others)] for row in range(phrases)]
 
 
 def draw_side_by_side(images: Sequence[np.ndarray]) -> np.ndarray:
@@ -301,11 +317,22 @@ def _draw_label(
     _write(draw, (x1 + _PAD, y1 + _PAD // 2), text, font, ink)
 
 
-def _draw_box(draw: ImageDraw.ImageDraw, box: list[int], colour: Colour, line: int) -> None:
+def _draw_box(draw: ImageDraw.ImageDraw, box: list[int], colour: Colour, line: int, is_dashed: bool) -> None:
     """An outline inside the box, with a thin white edge that sets it off from any background."""
     x1, y1, x2, y2 = box
     x2, y2 = max(x2 - 1, x1), max(y2 - 1, y1)  # PIL counts the last pixel in
     line = max(min(line, (x2 - x1) // 4, (y2 - y1) // 4), 1)
     if min(x2 - x1, y2 - y1) > 4 * line:
         draw.rectangle((x1, y1, x2, y2), outline=_WHITE, width=line + 1)
-    draw.rectangle((x1, y1, x2, y2), outline=colour, width=line)
+    if not is_dashed:
+        draw.rectangle((x1, y1, x2, y2), outline=colour, width=line)
+        return
+    dash = _DASH_LINES * line
+    for x in range(x1, x2 + 1, 2 * dash):
+        end = min(x + dash - 1, x2)
+        draw.rectangle((x, y1, end, y1 + line - 1), fill=colour)
+        draw.rectangle((x, y2 - line + 1, end, y2), fill=colour)
+    for y in range(y1, y2 + 1, 2 * dash):
+        end = min(y + dash - 1, y2)
+        draw.rectangle((x1, y, x1 + line - 1, end), fill=colour)
+        draw.rectangle((x2 - line + 1, y, x2, end), fill=colour)

@@ -160,6 +160,33 @@ def trained_run(tiny_words: list[str], tmp_path_factory: pytest.TempPathFactory)
     return kept
 
 
+@pytest.fixture(scope="session")
+def phrase_run(trained_run: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model that takes every word for a phrase and points with each of them clearly at a region."""
+    import torch
+
+    from e2e_vl.engine.build import build_model
+    from e2e_vl.engine.saving import save_model
+    from e2e_vl.text import load_tokenizer
+    from tests.weights.starts import replaced
+
+    path = tmp_path_factory.mktemp("phrases") / "run"
+    config = replaced(trained_run.config, phrases={"weight": 1.0, "layer": 1, "size": 8})
+    tokenizer = load_tokenizer(str(trained_run.path / "model" / "tokenizer"))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
+    head = model.phrase_head
+    with torch.no_grad():
+        head.tags.weight.zero_()
+        head.tags.bias.copy_(torch.tensor([0.0, 0.0, 1.0]))
+        head.finds_phrases.fill_(1)
+        for part in (head.query, head.key):
+            part.weight.mul_(1000)
+    save_model(path / "model", config, model, tokenizer)
+    return path
+
+
 def tiny_run(folder: Path, name: str, *words: str) -> Path:
     """A run of one step of configs/tiny/<name>.yaml."""
     from e2e_vl.engine.train import train

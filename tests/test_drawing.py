@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
-from e2e_vl.drawing import LONGEST, SHORTEST, draw_boxes
+from e2e_vl.drawing import LONGEST, PALETTE, SHORTEST, draw_boxes, mark_colours
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
@@ -135,3 +137,29 @@ def test_the_text_of_a_label_stands_out_from_its_colour():
     for colour, ink in (((255, 240, 0), 0), ((0, 0, 90), 255)):
         picture = draw_boxes(image, [[100, 100, 101, 101]], ["label"], [colour])
         assert (picture == ink).all(2).sum() > 20
+
+
+def test_a_dashed_box_has_the_same_corners_and_about_half_of_the_outline():
+    image = np.zeros((480, 640, 3), dtype=np.uint8)
+    whole, dashed = (
+        is_colour(draw_boxes(image, [[100, 50, 301, 251]], colours=[RED], dashed=[flag]), RED) for flag in (False, True)
+    )
+    assert not (dashed & ~whole).any()
+    assert 0.4 < dashed.sum() / whole.sum() < 0.65
+    sides = (dashed[50], dashed[250], dashed[:, 100], dashed[:, 300])
+    assert all(60 < side.sum() < 140 for side in sides), "of 201 pixels of each side"
+    assert dashed[50, 100]
+    tiny = draw_boxes(image, [[5, 5, 6, 6], [0, 0, 640, 480]], colours=[RED, BLUE], dashed=[True, True])
+    assert is_colour(tiny, RED).any() and is_colour(tiny, BLUE).any()
+    with pytest.raises(ValueError, match="give one per box"):
+        draw_boxes(image, [[5, 5, 60, 60]], dashed=[True, False])
+
+
+def test_no_phrase_has_the_colour_of_the_answer():
+    count = 2 * len(PALETTE) + 3
+    for answers in (0, 1, 3):
+        colours = mark_colours(answers, count)
+        assert len(colours) == answers + count and PALETTE[0] not in colours[answers:]
+        assert colours[:answers] == list(PALETTE[:answers])
+        assert all(one != other for one, other in itertools.pairwise(colours))
+    assert mark_colours(1, 7) == list(PALETTE), "as without phrases"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,9 @@ from PIL import Image
 from detector.errors import UserError
 from detector.images import ResizeRule, decode_resized, load_resized, resize_boxes
 from e2e_vl.api.inputs import ImageFile, stamp_of
-from e2e_vl.drawing import draw_boxes
+from e2e_vl.drawing import draw_boxes, mark_colours
 from e2e_vl.samples import EncodedImage
-from e2e_vl.tasks.base import CLEARLY_NAMED
+from e2e_vl.tasks.base import CLEARLY_NAMED, box_in_words
 
 SHOWN_SIZE = ResizeRule(600, 1000)  # of pictures; large photos are shrunk
 MOST_ATTENDED = 5  # regions in a picture
@@ -47,6 +48,21 @@ class GroundedPhrase:
     box: list[float] | None  # xyxy in pixels of the original (first) image; None: there is no region
     score: float  # share of its attention on that box: low where several objects fit
 
+    @property
+    def is_clear(self) -> bool:
+        """It names one region clearly; otherwise pictures mark it as unsure."""
+        return self.box is not None and self.score >= CLEARLY_NAMED
+
+    @property
+    def label(self) -> str:
+        """Its words and score, for a picture."""
+        return f"{self.text} {self.score:.2f}" + ("" if self.is_clear else ", unsure")
+
+    @property
+    def line(self) -> str:
+        """Its words, box and score."""
+        return f"{self.text}: {'no region' if self.box is None else box_in_words(self.box)} ({self.score:.2f})"
+
 
 @dataclasses.dataclass(frozen=True, eq=False)  # arrays have no single truth value, so == would fail
 class Answer(Picture):
@@ -73,7 +89,7 @@ class Answer(Picture):
     def draw(self, image: int = 0) -> Image.Image:
         """The boxes that the answer points at, or the regions that it looks at much more than at the others.
 
-        In other colours the boxes of phrases that name one region clearly.
+        In other colours the boxes of phrases, see `shown_phrases`; those of unsure ones are dashed.
 
         Args:
             image: number of the image, for a text about several images.
@@ -84,18 +100,16 @@ class Answer(Picture):
         file, stamp = self.images[image], self.stamps[image]
         rows = np.flatnonzero(self.box_images == image)
         title = self.text if self.pointed else f"{self.text} -> {self.answer}" if self.answer else self.text
-        named = self._named() if image == 0 else []
+        phrases = self.shown_phrases() if image == 0 else []
         if self.pointed:
-            labels, boxes = zip(*self.pointed, *named, strict=True)
-            return _picture(file, stamp, boxes, list(labels), title)
+            labels, boxes = map(list, zip(*self.pointed, strict=True))
+            return _picture(file, stamp, boxes, labels, title, phrases=phrases)
         hidden = self.record.get("hidden", [])
         covered = [one["box"] for one in hidden]  # the first of the candidates
         labels = [f"hidden: {one['classes'][0][0]} {one['classes'][0][1]:.2f}" for one in hidden]
         seen = [row for row in self._attended() if row >= len(hidden) and row in rows]
         labels += [f"{self.box_names[row]} attention {self.attention[row]:.2f}".strip() for row in seen]
-        labels += [label for label, _ in named]
-        boxes = [*covered, *self.boxes[seen], *(box for _, box in named)]
-        return _picture(file, stamp, boxes, labels, title, covered)
+        return _picture(file, stamp, [*covered, *self.boxes[seen]], labels, title, covered, phrases)
 
     def draw_candidates(self, image: int = 0) -> Image.Image:
         """All candidate boxes of one image with their numbers, and their names where they have some."""
@@ -103,11 +117,20 @@ class Answer(Picture):
         labels = [f"{row} {self.box_names[row]}".strip() for row in rows]
         return _picture(self.images[image], self.stamps[image], self.boxes[rows], labels, None)
 
-    def _named(self) -> list[tuple[str, list[float]]]:
-        """Labels and boxes of the phrases that name one region clearly, unless the answer points at it anyway."""
-        shown = [box for _, box in self.pointed]
-        clear = [one for one in self.phrases if one.box is not None and one.score >= CLEARLY_NAMED]
-        return [(f"{one.text} {one.score:.2f}", one.box) for one in clear if not any(_same(one.box, s) for s in shown)]
+    def shown_phrases(self) -> list[GroundedPhrase]:
+        """The phrases that a picture shows, in their order: those that name one region clearly.
+
+        The first phrase is about the answer itself; where no other one, such as the landmark of a relation, is clear,
+        the other one with the best score is shown too. Left out are boxes that the answer points at anyway.
+        """
+        taken = [box for _, box in self.pointed]
+        free = [one for one in self.phrases if one.box is not None and not any(_same(one.box, box) for box in taken)]
+        landmarks = self.phrases[1:]
+        best = None
+        if not any(one.is_clear for one in landmarks):
+            unsure = [one for one in free if any(one is landmark for landmark in landmarks)]
+            best = max(unsure, key=lambda one: one.score, default=None)
+        return [one for one in free if one.is_clear or one is best]
 
     def _attended(self) -> np.ndarray:
         """Rows of the regions that the answer looks at most, if it looks at them more than at others."""
@@ -149,6 +172,7 @@ def _picture(
     labels: list[str],
     title: str | None,
     covered: Any = (),
+    phrases: Sequence[GroundedPhrase] = (),
 ) -> Image.Image:
     """Boxes in pixels of the original image, drawn on it; `covered` boxes hide what is in them."""
     found = stamp_of(image)
@@ -161,7 +185,18 @@ def _picture(
     pixels = pixels.copy()
     for x1, y1, x2, y2 in _moved(covered, size, pixels).astype(int):
         pixels[y1 : y2 + 1, x1 : x2 + 1] = GREY
-    return Image.fromarray(draw_boxes(pixels, _moved(boxes, size, pixels), labels, title=title))
+    marks = marks_of(labels, phrases)
+    moved = _moved([*boxes, *(phrase.box for phrase in phrases)], size, pixels)
+    return Image.fromarray(draw_boxes(pixels, moved, title=title, **marks))
+
+
+def marks_of(labels: Sequence[str], phrases: Sequence[GroundedPhrase]) -> dict[str, list[Any]]:
+    """`labels`, `colours` and `dashed` of `draw_boxes` for boxes with these labels, then boxes of phrases."""
+    return {
+        "labels": [*labels, *(phrase.label for phrase in phrases)],
+        "colours": mark_colours(len(labels), len(phrases)),
+        "dashed": [*[False] * len(labels), *(not phrase.is_clear for phrase in phrases)],
+    }
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -7,10 +7,11 @@
     e2e-vl ask --run RUN --image DIR --text "the small red circle" --output DIR
     e2e-vl ask --run RUN --json questions.json --output DIR
 
-Prints the answer, the best first. Several images, or a folder of images, are asked the same text one by one; --pair
-says that the two images belong to one text. --json is a list of {"image": FILE, "text": TEXT}, with files
-relative to it. The model is loaded once, and looks at each image once. Images that are missing or cannot be read are
-named at the end, and the exit status is 2; the others are answered.
+Prints the answer, the best first, and in a run that grounds phrases what each phrase names, with its share of the
+attention. Several images, or a folder of images, are asked the same text one by one; --pair says that the two images
+belong to one text. --json is a list of {"image": FILE, "text": TEXT}, with files relative to it. The model is loaded
+once, and looks at each image once. Images that are missing or cannot be read are named at the end, and the exit status
+is 2; the others are answered.
 
 Without --boxes the run's own detector finds the regions; VCR needs its boxes, and its texts name them as [0] or [1,2],
 counted from 0; a VCR metadata file as --boxes brings their classes and outlines too. A pre-training run names the best
@@ -18,8 +19,9 @@ words at every [MASK], and the best classes of every region that --hide takes ou
 
 --output DIR writes answer.json (the whole prediction, the regions, and the last layer's attention on them where the
 task points at no box), regions.png (all regions) and answer.png (the answer's box, or the regions that it looks at much
-more than at others, without the pixels that were hidden); for a pair also regions_2.png and answer_2.png. Of several
-questions each has a folder 0001, 0002, ... there. `python tools/predict.py ask` is the same command.
+more than at others, without the pixels that were hidden; and boxes of phrases, dashed where they are unsure); for a
+pair also regions_2.png and answer_2.png. Of several questions each has a folder 0001, 0002, ... there.
+`python tools/predict.py ask` is the same command.
 """
 
 from __future__ import annotations
@@ -124,6 +126,8 @@ def _answer(arguments: argparse.Namespace, questions: list[Question], asked: lis
             print(f"{question.image}: {question.text}")
         for line in answer.lines:
             print(line)
+        for phrase in answer.phrases:
+            print(f"phrase {phrase.line}")
         if answer.unknown_words:
             print(f"words that the vocabulary lacks: {', '.join(answer.unknown_words)}")
         if arguments.output is not None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from e2e_vl.api.results import marks_of
 from e2e_vl.drawing import BLUE, RED, Colour, draw_boxes
 from e2e_vl.explorer.session import Inspection, Session
 from e2e_vl.explorer.uploads import Photo
-from e2e_vl.tasks.base import CLEARLY_NAMED
 
 GREY = 127  # in place of hidden pixels
 MOST_NAMED = 5  # regions whose share of the attention is written on them
@@ -60,20 +60,24 @@ def row_label(row: int, shares: np.ndarray | None) -> str:
 
 
 def draw_pointed(session: Session, look: Inspection | None, hidden: tuple[int, ...] = ()) -> np.ndarray | None:
-    """uint8 RGB picture of the boxes that an answer points at and of the phrases that name one region clearly."""
+    """uint8 RGB picture of the boxes that an answer points at and of phrases, dashed where they are unsure.
+
+    None: no photo, or no answer.
+    """
     if look is None or session.photo is None:
         return None
     found = boxes_of(look)
     boxes = _on_picture(session.photo, np.array([box for _, box in found]).reshape(-1, 4))
-    return draw_boxes(_covered(session.photo, look, hidden), boxes, [label for label, _ in found])
+    labels = [label for label, _ in found[: len(look.answer.pointed)]]
+    marks = marks_of(labels, look.answer.shown_phrases())
+    return draw_boxes(_covered(session.photo, look, hidden), boxes, **marks)
 
 
 def boxes_of(look: Inspection) -> list[tuple[str, list[float]]]:
-    """Labels and boxes, in pixels of the original photo: the answer's, then the phrases' that name a region clearly."""
-    phrases = [one for one in look.answer.phrases if one.box is not None and one.score >= CLEARLY_NAMED]
+    """Labels and boxes, in pixels of the original photo: the answer's, then those of `Answer.shown_phrases`."""
     return [
         *((_with_name(look, label, box) or "answer", list(box)) for label, box in look.answer.pointed),
-        *((f"{one.text} {one.score:.2f}", list(one.box)) for one in phrases),
+        *((phrase.label, list(phrase.box)) for phrase in look.answer.shown_phrases()),
     ]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from e2e_vl.tasks.base import PredictionWords, Records, Task
+from e2e_vl.tasks.base import PredictionWords, Records, Task, box_in_words
 
 OUTCOMES = ("wrong", "partly right", "right", "without a label")
 MOST_MISTAKES = 8  # rows of the list of frequent mistakes
@@ -85,12 +85,16 @@ def list_predictions(records: Records, task: Task, number: int, seed: int) -> Pr
 
 
 def phrase_line(record: dict) -> str:
-    """What the phrases of a prediction name, in words; "" for a run without phrases."""
-    words = {True: "right", False: "wrong"}
-    parts = [
-        f"{one['text']} {one['score']:.2f} {words.get(one.get('correct'), '')}" for one in record.get("grounded", ())
-    ]
-    return "; ".join(part.strip() for part in parts)
+    """What the phrases of a prediction name, in words; "" for a run without phrases.
+
+    Boxes are in pixels of the original image.
+    """
+    words = {True: ", right", False: ", wrong"}
+    return "; ".join(
+        f"{one['text']}: {'no region' if one['box'] is None else box_in_words(one['box'])} ({one['score']:.2f}"
+        f"{words.get(one.get('correct'), '')})"
+        for one in record.get("grounded", ())
+    )
 
 
 def _grounded(wrong: Sequence[Prediction]) -> dict[str, Counter[str]]:

@@ -24,7 +24,7 @@ from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOu
 from e2e_vl.tasks.heads import Sizes
 from e2e_vl.wording import Wording
 
-CLEARLY_NAMED = 0.5  # least score of a phrase in a picture
+CLEARLY_NAMED = 0.5  # least score of a phrase that names one region clearly
 Records = list[dict[str, Any]]  # plain, JSON-able: one per prediction
 
 
@@ -92,14 +92,33 @@ class HeadStart:
         return self.otherwise.for_weights(names)
 
 
-def phrase_marks(record: dict[str, Any]) -> tuple[list[list[float]], list[str]]:
-    """Boxes and labels of what the phrases of a prediction name, for its picture; wrong ones end with "?".
+def box_in_words(box: Sequence[float]) -> str:
+    """A box, xyxy in pixels of the original image, in whole pixels."""
+    x1, y1, x2, y2 = map(round, box)
+    return f"x {x1} to {x2}, y {y1} to {y2}"
 
-    Phrases that several regions fit about equally well are left out.
+
+def phrase_marks(record: dict[str, Any], first: int = 0) -> tuple[list[list[float]], list[str], list[bool]]:
+    """Boxes and labels of what the phrases of a prediction name, for its picture, and which of them are unsure.
+
+    Phrases that several regions fit about equally well are left out, except the second and later ones of a wrong
+    answer, such as the landmark of a relation, which may explain it: they are unsure. Behind the words of wrong phrases
+    stands "?".
+
+    Args:
+        first: number of the first phrase that may be shown.
     """
-    clear = [one for one in record.get("grounded", ()) if one["box"] is not None and one["score"] >= CLEARLY_NAMED]
-    labels = [one["text"] + ("" if one.get("correct", True) else "?") for one in clear]
-    return [one["box"] for one in clear], labels
+    boxes, labels, unsure = [], [], []
+    for number, one in enumerate(record.get("grounded", ())):
+        is_clear = one["score"] >= CLEARLY_NAMED
+        may_explain = number > 0 and record.get("correct") == 0
+        if number < first or one["box"] is None or not (is_clear or may_explain):
+            continue
+        boxes.append(one["box"])
+        mark = "" if one.get("correct", True) else "?"
+        labels.append(f"{one['text']}{mark}" + ("" if is_clear else f" {one['score']:.2f}, unsure"))
+        unsure.append(not is_clear)
+    return boxes, labels, unsure
 
 
 class Task(nn.Module, abc.ABC):
@@ -246,7 +265,10 @@ class Task(nn.Module, abc.ABC):
             FileNotFoundError, ValueError: the image lies in an archive, or is missing now.
         """
         name = record.get("file_name")
-        return None if name is None else draw_boxes(load_image(name, "RGB"), *phrase_marks(record))
+        if name is None:
+            return None
+        boxes, labels, unsure = phrase_marks(record)
+        return draw_boxes(load_image(name, "RGB"), boxes, labels, dashed=unsure)
 
     def describe(self, record: dict[str, Any]) -> PredictionWords:
         """What was asked, answered and right."""

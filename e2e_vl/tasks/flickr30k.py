@@ -31,7 +31,7 @@ from e2e_vl.phrases import wordpieces_of
 from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Ragged, Targets, nested, ragged
-from e2e_vl.tasks.base import PredictionWords, Records, Task, check_choices
+from e2e_vl.tasks.base import PredictionWords, Records, Task, box_in_words, check_choices
 from e2e_vl.tasks.heads import NewLayers, start_head
 from e2e_vl.tasks.phrase_head import overlapping, pointing_loss
 from e2e_vl.wording import Draw, Wording
@@ -297,7 +297,4 @@ def _truth_in_words(record: dict[str, Any]) -> str:
 
 
 def _in_words(box: Sequence[float] | None) -> str:
-    if box is None:
-        return "nothing: there is no region to choose from"
-    x1, y1, x2, y2 = map(round, box)
-    return f"x {x1} to {x2}, y {y1} to {y2}"
+    return "nothing: there is no region to choose from" if box is None else box_in_words(box)

@@ -37,7 +37,16 @@ from e2e_vl.structures import (
     class_names_of,
 )
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices, check_dropout, phrase_marks
+from e2e_vl.tasks.base import (
+    HeadStart,
+    PredictionWords,
+    Records,
+    Task,
+    box_in_words,
+    check_choices,
+    check_dropout,
+    phrase_marks,
+)
 from e2e_vl.tasks.heads import Head, NewLayers, Transform
 from e2e_vl.wording import Draw, Wording
 
@@ -240,18 +249,19 @@ class ReferringTask(Task):
     def draw(self, record: dict[str, Any]) -> np.ndarray:
         """The true box in green, the predicted one, if any, in blue (wrong: red), phrases in other colours.
 
-        The first phrase is about the answer itself: where it names the predicted box, it is left out.
+        The first phrase is about the answer itself: where it names the predicted box, it is left out. Boxes of unsure
+        phrases are dashed, see `phrase_marks`.
         """
         named = f"chosen: {record['class']}" if record.get("class") else "chosen"
         meant = f"meant: {record['category']}" if record.get("category") else "meant"
         chosen = (record["box"], f"{named} {record['score']:.2f}", BLUE if record["correct"] else RED)
         drawn = [one for one in ((record["gt_box"], meant, GREEN), chosen) if one[0] is not None]
         phrases = record.get("grounded", ())
-        if phrases and _is_near(phrases[0]["box"], record["box"]):
-            phrases = phrases[1:]
-        others = zip(*phrase_marks({"grounded": phrases}), itertools.cycle(OTHER_COLOURS))
-        boxes, labels, colours = zip(*drawn, *others, strict=True)
-        return draw_boxes(load_image(record["file_name"], "RGB"), boxes, labels, colours)
+        first = 1 if phrases and _is_near(phrases[0]["box"], record["box"]) else 0
+        others = zip(*phrase_marks(record, first), itertools.cycle(OTHER_COLOURS))
+        marks = [(box, label, colour, is_unsure) for box, label, is_unsure, colour in others]
+        boxes, labels, colours, dashed = zip(*((*one, False) for one in drawn), *marks, strict=True)
+        return draw_boxes(load_image(record["file_name"], "RGB"), boxes, labels, colours, dashed=dashed)
 
     def describe(self, record: dict[str, Any]) -> PredictionWords:
         """The expression, the two boxes, and whether there was a right one to choose."""
@@ -259,9 +269,9 @@ class ReferringTask(Task):
         count = len(record["candidate_boxes"])
         return PredictionWords(
             record["sent"],
-            "no box" if record["box"] is None else _in_words(record["box"]),
+            "no box" if record["box"] is None else box_in_words(record["box"]),
             None if record["box"] is None else record["score"],
-            _in_words(record["gt_box"]),
+            box_in_words(record["gt_box"]),
             f"{'a' if reachable else 'no'} right box was among {count} candidates",
             record.get("family") or "",
             self._mistakes(record),
@@ -273,11 +283,6 @@ class ReferringTask(Task):
         if not meant or not chosen:
             return None
         return ((meant, f"another {chosen}" if chosen == meant else chosen),)
-
-
-def _in_words(box: Sequence[float]) -> str:
-    x1, y1, x2, y2 = map(round, box)
-    return f"x {x1} to {x2}, y {y1} to {y2}"
 
 
 def _is_near(one: Sequence[float] | None, other: Sequence[float] | None) -> bool:

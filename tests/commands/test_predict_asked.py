@@ -56,6 +56,19 @@ def test_a_phrase_gets_the_box_of_the_evaluation(trained_run, tmp_path, capsys):
     assert is_picture(tmp_path / "regions.png") and is_picture(tmp_path / "answer.png")
 
 
+def test_phrases_are_printed_with_their_boxes(phrase_run, trained_run, tmp_path, capsys):
+    file = saved(trained_run.path)[0]["file_name"]
+    assert tool.main(ask(phrase_run, file, "big red star", "--output", tmp_path)) == 0
+    grounded = told(tmp_path)["grounded"]
+    assert [one["text"] for one in grounded] == ["big", "red", "star"]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("phrase ")]
+    expected = []
+    for one in grounded:
+        x1, y1, x2, y2 = (f"{side:.0f}" for side in one["box"])
+        expected.append(f"phrase {one['text']}: x {x1} to {x2}, y {y1} to {y2} ({one['score']:.2f})")
+    assert lines == expected
+
+
 def test_a_phrase_among_given_boxes(trained_run, tmp_path):
     record = saved(trained_run.path)[0]
     given = [[2.0, 3.0, 40.0, 50.0], [30.0, 20.0, 70.0, 61.0]]

@@ -10,13 +10,16 @@ import base64
 import contextlib
 import itertools
 import json
+import math
 import shutil
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -32,6 +35,15 @@ def find_browser() -> str | None:
         if subprocess.run([path, "--version"], capture_output=True, check=False).returncode == 0:
             return path
     return None
+
+
+def browser_or_skip() -> str:
+    """The path of a Chromium; the test that asks is skipped, with the reason, where it cannot drive one."""
+    pytest.importorskip("websockets", reason="websockets is not installed, which drives the browser")
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium is installed; apt-get install chromium lets this test run")
+    return program
 
 
 @contextlib.contextmanager
@@ -105,6 +117,24 @@ class Tab:
 
     def go(self, address: str) -> None:
         self.call("Page.navigate", url=address)
+
+    def resize(self, width: int, height: int) -> None:
+        """Give the window's content another size, in pixels; it stays until the next call."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def colours(self, image: str, places: Sequence[tuple[float, float]]) -> list[list[int]]:
+        """RGB of an image element (an expression) at places of the image itself, in its own pixels."""
+        points = [[math.floor(x), math.floor(y)] for x, y in places]
+        return self.run(
+            f"""(async image => {{
+                await image.decode();
+                const canvas = document.createElement("canvas");
+                [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
+                const context = canvas.getContext("2d");
+                context.drawImage(image, 0, 0);
+                return {points}.map(([x, y]) => [...context.getImageData(x, y, 1, 1).data].slice(0, 3));
+            }})({image})"""
+        )
 
     def place(self, element: str) -> tuple[float, float, float, float]:
         """Left, top, width and height of an element (an expression) in pixels of the window, after scrolling to it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,17 +14,22 @@ from PIL import Image
 
 import e2e_vl
 from detector.pixel_masking import mask_rectangles
+from e2e_vl.api.results import GroundedPhrase
+from e2e_vl.drawing import PALETTE
 from e2e_vl.engine.build import build_model
 from e2e_vl.engine.saving import save_model
 from e2e_vl.explorer.limits import Limits
 from e2e_vl.explorer.pictures import GREY, boxes_of, draw_pointed, draw_regions, to_photo
 from e2e_vl.explorer.session import LONGEST_TEXT, Explorer, Session
 from e2e_vl.explorer.uploads import read_photo
+from e2e_vl.explorer.web_page import _values
 from e2e_vl.samples import Question
 from e2e_vl.text import load_tokenizer
 from tests.weights.starts import replaced
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
+
+PHRASES_ROW = 4  # of the page's values
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +243,50 @@ def test_a_run_that_answers_questions(vqa_run):
     assert draw_pointed(asked, asked.before) is not None and draw_regions(asked.attending(1)) is not None
     hidden = explorer.hide(asked, range(len(asked.before)))
     assert hidden.after.answer.answer and hidden.after.answer.score != asked.before.answer.score
+
+
+def test_the_phrases_of_a_run_that_grounds_them(phrase_run, record):
+    explorer = Explorer(e2e_vl.load(phrase_run, device="cpu"))
+    asked = explorer.ask(Session(read_photo(Path(record["file_name"]), Limits())), "big red star")
+    seen = asked.before
+    phrases, shown = seen.answer.phrases, seen.answer.shown_phrases()
+    assert [one.text for one in phrases] == ["big", "red", "star"]
+    assert all((seen.answer.boxes == np.float32(one.box)).all(axis=1).any() for one in phrases)
+    [(label, box), *others] = boxes_of(seen)
+    assert label != "answer" and box == pytest.approx(seen.answer.box.tolist())
+    assert shown and others == [(f"{one.text} {one.score:.2f}", one.box) for one in shown]
+    lines = said_on_page(asked)[PHRASES_ROW]["value"].split("\n")
+    assert lines == [
+        f"{one.text}: {', '.join(f'{side:.1f}' for side in one.box)}  ({one.score:.2f})" for one in phrases
+    ]
+    assert said_on_page(asked)[PHRASES_ROW]["visible"]
+    assert (draw_pointed(asked, seen) == PALETTE[1]).all(axis=2).sum() > 200
+    hidden = explorer.hide(asked, [0]).after
+    assert [one.text for one in hidden.answer.phrases] == ["big", "red", "star"]
+
+
+def said_on_page(session: Session) -> list:
+    """What the page's components show; without gradio, whose updates are their settings here."""
+    return _values(SimpleNamespace(update=dict), session)
+
+
+def test_phrases_are_drawn_in_other_colours_than_the_answer_and_dashed_where_they_are_unsure(asked):
+    assert said_on_page(asked)[PHRASES_ROW] == {"value": "", "visible": False}, "a run without phrases"
+    here, there = asked.before.answer.box.tolist(), [1.0, 2.0, 60.0, 50.0]
+    pixels = {}
+    for score in (0.9, 0.4):
+        found = [GroundedPhrase("star", (0, 4), here, 0.9), GroundedPhrase("circle", (5, 11), there, score)]
+        look = dataclasses.replace(asked.before, answer=dataclasses.replace(asked.before.answer, phrases=found))
+        label = "circle 0.90" if score == 0.9 else "circle 0.40, unsure"
+        assert boxes_of(look) == [boxes_of(asked.before)[0], (label, there)], "the answer's box is not named twice"
+        drawn = draw_pointed(asked, look)
+        assert (drawn == PALETTE[0]).all(axis=2).sum() > 200
+        scale = drawn.shape[1] / asked.photo.size[1]
+        left, top, bottom = (round(side * scale) for side in (1, 2, 50))
+        pixels[score] = (drawn[top:bottom, left] == PALETTE[1]).all(axis=1).mean()
+    assert pixels[0.9] > 0.7 and pixels[0.4] < 0.7 * pixels[0.9], "the left side of the box"
+    plain = draw_pointed(asked, asked.before)
+    assert not (plain == PALETTE[1]).all(axis=2).any()
 
 
 def test_a_detector_that_describes_proposals_is_asked_in_one_way_before_and_after(trained_run, record):

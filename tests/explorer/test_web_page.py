@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image
 
 import e2e_vl
+from e2e_vl.api.trained_model import TrainedModel
+from e2e_vl.drawing import PALETTE
 from e2e_vl.explorer.limits import Limits
 from e2e_vl.explorer.session import Explorer
 from tests.conftest import cpu_with_one_thread
-from tests.explorer.browser import Tab, find_browser, open_browser
+from tests.explorer.browser import Tab, browser_or_skip, open_browser
 
 pytest.importorskip("gradio", reason='gradio is not installed; pip install "e2e-vl[explore]" lets this test run')
 
@@ -23,25 +28,42 @@ from e2e_vl.explorer.web_page import HIDES, _plain, build_page, serve
 
 LIMITS = Limits(megapixels=0.5, megabytes=0.2)
 # rows of the values that an event returns to a program: without the session, which stays on the server
-PROBLEM, ANSWER, ANSWER_AFTER, BOXES, BOXES_AFTER = range(5)
+PROBLEM, ANSWER, ANSWER_AFTER, BOXES, BOXES_AFTER, PHRASES = range(6)
+SHARPER = 4.0  # factor on the scores of regions before their softmax: the answer stays, and changes of its score grow
+CLEAR_CHANGE = 0.01  # of a score, which the page shows with three decimals
 
 
 @pytest.fixture(scope="module")
 def asked(trained_run) -> SimpleNamespace:
-    """A `file`, its `size` (width, height), a `text`, and the `box` that the evaluation found."""
+    """A `file`, its `size` (width, height), a `text`, the `box` that the evaluation found, and the `far`thest other."""
     record = json.loads((trained_run.path / "predictions_val_online.json").read_text("utf-8"))[0]
-    file = Path(record["file_name"])
-    return SimpleNamespace(file=file, size=Image.open(file).size, text=record["sent"], box=record["box"])
+    file, box = Path(record["file_name"]), record["box"]
+    far = max(record["candidate_boxes"], key=lambda one: math.dist(middle(one), middle(box)))
+    return SimpleNamespace(file=file, size=Image.open(file).size, text=record["sent"], box=box, far=far)
 
 
-@pytest.fixture(scope="module")
-def address(trained_run) -> Iterator[str]:
+def middle(box: list[float]) -> tuple[float, float]:
+    return (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
+
+
+@contextlib.contextmanager
+def served(model: TrainedModel) -> Iterator[str]:
+    """The address of its page."""
     with cpu_with_one_thread():
-        page = build_page(Explorer(e2e_vl.load(trained_run.path, device="cpu")), LIMITS, "A run")
+        page = build_page(Explorer(model), LIMITS, "A run")
         try:
             yield serve(page, LIMITS, host="127.0.0.1", port=None)
         finally:
             page.close()
+
+
+@pytest.fixture(scope="module")
+def address(trained_run) -> Iterator[str]:
+    model = e2e_vl.load(trained_run.path, device="cpu")
+    with torch.no_grad():
+        model.network.task.head.output.weight.mul_(SHARPER)
+    with served(model) as found:
+        yield found
 
 
 def numbers(text: str) -> list[float]:
@@ -58,6 +80,7 @@ def test_a_program_asks_hides_and_is_refused(address, asked, tmp_path):
     shown = visitor.predict(asked.text, api_name="/ask")
     assert numbers(shown[BOXES]) == pytest.approx(asked.box, abs=0.06)
     assert shown[ANSWER] and not shown[ANSWER_AFTER]
+    assert shown[PHRASES]["value"] == "" and not shown[PHRASES]["visible"], "this run grounds no phrases"
     hidden = visitor.predict([0, 1], api_name="/hide")
     assert hidden[ANSWER] == shown[ANSWER] and hidden[ANSWER_AFTER] not in ("", shown[ANSWER])
     other = Client(address, verbose=False, analytics_enabled=False)
@@ -71,6 +94,21 @@ def test_a_program_asks_hides_and_is_refused(address, asked, tmp_path):
         visitor.predict(handle_file(heavy), "", api_name="/photo")
 
 
+def test_a_program_gets_the_phrases_of_a_run_that_grounds_them(phrase_run, asked):
+    from gradio_client import Client, handle_file
+
+    model = e2e_vl.load(phrase_run, device="cpu")
+    answer = model.ask(asked.file, "big red star")
+    with served(model) as address:
+        visitor = Client(address, verbose=False, analytics_enabled=False)
+        visitor.predict(handle_file(asked.file), "", api_name="/photo")
+        phrases = visitor.predict("big red star", api_name="/ask")[PHRASES]
+    lines = phrases["value"].split("\n")
+    assert [line.partition(": ")[0] for line in lines] == ["big", "red", "star"] and phrases["visible"]
+    for line, found in zip(lines, answer.phrases, strict=True):
+        assert numbers(line.partition(": ")[2]) == pytest.approx(found.box, abs=0.06)
+
+
 def test_errors_are_shown_as_they_are():
     assert html.unescape(_plain("a_b <i> & it's")) == "a_b <i> & it's"
     assert not set("_<>'") & set(_plain("a_b <i> it's"))
@@ -78,12 +116,20 @@ def test_errors_are_shown_as_they_are():
 
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory) -> Iterator[Tab]:
-    pytest.importorskip("websockets", reason="websockets is not installed, which drives the browser")
-    program = find_browser()
-    if program is None:
-        pytest.skip("no Chromium is installed; apt-get install chromium lets this test run")
-    with open_browser(program, tmp_path_factory.mktemp("browser")) as found:
+    with open_browser(browser_or_skip(), tmp_path_factory.mktemp("browser")) as found:
         yield found
+
+
+def sides(box: list[float], scale: float) -> list[list[tuple[float, float]]]:
+    """Places on the left, right, upper and lower side of a box in an enlarged picture, without the corners."""
+    x1, y1, x2, y2 = (side * scale for side in box)
+    shares = [number / 10 for number in range(1, 10)]
+    across, down = ([low + share * (high - low) for share in shares] for low, high in ((x1, x2), (y1, y2)))
+    columns, rows = (
+        ([(x, y) for y in down] for x in (x1 + 1, x2 - 1)),
+        ([(x, y) for x in across] for y in (y1 + 1, y2 - 1)),
+    )
+    return [*columns, *rows]
 
 
 def value(name: str) -> str:
@@ -106,20 +152,34 @@ def test_a_visitor_drops_a_photo_asks_and_hides_a_region(tab, address, asked):
     assert tab.wait(value("item")).startswith("2: ")
     tab.wait("!!document.querySelector('#words .score-token')")
 
+    shown = "document.querySelector('#picture img')"
+    wide, high = tab.run(f"[{shown}.naturalWidth, {shown}.naturalHeight]")
+    scale = min(wide / asked.size[0], high / asked.size[1])
+    for side in sides(box, scale):
+        colours = tab.colours(shown, side)
+        assert sum(colour == list(PALETTE[0]) for colour in colours) >= 0.9 * len(colours), (side, colours)
+    assert list(PALETTE[0]) not in tab.colours(shown, [tuple(scale * side for side in middle(box))])
+
     tab.click(f"[...document.querySelectorAll('#click label')].find(one => one.innerText.includes('{HIDES}'))")
-    before = tab.run("document.querySelector('#regions img').src")
     # the picture is as large as the photo, or larger at the right and the bottom
     picture = "document.querySelector('#regions img')"
     wide, high = tab.run(f"[{picture}.naturalWidth, {picture}.naturalHeight]")
     scale = min(wide / asked.size[0], high / asked.size[1])
-    centre = ((box[0] + box[2]) / 2 * scale / wide, (box[1] + box[3]) / 2 * scale / high)
-    tab.click(picture, centre)
-    changed = tab.wait(value("answer-after"))
-    assert changed != answer and tab.run(value("answer")) == answer
-    assert tab.run(value("boxes-after")) and "region" in tab.run("document.querySelector('#hidden').innerText")
-    tab.wait(f"document.querySelector('#regions img').src != '{before}'")
-    tab.click(picture, centre)
-    tab.wait(f"!{value('answer-after')}")
+    score, changes = float(answer.split()[0]), []
+    for one in (box, asked.far):
+        before = tab.run(f"{picture}.src")
+        x, y = middle(one)
+        tab.click(picture, (x * scale / wide, y * scale / high))
+        changed = tab.wait(value("answer-after"))
+        assert tab.run(value("answer")) == answer
+        assert tab.run(value("boxes-after")) and "region" in tab.run("document.querySelector('#hidden').innerText")
+        moved = numbers(tab.run(value("boxes-after"))) != pytest.approx(box, abs=0.06)
+        changes.append(1.0 if moved else abs(float(changed.split()[0]) - score))
+        tab.wait(f"{picture}.src != '{before}'")
+        tab.click(picture, (x * scale / wide, y * scale / high))
+        tab.wait(f"!{value('answer-after')}")
+    near, far = changes
+    assert near >= CLEAR_CHANGE and near > 2 * far, changes
 
     hosts = {one.split("/")[2] for one in tab.requests if one.startswith("http")}
     assert hosts == {address.split("/")[2]}, "the page asks nobody else"

@@ -147,6 +147,21 @@ def test_a_wide_picture_has_a_row_of_its_own(run):
     assert wide.shape[1] > 1000  # labels would be illegible in a small one
 
 
+def test_wrong_relations_say_whether_the_landmark_was_right(run):
+    def related(said: str, **known) -> dict:
+        found = [{"text": "cup", "box": [50, 10, 80, 50], "score": 0.9}]
+        found.append({"text": "the bowl", "box": [1.2, 2, 3, 4], "score": 0.4, **known})
+        return record(sent=said, correct=0.0, family="relation", grounded=found)
+
+    wrong = [related("a", correct=True), related("b", correct=True), related("c", correct=False), related("d")]
+    words = text_of(report(run, *wrong, record(sent="fine")))
+    assert "such as the landmark of a relation second phrases right not right relation 2 1 Pictures show" in words
+    cup = "phrases: cup: x 50 to 80, y 10 to 50 (0.90); the bowl: x 1 to 3, y 2 to 4 (0.40"
+    for said, end in (("a", ", right)"), ("c", ", wrong)"), ("d", ")")):
+        assert f"{said} wrong: blue (0.26) {cup}{end}" in words
+    assert "second phrases" not in text_of(report(run, wrong[-1], record(sent="fine")))
+
+
 def test_a_prediction_without_a_picture_says_why(run):
     page = report(run, record(lost="a.tar: b.jpg"), {"sent": "no image", "correct": 1.0})
     assert "No picture: Image a.tar: b.jpg does not exist." in text_of(page)

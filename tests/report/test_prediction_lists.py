@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from e2e_vl.report.prediction_lists import Sampled, list_predictions
+from e2e_vl.report.prediction_lists import Sampled, list_predictions, phrase_line
 from e2e_vl.tasks.base import PredictionWords
 
 
@@ -100,3 +100,39 @@ def test_a_prediction_of_several_items_has_several_mistakes():
         )
     ]
     assert list_predictions(data, FakeTask(), 0, 0).mistakes == [("red", "blue", 2)]
+
+
+def phrases(*correct: bool | None) -> list[dict]:
+    """Phrases of a prediction; None: the right box is unknown."""
+    base = {"text": "a star", "box": [9.6, 20.2, 30.0, 40.4], "score": 0.25}
+    return [base | ({} if one is None else {"correct": one}) for one in correct]
+
+
+def test_wrong_relations_are_counted_by_whether_the_landmark_was_right():
+    def wrong(*correct: bool | None, **changes) -> dict:
+        return {"id": "", "group": "relation", "correct": 0.0, "grounded": phrases(*correct), **changes}
+
+    right, missed, unknown = wrong(False, True), wrong(True, False), wrong(False, None)
+    assert list_predictions([right, missed, unknown], FakeTask(), 9, 0).grounded == {
+        "relation": Counter(right=1, wrong=1)
+    }
+    more = [
+        *(wrong(True), wrong()),  # without a second phrase
+        *(wrong(False, True, False), wrong(False, None, True)),  # all that are known must be right
+        *(wrong(True, True, correct=1.0), wrong(True, True, correct=0.5), wrong(True, True, correct=None)),
+        wrong(True, False, group="attribute"),
+        {"id": "", "group": "none", "correct": 0.0},
+    ]
+    assert list_predictions([right, missed, unknown, *more], FakeTask(), 9, 0).grounded == {
+        "relation": Counter(right=2, wrong=2),
+        "attribute": Counter(wrong=1),
+    }
+    assert list_predictions([unknown], FakeTask(), 9, 0).grounded == {}
+
+
+def test_phrases_are_said_with_their_boxes():
+    assert phrase_line({}) == ""
+    nowhere = {"text": "it", "box": None, "score": 0.0}
+    place = "a star: x 10 to 30, y 20 to 40 (0.25"
+    said = phrase_line({"grounded": [*phrases(True, False, None), nowhere]})
+    assert said == f"{place}, right); {place}, wrong); {place}); it: no region (0.00)"

@@ -12,7 +12,7 @@ import pytest
 from e2e_vl.drawing import BLUE, GREEN, RED
 from e2e_vl.evaluation.refexp import CONVENTIONS
 from e2e_vl.samples import Categories
-from e2e_vl.tasks.base import PredictionWords, Task
+from e2e_vl.tasks.base import PredictionWords, Task, phrase_marks
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
 from e2e_vl.tasks.refcoco import OTHER_COLOURS, ReferringConfig, ReferringTask
 from e2e_vl.tasks.vcr import VCRTask
@@ -55,6 +55,42 @@ def test_phrases_have_other_colours_and_the_first_is_left_out_where_it_names_the
     assert coloured(picture, OTHER_COLOURS[0]).sum() > 100 and not coloured(picture, OTHER_COLOURS[1]).any()
     picture = ReferringTask(8).draw(record(grey, grounded=[other, own | {"score": 0.1}]))
     assert coloured(picture, OTHER_COLOURS[0]).any() and not coloured(picture, OTHER_COLOURS[1]).any()
+
+
+def test_an_unsure_landmark_of_a_wrong_answer_is_dashed(grey):
+    own = {"text": "a cat", "box": [50, 10, 80, 50], "score": 0.9, "correct": False}
+    landmark = {"text": "a dog", "box": [5, 5, 30, 30], "score": 0.3, "correct": False}
+    shown = {}
+    for name, score, correct in (
+        ("clear", 0.9, 0.0),
+        ("unsure", 0.3, 0.0),
+        ("right", 0.3, 1.0),
+        ("unknown", 0.3, None),
+    ):
+        marks = [own, landmark | {"score": score}]
+        assert len(phrase_marks({"grounded": marks, "correct": correct})[0]) == (
+            2 if name in ("clear", "unsure") else 1
+        )
+        if correct is not None:
+            drawn = ReferringTask(8).draw(record(grey, grounded=marks, correct=correct, gt_box=[82, 52, 88, 58]))
+            shown[name] = coloured(drawn, OTHER_COLOURS[0])
+    scale = 480 / 90
+    edge = {name: one[round(5 * scale) : round(30 * scale), round(5 * scale) + 1].mean() for name, one in shown.items()}
+    assert edge["clear"] > 0.9 and 0.3 < edge["unsure"] < 0.7, "the left side of the box"
+    assert not shown["right"].any()
+    _, labels, unsure = phrase_marks({"grounded": [own, landmark], "correct": 0.0}, 1)
+    assert (labels, unsure) == (["a dog? 0.30, unsure"], [True])
+    nowhere = {"text": "a star", "box": None, "score": 0.0}
+    assert phrase_marks({"grounded": [own, nowhere], "correct": 0.0}) == ([own["box"]], ["a cat?"], [False])
+
+
+def test_phrases_of_an_answer_in_words_are_drawn(grey):
+    clear, unsure = ({"text": "a cat", "box": [5, 5, 40, 40], "score": score} for score in (0.9, 0.2))
+    blank = Task.draw(None, {"file_name": grey})
+    assert (Task.draw(None, {"file_name": grey, "grounded": [clear]}) != blank).any()
+    for correct, is_drawn in ((0.0, True), (0.3, False), (1.0, False), (None, False)):
+        own = {"file_name": grey, "grounded": [unsure | {"box": None}, unsure], "correct": correct}
+        assert (Task.draw(None, own) != blank).any() == is_drawn
 
 
 def test_the_truth_is_drawn_where_it_is(grey):

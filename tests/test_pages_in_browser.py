@@ -1,0 +1,157 @@
+"""The pages that a run and an analysis write, in a real browser: nothing is cut off, whatever the window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from e2e_vl.analysis.attention_choices import AttentionChoices
+from e2e_vl.analysis.attention_figures import draw_entity_figure, draw_relation_figure
+from e2e_vl.analysis.attention_page import write_page
+from e2e_vl.analysis.attention_tables import AttentionResults
+from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, MeasureKey
+from e2e_vl.analysis.measures import HeadSums
+from e2e_vl.analysis.overlays import Overlay
+from e2e_vl.config import RunConfig, save_config
+from e2e_vl.report.page import write_report
+from e2e_vl.run_files import RunLog, write_json
+from e2e_vl.structures import AttentionGraph
+from e2e_vl.tasks.refcoco import ReferringTask
+from tests.explorer.browser import Tab, browser_or_skip, open_browser
+
+WINDOWS = {"wide": (1600, 900), "narrow": (360, 740)}  # pixels, as of a large screen and of a telephone
+# Elements with words or pictures of their own that are not wholly in the window, unless they lie in a part that can be
+# scrolled and is itself in the window, and boxes whose content is wider than they are and cannot be scrolled.
+CUT = """
+(() => {
+    const scrolls = one => ["auto", "scroll"].includes(getComputedStyle(one).overflowX);
+    const outside = one => (r => r.left < -1 || r.right > window.innerWidth + 1)(one.getBoundingClientRect());
+    const inScrolled = one => {
+        for (let above = one.parentElement; above; above = above.parentElement)
+            if (scrolls(above)) return !outside(above);
+        return false;
+    };
+    const own = one => one.tagName === "IMG"
+        || [...one.childNodes].some(node => node.nodeType === Node.TEXT_NODE && node.textContent.trim());
+    return [...document.body.querySelectorAll("*")].filter(one => {
+        if (!own(one) || !one.getClientRects().length) return false;
+        if (outside(one) && !inScrolled(one)) return true;
+        return one.clientWidth && one.scrollWidth > one.clientWidth + 1 && !scrolls(one) && !inScrolled(one);
+    }).map(one => one.outerHTML.slice(0, 200));
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory) -> Iterator[Tab]:
+    with open_browser(browser_or_skip(), tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+def check_page(tab: Tab, page: Path, window: str) -> None:
+    """Every picture is shown, and nothing is cut off, in a window of this size."""
+    tab.resize(*WINDOWS[window])
+    tab.go(page.as_uri())
+    tab.wait(f"document.readyState === 'complete' && location.href === '{page.as_uri()}'")
+    assert tab.run("window.innerWidth") == WINDOWS[window][0]
+    images = "[...document.images]"
+    assert tab.run(f"{images}.length") > 3
+    tab.wait(f"{images}.every(one => one.complete && one.naturalWidth > 0)")
+    tab.run("document.querySelectorAll('details').forEach(one => one.open = true)")
+    assert tab.run("document.documentElement.scrollWidth") <= WINDOWS[window][0]
+    assert (found := tab.run(CUT)) == [], found
+    assert not [one for one in tab.requests if one.startswith("http")], "a page loads nothing else"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> Path:
+    """The report of a run with images of any shape, long words, all outcomes, and wrong relations."""
+    folder = tmp_path_factory.mktemp("run_with_a_long_name_" + 8 * "and_no_space")
+    records = []
+    for number, size in enumerate([(900, 60), (60, 900), (30, 40), (1200, 1600)]):
+        file = folder / f"image{number}.png"
+        cv2.imwrite(str(file), np.full(size, 120 + number, np.uint8))
+        height, width = size
+        box, other = [0, 0, width / 2, height / 2], [width / 2, height / 2, width, height]
+        phrases = [
+            {"text": "an elephant", "box": box, "score": 0.9, "correct": False},
+            {"text": "the otorhinolaryngologists", "box": other, "score": 0.3, "correct": bool(number % 2)},
+        ]
+        for family, correct in (("relation", 0.0), ("attribute", 1.0)):
+            record = {"file_name": str(file), "sent": "an elephant near the " + "otorhinolaryngologists" * 3}
+            record |= {"box": box, "gt_box": other, "score": 0.5, "correct": correct, "grounded": phrases}
+            record |= {"family": family, "candidate_boxes": [box, other], "image_size": list(size)}
+            records.append(record | {"category": "elephant", "class": "a class with a long name"})
+    config = RunConfig(output=str(folder / ("a_folder" * 12)))
+    save_config(config, folder / "config.yaml")
+    write_json(folder / "predictions_val_online.json", records)
+    metrics = {f"val/accuracy_{boxes}_boxes": 0.5 for boxes in ("gt", "detected", "own")}
+    metrics |= {f"{name}/{family}": 0.25 for name in metrics for family in ("relation", "attribute", "superlative")}
+    write_json(folder / "metrics.json", metrics | {"parameters": {"task": 3}, "seconds": 1.5})
+    log = RunLog(folder / "log.jsonl", enabled=True)
+    for step in range(1, 30):
+        log.write(step, "train", {"loss": 1 / step, "referring": 1 / step})
+    return write_report(folder, config, ReferringTask(8))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_nothing_of_a_report_is_cut_off(tab, report, window):
+    check_page(tab, report, window)
+
+
+@pytest.fixture(scope="module")
+def analysis(tmp_path_factory) -> Path:
+    """The page of an analysis of two graphs with 12 layers and heads, many relations, and pictures of any shape."""
+    folder = tmp_path_factory.mktemp("analysis")
+    graphs = {"joint": AttentionGraph(tuple(range(12))), "cross": AttentionGraph((0, 1))}
+    labels = ["amod", "nsubjpass", "prep_of_a_very_long_relation", "det", "pobj", "dobj"]
+    generator = np.random.default_rng(0)
+    sums = {}
+    for graph, stated in graphs.items():
+        shape = (len(stated.steps), 12)
+        for key in (MeasureKey(graph, ENTITIES), *(MeasureKey(graph, RELATIONS, label) for label in ("all", *labels))):
+            sums[key] = some_sums(shape, generator)
+    results = AttentionResults(
+        *("a_run_with_a_long_name" * 4, "visual_bert", "flickr30k", "val", "gt", "/parses" * 20 + ".conllu"),
+        AttentionChoices(),
+        graphs,
+        sums,
+        {"captions": 12345, "phrases that have no box": 7},
+        dict.fromkeys(graphs, labels),
+        1000,
+    )
+    figures = {}
+    for graph in graphs:
+        figures[f"entities_{graph}.png"] = draw_entity_figure(results, graph)
+        figures[f"relations_{graph}.png"] = draw_relation_figure(results, graph)
+    return write_page(folder / "attention.html", results, figures, some_overlays(folder))
+
+
+def some_sums(shape: tuple[int, int], generator: np.random.Generator) -> HeadSums:
+    """Of 1,000 examples."""
+    names = (LARGEST, CONFIDENCE, "chance")
+    hits, attention = (torch.from_numpy(1000 * generator.random(shape)) for _ in range(2))
+    return HeadSums(hits, attention, dict.fromkeys(names, 250.0), 1000, 1000)
+
+
+def some_overlays(folder: Path) -> list[Overlay]:
+    found = []
+    for number, size in enumerate([(1280, 160), (160, 1280), (480, 640)]):
+        file = folder / f"{number}.png"
+        cv2.imwrite(str(file), np.full(size, 100 + number, np.uint8))
+        title = f"“{'otorhinolaryngologists' * 3}”, joint:0-{number}"
+        found.append(Overlay(7, "a caption with " + "honorificabilitudinitatibus" * 3, "joint", title, "right", file))
+    return [
+        *found,
+        Overlay(8, "another caption", "cross", "a word", "", None, "/no_such_folder" * 9 + ".png is missing"),
+    ]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_nothing_of_an_analysis_is_cut_off(tab, analysis, window):
+    check_page(tab, analysis, window)
