@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,38 @@ def parse_plain_json(text: str | bytes, name: str) -> Any:
         raise UserError(f"{name} holds {error}, which is not JSON; get the file again.") from None
     except ValueError as error:  # Python reads no number of more than 4,300 digits
         raise UserError(f"{name} holds a number of too many digits; get the file again.") from error
+    if has_half_characters(text, found):
+        raise UserError(f"{name}: a text holds half of a character (a lone surrogate); get the file again.")
     problem = _out_of_bounds(found)
     if problem is not None:
         raise UserError(f"{name}: {problem}; get the file again.")
     return found
 
 
+def has_half_characters(text: str | bytes, found: Any) -> bool:
+    """Whether a text of a parsed JSON value has half of a character, which no tokenizer takes and no file can hold.
+
+    Args:
+        text: what was parsed; most texts hold nothing that may mean such a half, so that the value is not looked at.
+        found: the value.
+    """
+    may_be = _HALVES[type(text) is not str].search(text)
+    below = [found] if may_be else []
+    while below:
+        value = below.pop()
+        if isinstance(value, str):
+            if _HALF.search(value):
+                return True
+        elif isinstance(value, dict):
+            below += [*value, *value.values()]
+        elif isinstance(value, list):
+            below += value
+    return False
+
+
+_HALF = re.compile("[\ud800-\udfff]")
+# as an escape, or as it is; characters outside the basic plane are escaped as two halves
+_HALVES = (re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]"), re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]"))
 _TOO_DEEP = f"its lists and objects are more than {MAX_DEPTH} deep in each other"
 
 

@@ -9,7 +9,6 @@ Shape legend: see `detector/structures.py`.
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Collection, Iterable
@@ -19,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from detector.errors import UserError
+from detector.plain_json import has_half_characters
 
 Found = TypeVar("Found")
 
@@ -98,11 +98,14 @@ def parsed_json(data: bytes | str, subject: str, remedy: str = "copy or download
         UserError: the text is not JSON, is nested too deeply, or holds a number of thousands of digits.
     """
     try:
-        return json.loads(data)
+        value = json.loads(data)
     except RecursionError as error:
         raise UserError(f"{subject} not valid JSON (lists within lists, too many to read); {remedy}") from error
     except ValueError as error:
         raise UserError(f"{subject} not valid JSON ({error}); {remedy}") from error
+    if has_half_characters(data, value):
+        raise UserError(f"{subject} not valid JSON (a text has half of a character, a lone surrogate); {remedy}")
+    return value
 
 
 def as_written(numbers: Iterable[float]) -> list[float]:
@@ -138,29 +141,27 @@ _LIMITS = ((">= ", "from {} on"), ("> ", "above {}"), ("<= ", "up to {}"), ("< "
 
 
 def _with_whole_numbers(kind: type[Found], value: Any, where: str, remedy: str, error: Exception) -> Found:
-    """The value with whole numbers in the place of floats such as 640.0 where whole numbers are declared.
+    """The value with whole numbers in the place of floats such as 640.0, if whole numbers are declared.
 
     Raises:
         UserError: that is not what is wrong with it.
     """
-    is_own = False
-    while isinstance(error, msgspec.ValidationError):
-        what, path = _parts(error)
-        steps = _steps(kind, value, path)
-        found = _at(value, steps)
-        if not (steps and what.startswith("Expected `int") and type(found) is float and found.is_integer()):
-            break
-        if not is_own:
-            value, is_own = copy.deepcopy(value), True
-        holder = _at(value, steps[:-1])
-        if not isinstance(holder, dict | list):
-            break
-        holder[steps[-1]] = int(found)
+    if isinstance(error, msgspec.ValidationError) and _parts(error)[0].startswith("Expected `int"):
         try:
+            value = _whole_numbers(value)
             return msgspec.convert(value, kind)
         except MISFITS as other:
             error = other
     raise UserError(f"{where}{_complaint(kind, value, error, remedy)}") from error
+
+
+def _whole_numbers(value: Any) -> Any:
+    """A copy in which every float that is a whole number is an int; msgspec takes an int where a float is declared."""
+    if isinstance(value, dict):
+        return {key: _whole_numbers(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_whole_numbers(part) for part in value]
+    return int(value) if type(value) is float and value.is_integer() and abs(value) < 2**53 else value
 
 
 def _complaint(kind: type, value: Any, error: Exception, remedy: str) -> str:

@@ -155,8 +155,15 @@ def build_vocabulary(sentences: Iterable[str], path: str | Path) -> list[str]:
 
 
 def word_pieces(text: str, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Wordpiece ids of each word; words end at white space and at punctuation, which is a word of its own."""
-    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    """Wordpiece ids of each word; words end at white space and at punctuation, which is a word of its own.
+
+    Raises:
+        UserError: the text has half of a character (a lone surrogate).
+    """
+    try:
+        encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    except TypeError as error:  # annotations in JSON are refused before; those in pickles come here
+        raise UserError(f"The text {text!r:.200} has half of a character; correct it in the annotations.") from error
     pairs = zip(encoding.word_ids, encoding.ids, strict=True)
     return [[piece for _, piece in word] for _, word in itertools.groupby(pairs, key=operator.itemgetter(0))]
 

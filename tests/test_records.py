@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -123,8 +124,10 @@ def test_texts_that_are_not_json(text: str | bytes):
 
 
 def test_what_only_pythons_decoder_reads_is_read_too():
-    text = r'{"id": 1, "corners": [1, 2, 3, 4], "note": "\ud83d", "more": NaN}'
-    assert decoded(Row, text, "f").note == "\ud83d"
+    text = r'{"id": 1, "corners": [1, 2, 3, 4], "note": "\ud83d\ude00", "more": NaN}'
+    assert decoded(Row, text, "f").note == "\U0001f600"
+    with pytest.raises(UserError, match=r"^f is not valid JSON \(a text has half of a character, a lone surrogate\)"):
+        decoded(Row, text.replace(r"\ude00", ""), "f")
     with pytest.raises(UserError, match=r"f \(seven\): corners\[0\] is nan, expected a finite number"):
         decoded(Row, '{"id": 1, "corners": [NaN, 2, 3, 4], "name": "seven"}', "f", key="name")
 
@@ -133,3 +136,15 @@ def test_values_are_shown_in_short():
     assert cut_text("a" * 200).endswith("...") and len(cut_text("a" * 200)) < 120
     assert cut_text(10**5000) == "a int too long to show"
     assert as_written((1.0, 2.5)) == [1, 2.5]
+
+
+def test_many_floats_where_whole_numbers_are_declared_take_one_pass():
+    class Many(Record):
+        numbers: dict[str, int]
+
+    floats = {"numbers": {str(number): float(number) for number in range(20_000)}}
+    started = time.process_time()
+    assert checked(Many, floats, "f").numbers == {str(number): number for number in range(20_000)}
+    assert time.process_time() - started < 1
+    with pytest.raises(UserError, match=r"numbers\.7 is 7.5, expected"):
+        checked(Many, {"numbers": {**floats["numbers"], "7": 7.5}}, "f")

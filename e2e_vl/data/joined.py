@@ -273,4 +273,7 @@ def _kept_texts(name: str, part: PartSettings, dataset: VLDataset, root: Path) -
 
 
 def _read_ids(path: Path) -> set[str]:
-    return set(require_file(path, "list of image ids").read_text(encoding="utf-8").split())
+    try:
+        return set(require_file(path, "list of image ids").read_text(encoding="utf-8").split())
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a UTF-8 text file; write the list of image ids again") from error

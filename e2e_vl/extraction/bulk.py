@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import glob
 import json
 import logging
 import os
@@ -148,6 +149,8 @@ def _prepare(job: ExtractionJob) -> list[str] | None:
     """Ids of images without features, after the folder and its stamp are made or checked; None: all is finished."""
     folder = job.folder
     shutil.rmtree(_to_be_removed(folder), ignore_errors=True)
+    for index in job.output.parent.glob(glob.escape(f".{job.output.name}.json.") + "*.part"):  # of a TSV file, cut off
+        index.unlink()
     stamp = json.loads(json.dumps(job.stamp))
     wanted = {image.id for image in job.images}
     if job.layout != "npz" and job.output.exists() and not folder.exists():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from detector.errors import UserError
 from e2e_vl.data.base import open_options
 from e2e_vl.data.flickr30k import Flickr30KDataset
 from e2e_vl.data.formats.flickr_entities import parse_sentence, read_annotation, read_image_ids, read_sentences
@@ -160,3 +162,23 @@ def test_damaged_lists_of_images_are_named(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(ValueError, match=message):
         read_image_ids(path)
+
+
+def test_brackets_without_an_end_take_one_pass():
+    started = time.process_time()
+    with pytest.raises(UserError, match="is no phrase such as"):
+        parse_sentence("[/EN#1/a " * 20_000)
+    with pytest.raises(UserError, match="is no phrase such as"):
+        parse_sentence("[/EN#1/" * 20_000)
+    assert time.process_time() - started < 2
+
+
+def test_an_annotation_in_another_encoding(tmp_path):
+    for encoding in ("rot13", "utf-7", "idna"):
+        path = tmp_path / f"{encoding}.xml"
+        path.write_text(f'<?xml version="1.0" encoding="{encoding}"?><annotation><size/></annotation>')
+        with pytest.raises(UserError, match=rf"{encoding}\.xml: "):
+            read_annotation(path)
+    path.write_bytes('<!DOCTYPE x [<!ENTITY a "b">]><annotation/>'.encode("utf-16"))
+    with pytest.raises(UserError, match="is not a UTF-8 text file"):
+        read_annotation(path)

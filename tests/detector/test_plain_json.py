@@ -40,11 +40,18 @@ def test_a_fault_is_one_short_sentence_soon(content: bytes, problem: str, tmp_pa
     assert time.process_time() - begin < 5
 
 
+@pytest.mark.parametrize("text", [r'{"a": ["\ud83d"]}', r'{"\uDe00": 1}', b'["\xed\xa0\xbd"]'])
+def test_half_a_character_is_refused(text: str | bytes):
+    with pytest.raises(UserError, match=r"^x( is not JSON|: a text holds half of a character)"):
+        parse_plain_json(text, "x")
+    assert parse_plain_json(r'["\ud83d\ude00", "\\ud83d"]', "x") == ["\U0001f600", "\\ud83d"]
+
+
 def test_kinds_keys_and_sizes(tmp_path: Path):
     path = tmp_path / "step.json"
     with pytest.raises(MissingFileError, match=r"step\.json: no such file"):
         read_plain_json(path)
-    path.write_text('[{"a": 1, "b": [1e3, -5, "\\ud800", null, 1000000000000000019884624838656]}]')
+    path.write_text('[{"a": 1, "b": [1e3, -5, "\\ud83d\\ude00", null, 1000000000000000019884624838656]}]')
     assert read_plain_json(path, list)[0]["b"][4] == int(1e30)
     assert read_plain_json(path, None) == read_plain_json(path, list)
     with pytest.raises(UserError, match=r"step\.json does not hold an object of names and values"):

@@ -17,7 +17,10 @@ from detector.errors import UserError
 from e2e_vl.data.storage.files import require_file
 
 COLUMNS = 10
-_WORD, _SEVERAL, _EMPTY = (re.compile(form) for form in (r"[1-9]\d*", r"([1-9]\d*)-([1-9]\d*)", r"\d+\.\d+"))
+# up to nine digits: Python refuses to turn thousands of them into a number
+_WORD, _SEVERAL, _EMPTY, _WORD_OR_ROOT = (
+    re.compile(form, re.ASCII) for form in (r"[1-9]\d{0,8}", r"([1-9]\d{0,8})-([1-9]\d{0,8})", r"\d+\.\d+", r"\d{1,9}")
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ def _sentence(path: Path, rows: list[tuple[int, list[str]]]) -> list[ParsedWord]
             continue
         if not _WORD.fullmatch(number) or int(number) != len(words) + 1:
             raise UserError(f"{where}: word {number!r} stands where word {len(words) + 1} should; repair the file")
-        if not governor.isdecimal() or relation in ("", "_"):
+        if not _WORD_OR_ROOT.fullmatch(governor) or relation in ("", "_"):
             raise UserError(
                 f"{where}: the governor is {governor!r} and the relation {relation!r}; a number and a label are "
                 "expected, parse the sentence again"
@@ -94,20 +97,21 @@ def _sentence(path: Path, rows: list[tuple[int, list[str]]]) -> list[ParsedWord]
         raise UserError(f"{path}, line {rows[-1][0]}: the words {first}-{last} are not all there; repair the file")
     if not words:
         raise UserError(f"{path}, line {rows[0][0]}: a sentence without words; repair the file")
+    leads: set[int] = {-1}  # words whose governors lead to the root, which is -1
     for row, line in enumerate(lines):
-        _require_root(words, row, f"{path}, line {line}")
+        _require_root(words, row, leads, f"{path}, line {line}")
     return words
 
 
-def _require_root(words: list[ParsedWord], row: int, where: str) -> None:
-    """Raises ValueError unless the governors of a word lead to the root."""
-    at = row
-    for _ in range(len(words)):
+def _require_root(words: list[ParsedWord], row: int, leads: set[int], where: str) -> None:
+    """Raises ValueError unless the governors of a word lead to the root; adds the words on the way to `leads`."""
+    at, way = row, set()
+    while at not in leads and at not in way and at < len(words):
+        way.add(at)
         at = words[at].governor
-        if at == -1:
-            return
-        if at >= len(words):
-            break
+    if at in leads:
+        leads |= way
+        return
     raise UserError(
         f"{where}: the governors of word {row + 1} do not lead to a root among the {len(words)} words of its sentence; "
         "parse the sentence again"

@@ -25,7 +25,7 @@ from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.records import cut_text
 
-_PHRASE = re.compile(r"\[/EN#(\d+)((?:/[^\s/\]]+)+)\s([^\]]*)\]")
+_PHRASE = re.compile(r"\[/EN#(\d+)((?:/[^\s/\[\]]+)+)\s([^\[\]]*)\]")
 _LONGEST_ID = 64  # characters
 _LARGEST = 10**9  # pixels
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
@@ -119,8 +119,11 @@ def read_annotation(path: str | Path) -> AnnotatedImage:
             object are named.
     """
     path = require_file(path, "annotation")
-    content = path.read_bytes()
-    if b"<!DOCTYPE" in content or b"<!ENTITY" in content:  # could make the parser expand a small file to a huge one
+    try:
+        content = path.read_text(encoding="utf-8-sig")  # whatever encoding the file claims to have
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: the annotation is not a UTF-8 text file; copy or download it again") from error
+    if "<!DOCTYPE" in content or "<!ENTITY" in content:  # could make the parser expand a small file to a huge one
         raise UserError(f"{path}: the annotation declares a document type or entities; copy or download it again")
     try:
         root = ElementTree.fromstring(content)

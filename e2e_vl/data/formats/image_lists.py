@@ -15,7 +15,7 @@ from detector.errors import UserError
 from e2e_vl.data.formats.coco import read_instances
 from e2e_vl.data.storage.files import checked_records, corners_of, read_json, require_file
 from e2e_vl.file_names import inside, name_of, require_distinct
-from e2e_vl.records import Box, FourNumbers, Id, Name, Number, Record, checked
+from e2e_vl.records import Box, FourNumbers, Id, Name, Number, Record, Score, checked
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
@@ -34,6 +34,8 @@ class _GivenDetection(Record):
     bbox: Box | None = None  # COCO's results
     box: Box | None = None  # MAttNet's
     det_id: Number | None = None
+    score: Score | None = None
+    category_id: Number | None = None
 
 
 @dataclasses.dataclass(frozen=True)

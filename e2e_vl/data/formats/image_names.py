@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from detector.errors import UserError
 from e2e_vl.data.formats.coco import CocoInstances
 from e2e_vl.file_names import inside, is_name_pattern, shown
 from e2e_vl.samples import SampleImage
+
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +48,7 @@ def instances_image(instances: CocoInstances, image_id: str, file: Path) -> Samp
 
 def require_instances(instances: CocoInstances, image_ids: Iterable[str]) -> None:
     """Raises ValueError unless the instances list all images."""
-    missing = [name for name in image_ids if not name.isdigit() or int(name) not in instances.images]
+    missing = [name for name in image_ids if not _NUMBER.fullmatch(name) or int(name) not in instances.images]
     if missing:
         raise UserError(
             f"{instances.path}: has no image {missing[0]} and {len(set(missing)) - 1} more of the texts; use the "

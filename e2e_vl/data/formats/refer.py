@@ -20,7 +20,7 @@ from e2e_vl.data.formats.coco import read_instances
 from e2e_vl.data.storage.files import checked_records, read_json, require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import ChosenRecords, RecordTable
-from e2e_vl.records import Id, Record, checked
+from e2e_vl.records import Id, Record, Words, checked
 
 
 class _Ref(Record):
@@ -34,7 +34,7 @@ class _Ref(Record):
 
 class _Sentence(Record):
     sent_id: Id
-    sent: str
+    sent: Words
     family: str | None = None
 
 

@@ -55,6 +55,8 @@ def _read(file: BinaryIO, only: tuple[str, ...] | None) -> dict[str, np.ndarray]
     arrays = {}
     for name, member in members.items():
         key = name.removesuffix(".npy")
+        if key in arrays:
+            raise ValueError(f"it has two arrays of the name {key}")
         if only is None or key in only:
             arrays[key] = _array(read_member(file, member), key)
     return arrays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,23 @@ def test_damaged_lines_are_named(tmp_path, text, message):
     path = written(tmp_path, text)
     with pytest.raises(ValueError, match=rf"parses\.conllu, {message}"):
         list(read_conllu(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "old", "new"), [(2, "1\t", "9" * 5000 + "\t"), (2, "\t4\t", "\t" + "9" * 5000 + "\t")]
+)
+def test_numbers_of_thousands_of_digits(tmp_path, line, old, new):
+    with pytest.raises(ValueError, match=r"parses\.conllu, line 2: "):
+        list(read_conllu(written(tmp_path, changed(line, old, new))))
+
+
+def test_a_long_chain_of_governors_takes_one_pass(tmp_path):
+    number = 20_000
+    rows = [f"{row}\tx\t_\tNOUN\t_\t_\t{(row + 1) % (number + 1)}\tdep\t_\t_" for row in range(1, number + 1)]
+    started = time.process_time()
+    [words] = read_conllu(written(tmp_path, "\n".join(rows) + "\n"))
+    assert len(words) == number and words[-1].governor == -1
+    assert time.process_time() - started < 2
 
 
 def test_a_file_that_is_missing_or_no_text(tmp_path):

@@ -107,7 +107,7 @@ def test_numbers_in_quotes_are_points_too(tiny):
 
 
 def test_a_question_is_kept_as_it_is(tiny):
-    tiny.lines[1] |= {"family": "why", "question": ["\ud83d", "\u4e2d", [0]], "number": 2**70}
+    tiny.lines[1] |= {"family": "why", "question": ["\U0001f600", "\u4e2d", [0]], "number": 2**70}
     question = VCRFile(tiny.write().file)[1]
     wanted = {key: value for key, value in tiny.lines[1].items() if key not in ("movie", "number")}
     assert dataclasses.asdict(question) == wanted

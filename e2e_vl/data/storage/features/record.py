@@ -23,6 +23,7 @@ OPTIONAL = {
     "attribute_scores": np.float32,
     "box_ids": np.int64,
 }
+LONGEST_SIDE = 10**9  # of an image, pixels
 TOLERANCE = 1.0  # pixels by which a box may leave its image
 ROUNDING = 1e-3  # by which a probability may leave 0 to 1: half precision
 
@@ -52,6 +53,8 @@ class RegionFeatures:
                 f"image {self.image_id}: boxes {list(self.boxes.shape)} and features {list(self.features.shape)} do "
                 "not fit together; expected [R, 4] and [R, D]"
             )
+        if len(self) and not self.features.shape[1]:
+            raise UserError(f"image {self.image_id}: the features of its {len(self)} regions have no columns")
         for name in OPTIONAL:
             column = getattr(self, name)
             if column is not None and column.shape != (len(self),):
@@ -92,17 +95,35 @@ def load_npz(file: Path | BinaryIO, where: str | None = None) -> RegionFeatures:
     where = where or str(file)
     arrays = read_npz(file, where)
     try:
-        height, width = arrays["image_size"].tolist()
-        return RegionFeatures(
-            image_id=str(arrays["image_id"]),
-            image_size=(int(height), int(width)),
-            boxes=arrays["boxes"].astype(np.float32, copy=False),
-            features=arrays["features"].astype(np.float32, copy=False),
-            image_feature=arrays.get("image_feature"),
-            **{name: arrays[name].astype(kind, copy=False) for name, kind in OPTIONAL.items() if name in arrays},
-        )
+        height, width = as_column("image_size", arrays["image_size"], np.int64).tolist()
+        names = ("boxes", "features", "image_feature", *OPTIONAL)
+        columns = {name: as_column(name, arrays[name]) for name in names if name in arrays or name in names[:2]}
+        return RegionFeatures(image_id=str(arrays["image_id"]), image_size=(height, width), **columns)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(f"{where}: no readable file of region features ({error}); extract the image again") from error
+
+
+def as_column(name: str, values: np.ndarray, kind: type[np.number] | None = None) -> np.ndarray:
+    """An array of a file in the type of this project.
+
+    Args:
+        name: of the array, for the error.
+        kind: float32 or int64; None: what the column of that name has.
+
+    Raises:
+        ValueError: it holds other things than numbers, or int64 is declared and it has fractions, NaN or numbers that
+            are too large.
+    """
+    kind = kind or OPTIONAL.get(name, np.float32)
+    if values.dtype.kind not in "fiu":
+        raise ValueError(f"{name} holds {values.dtype}")
+    is_small = kind is np.float32 or not values.size or _LEAST <= values.min() <= values.max() <= -_LEAST
+    if not is_small or (kind is np.int64 and (values != np.floor(values)).any()):
+        raise ValueError(f"{name} has values that are no whole numbers, or too large")
+    return values.astype(kind, copy=False)
+
+
+_LEAST = -(2**53)  # beyond it a float64 does not hold every whole number
 
 
 def check_record(record: RegionFeatures, image_id: str, where: str) -> None:
@@ -122,7 +143,7 @@ def check_record(record: RegionFeatures, image_id: str, where: str) -> None:
             f"or rows were exchanged, so {remedy}"
         )
     height, width = record.image_size
-    if height < 1 or width < 1:
+    if not (1 <= height <= LONGEST_SIDE and 1 <= width <= LONGEST_SIDE):
         raise UserError(f"{where}: says that the image has {width} x {height} pixels; {remedy}")
     columns = {**record.columns(), "image_feature": record.image_feature}
     for name in ("boxes", "features", "scores", "attribute_scores", "image_feature"):

@@ -32,7 +32,7 @@ from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError
 from e2e_vl.data.storage.features.hdf5_checks import check_datasets, check_starts
-from e2e_vl.data.storage.features.record import OPTIONAL, RegionFeatures, check_record, load_npz
+from e2e_vl.data.storage.features.record import OPTIONAL, RegionFeatures, as_column, check_record, load_npz
 from e2e_vl.data.storage.files import read_json
 from e2e_vl.data.storage.index_files import OpenFiles, one_process
 from e2e_vl.data.storage.lmdb_pages import DamagedLmdbError, find_values
@@ -277,8 +277,10 @@ class Hdf5Store(FeatureStore):
             with self._open() as file:
                 check_datasets(file, self.path.stat().st_size)
                 self.ids = [name.decode("utf-8") for name in file["ids"][:]]
-                self.starts = file["starts"][:]
-                self.sizes = file["image_sizes"][:]
+                if len(set(self.ids)) < len(self.ids):
+                    raise ValueError("two images have one id")
+                self.starts = as_column("starts", file["starts"][:], np.int64)
+                self.sizes = as_column("image_sizes", file["image_sizes"][:], np.int64)
                 stamp = parsed_json(file.attrs["stamp"], "its stamp is") if "stamp" in file.attrs else None
                 check_starts(self.starts, self.sizes, len(self.ids), len(file["boxes"]))
         except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
@@ -302,14 +304,12 @@ class Hdf5Store(FeatureStore):
         file, row = self._files[process], self.rows[image_id]
         rows = slice(int(self.starts[row]), int(self.starts[row + 1]))
         try:
-            return RegionFeatures(
-                image_id=image_id,
-                image_size=tuple(self.sizes[row].tolist()),
-                boxes=file["boxes"][rows],
-                features=file["features"][rows],
-                image_feature=file["image_feature"][row] if "image_feature" in file else None,
-                **{name: file[name][rows] for name in OPTIONAL if name in file},
-            )
+            columns = {
+                name: as_column(name, file[name][rows]) for name in ("boxes", "features", *OPTIONAL) if name in file
+            }
+            if "image_feature" in file:
+                columns["image_feature"] = as_column("image_feature", file["image_feature"][row])
+            return RegionFeatures(image_id=image_id, image_size=tuple(self.sizes[row].tolist()), **columns)
         except (OSError, KeyError, ValueError, TypeError, RuntimeError, MemoryError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(

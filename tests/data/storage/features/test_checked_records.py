@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 
 import numpy as np
@@ -107,3 +108,66 @@ def test_hdf5_data_sets_that_claim_more_than_the_file(tmp_path):
         file["starts"][:] = [0, 3]
     with pytest.raises(UserError, match="starts do not rise from 0 to the number of regions, 2"):
         open_features(tmp_path / "f.h5")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("starts", np.array([0.0, 1.5, 4.0])),
+        ("starts", np.array([0, 2**64 - 1, 4], np.uint64)),
+        ("image_sizes", np.array([[30.5, 40], [30, 40]])),
+        ("image_sizes", np.array([[np.nan, 40], [30, 40]])),
+        ("classes", np.array([1, 1.5, 0, 0])),
+        ("boxes", np.ones((4, 4), bool)),
+        ("image_feature", np.ones((9, 6), np.float32)),
+        ("ids", np.array([b"1", b"1"])),
+    ],
+)
+def test_hdf5_columns_of_other_kinds_are_refused(tmp_path, name, values):
+    h5py = pytest.importorskip("h5py")
+    path = tmp_path / "f.h5"
+    write_features("hdf5", path, [record("1"), record("2")], {}, num_bytes=1000)
+    with h5py.File(path, "a") as file:
+        if name in file:
+            del file[name]
+        file[name] = values
+    with pytest.raises(UserError, match=r"f\.h5: "):
+        open_features(path)["1"]
+
+
+def test_numbers_of_other_widths_become_ours(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    path = tmp_path / "f.h5"
+    write_features("hdf5", path, [record()], {}, num_bytes=1000)
+    expected = open_features(path)["1"]
+    with h5py.File(path, "a") as file:
+        for name, kind in (("boxes", ">f4"), ("features", "f8"), ("classes", "f4"), ("starts", ">i8")):
+            values = file[name][:].astype(kind)
+            del file[name]
+            file[name] = values
+    for name, values in open_features(path)["1"].columns().items():
+        assert values.dtype == getattr(expected, name).dtype, name
+        np.testing.assert_array_equal(values, getattr(expected, name))
+
+
+def test_an_hdf5_link_to_another_file_is_not_opened(tmp_path):
+    """The other one may be a pipe, which is never ready."""
+    h5py = pytest.importorskip("h5py")
+    path = tmp_path / "f.h5"
+    write_features("hdf5", path, [record()], {}, num_bytes=1000)
+    os.mkfifo(tmp_path / "pipe.h5")
+    with h5py.File(path, "a") as file:
+        del file["features"]
+        file["features"] = h5py.ExternalLink(str(tmp_path / "pipe.h5"), "features")
+    with pytest.raises(UserError, match="features is not a data set of the file itself"):
+        open_features(path)
+
+
+def test_npz_columns_of_other_kinds_are_refused(tmp_path):
+    path = tmp_path / "1.npz"
+    save_npz(path, record())
+    arrays = dict(np.load(path))
+    for name, values in (("classes", np.array([1.7, 2])), ("image_size", np.array([30.5, 40])), ("boxes", BOXES > 0)):
+        np.savez(path, **{**arrays, name: values})
+        with pytest.raises(UserError, match=rf"1\.npz: no readable file of region features \({name} h"):
+            open_features(tmp_path)["1"]
