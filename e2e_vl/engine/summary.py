@@ -98,9 +98,7 @@ def origin_text(part: nn.Module, starts: Sequence[Start]) -> str:
     zero = sorted(set.intersection(*({*one.report.zero} for one in starts)))
     not_random = tuple(f"{part}." for part in zero)
     random = {
-        name
-        for name in set.intersection(*({*one.report.missing} for one in starts))
-        if not name.startswith(not_random)
+        name for name in set.intersection(*({*one.report.missing} for one in starts)) if not name.startswith(not_random)
     }
     unused = [name for one in starts for name in one.report.unexpected]
     return "; ".join(

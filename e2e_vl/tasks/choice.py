@@ -125,6 +125,10 @@ class AnswerWording(Wording):
     """A question with a place for its answer; in a mirrored image "left" and "right" change places (VL-BERT's code)."""
 
     answers: PossibleAnswers
+    targets: ClassVar[type[AnswerTargets]]
+
+    def no_target(self) -> AnswerTargets:
+        return self.targets(self.answers.targets_of({}), np.int64(-1))
 
     def word(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
@@ -261,23 +265,27 @@ class AnswerTask(Task):
 
         Returns:
             `logits` float32 [M, Y], and the task's loss if the answers are known. Its count is the number of texts
-            ("binary", "divergence") or of texts with a known answer ("softmax").
+            with a target ("binary", "divergence") or of texts with a known answer ("softmax").
         """
         logits = at_least_float32(self.head(encoded.summary))
         losses = {}
         if batch.targets is not None and batch.targets.scores is not None:
-            losses[self.loss_name] = self._loss(logits, batch.targets)
+            targets = batch.targets
+            rows = (targets.with_target(values) for values in (logits, targets.scores, targets.best))
+            losses[self.loss_name] = self._loss(*rows)
         return TaskOutput(losses=losses, logits=logits)
 
-    def _loss(self, logits: Float[Tensor, "M Y"], targets: AnswerTargets) -> Loss:
+    def _loss(
+        self, logits: Float[Tensor, "known Y"], scores: Float[Tensor, "known Y"], best: Int64[Tensor, " known"]
+    ) -> Loss:
         if self.config.loss == "binary":
-            total = F.binary_cross_entropy_with_logits(logits, targets.scores.to(logits), reduction="sum")
+            total = F.binary_cross_entropy_with_logits(logits, scores.to(logits), reduction="sum")
             return Loss(total=total, count=logits.new_tensor(float(len(logits))))
         if self.config.loss == "divergence":  # a target of 0 adds nothing
-            total = F.kl_div(logits.log_softmax(dim=1), targets.scores.to(logits), reduction="sum")
+            total = F.kl_div(logits.log_softmax(dim=1), scores.to(logits), reduction="sum")
             return Loss(total=total, count=logits.new_tensor(float(len(logits))))
-        total = F.cross_entropy(logits, targets.best, ignore_index=-1, reduction="sum")
-        return Loss(total=total, count=(targets.best >= 0).sum().to(logits.dtype))
+        total = F.cross_entropy(logits, best, ignore_index=-1, reduction="sum")
+        return Loss(total=total, count=(best >= 0).sum().to(logits.dtype))
 
     def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """Add to each record the answer, its `score` and `top_answers` [[answer, score], ...], best first.

@@ -130,7 +130,7 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> Loa
 
 
 def parts_at_zero(encoder: nn.Module, tensors: Iterable[str]) -> list[str]:
-    """Names of the parts of an encoder that add nothing before they are trained, and of which weights hold no tensor."""
+    """Names of the parts of an encoder that add nothing before they are trained, and of which the weights lack all."""
     parts = [name for name, module in encoder.named_modules() if isinstance(module, RelativeGeometryBias)]
     return [part for part in parts if not any(name.startswith(f"{part}.") for name in tensors)]
 
