@@ -270,22 +270,21 @@ class AnswerTask(Task):
         logits = at_least_float32(self.head(encoded.summary))
         losses = {}
         if batch.targets is not None and batch.targets.scores is not None:
-            targets = batch.targets
-            rows = (targets.with_target(values) for values in (logits, targets.scores, targets.best))
-            losses[self.loss_name] = self._loss(*rows)
+            losses[self.loss_name] = self._loss(logits, batch.targets)
         return TaskOutput(losses=losses, logits=logits)
 
-    def _loss(
-        self, logits: Float[Tensor, "known Y"], scores: Float[Tensor, "known Y"], best: Int64[Tensor, " known"]
-    ) -> Loss:
+    def _loss(self, logits: Float[Tensor, "M Y"], targets: AnswerTargets) -> Loss:
+        logits = targets.with_target(logits)
+        if self.config.loss == "softmax":
+            best = targets.with_target(targets.best)
+            total = F.cross_entropy(logits, best, ignore_index=-1, reduction="sum")
+            return Loss(total=total, count=(best >= 0).sum().to(logits.dtype))
+        scores = targets.with_target(targets.scores).to(logits)
         if self.config.loss == "binary":
-            total = F.binary_cross_entropy_with_logits(logits, scores.to(logits), reduction="sum")
-            return Loss(total=total, count=logits.new_tensor(float(len(logits))))
-        if self.config.loss == "divergence":  # a target of 0 adds nothing
-            total = F.kl_div(logits.log_softmax(dim=1), scores.to(logits), reduction="sum")
-            return Loss(total=total, count=logits.new_tensor(float(len(logits))))
-        total = F.cross_entropy(logits, best, ignore_index=-1, reduction="sum")
-        return Loss(total=total, count=(best >= 0).sum().to(logits.dtype))
+            total = F.binary_cross_entropy_with_logits(logits, scores, reduction="sum")
+        else:  # "divergence": a target of 0 adds nothing
+            total = F.kl_div(logits.log_softmax(dim=1), scores, reduction="sum")
+        return Loss(total=total, count=logits.new_tensor(float(len(logits))))
 
     def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """Add to each record the answer, its `score` and `top_answers` [[answer, score], ...], best first.
