@@ -29,7 +29,6 @@ from detector.yaml_text import read_yaml
 from e2e_vl.config import VERSION
 from e2e_vl.converter import from_dict
 from e2e_vl.data.formats.answer_files import ANSWERS_FILE, read_answers
-from e2e_vl.encoders.geometry import RelativeGeometryBias
 from e2e_vl.tasks.base import HeadStart, Task
 from e2e_vl.tasks.phrase_head import PhraseHead, load_head
 from e2e_vl.text import load_tokenizer, looks_like_hub_name, plain_answer
@@ -131,7 +130,7 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> Loa
 
 def parts_at_zero(encoder: nn.Module, tensors: Iterable[str]) -> list[str]:
     """Names of the parts of an encoder that add nothing before they are trained, and of which the weights lack all."""
-    parts = [name for name, module in encoder.named_modules() if isinstance(module, RelativeGeometryBias)]
+    parts = [name for name, module in encoder.named_modules() if getattr(module, "starts_at_zero", False)]
     return [part for part in parts if not any(name.startswith(f"{part}.") for name in tensors)]
 
 
