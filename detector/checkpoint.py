@@ -62,6 +62,8 @@ class LoadReport:
     mismatched: list[str]  # in both, with different shapes: "key [file shape] -> [model shape]"
     layout: str = "this detector"  # the software whose names and conventions the file has
     copied: list[str] = dataclasses.field(default_factory=list)  # "from -> to": loaded under a different name
+    # parts, as prefixes of missing keys, that start at zero: they add nothing until they are trained
+    zero: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def is_complete(self) -> bool:
@@ -77,6 +79,8 @@ class LoadReport:
                 parts.append(f"{len(keys)} {kind} ({', '.join(keys[:SHOWN_KEYS])}{more})")
         if self.copied:
             parts.append(f"copied: {', '.join(self.copied)}")
+        if self.zero:
+            parts.append(f"starts at zero: {', '.join(self.zero)}")
         return ", ".join(parts)
 
     def __str__(self) -> str:
@@ -86,6 +90,7 @@ class LoadReport:
             keys = getattr(self, kind)
             lines += [f"{kind}: {len(keys)}", *(f"  {key}" for key in keys)]
         lines += [f"copied: {rule}" for rule in self.copied]
+        lines += [f"starts at zero: {part}" for part in self.zero]
         return "\n".join(lines)
 
 

@@ -108,6 +108,8 @@ class SampleText:
     truth: Any = None  # one of the records below, or one of a task's own; None where it is unknown
     looks_at: tuple[int, ...] = (0,)  # rows of `Sample.images`; empty for a text without an image
     phrases: PhraseBoxes | None = None  # what it names in its first image, whatever the task; None: unknown
+    # its data set, one of several joined ones, states phrases and perhaps no truth that the task learns from
+    may_lack_target: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

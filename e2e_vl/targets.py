@@ -8,6 +8,10 @@ A task declares a dataclass whose fields say how they are joined:
 
 An instance for one text holds arrays or numbers, the instance for a batch that `join` returns holds tensors.
 
+A text of joined data sets may have no target of the task at all, only phrases (`SampleText.may_lack_target`). It is
+`known=False` and holds values of the usual shapes that mean nothing; losses look only at the rows that `with_target`
+leaves.
+
 Shape legend: see `e2e_vl/structures.py`.
 """
 
@@ -45,7 +49,14 @@ class Ragged(Movable):
 
 @dataclasses.dataclass
 class Targets(Movable):
-    """Base class of a task's targets; subclasses are dataclasses with fields made by the functions below."""
+    """Base class of a task's targets; subclasses are dataclasses with fields made by the functions below.
+
+    Attributes:
+        known: of a text False where it has no target of the task; of a batch False for these texts. None: no text
+            lacks one.
+    """
+
+    known: bool | Bool[Tensor, " M"] | None = dataclasses.field(default=None, kw_only=True)
 
     @classmethod
     def join(cls, texts: Sequence[Targets]) -> Targets:
@@ -54,8 +65,10 @@ class Targets(Movable):
         Raises:
             UserError: a value that some texts have and others lack, or values of different shapes.
         """
-        joined = {}
+        joined = {"known": _join_known([text.known for text in texts])}
         for field in dataclasses.fields(cls):
+            if field.name == "known":
+                continue
             values = [getattr(text, field.name) for text in texts]
             missing = [value is None for value in values]
             if any(missing) and not all(missing):
@@ -67,6 +80,10 @@ class Targets(Movable):
                 None if all(missing) else field.metadata["join"](values, f"{cls.__name__}.{field.name}")
             )
         return cls(**joined)
+
+    def with_target(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "known ..."]:
+        """Of values per text of a batch those of the texts that have a target; without others the same tensor."""
+        return values if self.known is None else values[self.known]
 
     def cut(self, index: Int64[Tensor, "M L"], attend: Bool[Tensor, "M L"]) -> Targets:
         """A copy for shortened texts; `index` holds the old position of each wordpiece that stays."""
@@ -89,6 +106,10 @@ class Targets(Movable):
             elif value is not None and "fill" in field.metadata:
                 found |= set((value[text] != field.metadata["fill"]).nonzero()[:, 0].tolist())
         return sorted(found)
+
+
+def _join_known(known: Sequence[bool | None]) -> Bool[Tensor, " M"] | None:
+    return torch.tensor([one is not False for one in known]) if False in known else None
 
 
 def _field(join: Callable[[list[Any], str], Any], **more: Any) -> Any:

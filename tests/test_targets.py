@@ -214,3 +214,27 @@ def test_a_batch_without_any_array_keeps_the_shape_of_its_rows():
     joined = Boxes.join([Boxes([]), Boxes([])]).boxes
     assert joined.values.shape == (0, 4) and joined.values.dtype == torch.float32 and len(joined.counts) == 0
     assert Boxes.join([Boxes([boxes(2), boxes(0)]), Boxes([])]).boxes.counts.tolist() == [2, 0]
+
+
+# Texts without any target
+
+
+def test_texts_without_a_target_are_told_apart():
+    joined = Some.join([Some(np.ones(4), 3), Some(np.zeros(4), -1, known=False), Some(np.ones(4), 5)])
+    assert joined.known.tolist() == [True, False, True] and joined.number.tolist() == [3, -1, 5]
+    assert joined.with_target(joined.number).tolist() == [3, 5]
+    assert joined.to("meta").known.is_meta
+    cut = joined.cut(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1, dtype=torch.bool))
+    assert cut.known.tolist() == [True, False, True]
+    none = Some.join([Some(number=0, known=False)] * 2)
+    assert none.known.tolist() == [False, False] and none.with_target(none.number).shape == (0,)
+
+
+def test_where_no_text_lacks_a_target_nothing_is_selected():
+    joined = Some.join([Some(number=3), Some(number=4)])
+    assert joined.known is None and joined.with_target(joined.number) is joined.number
+
+
+def test_a_text_without_a_target_needs_the_values_of_the_others():
+    with pytest.raises(ValueError, match=r"Some: number is known for some texts"):
+        Some.join([Some(number=3), Some(known=False)])

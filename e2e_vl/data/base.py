@@ -61,6 +61,8 @@ class VLDataset(abc.ABC):
         class_names: of the annotated objects, in the order of the detector's classes; None where there are no classes.
         corpus: texts without images, where there are any.
         has_phrases: some texts say what their phrases name (`SampleText.phrases`).
+        has_truths: texts have a truth, unless the split has no annotations; False: no text of any split has one.
+        mixes_phrases: some of several joined data sets have phrases, and others have none.
         left_out: number of texts of the split that its files have, and that are not among the texts.
     """
 
@@ -74,6 +76,8 @@ class VLDataset(abc.ABC):
     class_names: Sequence[str] | None = None
     corpus: Sequence[str] | None = None
     has_phrases: bool = False
+    has_truths: bool = True
+    mixes_phrases: bool = False
     left_out: int = 0
 
     @classmethod

@@ -22,7 +22,7 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, check_boxes_source, open_options
 from e2e_vl.data.images.candidates import BoxReader, open_boxes_of
 from e2e_vl.data.storage.files import require_file
-from e2e_vl.samples import Sample, SampleImage, TextPool
+from e2e_vl.samples import Sample, SampleImage, SampleText, TextPool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +62,15 @@ class JoinedPart:
     def own_number(self, text: int) -> int:
         """The number in the data set of the text with this number among the kept ones."""
         return text if self.kept is None else int(self.kept[text])
+
+    def stated(self, text: SampleText, index: int) -> SampleText:
+        """One of its texts, as one of the joined data set.
+
+        It may lack a target of the task if this data set states phrases and, as a whole, no truth of the task's kind.
+        """
+        has_other_truth = text.truth is not None or not self.dataset.has_truths
+        may_lack_target = self.dataset.has_phrases and has_other_truth
+        return dataclasses.replace(text, index=index, may_lack_target=may_lack_target)
 
     def groups(self) -> Iterator[Sequence[int]]:
         """Texts of each image that is kept, by their numbers among the kept ones."""
@@ -114,7 +123,9 @@ class JoinedDataset(VLDataset):
         if len(corpora) > 1:
             raise UserError("several of the joined data sets have a corpus; name it in one of them")
         self.corpus = corpora[0] if corpora else None
-        self.has_phrases = any(member.dataset.has_phrases for member in self.members)
+        with_phrases = [member.dataset.has_phrases for member in self.members]
+        self.has_phrases = any(with_phrases)
+        self.mixes_phrases = self.has_phrases and not all(with_phrases)
         self.left_out = sum(member.dataset.left_out for member in self.members)
 
     @classmethod
@@ -195,7 +206,7 @@ class JoinedDataset(VLDataset):
         """Some texts about one image; the image's id has the name of its set of images in front."""
         member, _ = self._find(texts[0])
         sample = member.dataset.sample([self._find(text)[1] for text in texts])
-        stated = tuple(dataclasses.replace(text, index=index) for text, index in zip(sample.texts, texts, strict=True))
+        stated = tuple(member.stated(*pair) for pair in zip(sample.texts, texts, strict=True))
         groups = self._same_image.get(_key(member, sample.images), [self._group_of[texts[0]]])
         own = [text for group in groups for text in self.groups[group]]
         images = tuple(self._with_boxes(image, member) for image in sample.images)

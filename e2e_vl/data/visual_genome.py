@@ -92,6 +92,7 @@ class VisualGenomeDataset(VLDataset):
         self.parts = parts
         self.phrases = phrases
         self.has_phrases = phrases is not None
+        self.has_truths = options.texts == "questions"
 
     @classmethod
     def open(cls, files: DataFiles, options: GenomeOptions, split: str, wants: Wants) -> VisualGenomeDataset:

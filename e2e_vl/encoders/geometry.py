@@ -115,7 +115,12 @@ class RelativeGeometryBias(nn.Module):
         num_layers: attention layers over regions.
         num_heads: heads of a layer.
         width: of the hidden layer.
+
+    Attributes:
+        starts_at_zero: it adds nothing before it is trained, so that weights may lack it as a whole.
     """
+
+    starts_at_zero = True
 
     def __init__(self, num_layers: int, num_heads: int, width: int = 64):
         super().__init__()

@@ -29,9 +29,10 @@ from e2e_vl.file_names import inside, name_of
 from e2e_vl.metric_names import MetricName, named_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import check_output
-from e2e_vl.tasks.base import Records, Task
+from e2e_vl.tasks.base import Records, Task, with_target, without_answers
 from e2e_vl.tasks.phrase_head import grounding_metrics, with_phrases, with_short_phrases
 from e2e_vl.whole_files import json_text, without_nan, write_json, write_text
+from e2e_vl.wording import ONLY_PHRASES
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ def evaluate(
                 break
             batch = batch.to(accelerator.device)
             output = with_phrases(model(batch, output_attentions=model.task.reads_attention))
-            records += model.task.predict(output.batch, output)
+            records += without_answers(model.task.predict(output.batch, output), output.batch.records)
             if losses is not None:
                 losses.add(output.task_losses)
     model.train(was_training)
@@ -175,8 +176,15 @@ def _check_complete(
 
 
 def metrics_of(task: Task, records: Records) -> dict[str, Any]:
-    """The metrics of a task, and those of phrases where there are any."""
-    return task.metrics(records) | grounding_metrics(records)
+    """The metrics of a task over the texts that have a target of it, and those of phrases over all texts."""
+    judged = with_target(records)
+    has_only_phrases = bool(records) and not judged
+    return ({} if has_only_phrases else task.metrics(judged)) | grounding_metrics(records)
+
+
+def with_correct(task: Task, record: dict[str, Any]) -> dict[str, Any]:
+    """A prediction with `correct`; None where the text has no target, or an unknown one."""
+    return record | {"correct": None if record.get(ONLY_PHRASES) else task.correct(record)}
 
 
 class EvaluationStoppedError(Exception):
@@ -205,7 +213,7 @@ def write_unreadable(path: Path, unreadable: list[Unreadable]) -> None:
 
 def write_predictions(path: Path, records: list[dict[str, Any]], task: Task) -> None:
     """One JSON list, one object per text, each with `correct`; all boxes xyxy in pixels of the original image."""
-    lines = [json_text(with_short_phrases(record) | {"correct": task.correct(record)}, str(path)) for record in records]
+    lines = [json_text(with_correct(task, with_short_phrases(record)), str(path)) for record in records]
     write_text(path, "[\n" + ",\n".join(lines) + "\n]\n")
 
 

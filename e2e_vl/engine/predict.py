@@ -20,6 +20,7 @@ from e2e_vl.engine.saving import load_model, saved_settings
 from e2e_vl.metric_names import named_metrics
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import check_output
+from e2e_vl.tasks.base import with_target
 
 
 def predict_split(
@@ -58,7 +59,8 @@ def predict_split(
         if boxes is BoxSource.ONLINE:
             warn_of_random_boxes(saved_settings(path).detector)
         model.to(accelerator.device)
-        predictions.append(evaluate(config, model, own, accelerator, name=f"{path.name}: {split}, {boxes}"))
+        found = evaluate(config, model, own, accelerator, name=f"{path.name}: {split}, {boxes}")
+        predictions.append(with_target(found))
         model.cpu()
     task = loaded[0][2].task
     metrics = named_metrics(on_main(accelerator, lambda: task.metrics(predictions[0])), split, boxes)

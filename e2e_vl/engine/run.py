@@ -88,12 +88,29 @@ def build_run(
         if known is None and examples.dataset.class_names is not None:
             model.detector.class_names = tuple(examples.dataset.class_names)
     model.task.check_data(examples.dataset, model.detector)
-    if model.phrase_head is not None and not examples.dataset.has_phrases:
-        raise UserError(
-            f"phrases.weight is {config.phrases.weight}, but no text of {config.data.name} says what its phrases name; "
-            "set it to 0, or train on data that do (see docs/training.md), also joined with these."
-        )
+    if model.phrase_head is not None:
+        check_phrases(config, examples)
     return Run(model, tokenizer, examples, build_collate(config, model), starts)
+
+
+def check_phrases(config: RunConfig, examples: ExampleDataset) -> None:
+    """Check once, before training, that there are phrases to learn from.
+
+    Raises:
+        ValueError: the data state none, or the task cannot take the texts of the data set that states them.
+    """
+    weight, dataset, takes_others = config.phrases.weight, examples.dataset, bool(examples.wording.learns_from)
+    if not dataset.has_phrases:
+        remedy = ", or join data that do (data.name=joined, see docs/training.md)" if takes_others else ""
+        raise UserError(
+            f"phrases.weight is {weight}, but no text of {config.data.name} says what its phrases name; set it to 0"
+            f"{remedy}."
+        )
+    if dataset.mixes_phrases and not takes_others:
+        raise UserError(
+            f"phrases.weight is {weight}, but the task {config.task.name} cannot take texts that have phrases and no "
+            "target of its own, so its data cannot be joined with such texts; set it to 0 and leave them out."
+        )
 
 
 def build_eval_data(

@@ -47,7 +47,7 @@ def start_text(config: RunConfig, run: Run, accelerator: Accelerator, step: int,
         starts = [one for one in run.starts if one.part == ("task" if name == "head" else name)]
         is_frozen = name == "detector" and config.detector.freeze
         number = sum(one.numel() for one in part.parameters())
-        lines.append((name, f"{number:,} parameters{', frozen' if is_frozen else ''}, {_origin(part, starts)}"))
+        lines.append((name, f"{number:,} parameters{', frozen' if is_frozen else ''}, {origin_text(part, starts)}"))
     return "\n".join([config.output, *(f"  {name:<11s} {text}" for name, text in lines)])
 
 
@@ -87,7 +87,7 @@ def _steps(config: RunConfig, run: Run, step: int, total_steps: int) -> str:
     )
 
 
-def _origin(part: nn.Module, starts: Sequence[Start]) -> str:
+def origin_text(part: nn.Module, starts: Sequence[Start]) -> str:
     """Where the starting values of a part are from, and which of them are random."""
     if not starts:
         return "all random" if any(True for _ in part.parameters()) else "nothing to learn"
@@ -95,12 +95,17 @@ def _origin(part: nn.Module, starts: Sequence[Start]) -> str:
         f"{_count(len(one.report.matched), 'tensor')} from {one.path} ({one.report.layout} names)" for one in starts
     )
     copied = [rule for one in starts for rule in one.report.copied]
-    random = set.intersection(*({*one.report.missing} for one in starts))
+    zero = sorted(set.intersection(*({*one.report.zero} for one in starts)))
+    not_random = tuple(f"{part}." for part in zero)
+    random = {
+        name for name in set.intersection(*({*one.report.missing} for one in starts)) if not name.startswith(not_random)
+    }
     unused = [name for one in starts for name in one.report.unexpected]
     return "; ".join(
         [
             sources,
             *([f"copied: {', '.join(copied)}"] if copied else []),
+            *([f"starts at zero: {', '.join(zero)}"] if zero else []),
             f"random: {_names(name for name in part.state_dict() if name in random) or 'nothing'}",
             *([f"not used: {_names(unused)}"] if unused else []),
         ]

@@ -14,7 +14,7 @@ from detector.errors import UserError
 from e2e_vl.config import RunConfig
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.metric_names import MetricName
-from e2e_vl.tasks.base import Records, Task
+from e2e_vl.tasks.base import Records, Task, with_target
 
 PICTURES = 4  # of each evaluation
 PROJECT = "e2e-vl"  # name of the project, or of the folder, that trackers put the run into
@@ -49,7 +49,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bo
 
 
 def track_pictures(accelerator: Accelerator, task: Task, records: Records, name: str, step: int) -> None:
-    """Give the predictions for the first text of the first images, drawn, to all trackers that take pictures.
+    """Give the predictions for the first text with a target of the first images, drawn, to trackers of pictures.
 
     They are the same texts in every evaluation, so that a tracker shows how their answers change. A text whose image
     lies in an archive has no picture.
@@ -60,6 +60,7 @@ def track_pictures(accelerator: Accelerator, task: Task, records: Records, name:
     takers = [one for one in accelerator.trackers if hasattr(one, "log_images")]
     if not takers:
         return
+    records = with_target(records)
     of_images = {record["file_name"]: record for record in reversed(records) if record.get("file_name")}
     shown = [record for record in records if of_images.get(record.get("file_name")) is record][:PICTURES]
     for number, record in enumerate(shown):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from e2e_vl.tasks.base import PredictionWords, Records, Task, box_in_words
+from e2e_vl.tasks.base import PredictionWords, Records, Task, box_in_words, with_target
 
 OUTCOMES = ("wrong", "partly right", "right", "without a label")
 MOST_MISTAKES = 8  # rows of the list of frequent mistakes
@@ -57,14 +57,15 @@ def list_predictions(records: Records, task: Task, number: int, seed: int) -> Pr
     """Count and draw from all predictions of a split with one source of boxes.
 
     Args:
-        records: as in `predictions_*.json`, with `correct`; None there is an unknown truth and never an error.
+        records: as in `predictions_*.json`, with `correct`; None there is an unknown truth and never an error. Texts
+            with phrases only are left out.
         task: describes them.
         number: at most `number` wrong predictions are drawn, over all groups together, and at most `number` of each
             other outcome. Within a group, and within an outcome, every prediction has the same chance.
         seed: of the drawing.
     """
     generator = np.random.default_rng(seed)
-    predictions = [Prediction(record, task.describe(record)) for record in records]
+    predictions = [Prediction(record, task.describe(record)) for record in with_target(records)]
     groups = {"all": Counter(one.outcome for one in predictions)}
     for name in sorted({one.words.group for one in predictions} - {""}):
         groups[name] = Counter(one.outcome for one in predictions if one.words.group == name)

@@ -22,7 +22,7 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import DataFacts, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.heads import Sizes
-from e2e_vl.wording import Wording
+from e2e_vl.wording import ONLY_PHRASES, Wording
 
 CLEARLY_NAMED = 0.5  # least score of a phrase that names one region clearly
 Records = list[dict[str, Any]]  # plain, JSON-able: one per prediction
@@ -40,6 +40,17 @@ def check_dropout(name: str, value: float) -> None:
     """Raises ValueError, naming the key `task.config.<name>`, unless the dropout is at least 0 and below 1."""
     if not 0 <= value < 1:
         raise UserError(f"task.config.{name} is {value}; a dropout must be at least 0 and below 1.")
+
+
+def with_target(records: Records) -> Records:
+    """Of some predictions those for texts that have a target of the task; the others have phrases only."""
+    return [record for record in records if not record.get(ONLY_PHRASES)]
+
+
+def without_answers(predictions: Records, given: Records) -> Records:
+    """Predictions without what a task answers to texts that have phrases only: of those only what was given stays."""
+    given_of = {record["text_index"]: record for record in given if record.get(ONLY_PHRASES)}
+    return [given_of.get(record["text_index"], record) for record in predictions] if given_of else predictions
 
 
 @dataclasses.dataclass(frozen=True)

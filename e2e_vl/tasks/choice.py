@@ -125,6 +125,10 @@ class AnswerWording(Wording):
     """A question with a place for its answer; in a mirrored image "left" and "right" change places (VL-BERT's code)."""
 
     answers: PossibleAnswers
+    targets: ClassVar[type[AnswerTargets]]
+
+    def no_target(self) -> AnswerTargets:
+        return self.targets(self.answers.targets_of({}), np.int64(-1))
 
     def word(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
@@ -261,7 +265,7 @@ class AnswerTask(Task):
 
         Returns:
             `logits` float32 [M, Y], and the task's loss if the answers are known. Its count is the number of texts
-            ("binary", "divergence") or of texts with a known answer ("softmax").
+            with a target ("binary", "divergence") or of texts with a known answer ("softmax").
         """
         logits = at_least_float32(self.head(encoded.summary))
         losses = {}
@@ -270,14 +274,17 @@ class AnswerTask(Task):
         return TaskOutput(losses=losses, logits=logits)
 
     def _loss(self, logits: Float[Tensor, "M Y"], targets: AnswerTargets) -> Loss:
+        logits = targets.with_target(logits)
+        if self.config.loss == "softmax":
+            best = targets.with_target(targets.best)
+            total = F.cross_entropy(logits, best, ignore_index=-1, reduction="sum")
+            return Loss(total=total, count=(best >= 0).sum().to(logits.dtype))
+        scores = targets.with_target(targets.scores).to(logits)
         if self.config.loss == "binary":
-            total = F.binary_cross_entropy_with_logits(logits, targets.scores.to(logits), reduction="sum")
-            return Loss(total=total, count=logits.new_tensor(float(len(logits))))
-        if self.config.loss == "divergence":  # a target of 0 adds nothing
-            total = F.kl_div(logits.log_softmax(dim=1), targets.scores.to(logits), reduction="sum")
-            return Loss(total=total, count=logits.new_tensor(float(len(logits))))
-        total = F.cross_entropy(logits, targets.best, ignore_index=-1, reduction="sum")
-        return Loss(total=total, count=(targets.best >= 0).sum().to(logits.dtype))
+            total = F.binary_cross_entropy_with_logits(logits, scores, reduction="sum")
+        else:  # "divergence": a target of 0 adds nothing
+            total = F.kl_div(logits.log_softmax(dim=1), scores, reduction="sum")
+        return Loss(total=total, count=logits.new_tensor(float(len(logits))))
 
     def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """Add to each record the answer, its `score` and `top_answers` [[answer, score], ...], best first.

@@ -79,6 +79,10 @@ class Flickr30KWording(Wording):
     """A sentence as one text. In a mirrored image "left" and "right" change places."""
 
     config: Flickr30KConfig = dataclasses.field(default_factory=Flickr30KConfig)
+    learns_from = (PhraseBoxes,)
+
+    def no_target(self) -> Flickr30KTargets:
+        return Flickr30KTargets(np.zeros((0, 2), dtype=np.int64), [])
 
     def word(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
@@ -86,14 +90,14 @@ class Flickr30KWording(Wording):
         [image] = images
         pieces, places = self.writer.located_pieces(text.words, mirrored=image.placement.flipped)
         laid = self.writer.single(pieces)
-        stated: PhraseBoxes = text.truth
+        stated = text.truth if isinstance(text.truth, PhraseBoxes) else PhraseBoxes((), None)
         spans = stated.spans
         if self.config.occurrence == "first":
             spans = [first_occurrence(text.words, span) for span in spans]
         own = laid.source >= 0
         at = np.where(own[:, None], places[laid.source], 0) if len(places) else np.zeros((len(own), 2), dtype=np.int64)
         found = [wordpieces_of(at, own, span) if own.any() else (0, 1) for span in spans]
-        targets = Flickr30KTargets(spans=np.array(found))
+        targets = Flickr30KTargets(spans=np.array(found, dtype=np.int64).reshape(-1, 2))
         if stated.boxes is not None:
             targets.boxes = [image.placement.move_boxes(boxes).astype(np.float32) for boxes in stated.boxes]
         yield TextExample(laid, text.looks_at, self.record(text, images, laid), targets)
@@ -160,7 +164,7 @@ class Flickr30KTask(Task):
         losses = {}
         if batch.targets.boxes is not None:
             is_right = overlapping(regions, owner, batch.targets.boxes) & candidates
-            losses["flickr30k"] = self._loss(shares, is_right, len(batch))
+            losses["flickr30k"] = self._loss(shares, is_right, len(batch.targets.with_target(batch.looks_at)))
         return TaskOutput(losses=losses, logits=shares.masked_fill(~candidates, -torch.inf))
 
     def _phrase_states(self, text: Float[Tensor, "M L E"], spans: Ragged) -> Float[Tensor, "P E"]:

@@ -45,6 +45,9 @@ class GQATargets(AnswerTargets):
 class GQAWording(AnswerWording):
     """In a mirrored image an answer "left" becomes "right" as the words of the question do."""
 
+    learns_from = (RightAnswer, ScoredAnswers)
+    targets = GQATargets
+
     def judged(self, truth: Any, *, mirrored: bool) -> tuple[GQATargets, dict[str, Any]]:
         answer = right_answer(truth)
         if answer is None:

@@ -63,6 +63,11 @@ class NLVR2Targets(Targets):
 class NLVR2Wording(Wording):
     """A sentence as one text. Words stay as they are in mirrored images: "left" is mostly the left image."""
 
+    learns_from = (RightChoice,)
+
+    def no_target(self) -> NLVR2Targets:
+        return NLVR2Targets(np.int64(0))
+
     def word(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
     ) -> Iterable[TextExample]:
@@ -107,17 +112,17 @@ class NLVR2Task(Task):
 
         Returns:
             `logits` float32 [M, 2], the score of "False" (0 with the loss "sigmoid") and of "True", and the loss
-            `nlvr2` if the labels are known. Its count is the number of texts.
+            `nlvr2` if the labels are known. Its count is the number of texts with a label.
         """
         logits = at_least_float32(self.head(encoded.summary))
         if self.config.loss == "sigmoid":
             logits = torch.stack([torch.zeros_like(logits), logits], dim=1)
         losses = {}
         if batch.targets is not None and batch.targets.label is not None:
-            losses["nlvr2"] = self._loss(logits, batch.targets.label)
+            losses["nlvr2"] = self._loss(*map(batch.targets.with_target, (logits, batch.targets.label)))
         return TaskOutput(losses=losses, logits=logits)
 
-    def _loss(self, logits: Float[Tensor, "M 2"], label: Int64[Tensor, " M"]) -> Loss:
+    def _loss(self, logits: Float[Tensor, "known 2"], label: Int64[Tensor, " known"]) -> Loss:
         """With "sigmoid" the two logits are 0 and the score, whose softmax is the score's sigmoid."""
         total = F.cross_entropy(logits, label, reduction="sum")
         return Loss(total=total, count=logits.new_tensor(float(len(logits))))

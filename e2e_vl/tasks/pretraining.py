@@ -97,6 +97,7 @@ class PretrainingWording(Wording):
     Mirroring changes no word (official).
     """
 
+    learns_from = (object,)
     parts: Mapping[str, ObjectiveWording] = dataclasses.field(default_factory=dict)
     cut_pairs: Cut = "ends"
     choices: ChoiceDraw | None = None

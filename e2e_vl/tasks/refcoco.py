@@ -26,7 +26,7 @@ from e2e_vl.drawing import BLUE, GREEN, PALETTE, RED, draw_boxes
 from e2e_vl.evaluation.refexp import CONVENTIONS, referring_metrics, write_submission
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
-from e2e_vl.samples import Question, Sample, SampleText
+from e2e_vl.samples import Question, ReferredBox, Sample, SampleText
 from e2e_vl.structures import (
     Batch,
     EncoderOutput,
@@ -95,6 +95,11 @@ class ReferringTargets(Targets):
 class ReferringWording(Wording):
     """An expression as one text. In a mirrored image "left" and "right" change places (official VL-BERT code)."""
 
+    learns_from = (ReferredBox,)
+
+    def no_target(self) -> ReferringTargets:
+        return ReferringTargets(np.zeros(4, dtype=np.float32))
+
     def word(
         self, text: SampleText, sample: Sample, images: Sequence[ImageExample], draw: Draw
     ) -> Iterable[TextExample]:
@@ -104,7 +109,7 @@ class ReferringWording(Wording):
         if image.box_ids is not None:
             record["candidate_ann_ids"] = list(image.box_ids)
         targets = ReferringTargets()
-        if text.truth is not None:
+        if isinstance(text.truth, ReferredBox):
             targets.box = image.placement.move_boxes(np.array(text.truth.box))[0].astype(np.float32)
         yield TextExample(laid, text.looks_at, record, targets)
 
@@ -140,8 +145,8 @@ class ReferringTask(Task):
 
         Returns:
             `logits` float32 [M, R], -inf where a region cannot win (padding; the whole image if it may not win), and
-            the loss `referring` if the batch has the target `box`. Its count is the number of candidate regions
-            ("binary") or of texts with a positive region ("softmax").
+            the loss `referring` if the batch has the target `box`. Its count is the number of candidate regions of
+            texts with a target ("binary") or of texts with a positive region ("softmax").
         """
         scores = at_least_float32(self.head(encoded.regions))
         candidates = self.candidates(regions)
@@ -149,7 +154,7 @@ class ReferringTask(Task):
         if batch.targets is not None and batch.targets.box is not None:
             positive = self.positive_regions(regions, batch.targets.box) & candidates
             loss = self._binary_loss if self.config.loss == "binary" else self._softmax_loss
-            losses["referring"] = loss(scores, positive, candidates)
+            losses["referring"] = loss(*map(batch.targets.with_target, (scores, positive, candidates)))
         return TaskOutput(losses=losses, logits=scores.masked_fill(~candidates, -torch.inf))
 
     def candidates(self, regions: TextRegions) -> Bool[Tensor, "M R"]:
@@ -165,7 +170,7 @@ class ReferringTask(Task):
         return iou_of_each(regions.boxes, referred[:, None])[..., 0] > self.config.positive_iou
 
     def _binary_loss(
-        self, scores: Float[Tensor, "M R"], positive: Bool[Tensor, "M R"], candidates: Bool[Tensor, "M R"]
+        self, scores: Float[Tensor, "known R"], positive: Bool[Tensor, "known R"], candidates: Bool[Tensor, "known R"]
     ) -> Loss:
         weight = scores.new_tensor(self.config.positive_weight)
         truth = positive.to(scores.dtype)
@@ -173,7 +178,7 @@ class ReferringTask(Task):
         return Loss(total=(each * candidates).sum(), count=candidates.sum().float())
 
     def _softmax_loss(
-        self, scores: Float[Tensor, "M R"], positive: Bool[Tensor, "M R"], candidates: Bool[Tensor, "M R"]
+        self, scores: Float[Tensor, "known R"], positive: Bool[Tensor, "known R"], candidates: Bool[Tensor, "known R"]
     ) -> Loss:
         labelled = positive.any(dim=1)
         # the lowest number instead of -inf: rows that are left out must not turn gradients into NaN

@@ -50,6 +50,8 @@ class VQAWording(AnswerWording):
     """In a mirrored image the answers change too (official code). Scores of answers are targets as they are."""
 
     answers: AnswerList
+    learns_from = (HumanAnswers, ScoredAnswers)
+    targets = VQATargets
 
     def judged(self, truth: Any, *, mirrored: bool) -> tuple[VQATargets, dict[str, Any]]:
         if isinstance(truth, ScoredAnswers):

@@ -100,7 +100,8 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> Loa
 
     As in the official VL-BERT code, a task that says so (`Task.copies_first_segment`) starts from pre-training with its
     second text segment as a copy of the first, and what only some tasks train may be missing or left over. The top
-    of this file says what `path` may be.
+    of this file says what `path` may be. Relative geometry that the weights have nothing of starts at zero, so that the
+    encoder starts as it was.
 
     Raises:
         FileNotFoundError, ValueError: nothing there, or it does not fit, or the `config.json` beside it differs from
@@ -121,8 +122,16 @@ def load_encoder(encoder: nn.Module, path: str | Path, rules: StartRules) -> Loa
                 copied.append(f"{name} row 0 -> row 1")
     is_known = source.adapter is not None or source.task_name is not None
     may_exceed = (*optional, *of_pretraining) if is_known else ()
+    zero = parts_at_zero(encoder, tensors)
+    may_miss = [*may_miss, *(f"{part}." for part in zero)]
     report = load_weights(encoder, tensors, source.path, may_miss=may_miss, may_exceed=may_exceed, layout=source.layout)
-    return dataclasses.replace(report, copied=copied)
+    return dataclasses.replace(report, copied=copied, zero=zero)
+
+
+def parts_at_zero(encoder: nn.Module, tensors: Iterable[str]) -> list[str]:
+    """Names of the parts of an encoder that add nothing before they are trained, and of which the weights lack all."""
+    parts = [name for name, module in encoder.named_modules() if getattr(module, "starts_at_zero", False)]
+    return [part for part in parts if not any(name.startswith(f"{part}.") for name in tensors)]
 
 
 def load_task(task: Task, path: str | Path, rules: StartRules, *, knows_class_order: bool = True) -> LoadReport:

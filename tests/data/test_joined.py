@@ -17,7 +17,7 @@ from e2e_vl.data.photo_ids import PhotoIds, number_of_photos
 from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
 from e2e_vl.data_settings import DataSettings
 from e2e_vl.engine.build import AnyJoined
-from e2e_vl.samples import HumanAnswers
+from e2e_vl.samples import HumanAnswers, PhraseBoxes, SampleText
 from tests.data.roads import examples, open_dataset
 from tests.data.tiny_refcoco import TinyRefCOCO
 from tests.data.tiny_vqa import write_vqa
@@ -167,3 +167,23 @@ def test_a_photo_of_coco_that_visual_genome_has_too_is_one_photo(settings):
         file = Path(f"COCO_train2014_{int(image.id.split('/')[1]):012d}.jpg") if not image.known_as else image.file
         found[image.id] = PhotoIds().of_image(image.id, file, None, image.known_as)
     assert len(found) == 5 and number_of_photos(found.values()) == 4
+
+
+@pytest.mark.parametrize(
+    ("has_phrases", "has_truths", "truth", "may_lack"),
+    [
+        (True, True, PhraseBoxes((), None), True),  # captions with phrases: a truth, of one kind
+        (True, False, None, True),  # descriptions of regions: no text has a truth
+        (True, True, None, False),  # a truth that is missing by mistake
+        (False, True, HumanAnswers(("red",)), False),
+        (False, False, None, False),  # captions alone
+    ],
+)
+def test_which_texts_may_lack_a_target(settings, has_phrases, has_truths, truth, may_lack):
+    dataset = opened(settings)
+    member = dataset.members[0]
+    member.dataset.has_phrases, member.dataset.has_truths = has_phrases, has_truths
+    stated = member.stated(SampleText(0, "red", {}, truth), 3)
+    assert (stated.index, stated.truth, stated.may_lack_target) == (3, truth, may_lack)
+    again = AnyJoined(dataset.members)
+    assert (again.has_phrases, again.mixes_phrases) == (has_phrases, has_phrases), "questions have none"

@@ -1,0 +1,171 @@
+"""Texts of joined data that have phrases and no target of the task: what each task words, joins and learns."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from e2e_vl.encoders.vl_bert import VLBertModel
+from e2e_vl.engine.evaluate import metrics_of, with_correct
+from e2e_vl.layout import TextWriter
+from e2e_vl.samples import HumanAnswers, PhraseBoxes, ReferredBox, RightAnswer, RightChoice, SampleImage, SampleText
+from e2e_vl.structures import Batch, EncoderOutput
+from e2e_vl.tasks.base import Task, with_target, without_answers
+from e2e_vl.tasks.flickr30k import Flickr30KTask
+from e2e_vl.tasks.gqa import GQAConfig, GQATask
+from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
+from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
+from e2e_vl.tasks.vcr import VCRTask
+from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from e2e_vl.wording import Wording
+from tests.encoders.test_vl_bert import make_inputs
+from tests.tasks.wordings import make_tokenizer, photo, sample_of, word
+
+SIZE = 32  # of `make_inputs` there are three texts
+PHRASES = PhraseBoxes(((0, 3),), (np.array([[1.0, 1, 9, 9]]),))
+BOX = (10.0, 10.0, 30.0, 30.0)
+ANSWERS = ["red", "blue"]
+
+
+def answering(task: type[Task], config: type, loss: str) -> Task:
+    return task(SIZE, config(answers=ANSWERS, loss=loss, head_width=1, dropout=0.0, initialise_from_words=False))
+
+
+# of each task: how it is made, a truth of its own, and the name of its loss
+CASES: dict[str, tuple[Any, Any, str]] = {
+    **{
+        f"vqa {loss}": (lambda loss=loss: answering(VQATask, VQAConfig, loss), HumanAnswers(("red",) * 10), "vqa")
+        for loss in ("binary", "softmax", "divergence")
+    },
+    "gqa": (lambda: answering(GQATask, GQAConfig, "binary"), RightAnswer("blue"), "gqa"),
+    "nlvr2": (lambda: NLVR2Task(SIZE, NLVR2Config(dropout=0.0)), RightChoice(1), "nlvr2"),
+    "nlvr2 sigmoid": (
+        lambda: NLVR2Task(SIZE, NLVR2Config(dropout=0.0, loss="sigmoid")),
+        RightChoice(1),
+        "nlvr2",
+    ),
+    **{
+        f"refcoco {loss}": (
+            lambda loss=loss: ReferringTask(SIZE, ReferringConfig(dropout=0.0, loss=loss)),
+            ReferredBox(BOX),
+            "referring",
+        )
+        for loss in ("binary", "softmax")
+    },
+    "flickr30k": (lambda: Flickr30KTask(SIZE), PHRASES, "flickr30k"),
+}
+OTHER_TRUTHS = (None, PHRASES, ReferredBox(BOX))
+
+
+def wording_of(task: Task, folder: Path, *, marks_phrases: bool = True) -> Wording:
+    tokenizer = make_tokenizer(folder, "red blue square")
+    return task.wording(TextWriter(tokenizer, VLBertModel.layout, marks_phrases=marks_phrases))
+
+
+def texts_of(task: Task, folder: Path, *truths: Any, may_lack: bool = True, marks_phrases: bool = True) -> list:
+    """One wordpiece text per truth; those of another kind may lack a target."""
+    wording = wording_of(task, folder, marks_phrases=marks_phrases)
+    stated = [
+        SampleText(n, "red square", {}, truth, phrases=PHRASES, may_lack_target=may_lack)
+        for n, truth in enumerate(truths)
+    ]
+    return word(wording, sample_of(*stated, image=SampleImage("7", Path("photo.jpg"))), photo())
+
+
+def other_truths(wording: Wording) -> list[Any]:
+    return [truth for truth in OTHER_TRUTHS if not isinstance(truth, wording.learns_from)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_texts_with_a_target_are_learned(tmp_path, name):
+    make, own, loss_name = CASES[name]
+    torch.manual_seed(0)
+    task = make().eval()
+    for parameter in task.parameters():
+        torch.nn.init.normal_(parameter)
+    others = other_truths(wording_of(task, tmp_path))
+    _, regions = make_inputs()
+    # the first region of a text is what is referred to and named, the others lie elsewhere
+    places = torch.arange(regions.attend.shape[1])[:, None] * 40.0 + torch.tensor(BOX)
+    regions = dataclasses.replace(regions, boxes=places.expand_as(regions.boxes))
+    if own is PHRASES:
+        own = PhraseBoxes(((0, 3),), (np.array([BOX]),))
+    rows = {"mixed": [own, others[0], own], "own": [own, own, own], "others": [others[0], others[-1], others[0]]}
+    states = torch.randn(3, 4, SIZE), torch.randn(3, regions.attend.shape[1], SIZE), torch.randn(3, SIZE)
+    found, reached = {}, {}
+    for kind, truths in rows.items():
+        targets = [text.targets for text in texts_of(task, tmp_path, *truths)]
+        text, region, summary = (state.clone().requires_grad_() for state in states)
+        batch = fake_batch(type(targets[0]).join(targets))
+        found[kind] = task(batch, regions, EncoderOutput(text=text, regions=region, summary=summary)).losses[loss_name]
+        found[kind].total.backward()
+        grads = [one.grad.flatten(1).abs().amax(dim=1) for one in (text, region, summary) if one.grad is not None]
+        reached[kind] = (torch.stack(grads).amax(dim=0) > 0).tolist()
+    assert (found["others"].total.item(), found["others"].count.item()) == (0, 0)
+    assert reached["others"] == [False] * 3
+    assert not reached["mixed"][1] and reached["mixed"][0]
+    assert 0 < found["mixed"].count < found["own"].count
+    assert 0 < found["mixed"].total <= found["own"].total
+
+
+def fake_batch(targets: Any) -> Batch:
+    """A batch of three texts of which tasks read the targets only."""
+
+    class Three(Batch):
+        def __init__(self) -> None:
+            self.targets = targets
+            self.looks_at = torch.zeros(3, 1, dtype=torch.int64)
+
+        def __len__(self) -> int:
+            return 3
+
+    return Three()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_who_lacks_a_target(tmp_path, name):
+    make, own, _ = CASES[name]
+    task = make()
+    others = other_truths(wording_of(task, tmp_path))
+    first, *rest = texts_of(task, tmp_path, own, *others)
+    assert first.targets.known is None and "only_phrases" not in first.record
+    assert all(one.targets.known is False and one.record["only_phrases"] is True for one in rest)
+    assert all(type(one.targets) is type(first.targets) and one.phrases is not None for one in rest)
+    joined = type(first.targets).join([first.targets, *(one.targets for one in rest)])
+    assert joined.known.tolist() == [True, *[False] * len(rest)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_truth_that_is_missing_by_mistake_is_an_error(tmp_path, name):
+    """In one data set alone, in data that state no phrases, and in a run without phrases."""
+    make, own, _ = CASES[name]
+    task = make()
+    for options in ({"may_lack": False}, {"marks_phrases": False}):
+        for other in other_truths(wording_of(task, tmp_path)):
+            targets = [text.targets for text in texts_of(task, tmp_path, own, other, **options)]
+            with pytest.raises(ValueError, match="is known for some texts of a batch and unknown for others"):
+                type(targets[0]).join(targets)
+
+
+def test_tasks_whose_texts_have_choices_take_no_others():
+    assert VCRTask(SIZE).wording(TextWriter(None, VLBertModel.layout)).learns_from == ()
+
+
+def test_predictions_and_metrics_leave_them_out(tmp_path):
+    task = answering(VQATask, VQAConfig, "binary")
+    given = [{"text_index": 0, "answers": ["red"] * 10}, {"text_index": 1, "only_phrases": True, "grounded": []}, {}]
+    predictions = without_answers([one | {"answer": "red"} for one in given[:2]], given)
+    assert predictions == [given[0] | {"answer": "red"}, given[1]]
+    assert with_target(predictions) == predictions[:1]
+    assert metrics_of(task, predictions) == {"count": 1.0, "accuracy": 1.0}
+    grounded = [given[1] | {"grounded": [{"text": "red", "correct": True}]}]
+    assert metrics_of(task, grounded) == {"phrase_accuracy": 1.0}
+    assert metrics_of(task, []) == {"count": 0.0}
+    referring = ReferringTask(SIZE)
+    assert with_correct(referring, given[1])["correct"] is None, "there is no box to compare"
+    assert with_correct(task, predictions[0])["correct"] == 1
