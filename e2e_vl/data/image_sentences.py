@@ -70,7 +70,7 @@ class ImageSentenceDataset(VLDataset):
         parts = []
         for name in split_names(split):
             values = options.values(name)
-            own = read_image_sentences(files.path("sentences", **values), options.sources)
+            own = read_image_sentences(files.path("sentences", **values), options.sources, files.errors)
             own = dict(options.kept(own.items(), lambda item: item[:1], files, values, wants))
             twice = next((image for image in own if image in sentences), None)
             if twice is not None:
@@ -85,7 +85,8 @@ class ImageSentenceDataset(VLDataset):
     def texts_of(cls, files: DataFiles, options: SentenceOptions, split: str) -> Iterable[str]:
         """All sentences of a split."""
         for name in split_names(split):
-            found = read_image_sentences(files.path("sentences", **options.values(name)), options.sources)
+            path = files.path("sentences", **options.values(name))
+            found = read_image_sentences(path, options.sources, files.errors)
             yield from (sentence.words for own in found.values() for sentence in own)
 
     def __len__(self) -> int:

@@ -69,7 +69,7 @@ class ListedPairDataset(VLDataset):
         folders, parts = [], []
         for name in split_names(split):
             values = options.values(name)
-            own = read_listed_pairs(path := files.path("examples", **values))
+            own = read_listed_pairs(path := files.path("examples", **values), files.errors)
             if wants.training and own[0].label is None:
                 raise UserError(f"{path}: the split {name} has no labels to learn from; train on another split")
             own = options.kept(own, lambda pair: pair.images, files, values, wants)
@@ -86,7 +86,7 @@ class ListedPairDataset(VLDataset):
     def texts_of(cls, files: DataFiles, options: ListedPairOptions, split: str) -> Iterable[str]:
         """All sentences of a split."""
         paths = [files.path("examples", **options.values(name)) for name in split_names(split)]
-        return [pair.words for path in paths for pair in read_listed_pairs(path)]
+        return [pair.words for path in paths for pair in read_listed_pairs(path, files.errors)]
 
     def __len__(self) -> int:
         """Number of sentences about pairs."""

@@ -61,7 +61,7 @@ class ScoredQuestionDataset(VLDataset):
         folders, parts = [], []
         for name in split_names(split):
             values = options.values(name)
-            own = read_scored_questions(path := files.path("questions", **values))
+            own = read_scored_questions(path := files.path("questions", **values), files.errors)
             if wants.training and own[0].scores is None:
                 raise UserError(f"{path}: the split {name} has no labels to learn from; train on another split")
             own = options.kept(own, lambda one: [one.image_id], files, values, wants)
@@ -95,7 +95,7 @@ class ScoredQuestionDataset(VLDataset):
     @staticmethod
     def _read(files: DataFiles, options: ImageSets, split: str) -> list[ScoredQuestion]:
         paths = [files.path("questions", **options.values(name)) for name in split_names(split)]
-        return [question for path in paths for question in read_scored_questions(path)]
+        return [question for path in paths for question in read_scored_questions(path, files.errors)]
 
     def __len__(self) -> int:
         """Number of questions."""

@@ -25,7 +25,20 @@ from e2e_vl.engine.preflight import look_ahead
 ROOT = Path(__file__).parents[2]
 TINY = ("refcoco", "vqa", "vcr", "gqa", "nlvr2", "flickr30k", "pretraining")
 MENTIONED = ("data.config.objects=mentioned",)  # then every text is a group, and several have one image
-DETECTION = ROOT / "configs" / "demo" / "detection.yaml"
+CONFIGS = {"detection": "demo/detection", "lxmert_questions": "vqa/lxmert", "lxmert_pairs": "nlvr2/lxmert"}
+DRAWN_SPLITS = ("data.train_split=train", "data.eval_splits=[val]", "data.vocabulary=null")
+DRAWN_SETS = "data.config.image_sets={train: train, val: val}"
+WORDS = {  # what settings other than configs/tiny need for drawn data
+    "lxmert_sentences": ("task.config.objectives.image_qa.answers=unused.json",),
+    "lxmert_questions": (
+        *(*DRAWN_SPLITS, DRAWN_SETS, "data.files.questions=lxmert/{split}_vqa.json"),
+        *("data.files.features=lxmert/{images}_obj36.tsv", "data.files.answers=lxmert/trainval_label2ans.json"),
+    ),
+    "lxmert_pairs": (
+        *(*DRAWN_SPLITS, "data.files.examples=lxmert/{split}_nlvr2.json"),
+        "data.files.features=lxmert/{split}_obj36.tsv",
+    ),
+}
 
 
 @pytest.fixture(scope="session")
@@ -40,9 +53,10 @@ def data(drawn, tmp_path) -> Path:
 
 
 def settings(name: str, root: Path, *words: str) -> RunConfig:
-    path = DETECTION if name == "detection" else ROOT / "configs" / "tiny" / f"{name}.yaml"
+    tiny = "tiny/lxmert_files" if name == "lxmert_sentences" else f"tiny/{name}"
+    path = ROOT / "configs" / f"{CONFIGS.get(name, tiny)}.yaml"
     detector = f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}"
-    return load_config(path, [detector, f"data.root={root}", "output=unused", *words])
+    return load_config(path, [detector, f"data.root={root}", "output=unused", *WORDS.get(name, ()), *words])
 
 
 def as_photos(config: RunConfig, **changes) -> RunConfig:
@@ -157,6 +171,36 @@ def break_pretraining(root: Path) -> None:
     change_json(root / "detection" / "instances_train.json", lambda content: content["annotations"][1].pop("bbox"))
 
 
+def break_lxmert_sentences(root: Path) -> None:
+    def change(rows: list[dict]) -> None:
+        rows[0]["img_id"] = "../a"
+        rows[1].pop("sentf")
+        rows[2]["labelf"]["vqa"] = [{}] * (len(rows[2]["sentf"]["vqa"]) + 1)
+        rows[3]["img_id"] = rows[4]["img_id"]
+
+    change_json(root / "lxmert" / "train.json", change)
+
+
+def break_lxmert_questions(root: Path) -> None:
+    def change(rows: list[dict]) -> None:
+        rows[0].pop("sent")
+        rows[1]["label"] = {"yes": "1"}
+        rows[2]["img_id"] = "a/../../b"
+        rows[3]["question_id"] = rows[4]["question_id"]
+
+    change_json(root / "lxmert" / "train_vqa.json", change)
+    change_json(root / "lxmert" / "val_vqa.json", lambda rows: rows[0].pop("label"))
+
+
+def break_lxmert_pairs(root: Path) -> None:
+    def change(rows: list[dict]) -> None:
+        rows[0]["label"] = "True"
+        rows[1].pop("img1")
+        rows[2]["img0"] = "../a"
+
+    change_json(root / "lxmert" / "train_nlvr2.json", change)
+
+
 DETECTIONS = "res101_coco_minus_refer_notime_dets.json"
 BROKEN = {
     "refcoco": (
@@ -175,6 +219,21 @@ BROKEN = {
     "nlvr2": (break_nlvr2, ["line 1", "label is 'maybe', expected", "line 4 (x): the identifier"]),
     "flickr30k": (break_flickr30k, ["is inverted", "'[/EN#1 a man]' is no phrase"]),
     "pretraining": (break_pretraining, ["is empty; remove it", "is about image -5", "has no 'bbox'"]),
+    "lxmert_sentences": (
+        break_lxmert_sentences,
+        ["image '../a' cannot name a file", "has no 'sentf'", "a list of labels of another length", "is listed twice"],
+    ),
+    "lxmert_questions": (
+        break_lxmert_questions,
+        [
+            *("has no 'sent'", "label.yes is '1', expected a number", "image 'a/../../b' cannot name a file"),
+            *("is listed twice", "val_vqa.json: some records have a label and others have none"),
+        ],
+    ),
+    "lxmert_pairs": (
+        break_lxmert_pairs,
+        ["label is 'True', expected 0 or 1", "has no 'img1'", "image '../a' cannot name a file"],
+    ),
 }
 
 

@@ -20,6 +20,7 @@ from msgspec import Meta, field
 
 from detector.errors import UserError
 from e2e_vl.data.storage.files import checked_records, read_json, require_file
+from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.file_names import require_name
 from e2e_vl.records import Id, Name, Record, Score
 
@@ -96,11 +97,14 @@ class ListedPair:
     uid: str | None = None
 
 
-def read_image_sentences(path: str | Path, sources: Collection[str] | None = None) -> dict[str, list[SourcedSentence]]:
+def read_image_sentences(
+    path: str | Path, sources: Collection[str] | None = None, errors: RecordErrors = RAISE
+) -> dict[str, list[SourcedSentence]]:
     """The sentences about each image, sources in the order of the file; images without a sentence are left out.
 
     Args:
         sources: only sentences of these are kept; None keeps all.
+        errors: what becomes of an error about one image.
 
     Raises:
         FileNotFoundError: no such file.
@@ -108,20 +112,10 @@ def read_image_sentences(path: str | Path, sources: Collection[str] | None = Non
     """
     path = Path(path).expanduser()
     found: dict[str, list[SourcedSentence]] = {}
-    for where, row in _records(_SentencesRow, path, "sentences", "img_id", unique="image ids"):
-        own = []
-        for source, sentences in row.sentf.items():
-            labels = row.labelf.get(source)
-            if labels is not None and len(labels) != len(sentences):
-                raise UserError(
-                    f"{where}: the source {source} has {len(sentences)} sentences and a list of labels of another "
-                    "length; copy or download the file again"
-                )
-            if sources is not None and source not in sources:
-                continue
-            for number, words in enumerate(sentences):
-                scores = None if labels is None else _shared(labels[number])
-                own.append(SourcedSentence(sys.intern(source), number, words, scores))
+    for where, row in _records(_SentencesRow, path, "sentences", "img_id", "image ids", errors):
+        own: list[SourcedSentence] = []
+        with errors:
+            own = _sentences_of(row, sources, where)
         if own:
             found[row.img_id] = own
     if not found:
@@ -130,23 +124,46 @@ def read_image_sentences(path: str | Path, sources: Collection[str] | None = Non
     return found
 
 
-def read_scored_questions(path: str | Path) -> list[ScoredQuestion]:
+def _sentences_of(row: _SentencesRow, sources: Collection[str] | None, where: str) -> list[SourcedSentence]:
+    own = []
+    for source, sentences in row.sentf.items():
+        labels = row.labelf.get(source)
+        if labels is not None and len(labels) != len(sentences):
+            raise UserError(
+                f"{where}: the source {source} has {len(sentences)} sentences and a list of labels of another length; "
+                "copy or download the file again"
+            )
+        if sources is not None and source not in sources:
+            continue
+        for number, words in enumerate(sentences):
+            scores = None if labels is None else _shared(labels[number])
+            own.append(SourcedSentence(sys.intern(source), number, words, scores))
+    return own
+
+
+def read_scored_questions(path: str | Path, errors: RecordErrors = RAISE) -> list[ScoredQuestion]:
     """The questions of a file of VQA or GQA, in its order.
+
+    Args:
+        errors: what becomes of an error about one question.
 
     Raises:
         FileNotFoundError: no such file.
         ValueError: no such JSON, a question that is listed twice, labels in some records only, or no question.
     """
     found = []
-    for _, row in _records(_ScoredRow, path, "questions", "question_id", unique="ids"):
+    for _, row in _records(_ScoredRow, path, "questions", "question_id", "ids", errors):
         scores = None if row.label is None else _shared(row.label)
         facts = row.img_id, row.sent, scores, row.question_type, row.answer_type
         found.append(ScoredQuestion(row.question_id, *facts))
-    return _labelled_alike(found, [one.scores for one in found], path)
+    return _labelled_alike(found, [one.scores for one in found], path, errors)
 
 
-def read_listed_pairs(path: str | Path) -> list[ListedPair]:
+def read_listed_pairs(path: str | Path, errors: RecordErrors = RAISE) -> list[ListedPair]:
     """The sentences of a file of NLVR2, in its order.
+
+    Args:
+        errors: what becomes of an error about one sentence.
 
     Raises:
         FileNotFoundError: no such file.
@@ -154,28 +171,35 @@ def read_listed_pairs(path: str | Path) -> list[ListedPair]:
             sentence.
     """
     found = []
-    for _, row in _records(_PairRow, path, "pairs", "identifier", unique="ids"):
+    for _, row in _records(_PairRow, path, "pairs", "identifier", "ids", errors):
         found.append(ListedPair(row.identifier, (row.img0, row.img1), row.sent, row.label, row.uid))
-    return _labelled_alike(found, [one.label for one in found], path)
+    return _labelled_alike(found, [one.label for one in found], path, errors)
 
 
-def _records(kind: type[_Row], path: str | Path, what: str, key: str, *, unique: str) -> Iterator[tuple[str, _Row]]:
+def _records(
+    kind: type[_Row], path: str | Path, what: str, key: str, unique: str, errors: RecordErrors
+) -> Iterator[tuple[str, _Row]]:
     path = require_file(path, what)
     content = read_json(path, what)
     if not isinstance(content, list):
         raise UserError(f"{path} is a {type(content).__name__}, expected a list of {what}")
     name = {"sentences": "image", "questions": "question", "pairs": "sentence"}[what]
-    for where, row in checked_records(kind, content, f"{path}: {name}", key, unique=unique):
-        for image_id in row.image_names():
-            require_name(image_id, where)
-        yield where, row
+    for where, row in checked_records(kind, content, f"{path}: {name}", key, unique=unique, errors=errors):
+        is_named = False
+        with errors:
+            for image_id in row.image_names():
+                require_name(image_id, where)
+            is_named = True
+        if is_named:
+            yield where, row
 
 
-def _labelled_alike(found: list[Any], labels: list[Any], path: str | Path) -> list[Any]:
+def _labelled_alike(found: list[Any], labels: list[Any], path: str | Path, errors: RecordErrors) -> list[Any]:
     if not found:
         raise UserError(f"{path}: there is nothing in the file; copy or download it again")
     if len({label is None for label in labels}) > 1:
-        raise UserError(f"{path}: some records have a label and others have none; do not mix splits")
+        with errors.about(str(path)):
+            raise UserError(f"{path}: some records have a label and others have none; do not mix splits")
     return found
 
 
