@@ -160,8 +160,6 @@ def show(result: dict[str, Any]) -> int:
     print("| | images | captions | seconds | of the processor | peak resident memory, MiB |")
     print("|---|---:|---:|---:|---:|---:|")
     for row in result["stages"]:
-        print(
-            f"| {row['stage']} | {row['images']} | {row['captions']} | {row['seconds']:.0f} | {row['cpu_seconds']:.0f} | "
-            f"{row['peak_mib']:.0f} |"
-        )
+        times = f"{row['seconds']:.0f} | {row['cpu_seconds']:.0f}"
+        print(f"| {row['stage']} | {row['images']} | {row['captions']} | {times} | {row['peak_mib']:.0f} |")
     return 0
