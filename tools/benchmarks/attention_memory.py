@@ -20,15 +20,14 @@ from e2e_vl.analysis.parses import read_parses
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.base import open_options
-from e2e_vl.data.storage.features.record import RegionFeatures
-from e2e_vl.data.storage.features.writers import write_tsv
+from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
 from e2e_vl.engine.build import build_detector, build_model, named_parts
 from e2e_vl.engine.build_data import build_collate, make_synthetic_data, training_texts
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.text import build_vocabulary, load_tokenizer
 from measuring import machine_facts, peak_mib, print_machine
 
-SPLIT, LAYOUT = "val", "lxmert"  # a layout of features files that has confidences
+SPLIT = "val"
 REGIONS = 36  # of each image: the annotated boxes and random ones
 PICTURES = 6  # texts that are kept for pictures, as the command does by default
 QUARTER = 0.25
@@ -63,15 +62,23 @@ def benchmark_attention(
     make_synthetic_data(config)
     files, _ = open_options(named_parts(config).dataset, config.data)
     features = files.path("features", split=SPLIT)
-    if not features.is_file():
-        width = build_detector(config).feature_dim
-        write_tsv(features, random_features(files.path("instances", split=SPLIT), width), {}, layout=LAYOUT)
+    if not features.is_dir():
+        write_random_features(features, files.path("instances", split=SPLIT), build_detector(config).feature_dim)
     build_vocabulary(training_texts(config), place / "vocab.txt")
     # spawned, not forked: it must not inherit the memory of this process
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         found = pool.submit(analyze, config_file, settings).result()
     own = {"images": images, "images_per_batch": images_per_batch, "regions": REGIONS}
     return {"machine": found.pop("machine"), "settings": {"config": str(config_file), **own}, **found}
+
+
+def write_random_features(folder: Path, instances: Path, width: int) -> None:
+    """A file of random features per image; the folder is there once it is complete."""
+    unfinished = folder.with_name(f"{folder.name}.part")
+    unfinished.mkdir(exist_ok=True)
+    for found in random_features(instances, width):
+        save_npz(unfinished / f"{found.image_id}.npz", found)
+    unfinished.replace(folder)
 
 
 def random_features(instances: Path, width: int) -> Iterator[RegionFeatures]:
@@ -88,11 +95,9 @@ def random_features(instances: Path, width: int) -> Iterator[RegionFeatures]:
         drawn = np.concatenate([corners, rng.uniform(0.1, 0.5, corners.shape) * size], axis=1)
         boxes = np.concatenate([annotated, drawn.astype(np.float32)])
         boxes[:, 2:] += boxes[:, :2]
-        none = np.zeros(REGIONS, dtype=np.int64)
-        shares = rng.random((2, REGIONS), dtype=np.float32)
-        found = {"scores": shares[0], "classes": none, "attributes": none, "attribute_scores": shares[1]}
+        scores = rng.random(REGIONS, dtype=np.float32)
         values = rng.standard_normal((REGIONS, width), dtype=np.float32)
-        yield RegionFeatures(str(image["id"]), (image["height"], image["width"]), boxes, values, **found)
+        yield RegionFeatures(str(image["id"]), (image["height"], image["width"]), boxes, values, scores)
 
 
 def analyze(config_file: Path, settings: list[str]) -> dict[str, Any]:
