@@ -9,7 +9,7 @@ from typing import Any, Literal
 from detector.errors import UserError
 from e2e_vl.converter import check_choice
 
-Piece = Literal["last", "first", "mean"]
+WordPiece = Literal["last", "first", "mean"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +20,15 @@ class AttentionChoices:
         ValueError: a value that an option does not have; the message names it.
     """
 
-    entity_piece: Piece = dataclasses.field(
-        default="last", metadata={"help": "wordpiece of an entity that attends; mean: the mean of all its wordpieces"}
+    entity_piece: Literal["last", "first", "mean", "head"] = dataclasses.field(
+        default="last",
+        metadata={
+            "help": "wordpiece of an entity that attends; mean: the mean of all its wordpieces; head: its head word in "
+            "the parse, of several ones the first, at the wordpiece of --word-piece"
+        },
     )
-    word_piece: Piece = dataclasses.field(
-        default="last", metadata={"help": "wordpiece of the attending word of a relation"}
+    word_piece: WordPiece = dataclasses.field(
+        default="last", metadata={"help": "wordpiece of an attending word, which is one of a relation or a head word"}
     )
     phrase_word: Literal["any", "head"] = dataclasses.field(
         default="any",
@@ -65,6 +69,13 @@ class AttentionChoices:
             "help": "a head is active if more than this share of the attention of the measured words is on regions"
         },
     )
+    active_over: Literal["examples", "entities"] = dataclasses.field(
+        default="examples",
+        metadata={
+            "help": "samples on which the activity of a head is measured: the examples of each accuracy, or the "
+            "entities, for relations too"
+        },
+    )
     whole_image: Literal["excluded", "candidate"] = dataclasses.field(
         default="excluded", metadata={"help": "whether the region of the whole image is a region like the others"}
     )
@@ -86,6 +97,14 @@ class AttentionChoices:
         for name in ("min_count", "most_relations"):
             if getattr(self, name) < 1:
                 raise UserError(f"{option_name(name)} is {getattr(self, name)}; it must be at least 1.")
+
+    def require_parses(self, *, given: bool) -> None:
+        """Raises ValueError for a choice that parses alone can answer, where none are given."""
+        if self.entity_piece == "head" and not given:
+            raise UserError(
+                "--entity-piece head needs parses, which say what the head word of a phrase is; give --parses or "
+                "--spacy, or choose another --entity-piece."
+            )
 
     def describe(self) -> list[dict[str, Any]]:
         """Of each option its `name`, `value`, `default` and `meaning`."""

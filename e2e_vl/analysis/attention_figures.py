@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from e2e_vl.analysis.attention_tables import AttentionResults
-from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS
+from e2e_vl.analysis.collect import CONFIDENCE, ENTITIES, LARGEST, RELATIONS, MeasureKey
 from e2e_vl.analysis.measures import HeadSums
 
 ACTIVE, INACTIVE = "#1f5fa8", "#b9cfe8"  # colours of active heads and of others
@@ -28,7 +28,7 @@ def draw_entity_figure(results: AttentionResults, graph: str) -> bytes:
     sums = results.of(graph, ENTITIES)
     figure = Figure(figsize=(max(6.5, 1.6 + 0.45 * len(sums.hits)), 4.2), layout="constrained", dpi=130)
     axes = figure.add_subplot()
-    _panel(axes, results, sums)
+    _panel(axes, results, MeasureKey(graph, ENTITIES))
     axes.set_title(f"Entity grounding, graph: {graph} ({sums.examples:,} entities)", fontsize=10)
     axes.set_ylabel("accuracy")
     axes.set_xlabel("layer")
@@ -48,7 +48,7 @@ def draw_relation_figure(results: AttentionResults, graph: str, measure: str = R
         axes = figure.add_subplot(rows, columns, number + 1)
         sums = results.of(graph, measure, label)
         every.append(sums)
-        _panel(axes, results, sums, top=top)
+        _panel(axes, results, MeasureKey(graph, measure, label), top=top)
         short = label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
         axes.set_title(f"{short} ({sums.examples:,})", fontsize=9, parse_math=False)
         if number % columns == 0:
@@ -59,10 +59,10 @@ def draw_relation_figure(results: AttentionResults, graph: str, measure: str = R
     return _png(figure)
 
 
-def _panel(axes: Axes, results: AttentionResults, sums: HeadSums, top: float | None = None) -> None:
+def _panel(axes: Axes, results: AttentionResults, key: MeasureKey, top: float | None = None) -> None:
     """A point per head, light for inactive heads, with the number of the best active one; lines for baselines."""
-    choices = results.choices
-    active = sums.active(choices.active_above)
+    choices, place = results.choices, (key.graph, key.measure, key.label)
+    sums, active, best = results.of(*place), results.active(*place), results.best_active(*place)
     layers, heads = sums.hits.shape
     for wanted, colour, order in ((False, INACTIVE, 1), (True, ACTIVE, 2)):
         places = [
@@ -80,7 +80,6 @@ def _panel(axes: Axes, results: AttentionResults, sums: HeadSums, top: float | N
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
-    best = sums.best(choices.active_above)
     if best is not None:
         at = best[0] + choices.first_number + _spread(best[1], heads)
         is_right = best[0] >= layers / 2

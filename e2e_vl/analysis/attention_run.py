@@ -82,8 +82,9 @@ def analyze_attention(request: AttentionRequest) -> tuple[AttentionResults, Path
 
     Raises:
         FileNotFoundError, ValueError: no model there, data that do not fit or state no phrases, an encoder without
-            attention maps, or a head that does not exist.
+            attention maps, a head that does not exist, or a choice that needs parses without any.
     """
+    request.choices.require_parses(given=request.parses is not None or request.spacy_model is not None)
     check_results_folder(request.folder)
     own, of_data = divided(request.overrides, has_data=request.data is not None)
     config, model, tokenizer = load_model(request.run, overrides=own)

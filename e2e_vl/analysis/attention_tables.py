@@ -8,6 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
 from e2e_vl.analysis.attention_choices import AttentionChoices
 from e2e_vl.analysis.collect import ALL, CONFIDENCE, ENTITIES, LARGEST, NEEDS, RELATIONS, MeasureKey
 from e2e_vl.analysis.measures import HeadSums
@@ -66,28 +70,52 @@ class AttentionResults:
         notes = [] if self.has_confidence else [NO_CONFIDENCE]
         if self.parses is None:
             notes.append("No parses were given, so there is no syntactic grounding; give --parses or --spacy.")
+        share = f"{100 * self.choices.active_above:g} %"
         notes.append(
-            "A head is called active where more than "
-            f"{100 * self.choices.active_above:g} % of the attention of the measured words (entities, or the attending "
-            "words of relations) lies on regions, as a mean over the same examples as the accuracy."
+            f"A head is called active where more than {share} of the attention of the measured words (entities, or the "
+            "attending words of relations) lies on regions, as a mean over the same examples as the accuracy."
+            if self.choices.active_over == "examples"
+            else f"A head is called active where more than {share} of the attention of the entities lies on regions, "
+            "as a mean over all measured entities; the same heads are active for relations."
+        )
+        notes.append(
+            f"A region is right where its IoU with an annotated box is at least {self.choices.min_iou:g}; an IoU of "
+            f"exactly {self.choices.min_iou:g} counts as a match."
+        )
+        notes.append(
+            "Where several regions share the largest attention of a head, or the highest score of a baseline, the "
+            "first of them in the order of the boxes is the chosen one."
         )
         return notes
 
-    def best_entity_head(self, graph: str) -> tuple[int, int] | None:
-        """The active head that grounds entities best."""
-        sums = self.of(graph, ENTITIES)
-        return None if sums is None else sums.best(self.choices.active_above)
+    def activity(self, graph: str, measure: str, label: str = ALL) -> HeadSums | None:
+        """The sums whose attention says which heads are active, as `choices.active_over` chooses."""
+        if self.choices.active_over == "entities" and NEEDS[measure] is AttentionBlock.WORDS_TO_REGIONS:
+            return self.of(graph, ENTITIES)
+        return self.of(graph, measure, label)
+
+    def active(self, graph: str, measure: str, label: str = ALL) -> Bool[Tensor, "layers heads"]:
+        """The active heads of a measure; none without samples of `activity`."""
+        sums, stated = self.activity(graph, measure, label), self.of(graph, measure, label)
+        if sums is None:
+            return torch.zeros_like(stated.hits, dtype=torch.bool)
+        return sums.active(self.choices.active_above)
+
+    def best_active(self, graph: str, measure: str, label: str = ALL) -> tuple[int, int] | None:
+        """Layer and head of the active head with the highest accuracy; None without examples or an active head."""
+        sums = self.of(graph, measure, label)
+        return None if sums is None else sums.best_among(self.active(graph, measure, label))
 
     def summary(self, graph: str, measure: str, label: str = ALL) -> dict[str, Any]:
         """One measure in plain values: its best heads and baselines."""
         sums = self.of(graph, measure, label)
-        above = self.choices.active_above
         found: dict[str, Any] = {
             "examples": sums.examples,
             "divided_by": sums.count,
             "baselines": {name: sums.baseline(name) for name in sums.baselines},
         }
-        for name, place in (("best_head", sums.best()), ("best_active_head", sums.best(above))):
+        places = {"best_head": sums.best(), "best_active_head": self.best_active(graph, measure, label)}
+        for name, place in places.items():
             found[name] = None
             if place is not None:
                 found[name] = {
@@ -156,7 +184,7 @@ class AttentionResults:
         rows = []
         for label in self.relations[graph]:
             sums = self.of(graph, measure, label)
-            place = sums.best(self.choices.active_above)
+            place = self.best_active(graph, measure, label)
             rows.append(
                 {
                     "relation": label,
@@ -180,11 +208,11 @@ def write_tables(folder: Path, results: AttentionResults) -> None:
 
 
 def _head_rows(results: AttentionResults, *, only_all: bool) -> Iterable[dict[str, Any]]:
-    above, first = results.choices.active_above, results.choices.first_number
+    first = results.choices.first_number
     for key, sums in results.sums.items():
         if not sums.examples or (key.label == ALL) != only_all:
             continue
-        is_active = sums.active(above)
+        is_active = results.active(key.graph, key.measure, key.label)
         names = {} if only_all else {"relation": key.label}
         for layer, heads in enumerate(sums.accuracy.tolist()):
             for head, accuracy in enumerate(heads):

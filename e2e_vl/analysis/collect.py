@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from e2e_vl.analysis.attending import grounded_pairs, phrase_queries, shares_piece, word_pairs
 from e2e_vl.analysis.attention_choices import AttentionChoices
 from e2e_vl.analysis.caption_wording import RECORD, CaptionFacts
 from e2e_vl.analysis.measures import (
@@ -201,7 +202,7 @@ def add_batch(
         }
         for name, graph in graphs.items():
             add_text(found, name, graph, maps[name], view, choices)
-        count_text(found.numbers, view)
+        count_text(found.numbers, view, choices)
         if record["text_index"] in shown:
             found.seen.append(seen_text(record, view, maps))
 
@@ -251,6 +252,7 @@ def add_text(
     """The measures of one graph of one text."""
     per_sentence = choices.mean_over == "sentences"
     facts, device = view.facts, maps.device
+    queries = phrase_queries(facts, choices)
     counted = counted_phrases(view, choices)
 
     def put(measure: str, judged: Judged, label: str = ALL) -> None:
@@ -258,12 +260,11 @@ def add_text(
 
     spans = torch.from_numpy(facts.phrase_spans).to(device)
     if NEEDS[ENTITIES] in graph.blocks:
-        right = view.is_right[counted]
+        asked = counted & torch.from_numpy(queries.attends).to(device)
+        right, own = view.is_right[asked], torch.from_numpy(queries.spans).to(device)[asked]
         put(
             ENTITIES,
-            entity_grounding(
-                *(maps, spans[counted], view.regions, view.allowed, right, view.baselines(right), choices.entity_piece)
-            ),
+            entity_grounding(*(maps, own, view.regions, view.allowed, right, view.baselines(right), queries.piece)),
         )
     if NEEDS[NAMING] in graph.blocks:
         is_word = torch.from_numpy(facts.is_word).to(device)
@@ -307,53 +308,7 @@ def counted_phrases(view: TextView, choices: AttentionChoices) -> Bool[Tensor, "
     return counted
 
 
-@dataclasses.dataclass(frozen=True)
-class Pairs:
-    """Pairs of words that a relation joins: the attending word, and the other one or its phrase."""
-
-    columns: tuple[list[int], list[int]]
-    labels: list[str]
-
-    def apart(self, spans: Int64[np.ndarray, "words 2"]) -> Pairs:
-        """The pairs of two words that share no wordpiece, which attention could not tell apart."""
-        kept = [row for row, pair in enumerate(zip(*self.columns, strict=True)) if not shares_piece(spans, *pair)]
-        source, target = ([column[row] for row in kept] for column in self.columns)
-        return Pairs((source, target), [self.labels[row] for row in kept])
-
-
-def shares_piece(spans: Int64[np.ndarray, "words 2"], first: int, second: int) -> bool:
-    """Whether two words have a wordpiece together."""
-    return bool(max(spans[first, 0], spans[second, 0]) < min(spans[first, 1], spans[second, 1]))
-
-
-def word_pairs(facts: CaptionFacts, choices: AttentionChoices) -> Pairs:
-    """Both directions of every relation: (attending word w2, word w1)."""
-    sources, targets, labels = [], [], []
-    for relation in facts.relations:
-        for source, target, direction in (
-            (relation.dependent, relation.governor, "to its governor"),
-            (relation.governor, relation.dependent, "from its governor"),
-        ):
-            sources.append(source)
-            targets.append(target)
-            labels.append(relation.label if choices.directions == "pooled" else f"{relation.label}, {direction}")
-    return Pairs((sources, targets), labels)
-
-
-def grounded_pairs(facts: CaptionFacts, counted: Sequence[bool], choices: AttentionChoices) -> Pairs:
-    """The pairs whose word w1 is in a counted phrase: (attending word w2, phrase of w1)."""
-    pairs = word_pairs(facts, choices)
-    rows = [
-        (source, facts.phrase_of[target], label)
-        for source, target, label in zip(*pairs.columns, pairs.labels, strict=True)
-        if facts.phrase_of[target] >= 0
-        and counted[facts.phrase_of[target]]
-        and (choices.phrase_word == "any" or facts.is_head[target])
-    ]
-    return Pairs(([row[0] for row in rows], [row[1] for row in rows]), [row[2] for row in rows])
-
-
-def count_text(numbers: Counter[str], view: TextView) -> None:
+def count_text(numbers: Counter[str], view: TextView, choices: AttentionChoices) -> None:
     """What is said about the data beside the measures."""
     facts = view.facts
     has_box = [len(own) > 0 for own in facts.boxes]
@@ -372,9 +327,18 @@ def count_text(numbers: Counter[str], view: TextView) -> None:
             "phrases with a box, without a right region": sum(
                 box and not region for box, region in zip(has_box, has_region, strict=True)
             ),
+            **_without_query(view.facts, choices),
             "candidate regions": int(view.allowed.sum()),
         }
     )
+
+
+def _without_query(facts: CaptionFacts, choices: AttentionChoices) -> dict[str, int]:
+    """How many phrases attend from nowhere; only a choice of their words can do that."""
+    if choices.entity_piece != "head":
+        return {}
+    missing = int((~phrase_queries(facts, choices).attends).sum())
+    return {"phrases without a head word, left out of entity grounding": missing}
 
 
 def seen_text(record: dict, view: TextView, maps: Mapping[str, Float[Tensor, "layers heads slots slots"]]) -> SeenText:

@@ -105,7 +105,13 @@ class HeadSums:
 
         None without examples, or without an active head.
         """
-        allowed = torch.ones_like(self.hits, dtype=torch.bool) if above is None else self.active(above)
+        return self.best_among(torch.ones_like(self.hits, dtype=torch.bool) if above is None else self.active(above))
+
+    def best_among(self, allowed: Bool[Tensor, "layers heads"]) -> tuple[int, int] | None:
+        """Layer and head with the highest accuracy among the allowed heads; of equal ones the first.
+
+        None without examples, or without an allowed head.
+        """
         if not self.examples or not allowed.any():
             return None
         place = int(self.accuracy.masked_fill(~allowed, -1).argmax())

@@ -16,6 +16,7 @@ from PIL import Image
 
 from detector.errors import UserError
 from detector.images import load_image
+from e2e_vl.analysis.attending import phrase_queries
 from e2e_vl.analysis.attention_choices import AttentionChoices, parse_head
 from e2e_vl.analysis.attention_figures import draw_word_map
 from e2e_vl.analysis.attention_tables import AttentionResults
@@ -92,8 +93,9 @@ def best_heads(results: AttentionResults) -> list[ChosenHead]:
             found.append(ChosenHead(graph, 0, 0))
             continue
         ranked = sums.accuracy.clone()
-        if measure == ENTITIES and sums.active(results.choices.active_above).any():
-            ranked[~sums.active(results.choices.active_above)] = -1
+        active = results.active(graph, measure)
+        if measure == ENTITIES and active.any():
+            ranked[~active] = -1
         order = ranked.flatten().argsort(descending=True, stable=True)[:number].tolist()
         found += [ChosenHead(graph, *divmod(place, ranked.shape[1])) for place in order]
     return found
@@ -123,8 +125,9 @@ def _of_head(
     regions = slice(text.length, text.length + len(text.allowed))
     phrases = [row for row, boxes in enumerate(text.facts.boxes) if len(boxes)][:PHRASES]
     if AttentionBlock.WORDS_TO_REGIONS in blocks:
-        spans = torch.from_numpy(text.facts.phrase_spans)
-        seen = attention_from(own, spans, choices.entity_piece)[0, 0, :, regions].numpy()
+        queries = phrase_queries(text.facts, choices)
+        seen = attention_from(own, torch.from_numpy(queries.spans), queries.piece)[0, 0, :, regions].numpy()
+        phrases = [row for row in phrases if queries.attends[row]]
         return [
             _region_overlay(
                 folder / f"{file}_{row}.jpg",

@@ -86,6 +86,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     choices = AttentionChoices(
         **{field.name: getattr(arguments, field.name) for field in dataclasses.fields(AttentionChoices)}
     )
+    choices.require_parses(given=arguments.parses is not None or arguments.spacy is not None)
     for head in arguments.heads:
         parse_head(head, choices.first_number)
     from e2e_vl.analysis.attention_run import AttentionRequest, analyze_attention  # late: it imports torch

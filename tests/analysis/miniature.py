@@ -61,18 +61,24 @@ output: {folder}/run
 
 
 def draw_data(folder: Path) -> RunConfig:
-    """Scenes with captions, gold parses, and perfect features of the annotated boxes with made-up confidences."""
+    """Scenes with captions, gold parses, and perfect features of the annotated boxes.
+
+    `features.tsv` has random confidences, by which its boxes are sorted when they are read; `plain.tsv` has none.
+    """
     data = folder / "data"
     size = SceneConfig(min_side=96, max_side=96, min_objects=3, max_objects=5)
     make_scenes(data, scenes=SCENES, seed=0, formats=["refcoco+", "flickr30k"], config=size)
-    write_tsv(data / "features.tsv", perfect_features(data / "refcoco+" / "instances.json"), {})
+    annotations = data / "refcoco+" / "instances.json"
+    write_tsv(data / "features.tsv", perfect_features(annotations), {}, layout="lxmert")
+    write_tsv(data / "plain.tsv", perfect_features(annotations), {})
     (folder / "config.yaml").write_text(CONFIG.format(root=ROOT, folder=folder))
     return load_config(folder / "config.yaml")
 
 
 def perfect_features(path: Path) -> Iterator[RegionFeatures]:
-    """A row per annotated object, with a constant where it has an attribute or a shape."""
+    """A row per annotated object, with a constant where it has an attribute or a shape; confidences are random."""
     content = json.loads(path.read_text())
+    rng = np.random.default_rng(0)
     for image in content["images"]:
         objects = [one for one in content["annotations"] if one["image_id"] == image["id"]]
         features = np.zeros((len(objects), WIDTH), np.float32)
@@ -80,7 +86,13 @@ def perfect_features(path: Path) -> Iterator[RegionFeatures]:
             features[row, [one["category_id"] - 1, *(SHAPES + number for number in one["attribute_ids"])]] = STRENGTH
         boxes = np.array([one["bbox"] for one in objects], np.float32)
         boxes[:, 2:] += boxes[:, :2]
-        yield RegionFeatures(str(image["id"]), (image["height"], image["width"]), boxes, features)
+        found = {
+            "scores": rng.random(len(objects), dtype=np.float32),
+            "classes": np.array([one["category_id"] - 1 for one in objects]),
+            "attributes": np.array([one["attribute_ids"][0] for one in objects]),
+            "attribute_scores": np.ones(len(objects), np.float32),
+        }
+        yield RegionFeatures(str(image["id"]), (image["height"], image["width"]), boxes, features, **found)
 
 
 def train_miniature(folder: Path, steps: int) -> tuple[RunConfig, VisionLanguageModel]:

@@ -17,7 +17,8 @@ def test_every_option_says_what_it_means_and_what_was_chosen():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"entity_piece": "middle"}, "--entity-piece is 'middle'; it must be one of last, first, mean"),
+        ({"entity_piece": "middle"}, "--entity-piece is 'middle'; it must be one of last, first, mean, head"),
+        ({"active_over": "words"}, "--active-over is 'words'; it must be one of examples, entities"),
         ({"first_number": 2}, "--first-number is '2'; it must be one of 0, 1"),
         ({"active_above": 20}, "--active-above is 20; it must be from 0 to 1"),
         ({"min_iou": -0.5}, "--min-iou is -0.5; it must be from 0 to 1"),
@@ -27,6 +28,13 @@ def test_every_option_says_what_it_means_and_what_was_chosen():
 def test_other_values_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         AttentionChoices(**change)
+
+
+def test_head_words_need_parses():
+    AttentionChoices().require_parses(given=False)
+    AttentionChoices(entity_piece="head").require_parses(given=True)
+    with pytest.raises(ValueError, match=r"--entity-piece head needs parses, .* give --parses or --spacy, or choose"):
+        AttentionChoices(entity_piece="head").require_parses(given=False)
 
 
 def test_heads_are_named_from_zero_or_one():

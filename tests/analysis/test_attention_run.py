@@ -74,12 +74,11 @@ def alone(run, parses) -> Collected:
 def test_heads_of_the_miniature_ground_entities_far_above_the_baselines(alone):
     sums = alone.sums[MeasureKey("joint", ENTITIES)]
     best = sums.best(0.2)
-    rules = max(sums.baseline(LARGEST), sums.baseline("chance"))
-    assert 0.3 < rules < 0.5 and sums.accuracy[best] > rules + 0.2
+    rules = [sums.baseline(name) for name in (CONFIDENCE, LARGEST, "chance")]
+    assert min(rules) > 0.2 and max(rules) < 0.5 and sums.accuracy[best] > max(rules) + 0.2
     assert best[0] == 1, "the upper layer knows what a phrase means"
     amod = alone.sums[MeasureKey("joint", RELATIONS, "amod")]
     assert amod.accuracy.max() > amod.baseline("chance") + 0.1, "nouns, if not adjectives, know their phrase's region"
-    assert CONFIDENCE not in sums.baselines
 
 
 def test_all_entities_of_the_split_are_counted(alone, run):
@@ -133,7 +132,8 @@ def test_the_command_writes_tables_of_what_was_measured(alone, output):
     entities = found["graphs"]["joint"]["measures"][ENTITIES]
     assert entities["examples"] == sums.examples and entities["accuracy"] == sums.accuracy.tolist()
     assert found["choices"]["--entity-piece"] == "last" and found["numbers"]["captions without a parse"] == 0
-    assert any("highest one" in note for note in found["notes"]), "the missing confidences are said"
+    assert not any("highest one" in note for note in found["notes"]), "there are confidences"
+    assert entities["baselines"][CONFIDENCE] == sums.baseline(CONFIDENCE) > 0
     with (output / "heads.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["measure"] == ENTITIES]
     assert len(rows) == sums.hits.numel()
@@ -169,6 +169,7 @@ def test_the_page_is_one_file_with_its_pictures(output):
         ("--heads cross:0-0", "the encoder has the graphs joint"),
         ("--parses {run}/train.conllu", "has no parse; parse it, or give --missing-parse skip"),
         ("--boxes online", "precomputed"),
+        ("--entity-piece head", "--entity-piece head needs parses, which say what the head word of a phrase is; give"),
     ],
 )
 @pytest.mark.usefixtures("on_cpu")
@@ -268,6 +269,7 @@ def test_three_graphs_are_measured_one_by_one(run, parses, tmp_path):
     save_model(tmp_path / "run" / "model", config, model, tokenizer)
     words = ["--run", tmp_path / "run", "--boxes", "precomputed", "--parses", parses, "--pictures", 2]
     words += ["--max-images", 4, "--first-number", 1, "--directions", "separate", "--mean-over", "sentences"]
+    words += ["data.files.features=plain.tsv"]
     assert main([str(word) for word in words]) == 0
     output = tmp_path / "run" / "attention" / "val_precomputed"
     found = json.loads((output / "attention.json").read_text())
@@ -278,6 +280,8 @@ def test_three_graphs_are_measured_one_by_one(run, parses, tmp_path):
         "cross": ["entity grounding", "region naming", "syntactic grounding"],
     }
     cross = found["graphs"]["cross"]["measures"]["entity grounding"]
+    assert any("highest one" in note for note in found["notes"]), "the missing confidences are said"
+    assert set(cross["baselines"]) == {LARGEST, "chance"}
     assert cross["divided_by"] == found["numbers"]["captions"] < cross["examples"]
     for row in cross["attention"][0]:
         assert row == pytest.approx(1), "words read nothing but regions"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from detector.structures import ImageBatch, Regions
+from e2e_vl.analysis.attending import grounded_pairs, phrase_queries, word_pairs
 from e2e_vl.analysis.attention_choices import AttentionChoices
 from e2e_vl.analysis.caption_wording import RECORD, CaptionFacts, Relation
 from e2e_vl.analysis.collect import (
@@ -26,10 +27,8 @@ from e2e_vl.analysis.collect import (
     add_text,
     count_text,
     counted_phrases,
-    grounded_pairs,
     right_regions_of,
     texts_to_show,
-    word_pairs,
 )
 from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, EncoderOutput, TextBatch, gather_regions
 
@@ -124,7 +123,7 @@ def test_the_measures_of_a_text():
     assert found.sums[MeasureKey("g", DEPENDENCIES)].examples == 6
     assert found.labels("g", RELATIONS, choices) == ["amod", "prep", "pobj"]
     assert found.labels("g", RELATIONS, AttentionChoices(min_count=2, most_relations=1)) == ["amod"]
-    count_text(found.numbers, view(choices))
+    count_text(found.numbers, view(choices), choices)
     assert found.numbers["phrases without a box"] == 1
     assert found.numbers["phrases with a box, without a right region"] == 1
 
@@ -186,8 +185,56 @@ def test_related_words_that_share_a_wordpiece_are_counted_and_left_out():
     found, shared = Collected(), dataclasses.replace(view(AttentionChoices()), facts=facts)
     add_text(found, "g", graph, torch.full((1, 1, 9, 9), 1 / 9), shared, AttentionChoices())
     assert found.sums[MeasureKey("g", DEPENDENCIES)].examples == 4
-    count_text(found.numbers, shared)
+    count_text(found.numbers, shared, AttentionChoices())
     assert found.numbers["relations of words that share a wordpiece, left out of word dependency"] == 1
+
+
+# [CLS] old st ##ar behind [SEP]; one phrase of all words, whose head is in its middle, and one that no word belongs to
+LONG = CaptionFacts(
+    words="old star behind",
+    phrases=["old star behind", "old star behind"],
+    phrase_spans=np.array([[1, 5], [1, 5]]),
+    boxes=[np.array([[0.0, 0, 10, 10]]), np.array([[20.0, 0, 30, 10]])],
+    forms=["old", "star", "behind"],
+    word_spans=np.array([[1, 2], [2, 4], [4, 5]]),
+    phrase_of=[0, 0, 0],
+    is_head=[False, True, False],
+    relations=[Relation(1, 0, "amod"), Relation(1, 2, "advmod")],
+    is_word=np.array([False, True, True, True, True, False]),
+    is_parsed=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "examples", "accuracy", "attention"),
+    [
+        ({}, 2, 0.5, 0.5),  # "behind": right for the second phrase
+        ({"entity_piece": "first"}, 2, 0.0, 0.1),  # "old": the region of neither
+        ({"entity_piece": "head"}, 1, 1.0, 0.3),  # ##ar: right
+        ({"entity_piece": "head", "word_piece": "first"}, 1, 0.0, 0.8),  # st: wrong
+        ({"entity_piece": "head", "word_piece": "mean"}, 1, 0.0, 0.55),  # 0.4 and 0.15
+    ],
+)
+def test_the_head_word_of_a_phrase_attends(change, examples, accuracy, attention):
+    maps = torch.zeros(1, 1, 9, 9)
+    maps[0, 0, 1, 8], maps[0, 0, 2, 7], maps[0, 0, 3, 6], maps[0, 0, 4, 7] = 0.1, 0.8, 0.3, 0.5
+    choices = AttentionChoices(**change)
+    found, long = Collected(), dataclasses.replace(view(choices), facts=LONG)
+    long.is_right = torch.tensor([[True, False, False], [False, True, False]])
+    add_text(found, "g", AttentionGraph((0,), frozenset({AttentionBlock.WORDS_TO_REGIONS})), maps, long, choices)
+    sums = found.sums[MeasureKey("g", ENTITIES)]
+    assert sums.examples == examples and sums.accuracy.item() == accuracy
+    assert sums.mean_attention.item() == pytest.approx(attention)
+    count_text(found.numbers, long, choices)
+    left_out = found.numbers.get("phrases without a head word, left out of entity grounding")
+    assert left_out == (1 if "head" in change.values() else None), "only this choice leaves phrases out"
+
+
+def test_a_phrase_has_no_head_word_without_a_parse_and_the_first_of_several():
+    head = AttentionChoices(entity_piece="head")
+    assert phrase_queries(dataclasses.replace(LONG, is_parsed=False), head).attends.tolist() == [False, False]
+    several = phrase_queries(dataclasses.replace(LONG, is_head=[True, True, False]), head)
+    assert several.spans.tolist() == [[1, 2], [1, 5]] and LONG.phrase_spans.tolist() == [[1, 5], [1, 5]]
 
 
 def test_pictures_are_of_different_images():

@@ -46,8 +46,8 @@ def seen(file: str, size: tuple[int, int], phrase: str) -> SeenText:
     return SeenText(7, facts, file, boxes, np.ones(2, bool), np.array([[True, False]]), 2, maps)
 
 
-def results(**sums) -> AttentionResults:
-    choices = AttentionChoices(first_number=1)
+def results(choices: AttentionChoices | None = None, **sums) -> AttentionResults:
+    choices = choices or AttentionChoices(first_number=1)
     return AttentionResults(
         "r", "e", "d", "val", "gt", None, choices, GRAPHS, sums, {}, {name: [] for name in GRAPHS}, 1
     )
@@ -69,6 +69,22 @@ def test_pictures_of_images_of_any_shape(tmp_path, size):
     for overlay in (region, word):
         with Image.open(overlay.file) as picture:
             assert min(picture.size) >= 160 and 300 <= max(picture.size) <= 1600
+
+
+def test_pictures_show_what_the_head_word_attends_to(tmp_path):
+    """[CLS] of two words, the first of which is the head, | two regions; a second phrase has no words."""
+    facts = CaptionFacts(
+        *("a caption", ["the head", "none"], np.array([[0, 2], [0, 2]]), [np.array([[0.0, 0, 5, 9]])] * 2),
+        *(["the", "head"], np.array([[0, 1], [1, 2]]), [0, 0], [True, False], [], np.array([True, True]), True),
+    )
+    text = seen(str(tmp_path / "no.png"), (9, 9), "x")
+    text = dataclasses.replace(text, facts=facts, is_right=np.array([[True, False]] * 2))
+    text.maps["joint"][:, :, 0] = (0.1, 0.1, 0.2, 0.6)
+    choices = AttentionChoices(entity_piece="head")
+    [head] = draw_overlays(tmp_path / "out", results(choices), [text], [ChosenHead("joint", 0, 0)])
+    assert "80 % of the attention is on regions" in head.note and "the head" in head.title
+    last = draw_overlays(tmp_path / "out", results(), [text], [ChosenHead("joint", 0, 0)])
+    assert ["50 %" in one.note for one in last] == [True, True]
 
 
 def test_an_image_that_is_missing_is_said_on_the_page(tmp_path):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from tqdm.auto import tqdm
 
@@ -83,3 +85,10 @@ def spread(seconds: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
         name: {"median": statistics.median(values), "min": min(values), "max": max(values), "all": values}
         for name, values in seconds.items()
     }
+
+
+def peak_mib() -> float:
+    """Highest resident MiB of this process so far, where the system tells it; elsewhere the present ones."""
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text(encoding="utf-8")) if status.is_file() else None
+    return round((int(found[1]) * 1024 if found else psutil.Process().memory_info().rss) / 2**20, 1)

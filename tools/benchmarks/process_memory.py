@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import re
 import shutil
 import statistics
 import time
@@ -28,7 +27,7 @@ from e2e_vl.engine.build import build_detector, resolve
 from e2e_vl.engine.run import build_run
 from e2e_vl.engine.train import train
 from e2e_vl.run_files import RunLog, read_log
-from measuring import machine_facts
+from measuring import machine_facts, peak_mib
 from memory_files import MIB, write_files
 
 KINDS = ("rss", "pss", "uss")  # resident; shared pages divided by the number of sharers; without shared pages
@@ -137,7 +136,7 @@ def _read(config_file: Path, words: list[str]) -> dict[str, float]:
     begin = time.perf_counter()
     config = resolve(load_config(config_file, words))
     run = build_run(config)
-    index, opened = _peak(), time.perf_counter()
+    index, opened = peak_mib(), time.perf_counter()
     sampler = GroupedBatchSampler(run.train_data.groups, config.train.images_per_batch, 1)
     loader = BatchLoader(run.train_data, sampler, run.collate, workers=config.data.workers, keep_workers=True)
     log = Path(config.output) / "log.jsonl"
@@ -186,13 +185,6 @@ def _memory(pid: int) -> dict[int, dict[str, float]]:
     return {
         pid: {kind: round(values.get(kind, values["uss"]) / MIB, 1) for kind in KINDS} for pid, values in found.items()
     }
-
-
-def _peak() -> float:
-    """Highest resident MiB of this process so far, where the system tells it; elsewhere the present ones."""
-    status = Path("/proc/self/status")
-    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.is_file() else None
-    return round((int(found[1]) * 1024 if found else psutil.Process().memory_info().rss) / MIB, 1)
 
 
 def summary(steps: list[int], values: dict[str, list[float]]) -> dict[str, float]:
