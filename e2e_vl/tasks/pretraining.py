@@ -61,8 +61,8 @@ class PretrainingConfig:
     background: Literal["last", "first"] = "last"
     max_own_regions: int | None = 100  # most boxes when the detector finds them itself; None = all its detections
     max_length: int | None = 64  # wordpieces and regions of a text together; None = no cut
-    # which wordpieces pairs of texts lose that are longer than data.max_text_length, see `TextWriter.pair`; "fronts" is
-    # VisualBERT's code
+    # which wordpieces pairs of texts lose that are longer than data.max_text_length, see `TextWriter.pair`;
+    # "fronts_too_much" is VisualBERT's code, and "fronts" the same without its wrong sign
     cut_pairs: Cut = "ends"
     # data whose texts are questions with several choices: who words them, and which choice is read; None: other data
     choices: ChoiceTextsConfig | None = None
