@@ -185,7 +185,7 @@ def _without_absent(tensors: Mapping[str, Tensor], encoder: nn.Module) -> dict[s
 
 
 class BertBelow(BertStart):
-    """BERT's first layers as LXMERT's layers over words, by their numbers (official code; the paper says top layers).
+    """BERT's layers as LXMERT's layers over words: the first by their numbers (official code) or the last (paper).
 
     The layers over regions, the cross attention and the region embeddings stay random.
     """
@@ -200,16 +200,20 @@ class BertBelow(BertStart):
     def fit(
         self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """BERT's higher layers are left out.
+        """BERT's other layers are left out, see `bert_layers` of the encoder's config.
 
         Raises:
             ValueError: see `BertStart.check_tables`.
         """
         self.check_tables(tensors, encoder, source)
-        number = re.compile(r"encoder\.layer\.(\d+)\.")
+        number, wanted = re.compile(r"encoder\.layer\.(\d+)\."), encoder.config.l_layers
         numbers = {name: int(found[1]) for name in tensors if (found := number.match(name))}
-        kept = {name: value for name, value in tensors.items() if numbers.get(name, -1) < encoder.config.l_layers}
-        moved = []
-        if (count := max(numbers.values(), default=-1) + 1) > encoder.config.l_layers:
-            moved = [f"the first {encoder.config.l_layers} of BERT's {count} layers -> encoder.layer"]
+        count = max(numbers.values(), default=-1) + 1
+        first = max(count - wanted, 0) if encoder.config.bert_layers == "last" else 0
+        kept = {name: value for name, value in tensors.items() if name not in numbers}
+        for name, layer in numbers.items():
+            if first <= layer < first + wanted:
+                kept[number.sub(f"encoder.layer.{layer - first}.", name)] = tensors[name]
+        which = encoder.config.bert_layers
+        moved = [f"the {which} {wanted} of BERT's {count} layers -> encoder.layer"] if count > wanted else []
         return _without_absent(kept, encoder), moved
