@@ -21,7 +21,9 @@ from detector.errors import UserError
 from e2e_vl.text import mirror_words
 
 Pieces = Sequence[int] | np.ndarray  # wordpiece ids, or values of wordpieces
-Cut = Literal["ends", "fronts"]  # how two texts that are too long together become shorter, see `TextWriter.pair`
+Cut = Literal[
+    "ends", "fronts", "fronts_too_much"
+]  # how two texts that are too long together become shorter, see `TextWriter.pair`
 FIRST_KEPT = 32  # wordpieces of a first text that is not cut at its front
 CLS, SEP, MASK = "cls_token_id", "sep_token_id", "mask_token_id"  # attributes of a tokenizer
 
@@ -108,12 +110,15 @@ class TextWriter:
     def pair(self, first: Pieces, second: Pieces, cut: Cut = "ends") -> LaidText:
         """Two texts, shortened where they are too long together.
 
-        With "ends" the longer loses its last piece until they fit, of equally long ones the second. With "fronts" both
-        lose their first pieces, see `cut_fronts`; a second text of which nothing is left leaves a single one.
+        With "ends" the longer loses its last piece until they fit, of equally long ones the second. With "fronts" and
+        "fronts_too_much" both lose their first pieces, see `cut_fronts`; a second text of which nothing is left leaves
+        a single one.
         """
         if cut == "ends" or self.max_length is None:
             return self._cut(self.layout.pair, first, second)
-        lost = cut_fronts(len(first), len(second), self.max_length - self.layout.pair.extra)
+        lost = cut_fronts(
+            len(first), len(second), self.max_length - self.layout.pair.extra, too_much=cut == "fronts_too_much"
+        )
         template = self.layout.single if len(second) and lost[1] == len(second) else self.layout.pair
         return lay(template, (first, second), self.tokenizer, [slice(number, None) for number in lost])
 
@@ -136,15 +141,19 @@ class TextWriter:
         return lay(template, texts, self.tokenizer, [slice(number) for number in kept])
 
 
-def cut_fronts(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many pieces two texts lose at their fronts, from their lengths and the room for both (official VisualBERT).
+def cut_fronts(first: int, second: int, room: int, *, too_much: bool = False) -> tuple[int, int]:
+    """How many pieces two texts lose at their fronts, from their lengths and the room for both (VisualBERT).
 
     Of the surplus the first text loses half, rounded up, but not from its last `FIRST_KEPT` pieces. The second loses
-    the surplus and that number once more, where the difference would be enough: a wrong sign in the official code.
+    the rest, and what it is too short for the first loses too. With `too_much` the second loses the surplus and once
+    more what the first lost, where the difference would be enough: a wrong sign in the official code.
     """
     over = max(first + second - room, 0)
     lost = min((over + 1) // 2, max(first - FIRST_KEPT, 0))
-    return lost, min(over + lost, second) if over else 0
+    if too_much:
+        return lost, min(over + lost, second) if over else 0
+    from_second = min(over - lost, second)
+    return over - from_second, from_second
 
 
 def lay(

@@ -194,14 +194,32 @@ def test_wordpieces_know_their_characters(tokenizer):
     [(10, 10, 20, (0, 0)), (100, 60, 125, (18, 53)), (20, 120, 125, (0, 15)), (126, 2, 125, (2, 2))],
 )
 def test_fronts_lose_too_much(first, second, room, lost):
+    assert cut_fronts(first, second, room, too_much=True) == lost
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "room", "lost"),
+    [
+        (10, 10, 20, (0, 0)),
+        (100, 60, 125, (18, 17)),  # half of 35, rounded up, and the rest
+        (20, 120, 125, (0, 15)),  # the first has nothing to lose
+        (126, 2, 125, (2, 1)),
+        (126, 2, 100, (26, 2)),  # the second is too short for its share
+        (33, 3, 20, (13, 3)),
+    ],
+)
+def test_fronts_lose_what_does_not_fit(first, second, room, lost):
     assert cut_fronts(first, second, room) == lost
+    assert first + second - sum(lost) == min(first + second, room)
 
 
 def test_a_pair_that_is_cut_at_its_fronts(tokenizer):
     first, second = pieces(tokenizer, "red " * 33), pieces(tokenizer, "left or right of a box")
-    laid = TextWriter(tokenizer, max_length=41).pair(first, second, "fronts")
+    laid = TextWriter(tokenizer, max_length=41).pair(first, second, "fronts_too_much")
     assert words(laid, tokenizer) == ["[CLS]", *["red"] * 32, "[SEP]", "right", "of", "a", "box", "[SEP]"]
     assert laid.place(range(39)).tolist() == [-1, *range(1, 33), -1, 35, 36, 37, 38, -1] and laid.num_cut == 3
     assert TextWriter(tokenizer).pair(first, second, "fronts").num_cut == 0
-    gone = TextWriter(tokenizer, max_length=37).pair(first, second[:2], "fronts")
+    clean = TextWriter(tokenizer, max_length=40).pair(first, second, "fronts")
+    assert words(clean, tokenizer) == ["[CLS]", *["red"] * 32, "[SEP]", "or", "right", "of", "a", "box", "[SEP]"]
+    gone = TextWriter(tokenizer, max_length=37).pair(first, second[:2], "fronts_too_much")
     assert words(gone, tokenizer) == ["[CLS]", *["red"] * 32, "[SEP]"] and not gone.segment_ids.any()

@@ -19,7 +19,10 @@ A model of ours (a run directory) as a file that the official VL-BERT code loads
 
     e2e-vl convert runs/refcoco_plus_vl_bert_base --output refcoco.model
 
-With VisualBERT as encoder: x.th for its official code, or DIR/model.safetensors (and config.json) for transformers.
+With VisualBERT as encoder: x.th for its official code; with LXMERT: x.pth for its official code. With either of them
+DIR/model.safetensors (and config.json) for transformers, whose models take DIR:
+
+    e2e-vl convert runs/vqa_lxmert --output DIR/model.safetensors
 
 Beside a model of VQA its answers are written, in the order of the classes: vqa.model and vqa.answers.txt.
 

@@ -34,7 +34,11 @@ from e2e_vl.structures import (
     TextRegions,
 )
 
-CHOICES = {"cross_attention": ("shared", "separate"), "pooled": ("tanh", "state")}
+CHOICES = {
+    "cross_attention": ("shared", "separate"),
+    "pooled": ("tanh", "state"),
+    "bert_layers": ("first", "last"),
+}
 
 
 class LxmertEncoderConfig(PreTrainedConfig):
@@ -66,6 +70,9 @@ class LxmertEncoderConfig(PreTrainedConfig):
     with_segments: bool = True
     # the summary. "tanh": tanh(Linear([CLS])) (official code). "state": the state of [CLS] (paper, section 2.3).
     pooled: str = "tanh"
+    # which layers of a BERT the layers over words start from. "first": by their numbers (official code). "last": the
+    # top ones (paper).
+    bert_layers: str = "first"
     # zeros replace the feature of a hidden region (pre-training on saved features; official code). False: it is what
     # the detector makes of hidden pixels.
     hidden_region_feature: bool = False

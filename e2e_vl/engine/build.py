@@ -75,6 +75,7 @@ from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.weights.base import WeightAdapter
 from e2e_vl.weights.bert import BertStart
 from e2e_vl.weights.lxmert import BertBelow, OfficialLxmert
+from e2e_vl.weights.lxmert_transformers import TransformersLxmert
 from e2e_vl.weights.start import StartRules, check_vocabulary, load_encoder, load_phrase_head, load_task
 from e2e_vl.weights.visual_bert import OfficialVisualBert, VisualBertFromBert
 from e2e_vl.weights.visual_bert_transformers import TransformersVisualBert
@@ -97,7 +98,7 @@ ENCODERS = {
 ADAPTERS: dict[str, tuple[WeightAdapter, ...]] = {  # of encoders that start from files of other projects
     "vl_bert": (OfficialVLBert(), BertStart()),
     "visual_bert": (OfficialVisualBert(), TransformersVisualBert(), VisualBertFromBert()),
-    "lxmert": (OfficialLxmert(), BertBelow()),
+    "lxmert": (OfficialLxmert(), TransformersLxmert(), BertBelow()),
 }
 TASKS = {
     "refcoco": (ReferringConfig, ReferringTask),

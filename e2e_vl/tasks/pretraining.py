@@ -31,6 +31,8 @@ from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectiveWordin
 from e2e_vl.text import word_pieces
 from e2e_vl.wording import Draw, Wording
 
+WORD_BIAS = "word_head.bias"  # the parameter
+
 
 @dataclasses.dataclass(frozen=True)
 class PretrainingConfig:
@@ -61,9 +63,12 @@ class PretrainingConfig:
     background: Literal["last", "first"] = "last"
     max_own_regions: int | None = 100  # most boxes when the detector finds them itself; None = all its detections
     max_length: int | None = 64  # wordpieces and regions of a text together; None = no cut
-    # which wordpieces pairs of texts lose that are longer than data.max_text_length, see `TextWriter.pair`; "fronts" is
-    # VisualBERT's code
+    # which wordpieces pairs of texts lose that are longer than data.max_text_length, see `TextWriter.pair`;
+    # "fronts_too_much" is VisualBERT's code, and "fronts" the same without its wrong sign
     cut_pairs: Cut = "ends"
+    # what of the head that names masked words starts from a BERT in task.weights. "head": all that BERT has. "bias":
+    # the output bias alone (official LXMERT code, whose pre-training from scratch leaves BERT's bias there).
+    word_start: Literal["head", "bias"] = "head"
     # data whose texts are questions with several choices: who words them, and which choice is read; None: other data
     choices: ChoiceTextsConfig | None = None
 
@@ -201,6 +206,8 @@ class PretrainingTask(Task):
             raise UserError("task.config.vocab_size is missing; it is the size of the encoder's vocabulary.")
         if not objectives:
             raise UserError("There is nothing to learn: every objective of task.config.objectives has the weight 0.")
+        if config.word_start == "bias":
+            self.starts_from = dataclasses.replace(type(self).starts_from, copies={WORD_BIAS: WORD_BIAS})
         self.objectives = dict(objectives)  # registered below under their own names
         # how questions with choices are worded; set when the task is built
         self.choice_wording: Callable[[TextWriter], Wording] | None = None

@@ -57,9 +57,12 @@ class VCRConfig:
     """The official VL-BERT code has the same defaults."""
 
     people_names: tuple[str, ...] = NEUTRAL_NAMES  # what people are called, in turn
-    # "box": people take turns in the order of their boxes. "mention": in the order in which sentences name them; for
-    # people whom only a choice names the turn begins anew (R2C, official VisualBERT code).
+    # "box": people take turns in the order of their boxes. "mention": in the order in which sentences name them
+    # (R2C, official VisualBERT code).
     names_by: Literal["box", "mention"] = "box"
+    # in the order of mention: for people whom only a choice names the turn begins with the first name again, so that
+    # two people may share a name (a mistake of R2C's code, which the official VisualBERT code has too)
+    names_restart_in_choices: bool = False
     # by boxes and in training the turn begins with a random name (the official code goes on from question to question);
     # otherwise always with the first
     turn_names: bool = True
@@ -97,6 +100,11 @@ class VCRConfig:
             raise UserError(f"task.config.max_pieces is {self.max_pieces}; question and choice need at least 2.")
         if self.mask_size is not None and self.mask_size < 1:
             raise UserError(f"task.config.mask_size is {self.mask_size}; give the side of the detector's RoI maps.")
+        if self.names_restart_in_choices and self.names_by != "mention":
+            raise UserError(
+                f"task.config.names_restart_in_choices needs the order of mention, but task.config.names_by is "
+                f"'{self.names_by}'; set it to mention."
+            )
         if not self.people_names:
             raise UserError("task.config.people_names needs at least one name.")
 
@@ -177,7 +185,8 @@ class VCRWording(Wording):
             return [names] * len(text.choices)
         said = {number for sentence in text.query for token in sentence if isinstance(token, list) for number in token}
         known, people = {number: names[number] for number in said}, self.config.people_names
-        called = [names_by_mention(choice, objects.names, people, known) for choice in text.choices]
+        restarts = self.config.names_restart_in_choices
+        called = [names_by_mention(one, objects.names, people, known, restarts=restarts) for one in text.choices]
         return [[own.get(number, name) for number, name in enumerate(names)] for own in called]
 
     def _pieces(

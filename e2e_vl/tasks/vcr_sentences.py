@@ -46,14 +46,20 @@ def names_of(objects: Sequence[str], names: Sequence[str] = NEUTRAL_NAMES, start
 
 
 def names_by_mention(
-    sentence: Sentence, objects: Sequence[str], names: Sequence[str], known: Mapping[int, str]
+    sentence: Sentence,
+    objects: Sequence[str],
+    names: Sequence[str],
+    known: Mapping[int, str],
+    *,
+    restarts: bool = False,
 ) -> dict[int, str]:
     """What the text calls each object that is `known` or that a sentence names: people get the names in turn.
 
-    The turn begins with the first name, whoever is known already, so two people may share a name (R2C's code, which
-    VisualBERT uses).
+    The turn goes on behind the known people. With `restarts` it begins with the first name, whoever is known already,
+    so two people may share a name (R2C's code, which VisualBERT uses).
     """
-    called, person = dict(known), 0
+    called = dict(known)
+    person = 0 if restarts else sum(objects[number] == PERSON for number in known)
     for number in (one for token in sentence if isinstance(token, list) for one in token):
         if number not in called:
             is_person = objects[number] == PERSON

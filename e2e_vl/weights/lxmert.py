@@ -1,4 +1,4 @@
-"""Files of the official LXMERT code and of transformers' LXMERT <-> names of our encoder and heads.
+"""Files of the official LXMERT code <-> names of our encoder and heads.
 
 Our encoder has the names of transformers' `LxmertModel`, so only prefixes change:
 
@@ -8,7 +8,8 @@ Our encoder has the names of transformers' `LxmertModel`, so only prefixes chang
     `LxmertForQuestionAnswering`           `lxmert.*`, `answer_head.*`
 
 Files that the official code wrote on several GPUs have `module.` in front of all names, fine-tuned ones after
-`lxrt_encoder.model.`. A file of transformers' bare `LxmertModel` has our own names and needs no adapter.
+`lxrt_encoder.model.`. The files of transformers, which `e2e_vl.weights.lxmert_transformers` tells and writes, are taken
+apart here too; a file of its bare `LxmertModel` has our own names and needs no adapter.
 
 Facts from the official code (airsplay/lxmert).
 """
@@ -60,11 +61,18 @@ WORD_TABLE = "embeddings.word_embeddings.weight"
 SEGMENTS = "embeddings.token_type_embeddings.weight"
 DECODER = "cls.predictions.decoder.weight"  # the word table again
 CROSS, OTHER_CROSS = ".visual_attention.", ".text_attention."
-OFFICIAL = {"cross_attention": "shared", "with_segments": True, "pooled": "tanh", "uses_whole_image": False}
+OFFICIAL = {
+    "cross_attention": "shared",
+    "with_segments": True,
+    "pooled": "tanh",
+    "uses_whole_image": False,
+    "named_regions": False,
+    "relative_geometry": False,
+}
 
 
 class OfficialLxmert(WeightAdapter):
-    """Models of the official LXMERT code, in and out, and transformers' in."""
+    """Models of the official LXMERT code, in and out."""
 
     layout = "LXMERT"
     suffix = ".pth"
@@ -72,11 +80,11 @@ class OfficialLxmert(WeightAdapter):
     segment_tables = (SEGMENTS,)
 
     def recognise(self, tensors: Mapping[str, Tensor]) -> bool:
-        starts = (FINE_TUNED, "bert.encoder.visn_fc.", "lxmert.encoder.visn_fc.")
+        starts = (FINE_TUNED, "bert.encoder.visn_fc.")
         return any(name.removeprefix("module.").startswith(starts) for name in tensors)
 
     def convert(self, tensors: Mapping[str, Tensor], source: str | Path) -> ModelWeights:
-        """Take a state dict apart, cast to float32.
+        """Take a state dict apart, official or transformers', cast to float32.
 
         Raises:
             ValueError: a name that no LXMERT has, or a decoder of words that is not the word table.
@@ -177,7 +185,7 @@ def _without_absent(tensors: Mapping[str, Tensor], encoder: nn.Module) -> dict[s
 
 
 class BertBelow(BertStart):
-    """BERT's first layers as LXMERT's layers over words, by their numbers (official code; the paper says top layers).
+    """BERT's layers as LXMERT's layers over words: the first by their numbers (official code) or the last (paper).
 
     The layers over regions, the cross attention and the region embeddings stay random.
     """
@@ -192,16 +200,20 @@ class BertBelow(BertStart):
     def fit(
         self, tensors: dict[str, Tensor], encoder: nn.Module, source: str | Path
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """BERT's higher layers are left out.
+        """BERT's other layers are left out, see `bert_layers` of the encoder's config.
 
         Raises:
             ValueError: see `BertStart.check_tables`.
         """
         self.check_tables(tensors, encoder, source)
-        number = re.compile(r"encoder\.layer\.(\d+)\.")
+        number, wanted = re.compile(r"encoder\.layer\.(\d+)\."), encoder.config.l_layers
         numbers = {name: int(found[1]) for name in tensors if (found := number.match(name))}
-        kept = {name: value for name, value in tensors.items() if numbers.get(name, -1) < encoder.config.l_layers}
-        moved = []
-        if (count := max(numbers.values(), default=-1) + 1) > encoder.config.l_layers:
-            moved = [f"the first {encoder.config.l_layers} of BERT's {count} layers -> encoder.layer"]
+        count = max(numbers.values(), default=-1) + 1
+        first = max(count - wanted, 0) if encoder.config.bert_layers == "last" else 0
+        kept = {name: value for name, value in tensors.items() if name not in numbers}
+        for name, layer in numbers.items():
+            if first <= layer < first + wanted:
+                kept[number.sub(f"encoder.layer.{layer - first}.", name)] = tensors[name]
+        which = encoder.config.bert_layers
+        moved = [f"the {which} {wanted} of BERT's {count} layers -> encoder.layer"] if count > wanted else []
         return _without_absent(kept, encoder), moved

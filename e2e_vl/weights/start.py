@@ -216,7 +216,7 @@ def _start_from_other(task: Task, source: Source, rule: HeadStart) -> LoadReport
     for start, to in copies.items():
         if found := _moved(source.tensors, start, to):
             tensors |= found
-            copied.append(f"{start[:-1]} -> {to[:-1]}")
+            copied.append(f"{start.removesuffix('.')} -> {to.removesuffix('.')}")
     if rule.difference is not None:
         start, to = rule.difference
         if found := _moved(source.tensors, start, to):

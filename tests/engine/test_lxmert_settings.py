@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import load_config
+from e2e_vl.engine.best import check_metric_name
 from e2e_vl.engine.build import task_config
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +46,22 @@ def test_rates_batches_and_splits(name):
     assert (config.seed, data.max_text_length, data.texts_per_image, data.flip) == (9595, 20, 1, 0.0)
     assert (data.train_split, data.eval_splits) == SPLITS[name]
     assert (config.encoder.name, config.detector.backend, data.boxes.train) == ("lxmert", "precomputed", "precomputed")
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, "pretraining/lxmert_paper", "pretraining/lxmert_paper_answers"])
+def test_the_best_epoch_is_judged_by_what_is_evaluated(name):
+    """Pre-training by the loss (official: BEST_EVAL_LOSS), fine-tuning by the accuracy."""
+    config = load(name)
+    metric = "loss" if name.startswith("pretraining") else "accuracy"
+    assert config.train.keep_best == f"{config.data.eval_splits[0]}/{metric}_precomputed_boxes"
+    check_metric_name(config.train.keep_best, config.data.eval_splits, [*map(BoxSource, config.eval.boxes)])
+
+
+def test_from_scratch_means_all_parameters_in_the_paper_only():
+    official, paper = load("pretraining/lxmert"), load("pretraining/lxmert_paper")
+    assert (official.encoder.weights, official.task.weights) == (None, "bert-base-uncased")
+    assert task_config(official).word_start == "bias"
+    assert (paper.encoder.weights, paper.task.weights) == (None, None)
 
 
 def test_heads_are_the_official_ones():

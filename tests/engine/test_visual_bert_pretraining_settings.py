@@ -77,9 +77,10 @@ def test_texts_and_encoder(name):
     words = objectives["masked_words"].config
     assert (words.probability, words.whole_words, words.always_mask) == (0.15, False, False)
     assert words.answer == ("letters" if name == "vqa" else "left_out")
-    assert (task.cut_pairs, task.max_length) == ("fronts", None)
+    assert (task.cut_pairs, task.max_length) == ("fronts_too_much", None)
     if name == "vcr":  # 128 with [CLS] and two [SEP]
         assert task.choices.config["max_pieces"] == 125
+        assert task.choices.config["names_restart_in_choices"] is True
         assert (task.choices.drawn, config.data.config["question"]) == ("in_turn", "in_turn")
     else:
         assert (config.data.max_text_length, task.choices) == (128, None)

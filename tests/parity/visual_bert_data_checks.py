@@ -89,7 +89,7 @@ def worded(
     settings = {"masked_text": 0.0, "masked_regions": 0.0} | objectives
     settings["masked_words"] = {"weight": 1.0, "whole_words": False} | settings.get("masked_words", {})
     made = build_objectives(settings, Sizes(8, len(caption_tokenizer)))
-    task = PretrainingTask(8, PretrainingConfig(vocab_size=len(caption_tokenizer), cut_pairs="fronts"), made)
+    task = PretrainingTask(8, PretrainingConfig(vocab_size=len(caption_tokenizer), cut_pairs="fronts_too_much"), made)
     wording = task.wording(TextWriter(caption_tokenizer, VisualBertEncoder.layout, training=True))
     sample = Sample((), (dataclasses.replace(text, looks_at=()),), pool=pool, own=list(own))
     [example] = wording(sample, (), lambda _: draws)
@@ -108,7 +108,7 @@ def assert_text(example: TextExample, recorded: dict[str, Any], caption_tokenize
 def test_pretraining_cutting_of_pairs(caption_rules, caption_tokenizer):
     for one in part_of(caption_rules, "truncate_pair"):
         writer = TextWriter(caption_tokenizer, VisualBertEncoder.layout, max_length=one["max_seq_length"])
-        laid = writer.pair([5] * one["len_a"], [6] * one["len_b"], "fronts")
+        laid = writer.pair([5] * one["len_a"], [6] * one["len_b"], "fronts_too_much")
         first, second = (laid.source[laid.source >= 0][laid.segment_ids[laid.source >= 0] == part] for part in (0, 1))
         assert (len(first), len(second)) == (one["kept_a"], one["kept_b"]), one
         assert first.tolist() == list(range(one["first_a"], one["len_a"]))

@@ -145,6 +145,7 @@ def test_the_test_split_has_no_targets(tiny):
         ({"max_pieces": None}, r"task\.config\.max_pieces is None"),
         ({"ground_at": "start"}, r"task\.config\.ground_at is 'start'; it must be one of pieces, word_number"),
         ({"names_by": "turn"}, r"task\.config\.names_by is 'turn'"),
+        ({"names_restart_in_choices": True}, r"needs the order of mention, but task\.config\.names_by is 'box'"),
         ({"cut": "front"}, r"task\.config\.cut is 'front'"),
     ],
 )
@@ -164,9 +165,19 @@ def test_words_that_a_vocabulary_needs_beside_those_of_the_data():
 
 
 def test_names_by_mention(tiny):
-    """In the question [1] comes first; in the choices the turn begins anew, so [0] has the same name."""
+    """In the question [1] comes first; in the choices the turn goes on, in each of them from the same name."""
     tiny.lines[0]["answer_choices"][1] = [[3, 0], "and", [1], [2], "."]
     texts = texts_of(tiny, names_by="mention", join_word=None, training=True, epoch=5)
+    assert spoken(tiny, texts[0]) == "[CLS] why is casey chair there ? [SEP] no riley . [SEP]"
+    assert spoken(tiny, texts[1]).endswith("[SEP] riley jessie and casey chair . [SEP]")
+    assert texts[1].record["choices"][:2] == ["No Riley .", "Riley Jessie and Casey chair ."]
+
+
+def test_names_that_restart_in_choices(tiny):
+    """The turn begins anew there, so [0] has the same name as [1] of the question."""
+    tiny.lines[0]["answer_choices"][1] = [[3, 0], "and", [1], [2], "."]
+    settings = {"names_by": "mention", "names_restart_in_choices": True, "join_word": None}
+    texts = texts_of(tiny, **settings, training=True, epoch=5)
     assert spoken(tiny, texts[0]) == "[CLS] why is casey chair there ? [SEP] no casey . [SEP]"
     assert spoken(tiny, texts[1]).endswith("[SEP] casey riley and casey chair . [SEP]")
     assert texts[1].region_of_token[[3, 4, 8, 9, 11, 12]].tolist() == [1, 2, 3, 0, 1, 2]

@@ -60,9 +60,9 @@ def make_encoder(seed: int = 0, **fields) -> LxmertEncoder:
     return fill(LxmertEncoder(LxmertEncoderConfig(**{**SMALL, **fields})), seed)
 
 
-def make_task(name: str, seed: int = 0, answers: list[str] | None = None) -> nn.Module:
+def make_task(name: str, seed: int = 0, answers: list[str] | None = None, **settings) -> nn.Module:
     if name == "pretraining":
-        task = pretraining_task(32, SMALL["vocab_size"], HEADS)
+        task = pretraining_task(32, SMALL["vocab_size"], HEADS, **settings)
         task.region_features.output = nn.Linear(32, SMALL["feature_dim"])
     else:
         config = VQAConfig(answers=answers or ANSWERS, head_width=2, dropout=0.0, initialise_from_words=False)
@@ -192,10 +192,45 @@ def test_bert_fills_the_layers_over_words(tmp_path: Path):
     assert torch.equal(task.word_head.bias, head.bias)
 
 
-def test_a_bert_with_too_few_layers_is_refused(tmp_path: Path):
+def test_the_top_layers_of_bert_are_the_papers_side(tmp_path: Path):
+    """BERT's layers 2 and 3 of four become our layers 0 and 1; the rest is as with the first layers."""
+    bert = save_bert(tmp_path, layers=4)
+    encoder = make_encoder(1, bert_layers="last")
+    report = load_encoder(encoder, tmp_path, rules("pretraining"))
+    assert report.copied == ["the last 2 of BERT's 4 layers -> encoder.layer"] and not report.unexpected
+    theirs, checked = bert.bert.state_dict(), 0
+    for name, value in encoder.state_dict().items():
+        if name.startswith("encoder.layer."):
+            number, _, rest = name.removeprefix("encoder.layer.").partition(".")
+            assert torch.equal(value, theirs[f"encoder.layer.{int(number) + 2}.{rest}"]), name
+            checked += 1
+        elif name.startswith("embeddings."):
+            assert torch.equal(value, theirs[name]), name
+    assert checked == 2 * 16
+    with pytest.raises(ValueError, match='bert_layers is "top"; it must be "first" or "last"'):
+        make_encoder(bert_layers="top")
+
+
+def test_the_output_bias_of_words_alone_starts_from_bert(tmp_path: Path):
+    """As the official pre-training from scratch; all else keeps its start."""
+    bert = save_bert(tmp_path, layers=2)
+    task, before = (make_task("pretraining", 1, word_start="bias") for _ in range(2))
+    report = load_task(task, tmp_path, rules("pretraining"))
+    assert report.copied == ["word_head.bias -> word_head.bias"]
+    for name, value in task.state_dict().items():
+        is_theirs = name == "word_head.bias"
+        assert torch.equal(value, bert.cls.predictions.bias if is_theirs else before.state_dict()[name]), name
+    model = make_model("pretraining", 5)
+    OfficialLxmert().export(model, "pretraining", tmp_path / "Epoch20_LXRT.pth")
+    assert load_task(task, tmp_path / "Epoch20_LXRT.pth", rules("pretraining")).is_complete
+    assert_same(model.task, task)  # a pre-training that goes on takes everything
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_a_bert_with_too_few_layers_is_refused(tmp_path: Path, which):
     save_bert(tmp_path, layers=1)
     with pytest.raises(ValueError, match=r"encoder\.layer\.1"):
-        load_encoder(make_encoder(), tmp_path, rules("pretraining"))
+        load_encoder(make_encoder(bert_layers=which), tmp_path, rules("pretraining"))
 
 
 def test_answers_start_from_the_rows_of_the_same_answers(tmp_path: Path):
