@@ -107,6 +107,44 @@ def test_a_phase_starts_from_the_one_before(name):
         assert config.detector.config == before.detector.config
 
 
+# Fine-tuning -> the second phase that it goes on from
+TUNED = {
+    "vqa/visual_bert": "vqa",
+    "nlvr2/visual_bert": "nlvr2",
+    "flickr30k/visual_bert": "flickr30k",
+    "vcr/visual_bert_q2a": "vcr",
+    "vcr/visual_bert_qa2r": "vcr",
+}
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_fine_tuning_starts_from_the_second_phase(name):
+    """One `data.root` serves the whole chain, and no start is given by hand."""
+    config, before = load(ROOT / "configs" / f"{name}.yaml"), load_phase(TUNED[name])
+    assert (config.encoder.weights, config.task.weights) == (f"{before.output}/best", None)
+    assert before.train.keep_best is not None  # writes that folder
+    is_vcr = before.detector.backend == "r2c"  # whose network of regions goes on too
+    assert config.detector.weights == (f"{before.output}/best" if is_vcr else None)
+    assert (config.detector.backend, config.detector.config) == (before.detector.backend, before.detector.config)
+    own = {key: value for key, value in config.encoder.config.items() if key != "region_types"}
+    assert own == before.encoder.config
+    answers = {"answers": "vqa/answers_vqa.txt"} if name.startswith("vqa/") else {}  # which pre-training does not read
+    assert config.data.files == before.data.files | answers
+    assert (config.data.name, config.data.vocabulary) == (before.data.name, before.data.vocabulary)
+    assert (config.data.train_split, config.data.eval_splits) == (before.data.train_split, before.data.eval_splits)
+    assert config.data.boxes.train == before.data.boxes.train and config.data.resize == before.data.resize
+    assert config.data.boxes.max_precomputed == before.data.boxes.max_precomputed
+
+
+def test_the_first_phases_read_what_the_later_ones_do():
+    """Photos and features of one data set lie in one place for all phases of a task."""
+    first, second = load_phase("coco_vqa"), load_phase("vqa")
+    assert {key: second.data.files[key] for key in ("images", "features")} == {
+        key: first.data.files[key] for key in ("images", "features")
+    }
+    assert first.data.eval_splits == second.data.eval_splits == ["minival2014"]
+
+
 # The ablation: file -> what differs from the full model's phase, but for outputs and the runs that it starts from
 ROWS = {
     "no_grounding_coco": {"data.config.use_images: None -> False"},
