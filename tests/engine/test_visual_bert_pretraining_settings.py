@@ -108,47 +108,193 @@ def test_a_phase_starts_from_the_one_before(name):
         assert config.detector.config == before.detector.config
 
 
-# The ablation: file -> what differs from the full model's phase, but for outputs and the runs that it starts from
+# Fine-tuning -> the second phase that it goes on from
+TUNED = {
+    "vqa/visual_bert": "vqa",
+    "nlvr2/visual_bert": "nlvr2",
+    "flickr30k/visual_bert": "flickr30k",
+    "vcr/visual_bert_q2a": "vcr",
+    "vcr/visual_bert_qa2r": "vcr",
+}
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_fine_tuning_starts_from_the_second_phase(name):
+    """One `data.root` serves the whole chain, and no start is given by hand."""
+    config, before = load(ROOT / "configs" / f"{name}.yaml"), load_phase(TUNED[name])
+    assert (config.encoder.weights, config.task.weights) == (f"{before.output}/best", None)
+    assert before.train.keep_best is not None  # writes that folder
+    is_vcr = before.detector.backend == "r2c"  # whose network of regions goes on too
+    assert config.detector.weights == (f"{before.output}/best" if is_vcr else None)
+    assert (config.detector.backend, config.detector.config) == (before.detector.backend, before.detector.config)
+    own = {key: value for key, value in config.encoder.config.items() if key != "region_types"}
+    assert own == before.encoder.config
+    answers = {"answers": "vqa/answers_vqa.txt"} if name.startswith("vqa/") else {}  # which pre-training does not read
+    assert config.data.files == before.data.files | answers
+    assert (config.data.name, config.data.vocabulary) == (before.data.name, before.data.vocabulary)
+    assert (config.data.train_split, config.data.eval_splits) == (before.data.train_split, before.data.eval_splits)
+    assert config.data.boxes.train == before.data.boxes.train and config.data.resize == before.data.resize
+    assert config.data.boxes.max_precomputed == before.data.boxes.max_precomputed
+
+
+def test_the_first_phases_read_what_the_later_ones_do():
+    """Photos and features of one data set lie in one place for all phases of a task."""
+    first, second = load_phase("coco_vqa"), load_phase("vqa")
+    assert {key: second.data.files[key] for key in ("images", "features")} == {
+        key: first.data.files[key] for key in ("images", "features")
+    }
+    assert first.data.eval_splits == second.data.eval_splits == ["minival2014"]
+
+
+# The ablation: row -> phase -> what differs from the full model's phase, but for outputs and for starts from the same
+# row's phase before
+PHASES = ("coco", "task", "nlvr2")
+LATE = {"encoder.config.bypass_transformer: None -> True"}
+FROM_BERT = {
+    "encoder.weights: runs/visual_bert_ablation_full_coco/best -> bert-base-uncased",
+    "task.weights: runs/visual_bert_ablation_full_coco/best -> bert-base-uncased",
+}
 ROWS = {
-    "no_grounding_coco": {"data.config.use_images: None -> False"},
-    "no_coco_task": {
-        "encoder.weights: runs/visual_bert_ablation_full_coco/best -> bert-base-uncased",
-        "task.weights: runs/visual_bert_ablation_full_coco/best -> bert-base-uncased",
+    "no_grounding": {"coco": {"data.config.use_images: None -> False"}, "task": set(), "nlvr2": set()},
+    "no_coco": {"task": FROM_BERT, "nlvr2": set()},
+    "late_fusion": dict.fromkeys(PHASES, LATE),
+    "no_bert": {
+        "coco": {"encoder.weights: bert-base-uncased -> None", "task.weights: bert-base-uncased -> None"},
+        "task": set(),
+        "nlvr2": set(),
     },
-    "late_fusion_coco": {"encoder.config.bypass_transformer: None -> True"},
-    "late_fusion_task": {"encoder.config.bypass_transformer: None -> True"},
-    "late_fusion_nlvr2": {"encoder.config.bypass_transformer: None -> True"},
-    "no_bert_coco": {
-        "encoder.weights: bert-base-uncased -> None",
-        "task.weights: bert-base-uncased -> None",
+    "no_objective2": {
+        "coco": {"task.config.objectives.relationship"},
+        "task": {"task.fallback_weights: None -> bert-base-uncased"},  # the sentence head, which phase 1 lacks
+        "nlvr2": set(),
     },
-    "no_objective2_coco": {"task.config.objectives.relationship: 0.0"},
+    **{
+        f"regions_{number}": {phase: {f"data.boxes.max_precomputed: 36 -> {number}"} for phase in PHASES}
+        for number in (9, 18, 72)  # 36 are the full model of the ablation, 144 the published configs
+    },
 }
 FULL = {"full_coco": "visual_bert_coco_nlvr2", "full_task": "visual_bert_nlvr2"}  # but for the number of regions
+PUBLISHED = {  # NLVR2 (dev)
+    "full": 66.7,
+    "no_grounding": 63.9,
+    "no_coco": 62.9,
+    "late_fusion": 61.4,
+    "no_bert": 64.7,
+    "no_objective2": 64.9,
+    "regions_9": 64.8,
+    "regions_18": 65.5,
+    "regions_72": 67.1,
+}
+NLVR2_FILES = [f"{row}_{phase}" for row, phases in ROWS.items() for phase in phases]
 
 
-def of_rows(lines: list[str], row: str) -> set[str]:
+def of_rows(lines: list[str], prefix: str) -> set[str]:
     """Differences without outputs, and without starts from the same row's phase before."""
-    own = f"runs/visual_bert_ablation_{row}_"
-    return {line for line in lines if not line.startswith("output:") and not line.partition(" -> ")[2].startswith(own)}
+    return {
+        line for line in lines if not line.startswith("output:") and not line.partition(" -> ")[2].startswith(prefix)
+    }
+
+
+def starts(config: RunConfig) -> list[str]:
+    """Runs that a run goes on from."""
+    given = (config.detector.weights, config.encoder.weights, config.task.weights)
+    return [path for path in given if path is not None and path.startswith("runs/")]
+
+
+def header_of(path: Path) -> str:
+    lines = path.read_text("utf-8").splitlines()
+    return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
 
 
 def test_every_row_of_the_ablation_is_there():
-    assert {path.stem for path in ABLATION.glob("*.yaml")} == {*ROWS, *FULL, "full_nlvr2"}
+    """All phases of every row, so that a row is a chain of configs without settings of the command line."""
+    assert {path.stem for path in ABLATION.glob("*.yaml")} == {*NLVR2_FILES, *FULL, "full_nlvr2"}
+    assert set(PUBLISHED) == {"full", *ROWS}
+    for name in (*NLVR2_FILES, *FULL, "full_nlvr2"):
+        assert f"NLVR2 {PUBLISHED[name.rpartition('_')[0]]} (dev)" in header_of(ABLATION / f"{name}.yaml"), name
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", NLVR2_FILES)
 def test_a_row_of_the_ablation_differs_in_its_switch_only(name):
     row, _, phase = name.rpartition("_")
     full, own = load(ABLATION / f"full_{phase}.yaml"), load(ABLATION / f"{name}.yaml")
     assert own.output == f"runs/visual_bert_ablation_{name}"
-    changed = of_rows(differences(full, own), row)
-    if row == "no_objective2":
+    changed = of_rows(differences(full, own), f"runs/visual_bert_ablation_{row}_")
+    before = [one for one in ROWS[row] if PHASES.index(one) < PHASES.index(phase)]
+    expected = f"runs/visual_bert_ablation_{row}_{before[-1]}/best" if before else None
+    assert starts(own) == ([expected] * (1 if phase == "nlvr2" else 2) if before else [])
+    if name == "no_objective2_coco":
         assert list(objectives_of(full)) == ["masked_words", "relationship"]
         assert list(objectives_of(own)) == ["masked_words"]
-        assert {line.partition(":")[0] for line in changed} == {"task.config.objectives.relationship"}
+        assert {line.partition(":")[0] for line in changed} == ROWS[row][phase]
     else:
-        assert changed == ROWS[name]
+        assert changed == ROWS[row][phase]
+
+
+def test_144_regions_are_the_published_configs():
+    for name in ("pretraining/visual_bert_coco_nlvr2", "pretraining/visual_bert_nlvr2", "nlvr2/visual_bert"):
+        assert load(ROOT / "configs" / f"{name}.yaml").data.boxes.max_precomputed == 144
+
+
+# Rows of the tables of whole tasks: task -> config of each last phase -> config of the full model
+TASK_FILES = {
+    "vqa": {"vqa": "vqa/visual_bert"},
+    "nlvr2": {"nlvr2": "nlvr2/visual_bert"},
+    "flickr30k": {"flickr30k": "flickr30k/visual_bert"},
+    "vcr": {"q2a": "vcr/visual_bert_q2a", "qa2r": "vcr/visual_bert_qa2r"},
+}
+TASK_NUMBERS = {  # (task, row) -> in the header
+    ("vqa", "late_fusion"): "68.18 (test-dev)",
+    ("vqa", "no_coco"): "70.18 (test-dev)",
+    ("nlvr2", "late_fusion"): "64.6 (dev)",
+    ("nlvr2", "no_coco"): "63.5 (dev)",
+    ("flickr30k", "late_fusion"): "R@1 70.33, R@5 84.53, R@10 86.39 (dev)",
+    ("flickr30k", "no_coco"): "R@1 68.07, R@5 83.98, R@10 86.24 (dev)",
+    ("vcr", "late_fusion"): "Q->A 70.1, QA->R 71.9, Q->AR 50.6 (val)",
+    ("vcr", "no_coco"): "Q->A 67.9, QA->R 69.5, Q->AR 47.9 (val)",
+}
+FROZEN = {"detector.overrides.MODEL: None -> {'BACKBONE': {'FREEZE_AT': 4}, 'R2C': {'FROZEN_STATISTICS': 'batch'}}"}
+
+
+def full_config(task: str, phase: str) -> str:
+    first = {"coco": f"pretraining/visual_bert_coco_{task}", "task": f"pretraining/visual_bert_{task}"}
+    return (first | TASK_FILES[task])[phase]
+
+
+def test_every_row_of_a_whole_task_is_there():
+    for task, tuned in TASK_FILES.items():
+        late = [f"late_fusion_{phase}" for phase in ("coco", "task", *tuned)]
+        frozen = [f"frozen_cnn_{phase}" for phase in tuned] if task == "vcr" else []
+        found = {path.stem for path in (ABLATION / task).glob("*.yaml")}
+        assert found == {*late, *frozen, *(f"no_coco_{phase}" for phase in ("task", *tuned))}
+
+
+@pytest.mark.parametrize(("task", "row"), TASK_NUMBERS)
+def test_a_row_of_a_whole_task_differs_in_its_switch_only(task, row):
+    prefix, before = f"runs/visual_bert_ablation_{task}_{row}_", None
+    for phase in (*(["coco"] if row == "late_fusion" else []), "task", *TASK_FILES[task]):
+        path = ABLATION / task / f"{row}_{phase}.yaml"
+        full, own = load(ROOT / "configs" / f"{full_config(task, phase)}.yaml"), load(path)
+        assert own.output == f"{prefix}{phase}"
+        changed = of_rows(differences(full, own), prefix)
+        if row == "late_fusion":
+            assert changed == LATE
+        elif phase == "task":
+            given = f"runs/pretraining_visual_bert_coco_{task}/best -> bert-base-uncased"
+            assert changed == {f"encoder.weights: {given}", f"task.weights: {given}"}
+        else:  # without COCO, the paper's CNN of VCR is not fine-tuned
+            assert changed == (FROZEN if task == "vcr" else set())
+        assert set(starts(own)) == ({before} if before else set())
+        assert TASK_NUMBERS[task, row] in header_of(path)
+        before = f"{prefix}{phase}/best" if phase in ("coco", "task") else before
+
+
+@pytest.mark.parametrize("phase", TASK_FILES["vcr"])
+def test_the_frozen_cnn_of_vcr(phase):
+    path = ABLATION / "vcr" / f"frozen_cnn_{phase}.yaml"
+    full, own = load(ROOT / "configs" / f"{full_config('vcr', phase)}.yaml"), load(path)
+    assert of_rows(differences(full, own), "nothing") == FROZEN
+    assert own.detector.overrides == load_phase("vcr").detector.overrides and "Q->AR 51.4 (val)" in header_of(path)
 
 
 @pytest.mark.parametrize("name", FULL)
