@@ -58,7 +58,11 @@ def parse_plain_json(text: str | bytes, name: str) -> Any:
         UserError: as for `read_plain_json`.
     """
     try:
-        found = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, parse_constant=_refused)
+        found = json.loads(
+            text.decode("utf-8") if isinstance(text, bytes) else text,
+            parse_constant=_refused,
+            object_pairs_hook=_each_key_once,
+        )
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not JSON: byte {error.start} is not utf-8 text; get the file again.") from error
     except json.JSONDecodeError as error:
@@ -67,7 +71,7 @@ def parse_plain_json(text: str | bytes, name: str) -> Any:
     except RecursionError:
         raise UserError(f"{name}: {_TOO_DEEP}; get the file again.") from None
     except _RefusedError as error:
-        raise UserError(f"{name} holds {error}, which is not JSON; get the file again.") from None
+        raise UserError(f"{name} holds {error}; get the file again.") from None
     except ValueError as error:  # Python reads no number of more than 4,300 digits
         raise UserError(f"{name} holds a number of too many digits; get the file again.") from error
     if has_half_characters(text, found):
@@ -106,11 +110,20 @@ _TOO_DEEP = f"its lists and objects are more than {MAX_DEPTH} deep in each other
 
 
 class _RefusedError(Exception):
-    """A constant that JSON does not have."""
+    """A constant that JSON does not have, or a name twice in one object."""
 
 
 def _refused(constant: str) -> None:
-    raise _RefusedError(constant)
+    raise _RefusedError(f"{constant}, which is not JSON")
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise _RefusedError(f"the name {twice[:100]!r} twice")
+    return found
 
 
 def _out_of_bounds(found: Any) -> str | None:

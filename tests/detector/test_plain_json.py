@@ -16,6 +16,7 @@ FAULTS = [
     (b"[" * 51 + b"]" * 51, ": its lists and objects are more than 50 deep in each other"),
     (b'{"a": NaN}', " holds NaN, which is not JSON"),
     (b"[-Infinity]", " holds -Infinity, which is not JSON"),
+    (b'{"a": {"b": 1, "c": 2, "b": 3}}', " holds the name 'b' twice"),
     (b"[1e999]", ": a number is too large"),
     (b"1" + b"0" * 400, ": a whole number has more than 128 bits"),
     (b"-1" + b"0" * 400, ": a whole number has more than 128 bits"),

@@ -17,7 +17,8 @@ from msgspec import Meta, field
 from detector.errors import UserError
 from e2e_vl.data.storage.files import checked_records, corners_of, read_json
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
-from e2e_vl.records import Box, Id, Name, Record, Side, as_written
+from e2e_vl.file_names import shown
+from e2e_vl.records import Box, Id, Name, Record, Side, Words, as_written
 from e2e_vl.samples import AnnotatedObjects, SampleImage
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class _InstanceRow(Record):
 
 class _NamedRow(Record):
     id: Id
-    name: Name
+    name: Words
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,6 +140,11 @@ def read_instances(path: str | Path, *, drop_empty_boxes: bool = False, errors: 
 
     rows = checked_records(_InstancesImage, content.images, f"{path}: image", "id", unique="image ids", errors=errors)
     images = {row.id: CocoImage(row.id, row.file_name, row.width, row.height) for _, row in rows}
+    as_texts: dict[str, int | str] = {}
+    for one in images:
+        if as_texts.setdefault(str(one), one) != one:
+            with errors.about(f"{path}: image {one}"):
+                raise UserError(f"{path}: image {one} is listed twice, as a number and as a text; ids must be unique")
     annotations: dict[int, CocoAnnotation] = {}
     by_image: dict[int, list[CocoAnnotation]] = {image_id: [] for image_id in images}
     dropped: dict[int, str] = {}
@@ -212,5 +218,10 @@ def _reason(row: _InstanceRow, where: str) -> str:
 def _names(rows: list[Any], what: str, errors: RecordErrors) -> tuple[list[int], list[str]]:
     records = checked_records(_NamedRow, rows, what, "id", unique="ids", errors=errors)
     names = {row.id: row.name for _, row in records}
+    of_name: dict[str, int] = {}
+    for one, name in names.items():
+        if of_name.setdefault(name, one) != one:
+            with errors.about(f"{what} {one}"):
+                raise UserError(f"{what} {one} has the name {shown(name)} of {of_name[name]}; names must be unique")
     ids = sorted(names, key=lambda one: (isinstance(one, str), one))  # numbers before texts
     return ids, [names[key] for key in ids]

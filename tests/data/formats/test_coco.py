@@ -81,6 +81,8 @@ def test_empty_boxes_are_dropped_only_when_asked_and_counted(tiny, caplog):
         (lambda c: c["annotations"][0].update(id=101), "annotation 101 is listed twice"),
         (lambda c: c["annotations"][0].pop("bbox"), "annotation 100 has no 'bbox'"),
         (lambda c: c["images"][0].update(id=3), "image 3 is listed twice"),
+        (lambda c: c["images"][0].update(id="3"), "image 3 is listed twice, as a number and as a text"),
+        (lambda c: c["categories"][0].update(name=c["categories"][1]["name"]), "has the name .* of 90; names must be"),
         (lambda c: c["images"][0].update(width=0), "image 7: width is 0, expected a whole number from 1 on"),
         (lambda c: c["images"][0].pop("id"), "image number 0 has no 'id'"),
         (lambda c: c["categories"][0].update(id=2), "category 2 is listed twice"),
