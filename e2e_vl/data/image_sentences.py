@@ -20,6 +20,7 @@ from e2e_vl.data.base import DataFiles, VLDataset, Wants, split_names
 from e2e_vl.data.formats.image_sets import ImageSets
 from e2e_vl.data.formats.lxmert_files import SourcedSentence, read_image_sentences
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
+from e2e_vl.data.photo_ids import known_by_number
 from e2e_vl.data.storage.record_table import RecordTable, text_column
 from e2e_vl.samples import Sample, SampleImage, SampleText, ScoredAnswers
 
@@ -108,7 +109,7 @@ class ImageSentenceDataset(VLDataset):
         group = self.groups.of_text(texts[0])
         name = self.images[group]
         folder = self.folders.get(name, Path())
-        image = SampleImage(name, self.settings.file(folder, name))
+        image = SampleImage(name, self.settings.file(folder, name), known_as=known_by_number(name))
         return Sample((image,), tuple(self._text(index, name) for index in texts), pool=self, own=self.groups[group])
 
     def _text(self, index: int, image_id: str) -> SampleText:

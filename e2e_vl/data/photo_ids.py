@@ -20,6 +20,8 @@ COCO, VISUAL_GENOME, FLICKR = "coco", "vg", "flickr"
 SPACES = (COCO, VISUAL_GENOME)
 # COCO_train2014_000000581857.jpg, or 000000581857.jpg of the release of 2017
 _COCO_NAME = re.compile(r"(?:COCO_[a-z]+20\d\d_)?(\d{12})")
+# Visual Genome's photos have plain numbers, and the further ones of GQA have an n before them
+_VISUAL_GENOME_NAME = re.compile(r"n?[0-9]+")
 _VISUAL_GENOME_FOLDER = re.compile(r"VG_100K(_2)?")
 
 
@@ -126,6 +128,13 @@ class PhotoIds:
                 f"{path}: {name!r} does not tell whose photo it is; add --detector-ids with one of {', '.join(SPACES)}"
             )
         return self.in_space(space, place.stem)
+
+
+def known_by_number(image_id: str) -> tuple[tuple[str, str], ...]:
+    """`SampleImage.known_as` of an image in files that name photos of COCO by their file names and photos of Visual
+    Genome by their numbers; empty: the id is no such number.
+    """
+    return ((VISUAL_GENOME, image_id),) if _VISUAL_GENOME_NAME.fullmatch(image_id) else ()
 
 
 def number_of_photos(images: Iterable[tuple[PhotoId, ...]]) -> int:

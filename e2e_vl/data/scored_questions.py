@@ -20,6 +20,7 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts, split_names
 from e2e_vl.data.formats.image_sets import ImageSets
 from e2e_vl.data.formats.lxmert_files import ScoredQuestion, read_scored_questions
+from e2e_vl.data.photo_ids import known_by_number
 from e2e_vl.data.storage.record_table import RecordTable
 from e2e_vl.samples import Sample, SampleImage, SampleText, ScoredAnswers
 
@@ -110,7 +111,8 @@ class ScoredQuestionDataset(VLDataset):
     def sample(self, texts: Sequence[int]) -> Sample:
         """Some questions about one image."""
         name = self.questions[texts[0]].image_id
-        image = SampleImage(name, self.settings.file(self.folders[texts[0]], name))
+        file = self.settings.file(self.folders[texts[0]], name)
+        image = SampleImage(name, file, known_as=known_by_number(name))
         return Sample((image,), tuple(self._text(index) for index in texts))
 
     def _text(self, index: int) -> SampleText:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e_vl.data.photo_ids import PhotoId, PhotoIds, number_of_photos, read_visual_genome
+from e2e_vl.data.photo_ids import PhotoId, PhotoIds, known_by_number, number_of_photos, read_visual_genome
 
 
 def test_names_of_coco_tell_whose_photo_it_is():
@@ -70,3 +70,20 @@ def test_what_a_data_set_says_of_its_photos_goes_before_its_own_ids():
     known_as = (("vg", "5"), ("coco", "33"))
     found = ids.of_image("of genome/5", Path("VG_100K/5.jpg"), None, known_as)
     assert set(found) == {PhotoId("vg", "5"), PhotoId("flickr", "9"), PhotoId("coco", "33")}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("2375429", PhotoId("vg", "2375429")),
+        ("n161313", PhotoId("vg", "n161313")),
+        ("COCO_val2014_000000000042", PhotoId("coco", "42")),
+        ("000000000042", PhotoId("coco", "42")),
+    ],
+)
+def test_names_of_files_that_mix_photos_of_coco_and_of_visual_genome(name, expected):
+    assert PhotoIds().of_image(name, Path(f"{name}.jpg"), None, known_by_number(name)) == (expected,)
+
+
+def test_another_name_is_no_number_of_visual_genome():
+    assert known_by_number("COCO_val2014_000000000042") == known_by_number("dev-0-0-img0") == known_by_number("٣") == ()

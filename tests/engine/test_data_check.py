@@ -462,3 +462,20 @@ def test_region_graphs_are_checked_where_phrases_are_asked_for(data):
     )
     assert len(report.problems) == 3
     assert check_data(settings("visual_genome", data, "phrases.weight=0")).problems == []
+
+
+@pytest.mark.parametrize(("name", "file"), [("lxmert_sentences", "val"), ("lxmert_questions", "val_vqa")])
+def test_photos_of_visual_genome_are_found_in_files_of_lxmert(name, file, data):
+    path = data / "lxmert" / f"{file}.json"
+    first = json.loads(path.read_text())[0]["img_id"]
+
+    def change(rows: list[dict]) -> None:
+        for row in rows:
+            row["img_id"] = "2375429" if row["img_id"] == first else row["img_id"]
+
+    change_json(path, change)
+    config = as_photos(settings(name, data, "data.config.leave_out_unseen=false"))
+    detector_photos = {PhotoId("vg", "2375429"), PhotoId("vg", "5")}
+    [overlap] = check_data(config, detector_photos=detector_photos).overlaps
+    assert (overlap.split, overlap.number, overlap.examples) == ("val", 1, ("2375429",))
+    assert overlap.elsewhere == "the training images of the detector"

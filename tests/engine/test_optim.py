@@ -159,7 +159,7 @@ def test_a_share_of_minus_one_falls_from_half_of_the_rate():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * (1 - 3 / 12) / 2)
 
 
-# BertAdam; tests/parity/bert_adam_checks.py compares it with the official ones
+# BertAdam; tests/parity/*_adam_checks.py compare it with the official ones
 
 
 def bert_adam(model: Parts, **settings) -> tuple[BertAdam, torch.optim.lr_scheduler.LambdaLR]:

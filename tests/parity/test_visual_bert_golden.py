@@ -3,6 +3,7 @@
 The checks are in files of their own, one for each part; here they are collected.
 """
 
+from tests.parity.visual_bert_adam_checks import *  # noqa: F403
 from tests.parity.visual_bert_data_checks import *  # noqa: F403
 from tests.parity.visual_bert_encoder_checks import *  # noqa: F403
 from tests.parity.visual_bert_finetuning_checks import *  # noqa: F403
