@@ -1,4 +1,4 @@
-"""The commands of docs/visual_bert.md that cut minival and Karpathy's split: what they write, and that nothing is unpickled."""
+"""The commands of docs/visual_bert.md that cut minival and Karpathy's split; nothing is unpickled."""
 
 from __future__ import annotations
 

@@ -84,3 +84,8 @@ def test_every_encoder_has_every_task_from_pixels():
         if config.detector.backend != "precomputed" and not config.detector.freeze:
             found.add((config.encoder.name, config.task.name))
     assert found == {(encoder, task) for encoder in OPTIMISERS for task in TASKS}
+
+
+def test_the_page_lists_them():
+    page = (ROOT / "docs" / "training.md").read_text("utf-8")
+    assert [name for name in PIXELS if f"`configs/{name}.yaml`" not in page] == []
