@@ -354,6 +354,7 @@ class AttributeConfig(SettingsGroup):
 class R2CConfig(SettingsGroup):
     """The network of R2C on VCR, see `detector.r2c_network`; `feature_dim` 0 = another detector.
 
+    `class_dim` is the width of the vector of a box's class; 0 = features without it.
     `canvas` is the (height, width) in pixels of the black canvas on which every image is placed; empty = none.
     `frozen_statistics` says what the batch norms of frozen stages normalise by: "stored" statistics, or the ones of the
     "batch", in evaluation too (official VisualBERT code).
@@ -361,7 +362,7 @@ class R2CConfig(SettingsGroup):
 
     feature_dim: int = setting("MODEL.R2C.FEATURE_DIM", 0, ours=True, least=NOT_NEGATIVE)
     mask_channels: int = setting("MODEL.R2C.MASK_CHANNELS", 32, ours=True, least=POSITIVE)
-    class_dim: int = setting("MODEL.R2C.CLASS_DIM", 128, ours=True, least=POSITIVE)
+    class_dim: int = setting("MODEL.R2C.CLASS_DIM", 128, ours=True, least=NOT_NEGATIVE)
     dropout: float = setting("MODEL.R2C.DROPOUT", 0.1, ours=True, least=NOT_NEGATIVE)
     canvas: tuple[int, ...] = setting("MODEL.R2C.CANVAS", (), ours=True)
     frozen_statistics: str = setting("MODEL.R2C.FROZEN_STATISTICS", "stored", ours=True, choices=("stored", "batch"))

@@ -1,8 +1,9 @@
 """The network of R2C (Zellers et al., CVPR 2019) that describes given boxes by their pixels, outlines and classes.
 
 A ResNet up to res4 sees the image once; each box is pooled from it, features of the object's mask are added to the
-first channels of the pooled map, and res5 and a mean follow. The mean and a vector of the given class make the region's
-feature. It finds no boxes by itself. The official VisualBERT code trains it on VCR together with its encoder.
+first channels of the pooled map, and res5 and a mean follow. The mean and a vector of the given class (unless its width
+is 0) make the region's feature. It finds no boxes by itself. The official VisualBERT code trains it on VCR together
+with its encoder.
 
 Shape legend
     N     images in the batch
@@ -87,7 +88,8 @@ class R2CTrunk(nn.Module):
 class R2CHead(nn.Module):
     """RoI maps, masks and classes -> features of boxes.
 
-    `mask_filter` turns masks of twice the side of the RoI maps into features of the maps' side.
+    `mask_filter` turns masks of twice the side of the RoI maps into features of the maps' side. With
+    `MODEL.R2C.CLASS_DIM` 0 there are no vectors of classes, and features do not depend on the classes.
     """
 
     def __init__(self, config: DetectorConfig, sizes: NetworkSizes) -> None:
@@ -97,7 +99,7 @@ class R2CHead(nn.Module):
         self.mask_channels = own.mask_channels
         self.mask_filter = nn.Conv2d(1, own.mask_channels, 3, stride=2, padding=1)
         self.res5 = _make_blocks(config.resnet, sizes, 3, channels4, stride=1)
-        self.class_embedding = nn.Embedding(classes, own.class_dim)
+        self.class_embedding = nn.Embedding(classes, own.class_dim) if own.class_dim else None
         self.dropout = nn.Dropout(own.dropout)
         self.projection = nn.Linear(channels5 + own.class_dim, own.feature_dim)
         self.classifier = nn.Linear(channels5, classes)  # trained by nothing: its weight is 0 in all official settings
@@ -109,7 +111,9 @@ class R2CHead(nn.Module):
         first, rest = pooled.split([self.mask_channels, pooled.shape[1] - self.mask_channels], dim=1)
         last = self.res5(torch.cat([first + outlines, rest], dim=1).contiguous(memory_format=torch.channels_last))
         mean = last.mean(dim=(2, 3))
-        described = torch.cat([mean, self.class_embedding(classes).to(mean.dtype)], dim=1)
+        described = mean
+        if self.class_embedding is not None:
+            described = torch.cat([mean, self.class_embedding(classes).to(mean.dtype)], dim=1)
         features = F.relu(self.projection(self.dropout(described)))
         return DescribedBoxes(pooled, mean, features, self.classifier(mean).roll(-1, dims=1))
 

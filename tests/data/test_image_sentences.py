@@ -13,6 +13,7 @@ from e2e_vl.data.image_sentences import ImageSentenceDataset
 from e2e_vl.data.listed_pairs import ListedPairDataset
 from e2e_vl.data.scored_questions import ScoredQuestionDataset
 from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
+from e2e_vl.data.storage.features.writers import write_tsv
 from e2e_vl.data_settings import DataSettings
 from e2e_vl.samples import RightChoice, ScoredAnswers
 from tests.data.roads import open_dataset
@@ -83,6 +84,31 @@ def test_texts_without_features_are_left_out_when_asked_for(root, name, caplog):
     assert "1 records of train have no features and are left out" in caplog.text
     with pytest.raises(ValueError, match="has features of no image of the split val"):
         opened(root, name, "val", "precomputed", leave_out_unseen=True, image_sets={"val": "first"})
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_first_rows_of_a_file_of_features(name, root, caplog):
+    """Minival of LXMERT's code: the first 5,000 rows of val2014's features, in the order of the file."""
+    one = np.ones((1, 4), np.float32)
+    for file, names in (("rows.tsv", "acb"), ("others.tsv", "cab")):
+        records = [RegionFeatures(image, (9, 9), one, np.ones((1, 2), np.float32)) for image in names]
+        write_tsv(root / file, records, {})
+
+    def of_rows(number: int, split: str = "train", file: str = "rows.tsv", boxes: str = "precomputed") -> VLDataset:
+        return opened(root, name, "train", boxes, image_sets={"train": file}, first_rows={split: number})
+
+    everything = opened(root, name, "train")
+    assert set(of_rows(2).image_ids()) == {"a"} and "b" in everything.image_ids()
+    assert "of train are behind row 2 and are left out" in caplog.text
+    assert len(of_rows(3)) == len(of_rows(1, split="val")) == len(everything)  # enough rows; another split
+    with pytest.raises(ValueError, match="has features of no image of the split train"):
+        of_rows(1, file="others.tsv")
+    with pytest.raises(ValueError, match=r"first: is a folder, which has no rows for data\.config\.first_rows\.train"):
+        of_rows(1, file="first")
+    with pytest.raises(ValueError, match=r"first_rows\.train counts rows of a file of boxes, but boxes are 'online'"):
+        of_rows(1, boxes="online")
+    with pytest.raises(ValueError, match=r"first_rows\.train is 0; it must be at least 1"):
+        of_rows(0)
 
 
 def test_truths(root):

@@ -71,6 +71,20 @@ def test_pixels_masks_and_classes_all_matter():
     assert torch.equal(run(detector, batch, roi_masks=[full]).features[0][0], features[0])
 
 
+def test_features_without_class_vectors():
+    detector, batch = network(**{"R2C.CLASS_DIM": 0}), images()
+    channels = detector.roi_heads.res5[-1].conv3.out_channels
+    assert detector.roi_heads.projection.weight.shape == (6, channels)
+    assert network().roi_heads.projection.weight.shape == (6, channels + 3)
+    assert not [name for name in detector.state_dict() if "class_embedding" in name]
+    features = run(detector, batch, whole_image=True).features[0]
+    assert features.shape == (3, 6)
+    other = run(detector, batch, whole_image=True, box_classes=[torch.tensor([2, 1])]).features[0]
+    assert torch.equal(other, features)
+    darker = dataclasses.replace(batch, pixels=batch.pixels * 0.5)
+    assert not torch.allclose(run(detector, darker).features[0], features[1:])
+
+
 def test_the_whole_image_has_a_box_without_the_last_pixel_missing_and_a_class_of_its_own():
     detector = network()
     whole = torch.tensor([[0.0, 0.0, WIDTH, HEIGHT]])
@@ -175,6 +189,7 @@ def test_an_image_larger_than_the_canvas():
     [
         ({"R2C.CANVAS": [48]}, "MODEL.R2C.CANVAS must hold the height and the width"),
         ({"R2C.DROPOUT": 1.0}, "MODEL.R2C.DROPOUT must be below 1"),
+        ({"R2C.CLASS_DIM": -1}, "MODEL.R2C.CLASS_DIM is -1; it must be 0 or more"),
         ({"RESNETS.STRIDE_IN_1X1": False}, "needs MODEL.RESNETS.DEPTH 50 or more, STRIDE_IN_1X1 true"),
         ({"RESNETS.NUM_GROUPS": 2}, "NUM_GROUPS 1 and RES2_OUT_CHANNELS"),
         ({"ROI_BOX_HEAD.POOLER_TYPE": "ROIPool"}, "POOLER_TYPE ROIAlign"),
