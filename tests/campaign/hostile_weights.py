@@ -162,6 +162,31 @@ def _long(number: int) -> bytes:
     return b"\x8a\x08" + number.to_bytes(8, "little", signed=True)
 
 
+def _two_directories(evil: bytes) -> Builder:
+    """A whole file behind an evil one; the stated offset, which torch reads, is the evil one's directory."""
+
+    def split(content: bytes) -> tuple[bytes, bytes, int]:
+        count, size, offset = struct.unpack_from("<HII", content, content.rindex(b"PK\5\6") + 10)
+        return content[:offset], content[offset : offset + size], count
+
+    (evil_body, evil_entries, count), (body, entries, _) = split(evil), split(rewritten(_WHOLE, lambda name, old: old))
+    assert len(evil_entries) == len(entries)
+    moved, at = b"", 0
+    while at < len(entries):  # what reads the entries before the end adds the distance of the two directories
+        end = at + 46 + sum(struct.unpack_from("<3H", entries, at + 28))
+        offset = struct.unpack_from("<I", entries, at + 42)[0] + len(evil_body) - len(body)
+        moved += entries[at : at + 42] + struct.pack("<I", offset) + entries[at + 46 : end]
+        at = end
+    tail = b"PK\5\6" + bytes(4) + struct.pack("<HHIIH", count, count, len(moved), len(evil_body), 0)
+    return written("w.pth", evil_body + evil_entries + body + moved + tail)
+
+
+def _evil_pickle(data: bytes) -> Builder:
+    # so long that no offset in the other directory becomes negative
+    longer = b"\x80\x02" + b"N0" * 300 + data
+    return _two_directories(rewritten(_WHOLE, lambda name, old: longer if name.endswith("data.pkl") else old))
+
+
 TORCH: dict[str, Builder] = {
     "empty": written("w.pth", b""),
     "text": written("w.pth", b"<html>not found</html>" * 99),
@@ -185,6 +210,11 @@ TORCH: dict[str, Builder] = {
     "tensor_as_type": _torch_pickle(b"\x80\x02ctorch\nFloatTensor\n" + _long(1 << 34) + b"\x85R."),
     "set_of_tuples": _torch_pickle(b"\x80\x02c__builtin__\nset\n](Nq\x00" + b"h\x00h\x00\x86q\x00" * 64 + b"e\x85R."),
     "packed_text": _torch_pickle(b"\x80\x02c_codecs\nencode\nX\x02\0\0\0abX\x05\0\0\0punyc\x86R."),
+    "two_directories_and_a_byte_array": _evil_pickle(b"c__builtin__\nbytearray\n" + _long(6 << 30) + b"\x85R."),
+    "two_directories_and_a_set": _evil_pickle(
+        b"c__builtin__\nset\n](Nq\x00" + b"h\x00h\x00\x86q\x00" * 64 + b"e\x85R."
+    ),
+    "two_directories_and_code": _evil_pickle(b"cos\nsystem\nX\x04\0\0\0true\x85R."),
     "code": _torch_code,
     "code_of_python": _torch_pickle(b"\x80\x02cos\nsystem\nX\x04\0\0\0true\x85R."),
     "old_code": code("w.pth", 2),
