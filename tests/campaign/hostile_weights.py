@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import save
 
 from tests.campaign.hostile_parts import HUGE, Builder, Touch, rewritten, torch_bytes, written
 
@@ -249,14 +250,26 @@ SAFETENSORS: dict[str, Builder] = {
 }
 
 
+def _good_state(folder: Path) -> Path:
+    """A state after one step with a model of one weight, as `read_hostile.py` has it; returns its folder."""
+    state = folder / "state"
+    state.mkdir()
+    (folder / "step.json").write_text('{"processes": 1, "step": 1}')
+    (state / "model.safetensors").write_bytes(save({"w": torch.zeros(1)}))
+    (state / "optimizer.bin").write_bytes(torch_bytes({"state": {0: _moments()}, "param_groups": [{"params": [0]}]}))
+    (state / "random_states_0.pkl").write_bytes(torch_bytes({"torch_manual_seed": torch.get_rng_state()}))
+    return state
+
+
+def _moments(**others: object) -> dict[str, object]:
+    return {"step": torch.tensor(1.0), "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1), **others}
+
+
 def _state(name: str) -> Builder:
     """A checkpoint's state, with one file that runs code."""
 
     def build(folder: Path, canary: Path) -> Path:
-        state = folder / "state"
-        state.mkdir()
-        (state / "optimizer.bin").write_bytes(torch_bytes({"state": {}}))
-        (state / "random_states_0.pkl").write_bytes(torch_bytes({"torch_manual_seed": torch.get_rng_state()}))
+        state = _good_state(folder)
         content = torch_bytes({"w": torch.arange(7.0)})
         evil = pickle.dumps(Touch(canary), 2)
         (state / name).write_bytes(rewritten(content, lambda one, old: evil if one.endswith(".pkl") else old))
@@ -275,7 +288,56 @@ def _state_claims(name: str) -> Builder:
     return build
 
 
+def _state_with(*gone: str, **contents: bytes) -> Builder:
+    """A state that lacks some files and has others; "a_bin" is the name of a.bin."""
+
+    def build(folder: Path, canary: Path) -> Path:
+        state = _good_state(folder)
+        for name in gone:
+            (state / name).unlink()
+        for name, content in contents.items():
+            (state / ".".join(name.rsplit("_", 1))).write_bytes(content)
+        return folder
+
+    return build
+
+
+def _optimizer(moments: dict[int, dict[str, object]]) -> Builder:
+    return _state_with(optimizer_bin=torch_bytes({"state": moments, "param_groups": [{"params": [0]}]}))
+
+
+def _position(text: str) -> Builder:
+    def build(folder: Path, canary: Path) -> Path:
+        _good_state(folder)
+        (folder / "step.json").write_text(text)
+        return folder
+
+    return build
+
+
+def _claiming(pickled: bytes) -> bytes:
+    return rewritten(_WHOLE, lambda name, old: pickled if name.endswith("data.pkl") else old)
+
+
+_BYTE_ARRAY = _claiming(b"\x80\x02c__builtin__\nbytearray\n" + _long(6 << 30) + b"\x85R.")
+_NAN = torch.full((1,), float("nan"))
 STATES: dict[str, Builder] = {
+    "weights_missing": _state_with("model.safetensors"),
+    "weights_as_pickle": _state_with("model.safetensors", pytorch_model_bin=_BYTE_ARRAY),
+    "weights_as_good_pickle": _state_with("model.safetensors", pytorch_model_bin=torch_bytes({"w": torch.zeros(1)})),
+    "scheduler_claims": _state_with(scheduler_bin=_BYTE_ARRAY),
+    "sampler_claims": _state_with(sampler_bin=_BYTE_ARRAY),
+    "weights_nan": _state_with(model_safetensors=save({"w": _NAN})),
+    "moments_nan": _optimizer({0: _moments(exp_avg=_NAN)}),
+    "moments_of_another_shape": _optimizer({0: _moments(exp_avg=torch.zeros(99))}),
+    "moments_missing": _optimizer({}),
+    "moments_of_text": _optimizer({0: _moments(step="many")}),
+    "moments_of_no_kind": _optimizer({0: 5}),
+    "step_of_text": _position('{"processes": 1, "step": "x"}'),
+    "step_negative": _position('{"processes": 1, "step": -5}'),
+    "processes_list": _position('{"processes": [1], "step": 1}'),
+    "place_negative": _position('{"processes": 1, "step": 1, "place": {"epoch": -1, "images": 0}}'),
+    "losses_of_text": _position('{"processes": 1, "step": 1, "loss_sums": {"loss": "x"}}'),
     "optimizer_code": _state("optimizer.bin"),
     "random_code": _state("random_states_0.pkl"),
     "scaler_code": _state("scaler.pt"),
