@@ -165,8 +165,8 @@ def _records(tar: tarfile.TarFile, shard: Path, length: int) -> Iterator[dict[st
             continue
         if not 0 <= member.size <= length - member.offset_data:
             raise UserError(
-                f"{shard}: {member.name} claims {member.size} bytes from byte {member.offset_data} on, and the file has "
-                f"{length}; {_REMEDY}"
+                f"{shard}: {member.name} claims {member.size} bytes from byte {member.offset_data} on, and the file "
+                f"has {length}; {_REMEDY}"
             )
         folder, _, file = member.name.rpartition("/")
         stem, _, suffix = file.partition(".")

@@ -67,7 +67,7 @@ def _read(file: BinaryIO, position: int, size: int) -> bytes:
 
 
 def _size(field: bytes) -> int | None:
-    """A number of octal digits, or of bytes behind a first one of 128, or of 255 if it is negative; None: it is none."""
+    """A number of octal digits, or of bytes behind a first one of 128 (255 if it is negative); None: it is none."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
     try:
