@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import struct
 import zlib
 from collections.abc import Sequence
@@ -20,7 +21,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
-from PIL import Image, JpegImagePlugin, PngImagePlugin
+from PIL import (
+    BmpImagePlugin,
+    GifImagePlugin,
+    Image,
+    JpegImagePlugin,
+    PngImagePlugin,
+    TiffImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
+)
 
 from detector.boxes import Array
 from detector.errors import MissingFileError, UserError
@@ -29,10 +39,23 @@ from detector.structures import ImageBatch
 Pixels = UInt8[np.ndarray, "height width 3"]
 
 MAX_PIXELS = 2**29  # of one file, about 23000 x 23000; decoded pixels take 4 bytes: 2 GiB (4 GiB if rotated)
+# A file of any size may have so many pixels; beyond them it must have a byte for each `PIXELS_PER_BYTE`, so that a file
+# of some KB does not take some GiB. A JPEG of one colour has about 250 pixels per byte.
+SMALL = 2**26
+PIXELS_PER_BYTE = 300
+MOST_SCANS = 100  # of a progressive JPEG, each of which visits all pixels; cameras and editors write about 10
 
 # The formats that are read, by what a file holds and not by its name. PIL knows forty more, and one of them starts a
 # program for what a file says (EPS).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+_READERS = (
+    (re.compile(rb"\xff\xd8\xff"), JpegImagePlugin.JpegImageFile),
+    (re.compile(rb"\x89PNG\r\n\x1a\n"), PngImagePlugin.PngImageFile),
+    (re.compile(rb"RIFF....WEBPVP8[ LX]", re.DOTALL), WebPImagePlugin.WebPImageFile),
+    (re.compile(rb"GIF8[79]a"), GifImagePlugin.GifImageFile),
+    (re.compile(rb"BM"), BmpImagePlugin.BmpImageFile),
+    (re.compile(rb"MM[\x00*][*\x00+]|II[*+\x00][\x00*]"), TiffImagePlugin.TiffImageFile),
+)
 
 _CHANNEL_ORDERS = ("BGR", "RGB")
 _ROUNDINGS = ("detectron2", "truncate", "torchvision")
@@ -47,7 +70,11 @@ _UPRIGHT = {  # EXIF orientation -> the turn that makes the stored pixels uprigh
     8: Image.Transpose.ROTATE_90,
 }
 # PIL's errors for a damaged file, depending on the format and on the place of the damage.
-_DAMAGED = (OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, struct.error, zlib.error)
+_DAMAGED = (
+    *(OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, struct.error, zlib.error),
+    Image.DecompressionBombError,  # of a frame that is larger than the picture
+)
+_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])")  # of a JPEG, with a length behind it
 
 
 @dataclass(frozen=True)
@@ -125,7 +152,8 @@ def load_image(path: str | Path, channel_order: str = "BGR") -> Pixels:
 
     Raises:
         MissingFileError: the file does not exist.
-        UserError: the file is empty, damaged, cut off, not an image, or has more than `MAX_PIXELS` pixels.
+        UserError: the file is empty, damaged, cut off, not an image, or has more than `MAX_PIXELS` pixels, more pixels
+            than so few bytes hold, or more than `MOST_SCANS` scans.
     """
     return _to_array(_read(path), channel_order)
 
@@ -248,16 +276,13 @@ def _read(path: str | Path) -> Image.Image:
 def _decode(stream: io.BufferedIOBase, name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """An upright RGB image from the content of a file."""
     try:
-        image = _open(stream)
+        image = _open(stream, name, max_pixels)
+    except UserError:
+        raise
     except MemoryError as error:
         raise UserError(f"Image {name} needs more memory than there is; make it smaller first.") from error
     except _DAMAGED as error:
         raise UserError(f"Image {name} is not a readable JPEG or PNG file; get or convert it again.") from error
-    if image.width * image.height > max_pixels:
-        raise UserError(
-            f"Image {name} has {image.width} x {image.height} pixels; the limit is {max_pixels} pixels, "
-            "so make it smaller first."
-        )
     try:
         image.load()
         rgb = _to_rgb(image, name)
@@ -274,22 +299,48 @@ def _decode(stream: io.BufferedIOBase, name: str, max_pixels: int = MAX_PIXELS) 
     return rgb if turn is None else rgb.transpose(turn)
 
 
-def _open(stream: io.BufferedIOBase) -> Image.Image:
+def _open(stream: io.BufferedIOBase, name: str, max_pixels: int) -> Image.Image:
     """Read the header.
 
-    JPEG and PNG skip `Image.open`, whose size limit (a warning at 89 million pixels, an error at twice as many) can
-    only be changed for the whole process; `MAX_PIXELS` is checked instead.
+    `Image.open` is avoided: its size limit (a warning at 89 million pixels, an error at twice as many) can only be
+    changed for the whole process.
+
+    Raises:
+        UserError: the header claims too much.
     """
-    signature = stream.read(8)
+    length = stream.seek(0, io.SEEK_END)
     stream.seek(0)
-    if signature == b"\x89PNG\r\n\x1a\n":
-        return PngImagePlugin.PngImageFile(stream)
-    if signature.startswith(b"\xff\xd8\xff"):
-        return JpegImagePlugin.JpegImageFile(stream)
-    try:
-        return Image.open(stream, formats=FORMATS)
-    except Image.DecompressionBombError as error:
-        raise UserError(str(error)) from error
+    start = stream.read(16)
+    stream.seek(0)
+    reader = next((reader for signature, reader in _READERS if signature.match(start)), None)
+    if reader is None:
+        raise UnidentifiedImageError("no known format")
+    if reader is JpegImagePlugin.JpegImageFile:
+        if _count_scans(stream.read()) > MOST_SCANS:
+            raise UserError(f"Image {name} has more than {MOST_SCANS} scans, which take very long; save it anew.")
+        stream.seek(0)
+    image = reader(stream)
+    pixels = image.width * image.height
+    if pixels > max_pixels:
+        raise UserError(
+            f"Image {name} has {image.width} x {image.height} pixels; the limit is {max_pixels} pixels, "
+            "so make it smaller first."
+        )
+    if pixels > max(SMALL, PIXELS_PER_BYTE * length):
+        raise UserError(
+            f"Image {name} claims {image.width} x {image.height} pixels in {length} bytes, which no photo does; make "
+            "it smaller first."
+        )
+    return image
+
+
+def _count_scans(content: bytes) -> int:
+    """The scans of a JPEG file, at most one beyond the limit; a thumbnail and what follows the picture do not count."""
+    scans, at = 0, 2
+    while scans <= MOST_SCANS and (found := _MARKER.search(content, at)) and found[1] != b"\xd9":
+        scans += found[1] == b"\xda"
+        at = found.end() + int.from_bytes(content[found.end() : found.end() + 2], "big")
+    return scans
 
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:

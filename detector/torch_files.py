@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from detector.pickle_scan import Bytes, DamagedPickleError, check_pickle
-from detector.zip_directory import DamagedZipError, Member, read_member, read_members
+from detector.zip_directory import DamagedZipError, Member, find_directory, read_member, read_members
 
 MOST_RECORDS = 1 << 18  # storages of a file
 LONGEST_PICKLE = 1 << 28  # bytes
@@ -87,6 +87,9 @@ def _refuse_others(start: bytes) -> None:
 def _check_archive(path: Path) -> None:
     """A file of torch 1.6 or later: a zip archive of a pickle and the storages."""
     with path.open("rb") as file:
+        # torch reads the directory at the stated offset, and with bytes before the archive it may be another one
+        if find_directory(file).shift:
+            raise DamagedZipError("the directory of its members is not where the file says")
         members = read_members(file, MOST_RECORDS)
         content, prefix = _find_pickle(members)
         data = read_member(file, content)

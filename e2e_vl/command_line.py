@@ -56,7 +56,14 @@ def says_errors(main: Callable[..., int]) -> Callable[..., int]:
         except (*SENTENCES, OSError) as error:
             if not isinstance(error, SENTENCES) and error.errno is None:  # a library's
                 raise
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {str(error) or _without_words(error)}", file=sys.stderr)
             return 2
 
     return wrapped
+
+
+def _without_words(error: Exception) -> str:
+    """A sentence for an error that has none, such as Python's MemoryError."""
+    if isinstance(error, MemoryError):
+        return "there is not enough memory; use smaller batches, images or files, or fewer workers and processes."
+    return f"the system gave up with {type(error).__name__} and no reason; try again, and look at disk and network."

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from detector.errors import MissingFileError, UserError
 from detector.plain_json import parse_plain_json
 from detector.plain_json import read_plain_json as read_plain_json  # reports find it here
+from e2e_vl.records import Count, Record, checked
 from e2e_vl.whole_files import json_text, without_nan, write_text
 from e2e_vl.whole_files import write_json as write_json  # readers and reports find it here
 
@@ -53,9 +56,11 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     """All lines of a `log.jsonl`. A missing file has no lines; a last line that was cut off is left out.
 
     Raises:
-        UserError: a line is no JSON object with a step and a kind.
+        UserError: a line is no JSON object with a step and a kind, or has values that are neither numbers nor null.
     """
-    if not path.exists():
+    if not path.is_file():  # a pipe would be waited for without end
+        if path.exists():
+            raise UserError(f"{path} is not a file; remove it, or get the run again.")
         return []
     try:
         *lines, _ = path.read_text(encoding="utf-8").split("\n")
@@ -68,7 +73,26 @@ def _log_line(line: str, where: str) -> dict[str, Any]:
     found = parse_plain_json(line, where)
     if not isinstance(found, dict) or not isinstance(found.get("step"), int) or not isinstance(found.get("kind"), str):
         raise UserError(f"{where} is not an object with a step and a kind; get the file again, or remove the line.")
+    remedy = "get the file again, or remove the line."
+    checked(_LogLine, found, where, remedy=remedy)
+    checked(_Values, {"value": {name: one for name, one in found.items() if name not in _NAMED}}, where, remedy=remedy)
     return found
+
+
+_Value = Annotated[float, Meta(ge=-1e300, le=1e300)]  # differences of two can be drawn
+_NAMED = ("step", "kind", "not_finite")
+
+
+class _LogLine(Record):
+    step: Count
+    kind: str
+    not_finite: tuple[str, ...] = ()
+
+
+class _Values(Record):
+    """All that a line has besides."""
+
+    value: dict[str, _Value | None]
 
 
 def looks_like_hub_name(name: str) -> bool:

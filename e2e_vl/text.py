@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 from detector.errors import MissingFileError, UserError
 from detector.plain_json import read_plain_json
 from e2e_vl.run_files import looks_like_hub_name
+from e2e_vl.tokenizer_files import check_numbers, check_tokenizer
 from e2e_vl.whole_files import write_text
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -66,14 +67,24 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
 def _saved_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """What `save_pretrained` wrote. Raises UserError, whatever transformers and tokenizers raise for a damaged file."""
     for file in sorted(folder.glob("*.json")):
-        read_plain_json(file, max_bytes=MAX_BYTES)  # transformers reads them without any bounds
+        content = read_plain_json(file, max_bytes=MAX_BYTES)  # transformers reads them without any bounds
+        if file.name == "tokenizer.json":
+            check_tokenizer(content, str(file))
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         is_usable = tokenizer.is_fast and all(isinstance(one, int) for one in tokenizer.encode("a"))
-    except Exception as error:  # tokenizers raise nothing more special
+        if is_usable:
+            # what a file says of them would cut texts off, or fill them up, wherever words are looked at
+            tokenizer.backend_tokenizer.no_truncation()
+            tokenizer.backend_tokenizer.no_padding()
+            word_pieces("a", tokenizer)
+    except BaseException as error:  # tokenizers raise nothing more special, and a panic of theirs is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     else:
         if is_usable:
+            check_numbers(tokenizer.get_vocab().values(), str(folder))
             return tokenizer
         why = "it makes no wordpieces"
     raise UserError(f"{folder}: the tokenizer in it cannot be read ({why}); save or copy the folder again")

@@ -36,6 +36,13 @@ def test_what_a_user_can_mend_is_one_sentence(error: Exception, capsys: pytest.C
     assert capsys.readouterr().err == f"error: {error}\n"
 
 
+def test_errors_without_words_get_some(capsys: pytest.CaptureFixture):
+    assert raising(MemoryError())() == raising(ConnectionError())() == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: there is not enough memory; use smaller batches")
+    assert second.startswith("error: the system gave up with ConnectionError")
+
+
 @pytest.mark.parametrize("error", [KeyError("id"), TypeError("no number"), OSError("of a library"), AssertionError()])
 def test_faults_of_the_program_keep_their_traceback(error: Exception):
     with pytest.raises(type(error)):

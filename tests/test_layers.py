@@ -60,6 +60,7 @@ BASE = (
         "records",
         "run_files",
         "setting_references",
+        "tokenizer_files",
         "whole_files",
         "auto_classes",
     ),

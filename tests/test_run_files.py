@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,11 @@ def test_a_folder_with_settings_alone_is_no_run(tmp_path: Path):
         ('{"step": "x", "kind": "train"}', "line 2 is not an object with a step and a kind"),
         ('{"kind": "train"}', "line 2 is not an object with a step and a kind"),
         ("", "line 2 is not JSON"),
+        ('{"step": -5, "kind": "train"}', "line 2: step is -5, expected a whole number from 0 on"),
+        ('{"step": 1, "kind": "train", "loss": "x"}', "line 2: value.loss is 'x', expected a number or null"),
+        ('{"step": 1, "kind": "train", "loss": [1]}', "line 2: value.loss is [1], expected a number or null"),
+        ('{"step": 1, "kind": "train", "loss": 1e308}', "line 2: value.loss is 1e+308, expected a number up to 1e+300"),
+        ('{"step": 1, "kind": "train", "not_finite": 3}', "line 2: not_finite is 3, expected a list"),
     ],
 )
 def test_a_hostile_log_is_one_sentence(tmp_path: Path, line: str, message: str):
@@ -55,3 +62,15 @@ def test_a_hostile_log_is_one_sentence(tmp_path: Path, line: str, message: str):
     path.write_bytes(b"\xff\n")
     with pytest.raises(UserError, match="byte 0 is not utf-8 text"):
         read_log(path)
+
+
+def test_a_log_is_a_file(tmp_path: Path):
+    assert read_log(tmp_path / "log.jsonl") == []
+    os.mkfifo(tmp_path / "log.jsonl")  # would be waited for
+    with pytest.raises(UserError, match=r"log\.jsonl is not a file"):
+        read_log(tmp_path / "log.jsonl")
+    with pytest.raises(UserError, match="is not a file"):
+        read_log(tmp_path)
+    lines = [{"step": 1, "kind": "train", "loss": None, "not_finite": ["loss"]}, {"step": 2, "kind": "eval", "a": 1}]
+    (tmp_path / "good.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_log(tmp_path / "good.jsonl") == lines

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from detector.errors import UserError
 from e2e_vl.text import build_vocabulary, load_tokenizer, mirror_words, split_words, word_pieces
+from tests.campaign.hostile_tokenizers import good_tokenizer, write_tokenizer
 
 SENTENCES = ["the red, red circle!", "The RED café", "the 2 circles"]
 
@@ -176,3 +177,17 @@ def test_a_tokenizer_never_brings_code(vocabulary_file, tmp_path):
         with contextlib.suppress(ValueError):
             load_tokenizer(folder)
         assert not (tmp_path / "ran").exists()
+
+
+def test_a_saved_tokenizer_neither_cuts_nor_fills_texts(tmp_path):
+    content = good_tokenizer()
+    content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    content["padding"] = {
+        "strategy": {"Fixed": 9},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "[PAD]",
+    }
+    assert word_pieces("a red box", load_tokenizer(write_tokenizer(tmp_path, content))) == [[5], [6], [7]]

@@ -24,6 +24,7 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.loading.example_dataset import ExampleDataset
 from e2e_vl.engine.loss_sums import LOSS
 from e2e_vl.metric_names import MetricName
+from e2e_vl.records import Count, Record, checked
 from e2e_vl.whole_files import whole_folder, write_json
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,12 @@ def check_metric_name(metric: str, splits: Sequence[str], sources: Sequence[BoxS
             f"train.keep_best is '{metric}'; it must be the name of a metric that training can change, of what is "
             f"evaluated: {', '.join(forms) or 'nothing, see data.eval_splits and eval.boxes'}."
         )
+
+
+class _Best(Record):
+    """What `BestModel.write` leaves beside a model; only the step is read again."""
+
+    step: Count
 
 
 @dataclasses.dataclass
@@ -183,6 +190,6 @@ class BestModel:
 def _step_in(folder: Path) -> int | None:
     """The step of the best model in a folder; None: there is none."""
     try:
-        return read_plain_json(folder / FILE, keys=("step",))["step"]
+        return checked(_Best, read_plain_json(folder / FILE), str(folder / FILE)).step
     except (OSError, ValueError):
         return None

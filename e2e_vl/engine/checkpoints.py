@@ -30,10 +30,10 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.errors import DiskError, MissingFileError, UserError
 from detector.plain_json import read_plain_json
-from detector.torch_files import DamagedTorchFileError, check_torch_file
 from detector.yaml_text import parse_yaml, read_yaml
 from e2e_vl.config import VERSION, RunConfig, differences, load_config, saved_version
 from e2e_vl.detector_yaml import read_detector_config
+from e2e_vl.engine.checked_state import check_files, check_optimizer, checked_position
 from e2e_vl.engine.failed_step import not_finite
 from e2e_vl.engine.saving import save_model
 from e2e_vl.engine.stopping import all_or_none, is_disk_full, is_lost_process
@@ -53,7 +53,6 @@ from e2e_vl.whole_files import (
 logger = logging.getLogger(__name__)
 
 POSITION_FILE = "step.json"
-_READ_BY_ACCELERATE = ("optimizer", "random_states_", "custom_checkpoint_", "scaler")
 
 
 def save_state(
@@ -147,48 +146,43 @@ def _writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
+_UNUSABLE = (  # what libraries raise for a state that is damaged or of another model
+    *(ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError),
+    *(ValueError, SafetensorError),
+)
+
+
 def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:
     """Continue from a checkpoint folder; returns the position that was saved with it.
 
     The optimiser keeps the options (rates, decay, ...) of the current settings, which it was built with.
 
     Raises:
-        UserError: a file of the checkpoint is damaged, does not fit the model or tries to run code.
+        UserError: a file of the checkpoint is damaged, does not fit the model or tries to run code; or weights or
+            moments are NaN or infinite.
     """
     state = folder / "state"
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     try:
-        _check_state(state)
+        position = read_position(folder)
+        check_files(state)
         # Accelerate silently goes on without random states that it cannot read
         random_states = load_without_code(state / f"random_states_{accelerator.process_index}.pkl")
         accelerator.load_state(str(state))
         if not torch.equal(torch.get_rng_state(), random_states["torch_manual_seed"]):
             raise UserError("the random states are damaged")
-        position = read_position(folder)
+        # gradients that overflowed in every step so far are a reason not to have moments
+        check_optimizer(optimizer, has_stepped=position["step"] > 0 and accelerator.scaler is None)
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{state}: optimizer.bin or a random_states file is damaged or tries to run code; use another checkpoint."
         ) from error
-    except (RuntimeError, ValueError, LookupError, TypeError, OSError, EOFError, MemoryError, SafetensorError) as error:
+    except _UNUSABLE as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"Cannot continue from {folder} ({reason}); use another checkpoint.") from error
     for group, own in zip(optimizer.param_groups, options, strict=True):
         group.update(own)
     return position
-
-
-def _check_state(state: Path) -> None:
-    """Look at the files of torch that Accelerate loads from the state before it does.
-
-    Raises:
-        ValueError, ForbiddenGlobalError: see `check_torch_file`; the file is named.
-    """
-    for path in sorted(state.iterdir()):
-        if path.name.startswith(_READ_BY_ACCELERATE):
-            try:
-                check_torch_file(path)
-            except DamagedTorchFileError as error:
-                raise UserError(f"{path.name}: {error}") from error
 
 
 def check_lists(folder: Path, model: VisionLanguageModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -202,8 +196,12 @@ def check_lists(folder: Path, model: VisionLanguageModel, tokenizer: PreTrainedT
 
 
 def read_position(folder: Path) -> dict[str, Any]:
-    """Content of a checkpoint's step.json."""
-    return read_plain_json(folder / POSITION_FILE, keys=("processes",))
+    """Content of a checkpoint's step.json.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    return checked_position(read_plain_json(folder / POSITION_FILE, keys=("processes",)), folder / POSITION_FILE)
 
 
 def newest_whole(output: Path) -> Path | None:

@@ -19,7 +19,8 @@ Series = dict[str, list[tuple[int, float]]]  # name -> (step, value)
 TOTAL = "loss"  # the weighted sum that is minimised, and the metric of an evaluation that sums the losses
 EVALUATION = "evaluation"
 DETECTOR_PREFIX = "loss_"  # Detectron2's names of detection losses, which both detector backends use
-OTHER_VALUES = ("step", "kind", "epoch", "grad_norm")  # of a line about training; learning rates begin with "lr_"
+# of a line about training; learning rates begin with "lr_"
+OTHER_VALUES = ("step", "kind", "epoch", "grad_norm", "skipped_steps", "not_finite")
 FEW_POINTS = 30  # curves of at most this many points show each of them
 
 
@@ -59,7 +60,8 @@ def _losses(lines: Sequence[Line]) -> Series:
     series: Series = {}
     for line in lines:
         for name, value in line.items():
-            if name not in OTHER_VALUES and not name.startswith("lr_"):
+            # null: it was NaN or infinite
+            if value is not None and name not in OTHER_VALUES and not name.startswith("lr_"):
                 series.setdefault(name, []).append((line["step"], value))
     return dict(sorted(series.items()))
 

@@ -95,7 +95,18 @@ def _octal(number: int) -> bytes:
     return b"%011o" % number
 
 
+def _sparse(content: bytes = b"abcd", name: str = "1.jpg", **words: object) -> bytes:
+    """A member behind extended headers about its gaps; "major" stands for GNU.sparse.major."""
+    text = b""
+    for key, value in words.items():
+        record = f" GNU.sparse.{key}={value}\n".encode()
+        length = next(n for n in range(len(record), 999) if n == len(str(n)) + len(record))
+        text += str(length).encode() + record
+    return member("x", _octal(len(text)), b"x", text) + member(name, _octal(len(content)), content=content)
+
+
 _PAX = b"9" * 60_000
+_IMAGE, _CAPTION = member("1.jpg", _octal(4), content=b"abcd"), member("1.txt", _octal(5), content=b"a cat")
 TARS: dict[str, Builder] = {
     "empty": written("00000.tar", b""),
     "cut_off": written("00000.tar", member("1.jpg", _octal(4000), content=bytes(1000))),
@@ -107,6 +118,14 @@ TARS: dict[str, Builder] = {
     "with_chained_names": _tar(member("a", _octal(0), b"x", count=5000), member("1.jpg", _octal(0))),
     "with_slow_names": _tar(member("a", _octal(len(_PAX)), b"x", _PAX), member("1.jpg", _octal(0))),
     "with_hidden_size": _tar(member("a", _octal(14), b"x", b"14 size=99999\n"), member("1.jpg", _octal(0))),
+    "of_negative_octal_size": _tar(member("1.jpg", b"-0000001000"), _IMAGE, _CAPTION),
+    "of_gaps_without_end": _tar(_sparse(b"99999999\n".ljust(512, b"1"), major=1, minor=0), _CAPTION),
+    "of_gaps_of_exabytes": _tar(_sparse(realsize=10**18), _CAPTION),
+    "of_gaps_of_gigabytes": _tar(
+        _IMAGE, _sparse(b"0\n".ljust(512, b"\0"), "1.txt", major=1, minor=0, realsize=4 << 30)
+    ),
+    "of_gaps_in_a_map": _tar(_IMAGE, _sparse(b"a cat", "1.txt", map="0,5", size=3 << 30)),
+    "of_gaps_of_negative_size": _tar(_sparse(realsize=-5), _CAPTION),
     "with_gaps": _tar(member("1.jpg", _octal(0), b"S")),
     "with_damaged_headers": _tar(member("1.jpg", _octal(0)).replace(b"ustar", b"XXXXX")),
 }

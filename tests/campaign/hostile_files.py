@@ -10,6 +10,7 @@ from tests.campaign.hostile_archives import TARS, ZIPS
 from tests.campaign.hostile_features import NPZ, STORES
 from tests.campaign.hostile_images import HARMLESS_IMAGES, IMAGES
 from tests.campaign.hostile_parts import Builder, written
+from tests.campaign.hostile_tokenizers import TOKENIZERS
 from tests.campaign.hostile_weights import ARRAY_PICKLES, PICKLES, SAFETENSORS, STATES, TORCH, code
 
 TABLE: dict[str, dict[str, Builder]] = {
@@ -30,4 +31,5 @@ TABLE: dict[str, dict[str, Builder]] = {
     "zip": {f"zip_{name}": build for name, build in ZIPS.items()},
     "tar": {f"tar_{name}": build for name, build in TARS.items()},
     "state": {f"state_{name}": build for name, build in STATES.items()},
+    "tokenizer": {f"tokenizer_{name}": build for name, build in TOKENIZERS.items()},
 }

@@ -22,8 +22,8 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def png(width: int, height: int, data: bytes, *more: bytes) -> bytes:
-    head = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+def png(width: int, height: int, data: bytes, *more: bytes, bits: int = 8) -> bytes:
+    head = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, 2 if bits == 8 else 0, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + head + b"".join(more) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
 
 
@@ -66,6 +66,13 @@ def _jpeg_size(width: int, height: int) -> bytes:
     return content[:at] + struct.pack(">HH", height, width) + content[at + 4 :]
 
 
+def _many_scans() -> bytes:
+    """A progressive JPEG of 16 megapixels whose last scan comes 10,000 times more."""
+    content = image_bytes("JPEG", (4000, 4000), progressive=True)
+    last, end = content.rindex(b"\xff\xda"), content.rindex(b"\xff\xd9")
+    return content[:end] + content[last:end] * 10_000 + content[end:]
+
+
 def _tiff(*entries: tuple[int, int, int, int]) -> bytes:
     rows = b"".join(struct.pack("<HHII", *entry) for entry in entries)
     return b"II*\0" + struct.pack("<IH", 8, len(entries)) + rows + b"\0" * 4
@@ -88,6 +95,14 @@ IMAGES: dict[str, Builder] = {
         "photo.png", png(1, 1, zlib.compress(b"\0\1"), _chunk(b"iCCP", b"a\0\0" + _zeros(1 << 26)))
     ),
     "png_with_a_chunk_of_gigabytes": written("photo.png", b"\x89PNG\r\n\x1a\n\x7f\xff\xff\xffIHDR" + bytes(99)),
+    "png_of_one_bit": written("photo.png", png(12_000, 12_000, _zeros(18 << 20), bits=1)),
+    "jpeg_of_many_scans": written("photo.jpg", _many_scans()),
+    "gif_beyond_the_limit_of_pil": written(
+        "photo.gif", b"GIF89a\x30\x75\x30\x75\0\0\0,\0\0\0\0\x30\x75\x30\x75\0\x02\0;"
+    ),
+    "webp_beyond_the_limit_of_pil": written(
+        "photo.webp", b"RIFF\x16\0\0\0WEBPVP8X\x0a\0\0\0\x02\0\0\0\x2f\x3a\0\x2f\x3a\0" + bytes(60)
+    ),
     "jpeg_of_gigapixels": written("photo.jpg", _jpeg_size(65_000, 65_000)),
     "jpeg_that_is_short_of_pixels": written("photo.jpg", _jpeg_size(20_000, 20_000)),
     "gif_of_gigapixels": written("photo.gif", b"GIF89a\xff\xff\xff\xff\0\0\0,\0\0\0\0\xff\xff\xff\xff\0\x02\0;"),

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import torch
+from safetensors.torch import save
 
 from tests.campaign.hostile_parts import HUGE, Builder, Touch, rewritten, torch_bytes, written
 
@@ -162,6 +163,31 @@ def _long(number: int) -> bytes:
     return b"\x8a\x08" + number.to_bytes(8, "little", signed=True)
 
 
+def _two_directories(evil: bytes) -> Builder:
+    """A whole file behind an evil one; the stated offset, which torch reads, is the evil one's directory."""
+
+    def split(content: bytes) -> tuple[bytes, bytes, int]:
+        count, size, offset = struct.unpack_from("<HII", content, content.rindex(b"PK\5\6") + 10)
+        return content[:offset], content[offset : offset + size], count
+
+    (evil_body, evil_entries, count), (body, entries, _) = split(evil), split(rewritten(_WHOLE, lambda name, old: old))
+    assert len(evil_entries) == len(entries)
+    moved, at = b"", 0
+    while at < len(entries):  # what reads the entries before the end adds the distance of the two directories
+        end = at + 46 + sum(struct.unpack_from("<3H", entries, at + 28))
+        offset = struct.unpack_from("<I", entries, at + 42)[0] + len(evil_body) - len(body)
+        moved += entries[at : at + 42] + struct.pack("<I", offset) + entries[at + 46 : end]
+        at = end
+    tail = b"PK\5\6" + bytes(4) + struct.pack("<HHIIH", count, count, len(moved), len(evil_body), 0)
+    return written("w.pth", evil_body + evil_entries + body + moved + tail)
+
+
+def _evil_pickle(data: bytes) -> Builder:
+    # so long that no offset in the other directory becomes negative
+    longer = b"\x80\x02" + b"N0" * 300 + data
+    return _two_directories(rewritten(_WHOLE, lambda name, old: longer if name.endswith("data.pkl") else old))
+
+
 TORCH: dict[str, Builder] = {
     "empty": written("w.pth", b""),
     "text": written("w.pth", b"<html>not found</html>" * 99),
@@ -185,6 +211,11 @@ TORCH: dict[str, Builder] = {
     "tensor_as_type": _torch_pickle(b"\x80\x02ctorch\nFloatTensor\n" + _long(1 << 34) + b"\x85R."),
     "set_of_tuples": _torch_pickle(b"\x80\x02c__builtin__\nset\n](Nq\x00" + b"h\x00h\x00\x86q\x00" * 64 + b"e\x85R."),
     "packed_text": _torch_pickle(b"\x80\x02c_codecs\nencode\nX\x02\0\0\0abX\x05\0\0\0punyc\x86R."),
+    "two_directories_and_a_byte_array": _evil_pickle(b"c__builtin__\nbytearray\n" + _long(6 << 30) + b"\x85R."),
+    "two_directories_and_a_set": _evil_pickle(
+        b"c__builtin__\nset\n](Nq\x00" + b"h\x00h\x00\x86q\x00" * 64 + b"e\x85R."
+    ),
+    "two_directories_and_code": _evil_pickle(b"cos\nsystem\nX\x04\0\0\0true\x85R."),
     "code": _torch_code,
     "code_of_python": _torch_pickle(b"\x80\x02cos\nsystem\nX\x04\0\0\0true\x85R."),
     "old_code": code("w.pth", 2),
@@ -219,14 +250,26 @@ SAFETENSORS: dict[str, Builder] = {
 }
 
 
+def _good_state(folder: Path) -> Path:
+    """A state after one step with a model of one weight, as `read_hostile.py` has it; returns its folder."""
+    state = folder / "state"
+    state.mkdir()
+    (folder / "step.json").write_text('{"processes": 1, "step": 1}')
+    (state / "model.safetensors").write_bytes(save({"w": torch.zeros(1)}))
+    (state / "optimizer.bin").write_bytes(torch_bytes({"state": {0: _moments()}, "param_groups": [{"params": [0]}]}))
+    (state / "random_states_0.pkl").write_bytes(torch_bytes({"torch_manual_seed": torch.get_rng_state()}))
+    return state
+
+
+def _moments(**others: object) -> dict[str, object]:
+    return {"step": torch.tensor(1.0), "exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1), **others}
+
+
 def _state(name: str) -> Builder:
     """A checkpoint's state, with one file that runs code."""
 
     def build(folder: Path, canary: Path) -> Path:
-        state = folder / "state"
-        state.mkdir()
-        (state / "optimizer.bin").write_bytes(torch_bytes({"state": {}}))
-        (state / "random_states_0.pkl").write_bytes(torch_bytes({"torch_manual_seed": torch.get_rng_state()}))
+        state = _good_state(folder)
         content = torch_bytes({"w": torch.arange(7.0)})
         evil = pickle.dumps(Touch(canary), 2)
         (state / name).write_bytes(rewritten(content, lambda one, old: evil if one.endswith(".pkl") else old))
@@ -245,7 +288,56 @@ def _state_claims(name: str) -> Builder:
     return build
 
 
+def _state_with(*gone: str, **contents: bytes) -> Builder:
+    """A state that lacks some files and has others; "a_bin" is the name of a.bin."""
+
+    def build(folder: Path, canary: Path) -> Path:
+        state = _good_state(folder)
+        for name in gone:
+            (state / name).unlink()
+        for name, content in contents.items():
+            (state / ".".join(name.rsplit("_", 1))).write_bytes(content)
+        return folder
+
+    return build
+
+
+def _optimizer(moments: dict[int, dict[str, object]]) -> Builder:
+    return _state_with(optimizer_bin=torch_bytes({"state": moments, "param_groups": [{"params": [0]}]}))
+
+
+def _position(text: str) -> Builder:
+    def build(folder: Path, canary: Path) -> Path:
+        _good_state(folder)
+        (folder / "step.json").write_text(text)
+        return folder
+
+    return build
+
+
+def _claiming(pickled: bytes) -> bytes:
+    return rewritten(_WHOLE, lambda name, old: pickled if name.endswith("data.pkl") else old)
+
+
+_BYTE_ARRAY = _claiming(b"\x80\x02c__builtin__\nbytearray\n" + _long(6 << 30) + b"\x85R.")
+_NAN = torch.full((1,), float("nan"))
 STATES: dict[str, Builder] = {
+    "weights_missing": _state_with("model.safetensors"),
+    "weights_as_pickle": _state_with("model.safetensors", pytorch_model_bin=_BYTE_ARRAY),
+    "weights_as_good_pickle": _state_with("model.safetensors", pytorch_model_bin=torch_bytes({"w": torch.zeros(1)})),
+    "scheduler_claims": _state_with(scheduler_bin=_BYTE_ARRAY),
+    "sampler_claims": _state_with(sampler_bin=_BYTE_ARRAY),
+    "weights_nan": _state_with(model_safetensors=save({"w": _NAN})),
+    "moments_nan": _optimizer({0: _moments(exp_avg=_NAN)}),
+    "moments_of_another_shape": _optimizer({0: _moments(exp_avg=torch.zeros(99))}),
+    "moments_missing": _optimizer({}),
+    "moments_of_text": _optimizer({0: _moments(step="many")}),
+    "moments_of_no_kind": _optimizer({0: 5}),
+    "step_of_text": _position('{"processes": 1, "step": "x"}'),
+    "step_negative": _position('{"processes": 1, "step": -5}'),
+    "processes_list": _position('{"processes": [1], "step": 1}'),
+    "place_negative": _position('{"processes": 1, "step": 1, "place": {"epoch": -1, "images": 0}}'),
+    "losses_of_text": _position('{"processes": 1, "step": 1, "loss_sums": {"loss": "x"}}'),
     "optimizer_code": _state("optimizer.bin"),
     "random_code": _state("random_states_0.pkl"),
     "scaler_code": _state("scaler.pt"),

@@ -32,6 +32,7 @@ from e2e_vl.data.formats.user_boxes import read_boxes
 from e2e_vl.data.storage.archives import ArchivedFiles
 from e2e_vl.data.storage.features.stores import open_features
 from e2e_vl.engine.checkpoints import load_state
+from e2e_vl.text import load_tokenizer
 
 SECONDS = 10
 ROOM = 3 << 29  # bytes of address space beyond the imports
@@ -61,10 +62,14 @@ def read_tar(path: Path) -> Any:
 
 
 def read_state(path: Path) -> Any:
-    accelerator = types.SimpleNamespace(
-        process_index=0, load_state=lambda folder: load_without_code(Path(folder) / "optimizer.bin")
-    )
-    return load_state(accelerator, torch.optim.SGD([torch.zeros(1, requires_grad=True)]), path)
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+
+    def load(folder: str) -> None:
+        optimizer.load_state_dict(load_without_code(Path(folder) / "optimizer.bin"))
+        torch.set_rng_state(load_without_code(Path(folder) / "random_states_0.pkl")["torch_manual_seed"])
+
+    accelerator = types.SimpleNamespace(process_index=0, scaler=None, load_state=load)
+    return load_state(accelerator, optimizer, path)
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -77,6 +82,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "zip": read_zip,
     "tar": read_tar,
     "state": read_state,
+    "tokenizer": load_tokenizer,
 }
 
 

@@ -61,9 +61,10 @@ def read_all(files: Sequence[tuple[str, str, Path]], folder: Path) -> list[Outco
 
 
 def is_sentence(outcome: Outcome) -> bool:
-    is_error = outcome.kind in ("UserError", "ValueError", "FileNotFoundError")
     names = (str(outcome.path), str(outcome.path.parent))
-    return is_error and any(name in outcome.text for name in names) and "\n" not in outcome.text.strip()
+    return (
+        outcome.kind == "UserError" and any(name in outcome.text for name in names) and "\n" not in outcome.text.strip()
+    )
 
 
 def test_hostile_files_become_one_sentence(tmp_path):

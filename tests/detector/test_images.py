@@ -164,14 +164,42 @@ def test_unreadable_exif_is_upright(tmp_path: Path):
 def test_very_large(tmp_path: Path):
     """More pixels than PIL opens by itself (179 million), and no warning about them."""
     w, h = 19000, 9500
-    header = io.BytesIO()
-    Image.new("1", (w, h), 1).save(header, "PNG")
-    (tmp_path / "a.png").write_bytes(header.getvalue())
+    image = Image.new("1", (w, h), 1)
+    noise = np.random.default_rng(0).integers(0, 256, 300 * w // 8, dtype=np.uint8)  # a file of more than a few KB
+    image.paste(Image.frombytes("1", (w, 300), noise.tobytes()))
+    image.save(tmp_path / "a.png")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pixels, size = load_resized(tmp_path / "a.png", ResizeRule(100, 200, "truncate"))
     assert size == (h, w)
-    assert pixels.shape == (100, 200, 3) and (pixels == 255).all()
+    assert pixels.shape == (100, 200, 3) and (pixels[8:] == 255).all() and (pixels[:3] < 255).all()
+
+
+def test_one_limit_for_all_formats(tmp_path: Path):
+    path = tmp_path / "a.gif"
+    path.write_bytes(b"GIF89a" + struct.pack("<HH", 30000, 30000) + b"\0\0\0,\0\0\0\0\x30\x75\x30\x75\0\x02\0;")
+    with pytest.raises(UserError, match=rf"a\.gif has 30000 x 30000 pixels; the limit is {MAX_PIXELS} pixels"):
+        load_image(path)
+
+
+def test_few_bytes_hold_few_pixels(tmp_path: Path):
+    Image.new("1", (12000, 12000)).save(tmp_path / "a.png")
+    with pytest.raises(UserError, match=r"a\.png claims 12000 x 12000 pixels in \d{5} bytes"):
+        load_image(tmp_path / "a.png")
+
+
+def test_scans_are_counted(tmp_path: Path):
+    thumbnail, path = io.BytesIO(), tmp_path / "a.jpg"
+    Image.new("L", (8, 8)).save(thumbnail, "JPEG")
+    scan = b"\xff\xda\0\x02"  # in a segment and behind the picture it is none
+    Image.fromarray(random_pixels()).save(path, progressive=True, exif=b"Exif\0\0" + thumbnail.getvalue() + scan * 200)
+    content = path.read_bytes()
+    path.write_bytes(content + scan * 200)
+    assert load_image(path).shape == (24, 31, 3)
+    last, end = content.rindex(b"\xff\xda"), content.rindex(b"\xff\xd9")
+    path.write_bytes(content[:end] + content[last:end] * 100 + content[end:])
+    with pytest.raises(UserError, match=r"a\.jpg has more than 100 scans"):
+        load_image(path)
 
 
 def test_beyond_the_limit(tmp_path: Path):

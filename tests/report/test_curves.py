@@ -85,3 +85,15 @@ def test_a_wide_range_of_losses_has_a_logarithmic_axis(plots, values: Sequence[f
 def test_without_values_there_is_no_picture():
     assert curves.draw_curves([]) is None
     assert curves.draw_curves([{"step": 1, "kind": "eval", "val/accuracy_gt_boxes": None}]) is None
+
+
+def test_what_is_no_loss_or_no_number_is_no_point(plots):
+    curves.draw_curves(
+        [
+            {"step": 1, "kind": "train", "vqa": None, "not_finite": ["vqa"], "skipped_steps": 1.0},
+            {"step": 2, "kind": "train", "vqa": 2.0, "skipped_steps": 0.5},
+        ]
+    )
+    assert {title: lines for title, (_, lines) in plots.items()} == {"losses of the task": {"vqa": ([2], [2.0])}}
+    nothing = [{"step": 1, "kind": "train", "vqa": None, "not_finite": ["vqa"]}]
+    assert curves.draw_curves(nothing) is None

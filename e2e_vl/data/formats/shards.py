@@ -125,7 +125,7 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
     check_tar(shard, _REMEDY)
     try:
         with tarfile.open(shard, "r:") as tar:
-            for record in _records(tar, shard):
+            for record in _records(tar, shard, shard.stat().st_size):
                 image, caption = record.get("image"), record.get("caption")
                 if image is None or image.size == 0:
                     without_image += 1
@@ -137,7 +137,9 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
             # tarfile also stops, without a word, at a header in the middle that it cannot read
             end = tar.fileobj.read(_BLOCK)
             is_joined = any(rest.strip(b"\0") for rest in iter(lambda: tar.fileobj.read(_CHUNK), b""))
-    except (tarfile.TarError, EOFError, OverflowError, RecursionError) as error:
+    except UserError:
+        raise
+    except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError) as error:
         raise UserError(f"{shard}: no readable tar file ({error}); {_REMEDY}") from error
     if end != bytes(_BLOCK):
         what = "is cut off" if len(end) < _BLOCK else f"has a damaged header at byte {tar.offset}"
@@ -150,7 +152,7 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
 _REMEDY = "run img2dataset again, it writes unfinished shards anew, or remove the file"
 
 
-def _records(tar: tarfile.TarFile, shard: Path) -> Iterator[dict[str, tarfile.TarInfo]]:
+def _records(tar: tarfile.TarFile, shard: Path, length: int) -> Iterator[dict[str, tarfile.TarInfo]]:
     """Of each record its member under "image" and under "caption".
 
     The members of a record stand side by side and share the name up to its first dot.
@@ -161,6 +163,11 @@ def _records(tar: tarfile.TarFile, shard: Path) -> Iterator[dict[str, tarfile.Ta
         tar.members.clear()  # tarfile keeps a list of all it has seen
         if not member.isreg():
             continue
+        if not 0 <= member.size <= length - member.offset_data:
+            raise UserError(
+                f"{shard}: {member.name} claims {member.size} bytes from byte {member.offset_data} on, and the file "
+                f"has {length}; {_REMEDY}"
+            )
         folder, _, file = member.name.rpartition("/")
         stem, _, suffix = file.partition(".")
         if (folder, stem) != key:

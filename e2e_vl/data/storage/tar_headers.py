@@ -1,7 +1,8 @@
 """Looking at the headers of a tar file before `tarfile` reads it.
 
 `tarfile` reads as many bytes as a header of extended names claims, searches them with regular expressions that take
-hours for some texts, and follows a chain of such headers by recursion.
+hours for some texts, and follows a chain of such headers by recursion. A sparse member may have any size it likes, also
+a negative one, whatever the file holds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ LONGEST_EXTENSION = 1 << 16  # bytes of a header of extended names or times; nam
 MOST_EXTENSIONS = 8  # of one member
 _EXTENSIONS = b"xgXLK"
 _SPARSE = b"S"
-_STRANGE = re.compile(rb" size=|[0-9]{200}")
+_STRANGE = re.compile(rb" size=|GNU\.sparse|[0-9]{200}")
 _FIELD = slice(124, 136)  # the size of a member
 _KIND = 156
 
@@ -46,6 +47,8 @@ def _find_problem(file: BinaryIO, length: int) -> str | None:
         if size is None or not header.strip(b"\0"):
             return None
         position += BLOCK
+        if size < 0:
+            return f"{where} claims {size} bytes; it is damaged"
         if size > length - position:
             return f"{where} claims {size} bytes, more than there are; it is cut off or damaged"
         is_extension = kind in _EXTENSIONS
@@ -53,7 +56,7 @@ def _find_problem(file: BinaryIO, length: int) -> str | None:
         if kind == _SPARSE or extensions > MOST_EXTENSIONS or (is_extension and size > LONGEST_EXTENSION):
             return f"{where} has extended headers that no image or caption needs"
         if is_extension and _STRANGE.search(_read(file, position, size)):
-            return f"{where} has an extended header that states a size or a very long number"
+            return f"{where} has an extended header that states a size, gaps or a very long number"
         position += -(-size // BLOCK) * BLOCK
     return None
 
@@ -64,9 +67,9 @@ def _read(file: BinaryIO, position: int, size: int) -> bytes:
 
 
 def _size(field: bytes) -> int | None:
-    """A number of octal digits, or of bytes behind a first one of 128; None: it is none."""
+    """A number of octal digits, or of bytes behind a first one of 128 (255 if it is negative); None: it is none."""
     if field[0] in (0x80, 0xFF):
-        return int.from_bytes(field[1:], "big") if field[0] == 0x80 else None
+        return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
     try:
         return int(field.split(b"\0")[0].strip() or b"0", 8)
     except ValueError:

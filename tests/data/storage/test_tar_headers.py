@@ -34,6 +34,9 @@ def header(size: bytes, kind: bytes = b"0") -> bytes:
         (header(b"0", b"x") * 9 + bytes(1024), "at byte 4096 has extended headers"),
         (header(b"0", b"S") + bytes(1024), "extended headers"),
         (header(b"16", b"x") + b"14 size=99999\n".ljust(512, b"\0") + bytes(1024), "states a size"),
+        (header(b"-0000001000") + bytes(1024), "at byte 0 claims -512 bytes"),
+        (header(b"\xff" * 12) + bytes(1024), "at byte 0 claims -1 bytes"),
+        (header(b"31", b"x") + b"25 GNU.sparse.realsize=99\n".ljust(512, b"\0") + bytes(1024), "states a size, gaps"),
         (header(b"1000", b"x") + b"9" * 512 + bytes(1024), "a very long number"),
     ],
 )
