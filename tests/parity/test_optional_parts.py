@@ -22,7 +22,7 @@ PARTS = {  # what is removed -> the checks that read it
         "data.safetensors": ("lxmert_data", "lxmert_files"),
         "data": ("lxmert_data", "lxmert_files"),
         "vocab.txt": ("lxmert_data",),
-        "official_state_keys.json": ("lxmert_encoder",),
+        "official_state_keys.json": ("lxmert_encoder", "lxmert_keys"),
     },
     "visual_bert": {
         "flickr.safetensors": ("visual_bert_finetuning",),
