@@ -13,9 +13,15 @@ from e2e_vl.evaluation.nlvr2 import group_of, read_predictions, truth_metrics, t
 FILES = ("predictions.csv", "predictions_edge.csv")
 
 
-@pytest.fixture(scope="module")
-def nlvr2_folder(golden_root: Path) -> Path:
-    return golden_root / "evaluation" / "nlvr2"
+FOLDERS = ("nlvr2", "nlvr2_real")  # sentences that were made up, and some of the published ones, which are optional
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
+def nlvr2_folder(golden_root: Path, request: pytest.FixtureRequest) -> Path:
+    folder = golden_root / "evaluation" / request.param
+    if request.param != FOLDERS[0] and not folder.is_dir():
+        pytest.skip(f"there is no {folder.name}; it is optional")
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ CASES = ("linear", "no_warmup", "constant", "skip")
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_every_update_of_bert_adam(golden, name, resumed):
+    golden.require("optim.safetensors")
     options = golden.meta["configs"]["optim"]
     if name not in options["cases"]:
         pytest.skip(f"the set has no case {name}; it is optional")

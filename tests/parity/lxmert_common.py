@@ -19,6 +19,7 @@ from e2e_vl.weights.lxmert import OfficialLxmert
 from tests.parity.vl_bert_common import RELATIVE, Golden, assert_near
 from tests.regions import regions_of_own_images
 
+OPTIONAL = ("data", "gqa", "nlvr2", "optim", "train", "vqa")
 KEY_BIAS = "key.bias"  # its gradient is zero up to rounding
 SAME_FIELDS = (
     "vocab_size",
@@ -40,7 +41,7 @@ SAME_FIELDS = (
 
 @pytest.fixture(scope="session")
 def golden(golden_root: Path) -> Golden:
-    return Golden(golden_root / "lxmert")
+    return Golden(golden_root / "lxmert", OPTIONAL)
 
 
 def encoder_config(golden: Golden, **fields) -> LxmertEncoderConfig:

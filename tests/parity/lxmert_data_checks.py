@@ -41,13 +41,15 @@ SHARES = (0.8, 0.1)  # of the chosen words: [MASK], another one; of the chosen r
 
 
 @pytest.fixture(scope="module")
-def rules(golden_root: Path) -> dict[str, Any]:
-    return json.loads((golden_root / "lxmert" / "data.json").read_text(encoding="utf-8"))
+def rules(golden) -> dict[str, Any]:
+    golden.require("data.json")
+    return json.loads((golden.folder / "data.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def tokenizer(golden_root: Path) -> PreTrainedTokenizerBase:
-    return load_tokenizer(golden_root / "lxmert" / "vocab.txt")
+def tokenizer(golden) -> PreTrainedTokenizerBase:
+    golden.require("vocab.txt")
+    return load_tokenizer(golden.folder / "vocab.txt")
 
 
 def answer_sources(rules: dict[str, Any]) -> list[str] | None:
@@ -56,10 +58,12 @@ def answer_sources(rules: dict[str, Any]) -> list[str] | None:
 
 
 def answer_list(golden, rules) -> list[str]:
+    golden.require("data")
     return read_answers(golden.folder / "data" / "lxmert" / "all_ans.json", answer_sources(rules))
 
 
 def test_rows_of_the_tsv_files(golden, rules):
+    golden.require("data")
     arrays = golden["data"]
     for name, recorded in rules["tsv"].items():
         store = TsvStore(golden.folder / recorded["path"])
@@ -159,6 +163,7 @@ class DonorDraws:
 
 def truths(golden) -> dict[str, ScoredAnswers | None]:
     """uid -> answers as written, from all files of pre-training."""
+    golden.require("data")
     found = {}
     for path in sorted((golden.folder / "data" / "lxmert").glob("*.json")):
         for image in json.loads(path.read_text(encoding="utf-8")):
@@ -223,6 +228,7 @@ def regions_of_image(folder: Path, name: str) -> RegionFeatures:
 
 def test_masked_regions_of_pretraining(golden, rules):
     """Donors are drawn among the images of the official items here, so the batch holds the image of each item."""
+    golden.require("data")
     items, arrays, config = rules["flattened"], golden["data"], rules["config"]
     images = [regions_of_image(golden.folder, item["img_id"]) for item in items]
     counts = [len(image) for image in images]

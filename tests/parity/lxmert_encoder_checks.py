@@ -169,6 +169,7 @@ def test_transformers_computes_the_same(golden):
 
 
 def official_keys(golden) -> dict:
+    golden.require("official_state_keys.json")
     return json.loads((golden.folder / "official_state_keys.json").read_text(encoding="utf-8"))
 
 

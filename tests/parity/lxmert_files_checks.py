@@ -61,6 +61,7 @@ ANSWERING: dict[str, Callable[[list[str]], AnswerTask]] = {
 
 
 def opened(golden, kind: type[VLDataset], files: dict[str, str], sets: dict[str, str], split: str) -> VLDataset:
+    golden.require("data")
     options = {"image_sets": sets, "leave_out_unseen": True}
     settings = DataSettings(name="data", root=str(golden.folder / "data"), files=files, config=options)
     return kind.open(*open_options(kind, settings), split, Wants(BoxSource.PRECOMPUTED))
@@ -68,6 +69,7 @@ def opened(golden, kind: type[VLDataset], files: dict[str, str], sets: dict[str,
 
 def test_items_of_pretraining(golden, rules):
     """In the official order within each file: sources and sentences as they stand in it."""
+    golden.require("data")
     listed = list(dict.fromkeys(item["img_id"] for item in rules["flattened"]))
     files = {"sentences": "lxmert/{split}.json", "features": "{images}_obj36.tsv"}
     ours: dict[str, Any] = {}
@@ -149,6 +151,7 @@ def test_boxes_and_features_of_fine_tuning(golden, rules):
 
 @pytest.mark.parametrize("name", ANSWERING)
 def test_targets_of_fine_tuning(golden, rules, name):
+    golden.require("data")
     arrays = golden["data"]
     task = ANSWERING[name](read_answers(golden.folder / "data" / name / "trainval_label2ans.json"))
     by_class = read_answers(golden.folder / "data" / name / "trainval_ans2label.json")

@@ -86,6 +86,7 @@ def run_answering(
     golden, name: str, dtype: torch.dtype = torch.float32
 ) -> tuple[LxmertEncoder, VQATask, dict[str, Tensor], EncoderOutput, Tensor, Tensor]:
     """The parts, the inputs, the encoder's output, logits and loss."""
+    golden.require(f"{name}.safetensors")
     config = common.encoder_config(golden)
     encoder = LxmertEncoder(config)
     task = answering_task(config.hidden_size, golden.meta["configs"][name]["num_answers"])
@@ -127,6 +128,7 @@ def test_gradients_of_answers(golden, name):
 
 def run_pairs(golden, dtype: torch.dtype = torch.float32):
     """The parts, the inputs, the encoder's output, logits and loss."""
+    golden.require("nlvr2.safetensors")
     config = common.encoder_config(golden, image_slots=2)
     encoder, head = LxmertEncoder(config), pair_head(config.hidden_size)
     assert encoder.summary_size == 2 * config.hidden_size

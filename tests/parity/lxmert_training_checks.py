@@ -28,6 +28,7 @@ def values_of(model: VisionLanguageModel) -> dict[str, Tensor]:
 
 def test_updates_of_the_whole_model(golden):
     """One group for all parameters, clipped together, with the decay inside the update."""
+    golden.require("train.safetensors")
     options, recorded = golden.meta["configs"]["train"], golden["train"]
     model, batch = make_model(golden).double(), make_batch(golden, torch.float64)
     parameters = [*model.encoder.parameters(), *model.task.parameters()]

@@ -8,5 +8,6 @@ from tests.parity.lxmert_data_checks import *  # noqa: F403
 from tests.parity.lxmert_encoder_checks import *  # noqa: F403
 from tests.parity.lxmert_files_checks import *  # noqa: F403
 from tests.parity.lxmert_finetuning_checks import *  # noqa: F403
+from tests.parity.lxmert_keys_checks import *  # noqa: F403
 from tests.parity.lxmert_pretraining_checks import *  # noqa: F403
 from tests.parity.lxmert_training_checks import *  # noqa: F403

@@ -15,6 +15,7 @@ CASES = ("linear", "constant")
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_every_update_of_bert_adam(visual_golden, name, resumed):
+    visual_golden.require("optim.safetensors")
     recorded, options = visual_golden.part("optim", f"{name}."), visual_golden.meta["configs"]["optim"]
     case = options.get(name, options)
     run = Recorded(visual_golden, case, options["max_grad_norm_per_tensor"])
@@ -35,6 +36,7 @@ def test_every_update_of_bert_adam(visual_golden, name, resumed):
 
 
 def test_schedule_of_bert_adam(visual_golden):
+    visual_golden.require("optim.safetensors")
     options, factors = visual_golden.meta["configs"]["optim"], visual_golden["optim"]["schedule.factor"]
     run = Recorded(visual_golden, options, None)
     for step, factor in enumerate(factors.tolist()):

@@ -21,10 +21,11 @@ from e2e_vl.structures import EncoderOutput, TextBatch, TextRegions
 from e2e_vl.tasks.objectives.base import WordHead
 from e2e_vl.weights.base import ModelWeights
 from e2e_vl.weights.visual_bert import OfficialVisualBert
-from tests.parity.vl_bert_common import RELATIVE, Golden, assert_near
+from tests.parity.vl_bert_common import RELATIVE, Golden, assert_near, optional
 from tests.regions import regions_of_own_images
 
 INPUTS = "embeddings"  # the file with the inputs of the encoder's cases
+OPTIONAL = ("flickr", "late_fusion", "nlvr2", "optim", "training", "vcr", "vcr_detector", "vqa")
 FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -42,16 +43,7 @@ FIELDS = (
 
 @pytest.fixture(scope="session")
 def visual_golden(golden_root: Path) -> Golden:
-    return Golden(golden_root / "visual_bert")
-
-
-def optional(golden: Golden, file: str, name: str) -> Tensor:
-    """A recorded array that a set need not have."""
-    if not (golden.folder / f"{file}.safetensors").is_file():
-        pytest.skip(f"the set has no {file}; it is optional")
-    if name not in golden[file]:
-        pytest.skip(f"the set has no {name} in {file}; it is optional")
-    return golden[file][name]
+    return Golden(golden_root / "visual_bert", OPTIONAL)
 
 
 def encoder_config(golden: Golden, **fields: Any) -> VisualBertEncoderConfig:

@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,17 +25,17 @@ from e2e_vl.tasks.heads import Sizes
 from e2e_vl.tasks.objectives.masked_words import mask_words
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.text import load_tokenizer
+from tests.parity import visual_bert_common as common
 
+visual_golden = common.visual_golden
 DEVIATIONS = 5  # standard deviations by which two shares of draws may differ
 MASKED = 0.15  # of the wordpieces; the official settings are those of every set
 
 
 @pytest.fixture(scope="module")
-def caption_rules(golden_root: Path) -> dict[str, Any]:
-    path = golden_root / "visual_bert" / "data.json"
-    if not path.is_file():
-        pytest.skip("the set has no data.json; it is optional")
-    return json.loads(path.read_text(encoding="utf-8"))
+def caption_rules(visual_golden) -> dict[str, Any]:
+    visual_golden.require("data.json")
+    return json.loads((visual_golden.folder / "data.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,11 @@ from tests.parity.visual_bert_common import (
     assert_gradients_near,
     assert_slots_near,
     make_case,
-    optional,
     pretraining_losses,
     pretraining_model,
     recorded_encoder,
 )
-from tests.parity.vl_bert_common import assert_near
+from tests.parity.vl_bert_common import assert_near, optional
 
 visual_golden = common.visual_golden
 CASES = ("plain", "typed", "aligned", "text_only")

@@ -30,14 +30,13 @@ from tests.parity import visual_bert_optimiser_checks as optimiser
 from tests.parity.visual_bert_common import (
     assert_gradients_near,
     encoder_config,
-    optional,
     our_name,
     recorded_parts,
     recorded_regions,
     recorded_texts,
     word_counts,
 )
-from tests.parity.vl_bert_common import RELATIVE, Golden, assert_near
+from tests.parity.vl_bert_common import RELATIVE, Golden, assert_near, optional
 
 visual_golden = common.visual_golden
 

@@ -19,14 +19,13 @@ from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTargets, Pret
 from tests.parity import visual_bert_common as common
 from tests.parity.visual_bert_common import (
     no_regions,
-    optional,
     our_name,
     recorded_encoder,
     recorded_parts,
     recorded_regions,
     recorded_texts,
 )
-from tests.parity.vl_bert_common import Golden, assert_near
+from tests.parity.vl_bert_common import Golden, assert_near, optional
 
 visual_golden = common.visual_golden
 OFFICIAL_LOSSES = {"masked_words": "masked_lm_loss", "relationship": "next_sentence_loss"}

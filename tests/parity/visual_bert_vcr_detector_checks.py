@@ -20,13 +20,12 @@ from tests.parity import visual_bert_optimiser_checks as optimiser
 from tests.parity.visual_bert_common import (
     assert_gradients_near,
     encoder_config,
-    optional,
     our_name,
     recorded_parts,
     recorded_texts,
     word_counts,
 )
-from tests.parity.vl_bert_common import RELATIVE, Golden, assert_near
+from tests.parity.vl_bert_common import RELATIVE, Golden, assert_near, optional
 
 visual_golden = common.visual_golden
 PART = "vcr_detector"

@@ -41,10 +41,8 @@ KINDS = ("answer", "rationale")
 
 @pytest.fixture(scope="module")
 def recorded(visual_golden) -> dict[str, Any]:
-    path = visual_golden.folder / "data.json"
-    if not path.is_file():
-        pytest.skip("the set has no data.json; it is optional")
-    return json.loads(path.read_text("utf-8"))
+    visual_golden.require("data.json")
+    return json.loads((visual_golden.folder / "data.json").read_text("utf-8"))
 
 
 @pytest.fixture(scope="module")

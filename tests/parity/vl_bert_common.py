@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,21 +52,42 @@ BERT_FIELDS = (
 
 
 class Golden:
-    """The recorded set: `meta`, and the arrays of a file by name."""
+    """The recorded set: `meta`, and the arrays of a file by name.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        optional: names of array files that a set need not have; a check that reads one that is absent is skipped.
+    """
+
+    def __init__(self, folder: Path, optional: Collection[str] = ()) -> None:
         self.folder = folder
+        self.optional = optional
         self.meta = json.loads((folder / "meta.json").read_text())
         self.files: dict[str, dict[str, Tensor]] = {}
 
     def __getitem__(self, name: str) -> dict[str, Tensor]:
         if name not in self.files:
+            if name in self.optional:
+                self.require(f"{name}.safetensors")
             self.files[name] = load_file(self.folder / f"{name}.safetensors")
         return self.files[name]
 
     def part(self, name: str, prefix: str) -> dict[str, Tensor]:
         """Arrays whose name starts with the prefix, without it."""
         return {key.removeprefix(prefix): value for key, value in self[name].items() if key.startswith(prefix)}
+
+    def require(self, *files: str) -> None:
+        """Skip the check unless the set has these optional files or folders."""
+        for file in files:
+            if not (self.folder / file).exists():
+                pytest.skip(f"the set has no {file}; it is optional")
+
+
+def optional(golden: Golden, file: str, name: str) -> Tensor:
+    """A recorded array that a set need not have."""
+    golden.require(f"{file}.safetensors")
+    if name not in golden[file]:
+        pytest.skip(f"the set has no {name} in {file}; it is optional")
+    return golden[file][name]
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,68 @@
+"""Heads as the shipped LXMERT configs build them have the names and shapes of the official ones at full size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from e2e_vl.config import load_config
+from e2e_vl.converter import from_dict
+from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
+from e2e_vl.engine.build import build_objectives
+from e2e_vl.tasks.gqa import GQAConfig, GQATask
+from e2e_vl.tasks.heads import Sizes
+from e2e_vl.tasks.nlvr2 import NLVR2Config, NLVR2Task
+from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
+from e2e_vl.tasks.vqa import VQAConfig, VQATask
+from tests.parity import lxmert_common as common
+from tests.parity.lxmert_encoder_checks import official_keys
+
+golden = common.golden
+CONFIGS = Path(__file__).parents[2] / "configs"
+DECODER = "cls.predictions.decoder.weight"  # the word table of the encoder
+TRUNK = ("bert.", "lxrt_encoder.")
+ANSWERING = {"vqa": (VQATask, VQAConfig), "gqa": (GQATask, GQAConfig)}
+
+
+def shipped_task(kind: str, answers: int) -> nn.Module:
+    """The task of a config, with so many answers; everything else is the config's, and has no memory."""
+    config = load_config(
+        CONFIGS / ("pretraining" if kind == "pretrain" else kind) / "lxmert.yaml", ["data.root=unused"]
+    )
+    settings = dict(config.task.config)
+    names = [f"answer {number}" for number in range(answers)]
+    with torch.device("meta"):
+        encoder = LxmertEncoder(LxmertEncoderConfig(**config.encoder.config))
+        sizes = Sizes(
+            encoder.hidden_size,
+            encoder.config.vocab_size,
+            encoder.config.feature_dim,
+            summary_size=encoder.summary_size,
+        )
+        if kind == "nlvr2":
+            return NLVR2Task.build(sizes, from_dict(NLVR2Config, settings, "task.config"))
+        if kind in ANSWERING:
+            task, settings_of = ANSWERING[kind]
+            return task.build(sizes, from_dict(settings_of, settings | {"answers": names}, "task.config"))
+        objectives = settings["objectives"]
+        objectives = objectives | {"image_qa": objectives["image_qa"] | {"answers": names}}
+        own = from_dict(PretrainingConfig, settings | {"vocab_size": sizes.vocab_size}, "task.config")
+        return PretrainingTask(sizes.hidden_size, own, build_objectives(objectives, sizes))
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "vqa", "gqa", "nlvr2"])
+def test_heads_at_full_size(golden, kind):
+    """The number of answers is the only size that comes from the data, and so from the recorded shapes."""
+    official = {
+        name: torch.empty(shape, device="meta")
+        for name, shape in official_keys(golden)[kind].items()
+        if name != DECODER  # a tensor without values cannot be compared with its alias
+    }
+    [answers] = [len(value) for name, value in official.items() if name.endswith("logit_fc.3.bias")]
+    _, head = common.our_weights(official)
+    ours = shipped_task(kind, answers).state_dict()
+    assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in head.items()}
+    assert head and len(head) == sum(not name.startswith(TRUNK) for name in official)
