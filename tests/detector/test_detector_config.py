@@ -89,7 +89,7 @@ def test_keys_of_training_runs_are_ignored():
         ({"MODEL": {"ROI_BOX_HEAD": {"POOLER_RESOLUTION": 999}}}, "POOLER_RESOLUTION is 999; it must be at most 256"),
         (
             {"MODEL": {"RESNETS": {"WIDTH_PER_GROUP": 10**8}}},
-            "WIDTH_PER_GROUP is 100000000; it must be at most 16777216",
+            "WIDTH_PER_GROUP is 100000000; it must be at most",
         ),
         ({"MODEL": {"ROI_HEADS": {"NUM_CLASSES": 10**8}}}, "NUM_CLASSES is 100000000; it must be at most 16777216"),
         ({"INPUT": {"MIN_SIZE_TEST": 10**7}}, "INPUT.MIN_SIZE_TEST is 10000000; it must be at most 32768"),
