@@ -26,6 +26,10 @@ BOX_LOSSES = ("smooth_l1", "giou", "diou", "ciou")
 # DETECTIONS_PER_IMAGE -1); they are not built here.
 POSITIVE, NOT_NEGATIVE = "positive", "0 or more"
 
+LARGEST = 1 << 24  # of any number, and far beyond what a detector needs
+MOST_VALUES = 1000  # of a list
+_LAYERS = 64
+
 Rules = list[tuple[bool, str]]  # whether a rule holds, and the rule in words
 
 
@@ -81,7 +85,10 @@ def _check_value(
         raise UserError(f"{key} is {value}; it must be finite.")
     if least and (not leaves or not all(leaf > 0 or (leaf == 0 and least == NOT_NEGATIVE) for leaf in leaves)):
         raise UserError(f"{key} is {value}; it must be {least}.")
-    if most is not None and any(leaf > most for leaf in leaves):
+    if len(leaves) > MOST_VALUES:
+        raise UserError(f"{key} has {len(leaves)} values; it must have at most {MOST_VALUES}.")
+    most = LARGEST if most is None else most
+    if any(isinstance(leaf, int | float) and leaf > most for leaf in leaves):
         raise UserError(f"{key} is {value}; it must be at most {most}.")
 
 
@@ -121,10 +128,10 @@ class InputConfig(SettingsGroup):
     format: str = setting("INPUT.FORMAT", "BGR", choices=("BGR", "RGB"))
     pixel_mean: tuple[float, ...] = setting("MODEL.PIXEL_MEAN", (103.53, 116.28, 123.675), length=3)
     pixel_std: tuple[float, ...] = setting("MODEL.PIXEL_STD", (1.0, 1.0, 1.0), length=3, least=POSITIVE)
-    min_size_train: tuple[int, ...] = setting("INPUT.MIN_SIZE_TRAIN", (800,), least=POSITIVE)
+    min_size_train: tuple[int, ...] = setting("INPUT.MIN_SIZE_TRAIN", (800,), least=POSITIVE, most=1 << 15)
     min_size_train_sampling: str = setting("INPUT.MIN_SIZE_TRAIN_SAMPLING", "choice", choices=("choice", "range"))
     max_size_train: int = setting("INPUT.MAX_SIZE_TRAIN", 1333, least=POSITIVE)
-    min_size_test: int = setting("INPUT.MIN_SIZE_TEST", 800, least=POSITIVE)
+    min_size_test: int = setting("INPUT.MIN_SIZE_TEST", 800, least=POSITIVE, most=1 << 15)
     max_size_test: int = setting("INPUT.MAX_SIZE_TEST", 1333, least=POSITIVE)
 
 
@@ -291,8 +298,8 @@ class ROIHeadsConfig(SettingsGroup):
     pooler_type: str = setting(
         "MODEL.ROI_BOX_HEAD.POOLER_TYPE", "ROIAlignV2", choices=("ROIAlignV2", "ROIAlign", "ROIPool")
     )
-    pooler_resolution: int = setting("MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION", 14, least=POSITIVE)
-    pooler_sampling_ratio: int = setting("MODEL.ROI_BOX_HEAD.POOLER_SAMPLING_RATIO", 0, least=NOT_NEGATIVE)
+    pooler_resolution: int = setting("MODEL.ROI_BOX_HEAD.POOLER_RESOLUTION", 14, least=POSITIVE, most=1 << 8)
+    pooler_sampling_ratio: int = setting("MODEL.ROI_BOX_HEAD.POOLER_SAMPLING_RATIO", 0, least=NOT_NEGATIVE, most=1 << 8)
     box_loss_type: str = setting("MODEL.ROI_BOX_HEAD.BBOX_REG_LOSS_TYPE", "smooth_l1", choices=BOX_LOSSES)
     box_loss_weight: float = setting("MODEL.ROI_BOX_HEAD.BBOX_REG_LOSS_WEIGHT", 1.0, least=NOT_NEGATIVE)
     box_weights: tuple[float, ...] = setting(
@@ -320,9 +327,9 @@ class BoxHeadConfig(SettingsGroup):
     """
 
     name: str = setting("MODEL.ROI_BOX_HEAD.NAME", "", choices=("", BOX_HEAD))
-    num_conv: int = setting("MODEL.ROI_BOX_HEAD.NUM_CONV", 0, least=NOT_NEGATIVE)
+    num_conv: int = setting("MODEL.ROI_BOX_HEAD.NUM_CONV", 0, least=NOT_NEGATIVE, most=_LAYERS)
     conv_dim: int = setting("MODEL.ROI_BOX_HEAD.CONV_DIM", 256, least=POSITIVE)
-    num_fc: int = setting("MODEL.ROI_BOX_HEAD.NUM_FC", 0, least=NOT_NEGATIVE)
+    num_fc: int = setting("MODEL.ROI_BOX_HEAD.NUM_FC", 0, least=NOT_NEGATIVE, most=_LAYERS)
     fc_dim: int = setting("MODEL.ROI_BOX_HEAD.FC_DIM", 1024, least=POSITIVE)
     norm: str = setting("MODEL.ROI_BOX_HEAD.NORM", "", choices=("", *NORMS))
     region_feature: str = setting(

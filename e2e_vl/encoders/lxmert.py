@@ -24,6 +24,7 @@ from e2e_vl.encoders.geometry import GEOMETRY_LAYERS, RelativeGeometryBias
 from e2e_vl.encoders.image_passes import AttentionMaps, ImagePasses
 from e2e_vl.encoders.lxmert_layers import LayerStacks, TextEmbeddings
 from e2e_vl.encoders.sequence import naming_words
+from e2e_vl.encoders.size_limits import check_sizes
 from e2e_vl.structures import (
     Ability,
     AttentionBlock,
@@ -92,10 +93,7 @@ class LxmertEncoderConfig(PreTrainedConfig):
         for name, (one, other) in CHOICES.items():
             if getattr(self, name) not in (one, other):
                 raise UserError(f'{name} is "{getattr(self, name)}"; it must be "{one}" or "{other}".')
-        if self.hidden_size % self.num_attention_heads:
-            raise UserError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}."
-            )
+        check_sizes(self)
         if self.image_slots < 1:
             raise UserError(f"image_slots is {self.image_slots}; every text needs room for one image.")
 

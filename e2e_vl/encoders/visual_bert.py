@@ -25,6 +25,7 @@ from e2e_vl.encoders.base import Encoder, read_summary
 from e2e_vl.encoders.bert_layer import BertLayerWithMaps, LayersRun, run_layers
 from e2e_vl.encoders.geometry import GEOMETRY_LAYERS, RelativeGeometryBias, packed_biases
 from e2e_vl.encoders.sequence import SequenceLayout
+from e2e_vl.encoders.size_limits import check_sizes
 from e2e_vl.encoders.visual_bert_embeddings import BOX_NUMBERS, VisualBertTables
 from e2e_vl.layout import CLS, MASK, SEP, Template, TextLayout
 from e2e_vl.structures import (
@@ -77,10 +78,7 @@ class VisualBertEncoderConfig(BertConfig):
         super().__post_init__(**kwargs)
         if self.region_position not in REGION_POSITIONS:
             raise UserError(f'region_position is "{self.region_position}"; it must be "official" or "paper".')
-        if self.hidden_size % self.num_attention_heads:
-            raise UserError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}."
-            )
+        check_sizes(self)
         if not self.region_types or not all(0 <= row < self.type_vocab_size for row in self.region_types):
             raise UserError(
                 f"region_types is {self.region_types}; give a row of the visual segment table, 0 to "

@@ -22,6 +22,7 @@ from e2e_vl.encoders.base import Encoder, read_summary
 from e2e_vl.encoders.bert_layer import BertLayerWithMaps, LayersRun, attention_probabilities, run_layers
 from e2e_vl.encoders.geometry import GEOMETRY_LAYERS, RelativeGeometryBias, packed_biases
 from e2e_vl.encoders.sequence import SequenceLayout
+from e2e_vl.encoders.size_limits import check_sizes
 from e2e_vl.encoders.vl_bert_embeddings import (
     HiddenRegionFeature,
     ImageSlotEmbedding,
@@ -110,10 +111,7 @@ class VLBertConfig(BertConfig):
                 raise UserError(f'{name} is "{getattr(self, name)}"; it must be "{one}" or "{other}".')
         if self.geometry_dim <= 0 or self.geometry_dim % 8:
             raise UserError(f"geometry_dim is {self.geometry_dim}; it must be a positive multiple of 8.")
-        if self.hidden_size % self.num_attention_heads:
-            raise UserError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}."
-            )
+        check_sizes(self)
         if self.image_slots < 1:
             raise UserError(f"image_slots is {self.image_slots}; every text needs room for one image.")
         if self.type_vocab_size < 3:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -87,8 +88,8 @@ def load_model(
 
     Raises:
         FileNotFoundError: no model there, or a file of it is missing.
-        ValueError: weights that do not fit the settings beside them, or settings that refer to something outside of
-            their file (see `check_plain`).
+        ValueError: weights that do not fit the settings beside them, or are too few for them; or settings that refer to
+            something outside of their file (see `check_plain`).
     """
     folder = model_folder(folder)
     for word in overrides or []:
@@ -98,6 +99,7 @@ def load_model(
     overrides = [*(overrides or []), "phrases.weights=null"]
     config = _without_start(saved_settings(folder, overrides), folder, overrides)
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
+    _check_size(config, tokenizer, folder)
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     load_strictly(model.detector, folder / "detector" / "model.safetensors")
     load_class_names(model.detector, folder / "detector")
@@ -106,6 +108,23 @@ def load_model(
     if model.phrase_head is not None:
         load_head(model.phrase_head, folder / "phrases" / "model.safetensors")
     return config, model.eval(), tokenizer
+
+
+def _check_size(config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Compare the number of parameters with the weights before memory is taken for them.
+
+    Raises:
+        UserError: the settings ask for more parameters than the weights have bytes.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
+    number = sum(parameter.numel() for parameter in model.parameters())
+    held = sum(path.stat().st_size for path in folder.glob("*/*.safetensors"))
+    if number > held:
+        raise UserError(
+            f"{folder}: its settings ask for {number} parameters, and its weights have {held} bytes; get the whole "
+            "folder again."
+        )
 
 
 def saved_settings(run_dir: Path, overrides: list[str] | None = None) -> RunConfig:

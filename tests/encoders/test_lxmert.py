@@ -261,6 +261,8 @@ def test_abilities():
     [
         ({"cross_attention": "both"}, 'must be "shared" or "separate"'),
         ({"pooled": "mean"}, 'must be "tanh" or "state"'),
+        ({"x_layers": -1}, "x_layers is -1; it must be a whole number from 0 to 500"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be a whole number from 1 to 1024"),
         ({"num_attention_heads": 5}, "not a multiple of num_attention_heads 5"),
         ({"image_slots": 0}, "room for one image"),
     ],

@@ -321,6 +321,7 @@ def test_a_text_without_regions_skips_the_additional_layer():
     ("changes", "message"),
     [
         ({"region_position": "mean"}, 'region_position is "mean"; it must be "official" or "paper"'),
+        ({"hidden_size": -4}, "hidden_size is -4; it must be a whole number from 1 to 65536"),
         ({"num_attention_heads": 5}, "hidden_size 32 is not a multiple of num_attention_heads 5"),
         ({"region_types": []}, "region_types is []; give a row"),
         ({"region_types": [0, 2]}, "region_types is [0, 2]; give a row of the visual segment table, 0 to 1, for each"),

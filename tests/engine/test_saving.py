@@ -6,8 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from detector.errors import UserError
+from e2e_vl.engine import saving
 from e2e_vl.engine.saving import load_model
 from e2e_vl.extraction.detectors import detector_of_run
 
@@ -60,3 +63,33 @@ def test_environment_variables_are_not_resolved(trained_run, tmp_path):
     change(tmp_path / "shared" / "config.yaml", output="${oc.env:HOME}")
     with pytest.raises(ValueError, match=r"has '\$\{oc.env:HOME\}'"):
         load_model(tmp_path / "shared")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_hidden_layers", 100_000, "num_hidden_layers is 100000; it must be a whole number from 1 to 500"),
+        ("num_attention_heads", 0, "num_attention_heads is 0; it must be a whole number from 1"),
+        ("hidden_size", -4, "hidden_size is -4; it must be a whole number from 1"),
+        (
+            "intermediate_size",
+            1 << 16,
+            r"its settings ask for \d{7} parameters, and its weights have \d+ bytes",
+        ),
+    ],
+)
+def test_sizes_beyond_the_weights_are_refused_before_memory_is_taken(trained_run, tmp_path, field, value, message):
+    shutil.copytree(trained_run.path / "model", tmp_path / "shared")
+    path = tmp_path / "shared" / "config.yaml"
+    encoder = yaml.safe_load(path.read_text())["encoder"]
+    encoder["config"][field] = value
+    change(path, encoder=encoder)
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path / "shared")
+
+
+def test_looking_at_the_sizes_leaves_random_states_alone(trained_run):
+    config, _, tokenizer = load_model(trained_run.path)
+    state = torch.get_rng_state()
+    saving._check_size(config, tokenizer, trained_run.path / "model")
+    assert torch.equal(torch.get_rng_state(), state)
