@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 from detector.errors import MissingFileError, UserError
 from detector.plain_json import read_plain_json
 from e2e_vl.run_files import looks_like_hub_name
-from e2e_vl.tokenizer_files import check_numbers, check_tokenizer
+from e2e_vl.tokenizer_files import check_tokenizer, require_each_number
 from e2e_vl.whole_files import write_text
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -84,7 +84,7 @@ def _saved_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     else:
         if is_usable:
-            check_numbers(tokenizer.get_vocab().values(), str(folder))
+            require_each_number(tokenizer.get_vocab().values(), str(folder))
             return tokenizer
         why = "it makes no wordpieces"
     raise UserError(f"{folder}: the tokenizer in it cannot be read ({why}); save or copy the folder again")

@@ -106,13 +106,13 @@ def check_tokenizer(content: dict[str, Any], name: str) -> None:
     for token in file.added_tokens:
         if words.setdefault(token.content, token.id) != token.id:
             raise UserError(f"{name}: the wordpiece {cut_text(token.content)} has two numbers; {_REMEDY}")
-    check_numbers(words.values(), name)
+    require_each_number(words.values(), name)
     largest = max(_check_ends(file.post_processor, name), default=0)
     if largest >= len(words):
         raise UserError(f"{name}: the post_processor adds wordpiece {largest}, and there are {len(words)}; {_REMEDY}")
 
 
-def check_numbers(numbers: Collection[int], name: str) -> None:
+def require_each_number(numbers: Collection[int], name: str) -> None:
     """Raises UserError unless the numbers of the wordpieces are 0, 1, 2, ..., each once; `name` begins the error."""
     if len(set(numbers)) != len(numbers):
         raise UserError(f"{name}: two wordpieces have one number; {_REMEDY}")

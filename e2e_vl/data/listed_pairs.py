@@ -43,7 +43,6 @@ class ListedPairDataset(VLDataset):
 
     known_files = ("images", "examples", "detections", "features")
     options = ListedPairOptions
-    id_space = "nlvr2"
     box_sources = (BoxSource.ONLINE, BoxSource.DETECTIONS, BoxSource.PRECOMPUTED)
 
     def __init__(

@@ -13,8 +13,7 @@ _LAYERS = 500
 _RANGES: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "feature_dim", "visual_size"), _WIDTH),
     **dict.fromkeys(("geometry_dim", "relative_geometry_size", "type_vocab_size"), _WIDTH),
-    "num_hidden_layers": (1, _LAYERS),
-    **dict.fromkeys(("l_layers", "r_layers", "x_layers"), (0, _LAYERS)),
+    **dict.fromkeys(("num_hidden_layers", "l_layers", "r_layers", "x_layers"), (0, _LAYERS)),
     "num_attention_heads": (1, 1 << 10),
     "vocab_size": (1, 1 << 24),
     "max_position_embeddings": (1, 1 << 20),

@@ -207,7 +207,7 @@ BROKEN = {
         break_refcoco,
         [
             *("is empty or inverted", "has category 999", "expected four finite numbers", "a sentence has no 'sent'"),
-            *("has no sentences", "the split train: text", "is empty (", "has no 'score'"),
+            *("has no sentences", "sent is ' '", "has no 'score'"),
         ],
     ),
     "vqa": (break_vqa, ["has the text ''", "has no 'image_id'", "val_annotations.json: annotation of question"]),

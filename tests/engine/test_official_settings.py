@@ -22,7 +22,10 @@ VCR_QUESTIONS = 212_923  # of the training split
 SIZES = {"base": (768, 12, 12, 3072), "large": (1024, 24, 16, 4096)}  # width, layers, heads, inner width
 EXPRESSIONS = {"refcoco": ("refcoco", "unc"), "refcocog": ("refcocog", "umd")}  # folder and split of REFER
 # Settings that the official code does not have.
-OWN = {"pretraining/paper", "refcoco/vl_bert_base_precomputed", "refcoco/vl_bert_base_fpn"}
+OWN = {
+    *("pretraining/paper", "refcoco/vl_bert_base_precomputed", "refcoco/vl_bert_base_fpn"),
+    "vqa/vl_bert_base_pixels",
+}
 
 
 @dataclasses.dataclass(frozen=True)
