@@ -42,7 +42,7 @@ It tells the seconds, the memory, and how much memory a data worker adds in a qu
 
 `attention` measures what all 12 x 12 heads of an untrained VisualBERT of BASE size ground, on drawn images with five
 captions each and random features of 36 regions, and tells seconds and peak resident memory after a quarter of the
-images and after all of them: memory does not grow with the split. Files of one size are written once and stay.
+images and after all of them: memory hardly grows with the split. Files of one size are written once and stay.
 
 `ask` times the answers of a trained run: the first one with imports and loading, further ones, and one command each.
 """
