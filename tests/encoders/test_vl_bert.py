@@ -300,7 +300,7 @@ def test_pre_ln_learns_to_find_the_named_region():
     [
         ({"geometry": "center"}, 'geometry is "center"'),
         ({"geometry_dim": 36}, "geometry_dim is 36; it must be a positive multiple of 8"),
-        ({"num_hidden_layers": 100_000}, "num_hidden_layers is 100000; it must be a whole number from 1 to 500"),
+        ({"num_hidden_layers": 100_000}, "num_hidden_layers is 100000; it must be a whole number from 0 to 500"),
         ({"visual_size": 0}, "visual_size is 0; it must be a whole number from 1 to 65536"),
         ({"num_attention_heads": 5}, "hidden_size 32 is not a multiple of num_attention_heads 5"),
         ({"type_vocab_size": 2}, "type_vocab_size is 2"),

@@ -36,7 +36,7 @@ def test_time_and_memory_after_a_quarter_and_all(tmp_path, capsys):
     assert [row["stage"] for row in result["stages"]] == ["everything is open", "a quarter", "all"]
     assert (opened["images"], quarter["images"], every["images"]) == (0, 1, 4)
     assert 0 == opened["captions"] < quarter["captions"] <= 5 < every["captions"] <= 20
-    assert opened["seconds"] < quarter["seconds"] < every["seconds"] and every["cpu_seconds"] > 0
+    assert 0 <= opened["seconds"] <= quarter["seconds"] <= every["seconds"] and every["cpu_seconds"] > 0
     assert 100 < opened["peak_mib"] <= quarter["peak_mib"] <= every["peak_mib"]
     json.dumps(result)
     assert attention_memory.show(result) == 0

@@ -95,7 +95,7 @@ def load_npz(file: Path | BinaryIO, where: str | None = None) -> RegionFeatures:
     where = where or str(file)
     arrays = read_npz(file, where)
     try:
-        height, width = as_column("image_size", arrays["image_size"], np.int64).tolist()
+        height, width = as_column("image_size", arrays["image_size"], np.int64).reshape(2).tolist()
         names = ("boxes", "features", "image_feature", *OPTIONAL)
         columns = {name: as_column(name, arrays[name]) for name in names if name in arrays or name in names[:2]}
         return RegionFeatures(image_id=str(arrays["image_id"]), image_size=(height, width), **columns)
