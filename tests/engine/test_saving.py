@@ -68,7 +68,7 @@ def test_environment_variables_are_not_resolved(trained_run, tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("num_hidden_layers", 100_000, "num_hidden_layers is 100000; it must be a whole number from 1 to 500"),
+        ("num_hidden_layers", 100_000, "num_hidden_layers is 100000; it must be a whole number from 0 to 500"),
         ("num_attention_heads", 0, "num_attention_heads is 0; it must be a whole number from 1"),
         ("hidden_size", -4, "hidden_size is -4; it must be a whole number from 1"),
         (
