@@ -23,6 +23,7 @@ from e2e_vl.data.loading.example_dataset import ExampleDataset
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.shared_reads import SharedReads
 from e2e_vl.engine.build import named_parts, task_config
+from e2e_vl.engine.forked_work import cores
 from e2e_vl.layout import TextWriter
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
@@ -53,7 +54,7 @@ def make_synthetic_data(config: RunConfig) -> None:
         config=from_dict(SceneConfig, synthetic.config.get("scene", {}), "data.synthetic.config.scene"),
         language=from_dict(LanguageConfig, synthetic.config.get("language", {}), "data.synthetic.config.language"),
         formats=synthetic.formats,
-        workers=config.data.workers,
+        workers=max(config.data.workers, cores()) if config.data.workers else 0,  # nothing else is at work yet
     )
 
 
