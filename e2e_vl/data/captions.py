@@ -6,8 +6,8 @@ valminusminival2014; splits of source coco may be joined by "+")
     source shards    shards (folder, or a pattern such as cc3m/*.tar)
     source json_lines captions (JSON lines); these name images and detected boxes
     any              corpus: text files joined by "+", read in training
-    boxes gt         instances (COCO), or metadata: a folder of VCR's metadata files, IMAGE.json for IMAGE.jpg, with what a
-                     detector found (VisualBERT's first phase for VCR)
+    boxes gt         instances (COCO), or metadata: a folder with what a detector found, in the form of VCR's metadata
+                     files, NAME.json for NAME.jpg (VisualBERT's first phase for VCR)
     boxes detections detections: MAttNet's JSON, or a file of region features; json_lines: lines with `frcnn`
     boxes precomputed features: a file of region features; json_lines: lines with `frcnn`
 """
@@ -201,8 +201,8 @@ class CaptionDataset(VLDataset):
         stated = self.source.image_size(group)
         if stated is not None and stated != size:
             raise UserError(
-                f"{file}: the image was {size[1]} x {size[0]} pixels, but the captions say {stated[1]} x {stated[0]} of "
-                f"image {name}; use the objects of the same images"
+                f"{file}: the image was {size[1]} x {size[0]} pixels, but the captions say {stated[1]} x {stated[0]} "
+                f"of image {name}; use the objects of the same images"
             )
         return objects
 

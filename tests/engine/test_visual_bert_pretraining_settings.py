@@ -291,7 +291,9 @@ def test_a_row_of_a_whole_task_differs_in_its_switch_only(task, row):
             assert changed == LATE
         elif phase == "task":
             given = f"runs/pretraining_visual_bert_coco_{task}/best -> bert-base-uncased"
-            network = {"detector.weights: runs/pretraining_visual_bert_coco_vcr/best -> None"} if task == "vcr" else set()
+            network = (
+                {"detector.weights: runs/pretraining_visual_bert_coco_vcr/best -> None"} if task == "vcr" else set()
+            )
             assert changed == {f"encoder.weights: {given}", f"task.weights: {given}"} | network
         else:  # without COCO, the paper's CNN of VCR is not fine-tuned
             assert changed == (FROZEN if task == "vcr" else set())
