@@ -85,7 +85,8 @@ def freeze(module: nn.Module, norm: type[FrozenBatchNorm2d] | type[BatchStatisti
         for name, child in list(parent.named_children()):
             if isinstance(child, BATCH_NORMS):
                 frozen = norm(child.num_features, eps=child.eps).to(child.weight.device)
-                frozen.load_state_dict(child.state_dict())
+                if not child.weight.is_meta:  # sizes alone are asked for: there is nothing to copy
+                    frozen.load_state_dict(child.state_dict())
                 setattr(parent, name, frozen)
     for parameter in module.parameters():
         parameter.requires_grad_(False)

@@ -6,7 +6,8 @@ valminusminival2014; splits of source coco may be joined by "+")
     source shards    shards (folder, or a pattern such as cc3m/*.tar)
     source json_lines captions (JSON lines); these name images and detected boxes
     any              corpus: text files joined by "+", read in training
-    boxes gt         instances (COCO)
+    boxes gt         instances (COCO), or metadata: a folder with what a detector found, in the form of VCR's metadata
+                     files, NAME.json for NAME.jpg (VisualBERT's first phase for VCR)
     boxes detections detections: MAttNet's JSON, or a file of region features; json_lines: lines with `frcnn`
     boxes precomputed features: a file of region features; json_lines: lines with `frcnn`
 """
@@ -21,15 +22,16 @@ from typing import Literal
 
 from torch.utils.data import ConcatDataset
 
-from detector.errors import UserError
+from detector.errors import MissingFileError, UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, coco_image_set, split_names
 from e2e_vl.data.formats.caption_sources import CaptionSource, CocoCaptions, JoinedCaptions
 from e2e_vl.data.formats.coco import CocoInstances, read_instances
 from e2e_vl.data.formats.conceptual import VLBertCaptions
 from e2e_vl.data.formats.shards import ShardCaptions
+from e2e_vl.data.formats.vcr_files import CLASS_NAMES, read_detected_objects
 from e2e_vl.data.storage.corpus import TextLines
-from e2e_vl.samples import Sample, SampleImage, SampleText, TextPool
+from e2e_vl.samples import AnnotatedObjects, Sample, SampleImage, SampleText, TextPool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +43,18 @@ class CaptionOptions:
         use_corpus: False leaves `data.files.corpus` out.
         use_images: False states captions without their images: the control that learns from words alone.
         cache: folder for the indices of large files; None = `index` in `data.root`.
+        min_object_score: of `data.files.metadata` only objects with a higher score are kept (official VisualBERT: 0.7).
     """
 
     source: Literal["coco", "shards", "json_lines"] = "coco"
     use_corpus: bool = True
     use_images: bool = True
     cache: str | None = None
+    min_object_score: float = 0.7
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_object_score <= 1:
+            raise UserError(f"data.config.min_object_score is {self.min_object_score}; give a number from 0 to 1.")
 
 
 class CaptionDataset(VLDataset):
@@ -56,6 +64,7 @@ class CaptionDataset(VLDataset):
         source: images and captions.
         corpus: texts without images, for training.
         instances: annotated objects of the images.
+        metadata: folder of the files with the objects of the images, in place of `instances`; with `min_object_score`.
         parts: placeholder values of each split, see `VLDataset.parts`.
         use_images: see `CaptionOptions`.
         boxes_come_along: the captions' own file has the boxes, so that no other one is read.
@@ -64,7 +73,8 @@ class CaptionDataset(VLDataset):
         ValueError: an image that the instances file lacks.
     """
 
-    known_files = ("images", "captions", "shards", "instances", "corpus", "detections", "features")
+    known_files = ("images", "captions", "shards", "instances", "metadata", "corpus", "detections", "features")
+    annotation_files = ("instances", "metadata")
     options = CaptionOptions
     box_sources = BoxSource.for_evaluation()
 
@@ -74,6 +84,8 @@ class CaptionDataset(VLDataset):
         *,
         corpus: TextPool | None = None,
         instances: CocoInstances | None = None,
+        metadata: Path | None = None,
+        min_object_score: float = 0.7,
         parts: Sequence[Mapping[str, str]] = ({"split": "train"},),
         boxes_come_along: bool = False,
         use_images: bool = True,
@@ -82,6 +94,10 @@ class CaptionDataset(VLDataset):
         self.groups = source.groups
         self.corpus = corpus
         self.instances = instances
+        self.metadata = metadata
+        self.min_object_score = min_object_score
+        if metadata is not None:
+            self.class_names = CLASS_NAMES
         self.parts = [] if boxes_come_along else list(parts)
         self.looks_at = (0,) if use_images else ()
         if instances is not None:
@@ -97,17 +113,28 @@ class CaptionDataset(VLDataset):
     @classmethod
     def open(cls, files: DataFiles, options: CaptionOptions, split: str, wants: Wants) -> CaptionDataset:
         """The top of this file says which files there are; only training reads a corpus."""
-        instances = None
+        instances = metadata = None
         if wants.annotations:
             if options.source != "coco":
-                raise UserError("annotated objects need data.config.source=coco and data.files.instances.")
-            if len(split_names(split)) > 1:
-                raise UserError(f"annotated objects need a single split, not {split}; use other boxes.")
-            instances = files.read(read_instances, files.path("instances", split=split), drop_empty_boxes=True)
+                raise UserError(
+                    "annotated objects need data.config.source=coco and data.files.instances (or metadata)."
+                )
+            if "metadata" in files:
+                if "instances" in files:
+                    raise UserError("data.files has instances and metadata; remove one of them.")
+                metadata = files.path("metadata", split=split)
+                if not metadata.is_dir():
+                    raise MissingFileError(f"{metadata}: there is no such folder; correct data.files.metadata.")
+            else:
+                if len(split_names(split)) > 1:
+                    raise UserError(f"annotated objects need a single split, not {split}; use other boxes.")
+                instances = files.read(read_instances, files.path("instances", split=split), drop_empty_boxes=True)
         return cls(
             _source(files, options, split, wants.boxes),
             corpus=_corpus(files, options, split) if wants.training else None,
             instances=instances,
+            metadata=metadata,
+            min_object_score=options.min_object_score,
             parts=_parts(options, split),
             boxes_come_along=options.source == "json_lines",
             use_images=options.use_images,
@@ -119,6 +146,7 @@ class CaptionDataset(VLDataset):
         if options.source == "json_lines":
             return wants.boxes.needs or ("captions",)
         left_out = {"shards", "corpus", *(["captions", "images"] if options.source == "shards" else [])}
+        left_out |= set() if wants.annotations else {"metadata"}
         return tuple(key for key in super().reads(options, split, wants) if key not in left_out)
 
     @classmethod
@@ -152,7 +180,7 @@ class CaptionDataset(VLDataset):
             name,
             self.source.image(group) if is_loose else functools.partial(self.source.image, group),
             self.source.image_size(group),
-            objects=None if self.instances is None else self.instances.objects(self._instance_ids[name]),
+            objects=self._objects(group),
             boxes=self.source.boxes(group),
         )
         stated = tuple(
@@ -160,6 +188,23 @@ class CaptionDataset(VLDataset):
             for text, caption in ((text, self.source.caption(text)) for text in texts)
         )
         return Sample((image,), stated, pool=self, own=self.groups[group], corpus=self.corpus)
+
+    def _objects(self, group: int) -> AnnotatedObjects | None:
+        """The annotated or detected objects of an image; None if no file has any."""
+        name = self.source.name(group)
+        if self.instances is not None:
+            return self.instances.objects(self._instance_ids[name])
+        if self.metadata is None:
+            return None
+        file = self.metadata / self.source.image(group).with_suffix(".json").name
+        size, objects = read_detected_objects(file, name, self.min_object_score)
+        stated = self.source.image_size(group)
+        if stated is not None and stated != size:
+            raise UserError(
+                f"{file}: the image was {size[1]} x {size[0]} pixels, but the captions say {stated[1]} x {stated[0]} "
+                f"of image {name}; use the objects of the same images"
+            )
+        return objects
 
 
 def _parts(options: CaptionOptions, split: str) -> list[dict[str, str]]:

@@ -12,26 +12,13 @@ import numpy as np
 from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts
-from e2e_vl.data.formats.vcr_files import CHOICES, VCRFile, VCRQuestion, read_metadata
+from e2e_vl.data.formats.vcr_files import CHOICES, CLASS_NAMES, VCRFile, VCRQuestion, read_metadata
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.file_names import inside
 from e2e_vl.samples import ChoiceText, RightChoice, Sample, SampleImage, Sentence
 
 PERSON = "person"
 EVERYONE = ("everyone", "everyones")  # name all people under R2C's rule
-# The 80 classes of COCO as VCR spells them, in COCO's order. Their numbers are 1 to 80; 0 is the whole image.
-# fmt: off
-CLASS_NAMES = (
-    "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat", "trafficlight",
-    "firehydrant", "stopsign", "parkingmeter", "bench", "bird", "cat", "dog", "horse", "sheep", "cow", "elephant",
-    "bear", "zebra", "giraffe", "backpack", "umbrella", "handbag", "tie", "suitcase", "frisbee", "skis", "snowboard",
-    "sportsball", "kite", "baseballbat", "baseballglove", "skateboard", "surfboard", "tennisracket", "bottle",
-    "wineglass", "cup", "fork", "knife", "spoon", "bowl", "banana", "apple", "sandwich", "orange", "broccoli",
-    "carrot", "hotdog", "pizza", "donut", "cake", "chair", "couch", "pottedplant", "bed", "diningtable", "toilet",
-    "tv", "laptop", "mouse", "remote", "keyboard", "cellphone", "microwave", "oven", "toaster", "sink",
-    "refrigerator", "book", "clock", "vase", "scissors", "teddybear", "hairdrier", "toothbrush",
-)
-# fmt: on
 
 
 @dataclasses.dataclass(frozen=True)

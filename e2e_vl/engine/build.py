@@ -349,7 +349,8 @@ def build_task(config: RunConfig, sizes: Sizes, shared: SharedReads | None = Non
         task = task_class.build(sizes, settings, build_objectives(settings.objectives, sizes))
         if settings.choices is not None:
             words_choices = _task_of(settings.choices, sizes)
-            task.choice_wording, task.mask_size = words_choices.wording, words_choices.mask_size
+            task.choice_wording = words_choices.wording
+            task.mask_size, task.mask_at = words_choices.mask_size, words_choices.mask_at
         return task
     return task_class.build(sizes, settings)
 

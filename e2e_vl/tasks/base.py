@@ -36,6 +36,16 @@ def check_choices(config: Any) -> None:
             raise UserError(f'task.config.{name} is "{getattr(config, name)}"; it must be one of {allowed}.')
 
 
+def check_masks(side: int | None, detector: Detector) -> None:
+    """Raises ValueError unless instance masks of this side fit the detector's maps; None: there are no masks."""
+    size = detector.map_size
+    if side is not None and size is not None and side != size:
+        raise UserError(
+            f"task.config.mask_size is {side}, but the detector's last RoI maps are {size} x {size}; set "
+            f"task.config.mask_size={size}."
+        )
+
+
 def check_dropout(name: str, value: float) -> None:
     """Raises ValueError, naming the key `task.config.<name>`, unless the dropout is at least 0 and below 1."""
     if not 0 <= value < 1:

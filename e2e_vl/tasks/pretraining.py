@@ -24,7 +24,7 @@ from e2e_vl.layout import Cut, LaidText, TextWriter
 from e2e_vl.samples import ChoiceText, DataFacts, Question, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.targets import Targets, by_name
-from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices
+from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices, check_masks
 from e2e_vl.tasks.drawn_choices import ChoiceDraw, ChoiceTextsConfig, given_pieces, with_pieces
 from e2e_vl.tasks.heads import Sizes, Transform, start_head
 from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectiveWording, WordHead
@@ -71,9 +71,18 @@ class PretrainingConfig:
     word_start: Literal["head", "bias"] = "head"
     # data whose texts are questions with several choices: who words them, and which choice is read; None: other data
     choices: ChoiceTextsConfig | None = None
+    # side of the instance masks that the detector reads (R2C's network: 14), and which points of their cells are looked
+    # at, as in VCR's task; None: it reads none. With `choices` their task says both.
+    mask_size: int | None = None
+    mask_at: Literal["corners", "centres"] = "corners"
 
     def __post_init__(self) -> None:
         check_choices(self)
+        if self.mask_size is not None and (self.mask_size < 1 or self.choices is not None):
+            raise UserError(
+                f"task.config.mask_size is {self.mask_size}; give the side of the detector's RoI maps, and with "
+                "task.config.choices give it there (task.config.choices.config.mask_size)."
+            )
         for name in ("region_probability", "hide_probability", "swap_probability"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"task.config.{name} is {getattr(self, name)}; it must be from 0 to 1.")
@@ -208,6 +217,7 @@ class PretrainingTask(Task):
             raise UserError("There is nothing to learn: every objective of task.config.objectives has the weight 0.")
         if config.word_start == "bias":
             self.starts_from = dataclasses.replace(type(self).starts_from, copies={WORD_BIAS: WORD_BIAS})
+        self.mask_size, self.mask_at = config.mask_size, config.mask_at
         self.objectives = dict(objectives)  # registered below under their own names
         # how questions with choices are worded; set when the task is built
         self.choice_wording: Callable[[TextWriter], Wording] | None = None
@@ -314,7 +324,8 @@ class PretrainingTask(Task):
             objective.check(None, detector, self.hiding)
 
     def check_data(self, facts: DataFacts, detector: Detector) -> None:
-        """Raises ValueError if an objective lacks its data."""
+        """Raises ValueError if an objective lacks its data, or if the masks do not fit the detector's maps."""
+        check_masks(self.mask_size, detector)
         for objective in self.objectives.values():
             objective.check(facts, detector, self.hiding)
 

@@ -30,7 +30,7 @@ from e2e_vl.layout import LaidText, TextWriter
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, DataFacts, Question, Sample, Sentence
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices, check_dropout
+from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices, check_dropout, check_masks
 from e2e_vl.tasks.heads import Head, NewLayers, Sizes, Transform
 from e2e_vl.tasks.vcr_sentences import (
     NEUTRAL_NAMES,
@@ -328,17 +328,13 @@ class VCRTask(Task):
 
     def check_data(self, facts: DataFacts, detector: Detector) -> None:
         """The data's classes and the size of the masks must fit the region classifier and the detector's maps."""
-        names, side, map_size = facts.class_names, self.config.mask_size, detector.map_size
+        names = facts.class_names
         if self.region_classifier is not None and names is not None and len(names) >= self.config.num_classes:
             raise UserError(
                 f"task.config.num_classes is {self.config.num_classes}, but the data have {len(names)} classes and the "
                 f"whole image is one more; set it to {len(names) + 1}."
             )
-        if side is not None and map_size is not None and side != map_size:
-            raise UserError(
-                f"task.config.mask_size is {side}, but the detector's last RoI maps are {map_size} x {map_size}; set "
-                f"task.config.mask_size={map_size}."
-            )
+        check_masks(self.config.mask_size, detector)
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
         """Score the four choices of U questions.

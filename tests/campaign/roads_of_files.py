@@ -34,6 +34,7 @@ from e2e_vl.engine.build import DATASETS
 from e2e_vl.samples import AnnotatedObjects, CandidateBoxes, ChoiceText, Sample, ScoredAnswers
 from e2e_vl.synthetic import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
+from tests.data.drawn_metadata import write_metadata
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "tiny"
 SCENES = {"train": 3, "val": 2}
@@ -49,6 +50,12 @@ MORE: tuple[tuple[str, dict[str, str], dict[str, Any], str], ...] = (
         dict.fromkeys(("captions", "detections", "features"), "unpacked/{split}_frcnn.json"),
         {"source": "json_lines"},
         "precomputed",
+    ),
+    (
+        "captions",
+        {"captions": "captions/captions_{split}.json", "images": PHOTOS, "metadata": "more/metadata"},
+        {"min_object_score": 0.25},
+        "gt",
     ),
     ("scored_questions", LXMERT | {"questions": "lxmert/{split}_vqa.json"}, {}, "precomputed"),
     ("listed_pairs", LXMERT | {"examples": "lxmert/{split}_nlvr2.json"}, {}, "detections"),
@@ -119,6 +126,9 @@ def draw(root: Path) -> Path:
         images = json.loads((root / "visual_genome" / f"image_data_{split}.json").read_bytes())
         asked = [{"id": row["image_id"], "qas": [_asked(row["image_id"], n) for n in range(2)]} for row in images]
         (more / f"question_answers_{split}.json").write_text(json.dumps(asked))
+    (more / "metadata").mkdir()
+    for split in SCENES:
+        write_metadata(root / INSTANCES.format(split=split), more / "metadata")
     rng = np.random.default_rng(0)
     corners = np.array([[1, 2, 30, 40], [5, 6, 20, 50]], dtype=np.float32)
     regions = [RegionFeatures(str(one), (64, 64), corners, rng.random((2, 4), np.float32)) for one in range(3)]

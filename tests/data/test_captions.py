@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import numpy as np
@@ -14,6 +15,7 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import open_options
 from e2e_vl.data.captions import CaptionDataset
 from e2e_vl.data.formats.caption_sources import CocoCaptions
+from e2e_vl.data.formats.vcr_files import CLASS_NAMES
 from e2e_vl.data.images.candidates import open_boxes
 from e2e_vl.data.loading.batches import BatchLoader
 from e2e_vl.data.loading.collate import collate
@@ -24,6 +26,7 @@ from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
 from e2e_vl.data_settings import DataSettings
 from e2e_vl.synthetic import make_scenes
 from e2e_vl.text import build_vocabulary, load_tokenizer
+from tests.data.drawn_metadata import write_metadata
 from tests.data.roads import examples, open_dataset
 from tests.tasks.objectives.worded import make_wording
 
@@ -322,3 +325,35 @@ def test_folders_of_joined_splits_are_named_by_their_image_sets(root, tmp_path):
 def test_captions_without_their_images(root):
     assert read(root).sample((0,)).texts[0].looks_at == (0,)
     assert read(root, use_images=False).sample((0,)).texts[0].looks_at == ()
+
+
+def test_objects_of_vcrs_metadata_files(root):
+    """Classes, outlines and boxes above the score, as VisualBERT's first phase for VCR reads them."""
+    folder = root / "metadata"
+    folder.mkdir(exist_ok=True)
+    for split in SPLITS:
+        write_metadata(root / COCO["instances"].format(split=split), folder)
+    files = {key: COCO[key] for key in ("captions", "images")} | {"metadata": "metadata"}
+    dataset = read(root, files, boxes="gt", training=False, min_object_score=0.15)
+    known = read(root, boxes="gt", training=False)
+    assert dataset.class_names == CLASS_NAMES
+    for group in range(len(dataset.groups)):
+        found, whole = (one.sample(one.groups[group]).images[0].objects for one in (dataset, known))
+        np.testing.assert_allclose(found.boxes, whole.boxes[1:])
+        assert found.classes.tolist() == [(number + 1) % len(CLASS_NAMES) for number in whole.classes[1:]]
+        assert len(found.outlines) == len(found.boxes) and found.outlines[0][0].shape == (4, 2)
+    image = dataset.sample(dataset.groups[0]).images[0]
+    file = folder / image.file.with_suffix(".json").name
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"width": content["width"] + 1}))
+    with pytest.raises(ValueError, match=rf"{file.name}: the image was .* but the captions say .* of image {image.id}"):
+        dataset.sample(dataset.groups[0])
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"{file.name}: cannot read the objects of image {image.id}"):
+        dataset.sample(dataset.groups[0])
+    with pytest.raises(ValueError, match="has instances and metadata; remove one"):
+        read(root, files | {"instances": COCO["instances"]}, boxes="gt")
+    with pytest.raises(FileNotFoundError, match=r"there is no such folder; correct data\.files\.metadata"):
+        read(root, files | {"metadata": "nowhere"}, boxes="gt")
+    with pytest.raises(ValueError, match=r"min_object_score is 2\.0; give a number from 0 to 1"):
+        read(root, files, boxes="gt", min_object_score=2)

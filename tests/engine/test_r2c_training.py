@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from e2e_vl.config import load_config
+from e2e_vl.engine.build_data import make_synthetic_data
 from e2e_vl.engine.saving import load_model
 from e2e_vl.engine.train import train
 from e2e_vl.weights.visual_bert import OfficialVisualBert
+from tests.data.drawn_metadata import write_metadata
 from tests.weights.starts import replaced
 
 ROOT = Path(__file__).parents[2]
@@ -50,3 +52,59 @@ def test_a_step_with_the_shipped_settings(tmp_path):
     assert OfficialVisualBert().export(model, "vcr", tmp_path / "x.th") == []
     state = torch.load(tmp_path / "x.th", weights_only=True)
     assert {"bert.classifier.weight", "detector.object_embed.weight"} <= state.keys()
+
+
+def test_the_first_phase_trains_the_network_and_the_next_goes_on_with_it(tmp_path):
+    """COCO's captions with objects of a detector of VCR's classes; res5 and what follows learn, res4 does not."""
+    shipped = load_config(ROOT / "configs/pretraining/visual_bert_coco_vcr.yaml", ["data.root=DATA"])
+    data, run = tmp_path / "data", tmp_path / "run"
+    words = [f"data.root={data}", f"output={run}", "train.max_steps=2", "eval.report_pictures=0"]
+    words.append("train.warmup_share=0")
+    tiny = load_config(ROOT / "configs/tiny/visual_bert_pretraining.yaml", words)
+    metadata = tmp_path / "metadata"
+    metadata.mkdir()
+    config = replaced(
+        tiny,
+        detector={
+            "backend": shipped.detector.backend,
+            "config": str(ROOT / "configs/detector/r2c_R_50.yaml"),
+            "overrides": {"MODEL": NETWORK["MODEL"] | {"BACKBONE": shipped.detector.overrides["MODEL"]["BACKBONE"]}},
+            "loss_weight": 0.0,
+            "loss_weights": {},
+        },
+        encoder={"config": tiny.encoder.config | {"uses_whole_image": True}},
+        task={"config": shipped.task.config},
+        data={
+            "config": shipped.data.config | {"min_object_score": 0.15},
+            "files": {key: tiny.data.files[key] for key in ("images", "captions")} | {"metadata": str(metadata)},
+        },
+    )
+    make_synthetic_data(tiny)
+    for split in ("train", "val"):
+        write_metadata(data / f"detection/instances_{split}.json", metadata)
+    metrics = train(config)
+    assert {"val/masked_words_gt_boxes", "val/relationship_gt_boxes"} <= set(metrics)
+    _, model, _ = load_model(run)
+    assert type(model.detector).__name__ == "R2CNetwork" and model.task.mask_size == 14
+
+    before = model.detector.state_dict()
+    words = [f"data.root={tmp_path / 'vcr'}", f"output={tmp_path / 'tuned'}", "train.max_steps=1"]
+    words += ["train.schedule=constant", "train.warmup_steps=0", "eval.report_pictures=0", "data.flip=0"]
+    words += ["eval.boxes=[gt]", "detector.freeze=true"]
+    tuned = replaced(
+        load_config(ROOT / "configs/tiny/vcr.yaml", [*words, "data.texts_per_image=1"]),
+        detector={
+            "backend": "r2c",
+            "config": config.detector.config,
+            "overrides": NETWORK,
+            "loss_weight": 0.0,
+            "loss_weights": {},
+            "weights": str(run),
+        },
+        encoder={"name": "visual_bert", "config": SMALL | {"uses_whole_image": True}},
+        task={"config": {"mask_size": 14}},
+    )
+    train(tuned)
+    after = load_model(tmp_path / "tuned")[1].detector.state_dict()
+    kept = [name for name in before if "running" not in name and "num_batches" not in name]
+    assert all(torch.equal(before[name], after[name]) for name in kept)

@@ -104,8 +104,18 @@ def test_a_phase_starts_from_the_one_before(name):
     assert (config.encoder.weights, config.task.weights) == (f"{before.output}/best", f"{before.output}/best")
     assert before.train.keep_best is not None  # writes that folder
     assert config.encoder.config == before.encoder.config
-    if name != "vcr":  # whose first phase has no masks for the network of regions
-        assert config.detector.config == before.detector.config
+    assert config.detector.config == before.detector.config
+    is_vcr = name == "vcr"  # whose network of regions goes on too
+    assert config.detector.weights == (f"{before.output}/best" if is_vcr else None)
+
+
+def test_the_first_phase_of_vcr_reads_masks_and_classes():
+    first, second = load_phase("coco_vcr"), load_phase("vcr")
+    assert (first.detector.backend, first.detector.overrides) == (second.detector.backend, second.detector.overrides)
+    assert (first.data.config["min_object_score"], first.data.boxes.train) == (0.7, "gt")
+    assert first.data.resize == second.data.resize
+    task, choices = task_config(first), task_config(second).choices.config
+    assert (task.mask_size, task.mask_at) == (14, choices["mask_at"])
 
 
 # Fine-tuning -> the second phase that it goes on from
@@ -281,7 +291,10 @@ def test_a_row_of_a_whole_task_differs_in_its_switch_only(task, row):
             assert changed == LATE
         elif phase == "task":
             given = f"runs/pretraining_visual_bert_coco_{task}/best -> bert-base-uncased"
-            assert changed == {f"encoder.weights: {given}", f"task.weights: {given}"}
+            network = (
+                {"detector.weights: runs/pretraining_visual_bert_coco_vcr/best -> None"} if task == "vcr" else set()
+            )
+            assert changed == {f"encoder.weights: {given}", f"task.weights: {given}"} | network
         else:  # without COCO, the paper's CNN of VCR is not fine-tuned
             assert changed == (FROZEN if task == "vcr" else set())
         assert set(starts(own)) == ({before} if before else set())

@@ -26,6 +26,19 @@ from e2e_vl.records import Count, Name, Pixel, Record, Side, as_written, checked
 from e2e_vl.samples import AnnotatedObjects, Sentence
 
 CHOICES = 4
+# The 80 classes of COCO as VCR spells them, in COCO's order. Their numbers are 1 to 80; 0 is the whole image.
+# fmt: off
+CLASS_NAMES = (
+    "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat", "trafficlight",
+    "firehydrant", "stopsign", "parkingmeter", "bench", "bird", "cat", "dog", "horse", "sheep", "cow", "elephant",
+    "bear", "zebra", "giraffe", "backpack", "umbrella", "handbag", "tie", "suitcase", "frisbee", "skis", "snowboard",
+    "sportsball", "kite", "baseballbat", "baseballglove", "skateboard", "surfboard", "tennisracket", "bottle",
+    "wineglass", "cup", "fork", "knife", "spoon", "bowl", "banana", "apple", "sandwich", "orange", "broccoli",
+    "carrot", "hotdog", "pizza", "donut", "cake", "chair", "couch", "pottedplant", "bed", "diningtable", "toilet",
+    "tv", "laptop", "mouse", "remote", "keyboard", "cellphone", "microwave", "oven", "toaster", "sink",
+    "refrigerator", "book", "clock", "vase", "scissors", "teddybear", "hairdrier", "toothbrush",
+)
+# fmt: on
 _Tokens = Annotated[list[str | Annotated[list[Count], Meta(min_length=1)]], Meta(min_length=1)]
 _Choices = Annotated[list[_Tokens], Meta(min_length=CHOICES, max_length=CHOICES)]
 _Label = Annotated[Literal[0, 1, 2, 3] | None, Meta(description="0 to 3, or none in the test split")]
@@ -185,11 +198,58 @@ def read_metadata(path: Path, question: VCRQuestion) -> tuple[tuple[int, int], A
             f"{where}: its names {content.names} differ from the question's objects {question.objects}; use the "
             "annotations and the images of the same release"
         )
-    number = len(question.objects)
+    size = content.height, content.width
+    return size, _objects(content, where, f"{path} ({question.annot_id})")
+
+
+def read_detected_objects(path: Path, image: str, min_score: float) -> tuple[tuple[int, int], AnnotatedObjects]:
+    """Read what a detector of VCR's classes found in some other image, in the form of a metadata file.
+
+    A box is [x1, y1, x2, y2, score]. Official VisualBERT's first phase for VCR describes COCO's images by such boxes.
+
+    Args:
+        path: the file.
+        image: id of the image, for messages.
+        min_score: only boxes with a higher score are kept.
+
+    Returns:
+        (height, width) of the stored image, and the objects that are kept, in file order, with class numbers.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: as `read_metadata`; or a box without a score from 0 to 1, or a class that is none of `CLASS_NAMES`.
+    """
+    what = f"objects of image {image}"
+    where = f"{path} ({what})"
+    content = checked(_Metadata, read_json(path, what), where)
+    objects = _objects(content, where, where)
+    for row, box in enumerate(content.boxes):
+        if len(box) < 5 or not 0 <= box[4] <= 1:
+            raise UserError(f"{where}: box {row} has no score from 0 to 1 behind its corners; correct the file")
+    if unknown := [name for name in content.names if name not in CLASS_NAMES]:
+        raise UserError(
+            f"{where}: the class '{unknown[0]}' is none of VCR's {len(CLASS_NAMES)} classes; write COCO's names "
+            "without spaces"
+        )
+    kept = [row for row, box in enumerate(content.boxes) if box[4] > min_score]
+    classes = np.array([CLASS_NAMES.index(content.names[row]) for row in kept], dtype=np.int64)
+    chosen = dataclasses.replace(
+        objects,
+        boxes=objects.boxes[kept],
+        classes=classes,
+        attributes=None if objects.attributes is None else objects.attributes[kept],
+        names=tuple(content.names[row] for row in kept),
+        outlines=[objects.outlines[row] for row in kept],
+    )
+    return (content.height, content.width), chosen
+
+
+def _objects(content: _Metadata, where: str, origin: str) -> AnnotatedObjects:
+    """The objects of a metadata file, without class numbers."""
+    number = len(content.names)
     for key in ("boxes", "segms"):
         if len(getattr(content, key)) != number:
             raise UserError(f"{where}: {key} must hold one entry for each of the {number} objects")
-    size = content.height, content.width
     boxes = np.array([box[:4] for box in content.boxes], dtype=np.float64).reshape(-1, 4)
     if (empty := (boxes[:, 2:] <= boxes[:, :2]).any(axis=1)).any():
         row = int(empty.argmax())
@@ -203,14 +263,9 @@ def read_metadata(path: Path, question: VCRQuestion) -> tuple[tuple[int, int], A
     attributes = None
     if content.attribute_ids is not None:
         attributes = _attributes(content.attribute_ids, number, f"{where}: attribute_ids")
-    objects = AnnotatedObjects(
-        boxes=boxes,
-        origin=f"{path} ({question.annot_id})",
-        attributes=attributes,
-        names=tuple(question.objects),
-        outlines=polygons,
+    return AnnotatedObjects(
+        boxes=boxes, origin=origin, attributes=attributes, names=tuple(content.names), outlines=polygons
     )
-    return size, objects
 
 
 def _all_polygons(segms: list[Any]) -> list[list[np.ndarray]] | None:

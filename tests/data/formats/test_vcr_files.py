@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from e2e_vl.data.formats.vcr_files import VCRFile, read_metadata
+from e2e_vl.data.formats.vcr_files import CLASS_NAMES, VCRFile, read_detected_objects, read_metadata
 from tests.data.tiny_vcr import BOXES, TinyVCR
 
 
@@ -111,3 +111,31 @@ def test_a_question_is_kept_as_it_is(tiny):
     question = VCRFile(tiny.write().file)[1]
     wanted = {key: value for key, value in tiny.lines[1].items() if key not in ("movie", "number")}
     assert dataclasses.asdict(question) == wanted
+
+
+def test_only_objects_with_a_higher_score_are_kept(tiny):
+    tiny.metadata["boxes"] = [[*box[:4], score] for box, score in zip(BOXES, (0.7, 0.71, 1.0, 0.0), strict=True)]
+    file = tiny.write().images_root / "film" / "a.json"
+    size, objects = read_detected_objects(file, "a", 0.7)
+    assert size == (tiny.metadata["height"], tiny.metadata["width"])
+    assert objects.boxes.tolist() == [[float(value) for value in box[:4]] for box in BOXES[1:3]]
+    assert objects.names == tuple(tiny.metadata["names"][1:3])
+    assert [CLASS_NAMES[number] for number in objects.classes] == list(objects.names)
+    assert [len(outlines) for outlines in objects.outlines] == [len(one) for one in tiny.metadata["segms"][1:3]]
+    assert len(read_detected_objects(file, "a", 1.0)[1].boxes) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"boxes": [box[:4] for box in BOXES]}, "box 0 has no score from 0 to 1"),
+        ({"boxes": [[*box[:4], 1.5] for box in BOXES]}, "box 0 has no score from 0 to 1"),
+        ({"names": ["person", "unicorn", "person", "person"]}, "the class 'unicorn' is none of VCR's 80 classes"),
+        ({"segms": []}, "segms must hold one entry for each of the 4 objects"),
+    ],
+)
+def test_broken_objects_of_an_image(tiny, change, message):
+    tiny.metadata["boxes"] = [[*box[:4], 0.9] for box in BOXES]
+    tiny.metadata |= change
+    with pytest.raises(ValueError, match=f"a.json \\(objects of image 7\\): {message}"):
+        read_detected_objects(tiny.write().images_root / "film" / "a.json", "7", 0.7)
