@@ -322,3 +322,16 @@ def _without_gaps(columns: list[Shaped[Tensor, "M entries"]]) -> list[Shaped[Ten
     order = (~attend).to(torch.uint8).argsort(dim=1, stable=True)
     longest = max(int(attend.sum(1).max()) if len(attend) else 0, 1)
     return [column.gather(1, order[:, :longest]) for column in columns]
+
+
+def take_along(values: Tensor, index: Tensor, dim: int) -> Tensor:
+    """`values.take_along_dim(index, dim)` of places that are not negative; both broadcast in all other dimensions.
+
+    torch's own first wraps negative places, by a remainder of the broadcast index, which takes several times as long as
+    the rest of it.
+    """
+    shape = [max(own, other) for own, other in zip(values.shape, index.shape, strict=True)]
+    shape[dim] = values.shape[dim]
+    values = values.expand(shape)
+    shape[dim] = index.shape[dim]
+    return values.gather(dim, index.expand(shape))

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from detector.structures import ImageBatch, Regions
-from e2e_vl.structures import Batch, HiddenRegions, RegionLabels, TextBatch, TextRegions, gather_regions
+from e2e_vl.structures import (
+    Batch,
+    HiddenRegions,
+    RegionLabels,
+    TextBatch,
+    TextRegions,
+    gather_regions,
+    take_along,
+)
 
 COUNTS = (2, 0, 3)
 SIZES = torch.tensor([[10, 20], [30, 40], [50, 60]])
@@ -212,3 +220,16 @@ def test_all_parts_of_a_batch_move_together():
     assert all(tensor.device.type == "meta" for tensor in tensors)
     assert moved.region_labels.features is None and moved.records == [{"text": "x"}]
     assert batch.looks_at.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("values", "index", "dim"),
+    [((4, 6, 5), (4, 3, 1), 1), ((4, 2, 6, 5), (4, 1, 3, 1), 2), ((4, 2, 6, 5), (4, 1, 1, 9), 3), ((4, 6), (1, 8), 1)],
+)
+def test_take_along_is_torchs_with_its_gradient(values, index, dim):
+    values = torch.randn(values, requires_grad=True)
+    index = torch.randint(0, values.shape[dim], index)
+    found, expected = take_along(values, index, dim), values.take_along_dim(index, dim)
+    assert torch.equal(found, expected) and found.shape == expected.shape
+    weight = torch.randn_like(found)
+    assert torch.equal(*(torch.autograd.grad((one * weight).sum(), values)[0] for one in (found, expected)))

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from detector.errors import UserError
-from e2e_vl.structures import TextBatch, TextRegions
+from e2e_vl.structures import TextBatch, TextRegions, take_along
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +51,14 @@ class ImagePasses:
     def split(self, values: Shaped[Tensor, "M R width"]) -> Shaped[Tensor, "passes own width"]:
         """Regions of texts -> regions of passes; meaningless at padding."""
         rows = self.row.flatten(1)[..., None]
-        return values.take_along_dim(rows, dim=1).unflatten(1, self.row.shape[1:]).flatten(0, 1)
+        return take_along(values, rows, dim=1).unflatten(1, self.row.shape[1:]).flatten(0, 1)
 
     def join(self, states: Float[Tensor, "passes own E"]) -> Float[Tensor, "M R E"]:
         """Regions of passes -> regions of texts, zero at padding."""
         count, own = self.row.shape[1:]
         places = self.slot.clamp(max=count - 1) * own + self.place
         states = states.unflatten(0, (-1, count)).flatten(1, 2)
-        return states.take_along_dim(places[..., None], dim=1) * (self.slot < count)[..., None]
+        return take_along(states, places[..., None], dim=1) * (self.slot < count)[..., None]
 
     def repeat(self, values: Shaped[Tensor, "M ..."]) -> Shaped[Tensor, "passes ..."]:
         """Values of texts, once per pass."""
@@ -105,7 +105,7 @@ class AttentionMaps:
         places = torch.cat([words, attend.shape[1] + self.passes.place], dim=1)
         found = []
         for image, rows in enumerate(maps.unflatten(0, (-1, count)).unbind(dim=1)):
-            rows = rows.take_along_dim(places[:, None, :, None], dim=2).take_along_dim(places[:, None, None, :], dim=3)
+            rows = take_along(take_along(rows, places[:, None, :, None], dim=2), places[:, None, None, :], dim=3)
             is_real = torch.cat([attend, self.passes.slot == image], dim=1)
             found.append(rows * (is_real[:, None, :, None] & is_real[:, None, None, :]))
         return found

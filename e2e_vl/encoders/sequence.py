@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
-from e2e_vl.structures import TextBatch, TextRegions
+from e2e_vl.structures import TextBatch, TextRegions, take_along
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +50,11 @@ class SequenceLayout:
 
     def pack(self, slots: Shaped[Tensor, "M slots E"]) -> Shaped[Tensor, "M Z E"]:
         """Slots -> positions."""
-        return slots.take_along_dim(self.slot[..., None], dim=1)
+        return take_along(slots, self.slot[..., None], dim=1)
 
     def unpack(self, packed: Shaped[Tensor, "M Z E"]) -> Shaped[Tensor, "M slots E"]:
         """Positions -> slots, zero at padding."""
-        return packed.take_along_dim(self.position[..., None], dim=1) * self.is_real[..., None]
+        return take_along(packed, self.position[..., None], dim=1) * self.is_real[..., None]
 
     def pack_pairs(self, slots: Shaped[Tensor, "M heads slots slots"]) -> Shaped[Tensor, "M heads Z Z"]:
         """Pairs of slots -> pairs of positions."""
@@ -70,8 +70,8 @@ def _gather_pairs(
     values: Shaped[Tensor, "M heads old old"], index: Int64[Tensor, "M new"]
 ) -> Shaped[Tensor, "M heads new new"]:
     """Select rows and columns by an index."""
-    rows = values.take_along_dim(index[:, None, :, None], dim=2)
-    return rows.take_along_dim(index[:, None, None, :], dim=3)
+    rows = take_along(values, index[:, None, :, None], dim=2)
+    return take_along(rows, index[:, None, None, :], dim=3)
 
 
 def naming_words(texts: TextBatch, regions: TextRegions, dtype: torch.dtype) -> Float[Tensor, "M R L"] | None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from detector.errors import UserError
 from e2e_vl.encoders.geometry import geometry_embedding
 from e2e_vl.encoders.sequence import SequenceLayout
-from e2e_vl.structures import TextBatch, TextRegions
+from e2e_vl.structures import TextBatch, TextRegions, take_along
 
 REGION_SEGMENT = 2  # segment of regions and [END]; words have 0 or 1
 
@@ -196,7 +196,7 @@ class VLBertEmbeddings(nn.Module):
             word_vectors = vectors[:, :1]
         else:
             rows = texts.region_of_token + 1  # row 0 is the whole image, which words that name nothing carry
-            word_vectors = vectors.take_along_dim(rows[..., None], dim=1)
+            word_vectors = take_along(vectors, rows[..., None], dim=1)
         has_region = regions.attend.any(dim=1)[:, None, None]
         if self.text_only_embedding is None:
             return word_vectors * has_region

@@ -53,8 +53,14 @@ class OfficialAdamW(torch.optim.Optimizer):
         return loss
 
 
-def build_optimizer(model: VisionLanguageModel, settings: TrainSettings) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: VisionLanguageModel, settings: TrainSettings, *, on_cpu: bool = False
+) -> torch.optim.Optimizer:
     """Groups named detector, encoder, head (and `*_no_decay` if norms and biases are not decayed).
+
+    Args:
+        on_cpu: the model will be trained there, where AdamW takes a third of the time if it updates each parameter in
+            one go. (On a GPU torch updates many parameters at once by default.)
 
     Raises:
         ValueError: nothing is trainable.
@@ -81,8 +87,9 @@ def build_optimizer(model: VisionLanguageModel, settings: TrainSettings) -> torc
     betas = tuple(settings.betas)
     if settings.optimizer == "bert_adam":
         return BertAdam(groups, betas, settings.eps, settings.clip_tensor_norm)
-    adamw = OfficialAdamW if settings.optimizer == "adamw_official" else torch.optim.AdamW
-    return adamw(groups, betas=betas, eps=settings.eps)
+    if settings.optimizer == "adamw_official":
+        return OfficialAdamW(groups, betas=betas, eps=settings.eps)
+    return torch.optim.AdamW(groups, betas=betas, eps=settings.eps, fused=on_cpu or None)
 
 
 def _split_by_decay(module: nn.Module, *, decay_bn_scales: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -103,7 +103,7 @@ class _Training:
         self.output = Path(config.output)
         self.sampler = build_sampler(config, run, accelerator)
         self.steps_per_epoch = len(self.sampler) // settings.accumulate
-        optimizer = build_optimizer(run.model, settings)
+        optimizer = build_optimizer(run.model, settings, on_cpu=accelerator.device.type == "cpu")
         if settings.activation_checkpointing:
             run.model.recompute_activations()
         if settings.channels_last:
