@@ -48,8 +48,11 @@ class ForbiddenGlobalError(pickle.UnpicklingError):
     """A file names a function or class that no file of weights needs."""
 
 
-def check_torch_file(path: Path) -> None:
+def check_torch_file(path: Path, *, longest_pickle: int = LONGEST_PICKLE) -> None:
     """Check a file that `torch.save` wrote, or claims to have written; nothing of it is loaded or run.
+
+    Args:
+        longest_pickle: bytes that the pickle may have; arrays of numpy lie in it, tensors do not.
 
     Raises:
         ForbiddenGlobalError: it names anything but tensors, plain containers and numbers.
@@ -59,11 +62,11 @@ def check_torch_file(path: Path) -> None:
         with path.open("rb") as file:
             start = file.read(tarfile.BLOCKSIZE)
             if start.startswith(b"PK\3\4"):
-                _check_archive(path)
+                _check_archive(path, longest_pickle)
                 return
             _refuse_others(start)
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                _check_legacy(data)
+                _check_legacy(data, longest_pickle)
     except ForbiddenGlobalError:
         raise
     except (DamagedPickleError, DamagedZipError) as error:
@@ -84,14 +87,14 @@ def _refuse_others(start: bytes) -> None:
     raise DamagedPickleError("it is a tar archive, which torch wrote before version 0.1.10")
 
 
-def _check_archive(path: Path) -> None:
+def _check_archive(path: Path, longest: int) -> None:
     """A file of torch 1.6 or later: a zip archive of a pickle and the storages."""
     with path.open("rb") as file:
         # torch reads the directory at the stated offset, and with bytes before the archive it may be another one
         if find_directory(file).shift:
             raise DamagedZipError("the directory of its members is not where the file says")
         members = read_members(file, MOST_RECORDS)
-        content, prefix = _find_pickle(members)
+        content, prefix = _find_pickle(members, longest)
         data = read_member(file, content)
     folder = f"{prefix}/data/"
     records = {name.removeprefix(folder): one.whole for name, one in members.items() if name.startswith(folder)}
@@ -99,26 +102,26 @@ def _check_archive(path: Path) -> None:
     _Claims(data, path.stat().st_size, records).load()
 
 
-def _find_pickle(members: dict[str, Member]) -> tuple[Member, str]:
+def _find_pickle(members: dict[str, Member], longest: int) -> tuple[Member, str]:
     """The pickle, and the folder of everything in the archive, which torch reads off the first member."""
     prefix = next(iter(members), "").partition("/")[0]
     content = members.get(f"{prefix}/data.pkl")
     if content is None:
         raise DamagedZipError("it is a zip archive without data.pkl")
-    if content.whole > LONGEST_PICKLE:
+    if content.whole > longest:
         raise DamagedZipError(f"its data.pkl claims {content.whole} bytes")
     return content, prefix
 
 
-def _check_legacy(data: Bytes) -> None:
+def _check_legacy(data: Bytes, longest: int) -> None:
     """A file of an older torch: some pickles, then the storages one after the other."""
     position = 0
     for _ in range(LEGACY_PICKLES):
-        position = _end_of_pickle(data, position)
-    end = _end_of_pickle(data, position)
+        position = _end_of_pickle(data, position, longest)
+    end = _end_of_pickle(data, position, longest)
     claims = _Claims(data[position:end], len(data), None)
     claims.load()
-    behind = _end_of_pickle(data, end)
+    behind = _end_of_pickle(data, end, longest)
     keys = _Claims(data[end:behind], len(data), None).load()
     if not isinstance(keys, list) or len(keys) != len(set(keys)) or not claims.storages.keys() >= set(keys):
         raise DamagedPickleError("its list of storages is damaged")
@@ -127,9 +130,9 @@ def _check_legacy(data: Bytes) -> None:
         raise DamagedPickleError(f"its storages claim {needed} bytes, and it has {len(data) - behind}")
 
 
-def _end_of_pickle(data: Bytes, start: int) -> int:
+def _end_of_pickle(data: Bytes, start: int, longest: int) -> int:
     end = check_pickle(data, start)
-    if end - start > LONGEST_PICKLE:
+    if end - start > longest:
         raise DamagedPickleError(f"one of its pickles has {end - start} bytes")
     return end
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "ask": ("ask", "the answer of a trained run to one text about one image"),
     "explore": ("explore", "a page in the browser: regions, answers, phrases, attention, hidden regions"),
     "extract": ("extract", "regions and features of one image, or of many"),
+    "import-features": ("import_features", "turn published region features into a file that runs read"),
     "analyze-attention": ("analyze_attention", "what the attention heads of a trained run ground"),
     "convert": ("convert_weights", "read published weights, or write a trained run as an official file"),
     "synthesize": ("make_synthetic", "draw a data set of scenes in the official formats"),

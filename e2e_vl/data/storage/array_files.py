@@ -50,6 +50,24 @@ def read_npz(
         raise UserError(f"{where}: no readable file of arrays ({str(error)[:200]}); make or copy it again") from error
 
 
+def read_npy(path: Path) -> np.ndarray:
+    """Read the array of numbers in a `.npy` file; it may be written to.
+
+    Raises:
+        MissingFileError: no such file.
+        UserError: it is damaged, cut off, claims more than it holds, or holds other things than numbers.
+    """
+    try:
+        values = _array(path.read_bytes(), "of the file")
+        if values.dtype.kind == "U":
+            raise ValueError("it holds text")
+        return values
+    except FileNotFoundError as error:
+        raise MissingFileError(f"{path}: there is no such array") from error
+    except (ValueError, OSError, EOFError, MemoryError, OverflowError) as error:
+        raise UserError(f"{path}: no readable array ({str(error)[:200]}); make or copy it again") from error
+
+
 def _read(file: BinaryIO, only: tuple[str, ...] | None) -> dict[str, np.ndarray]:
     members = read_members(file, MOST_ARRAYS)
     arrays = {}

@@ -29,31 +29,44 @@ def check_datasets(file: Any, size: int) -> None:
         ValueError: one is missing, lies in another file, has a type that is not plain, claims much more than the file
             holds, or is read in pieces that are too large.
     """
-    import h5py
-
     rows: dict[str, int] = {}
     for name in (*NEEDED, *OPTIONAL, "image_feature"):
-        link = file.get(name, getlink=True)  # opening one that leads to another file may wait for ever
-        if link is None:
-            if name in NEEDED:
-                raise ValueError(f"it has no {name}")
+        if name not in NEEDED and file.get(name, getlink=True) is None:
             continue
-        dataset = file[name] if isinstance(link, h5py.HardLink) else None
-        if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.external:
-            raise ValueError(f"{name} is not a data set of the file itself")
-        kinds = "S" if name == "ids" else "biuf"
-        if (dataset.dtype.kind not in kinds and dataset.size) or not dataset.shape:
-            raise ValueError(f"{name} holds {dataset.dtype} {list(dataset.shape or ())}")
-        claimed = math.prod(dataset.shape) * dataset.dtype.itemsize
-        if claimed > max(SMALL, RATIO * size) or (dataset.chunks is None and claimed > size):
-            raise ValueError(f"{name} claims {claimed} bytes, and the file has {size}")
-        if dataset.chunks is not None and math.prod(dataset.chunks) * dataset.dtype.itemsize > LARGEST_CHUNK:
-            raise ValueError(f"{name} is stored in pieces of {list(dataset.chunks)}")
+        dataset = checked_dataset(file, name, size, "S" if name == "ids" else "biuf")
         rows[name] = dataset.shape[0]
     alike = {"boxes": ("features", *OPTIONAL), "ids": ("image_sizes", "image_feature")}
     for like, name in ((like, name) for like, names in alike.items() for name in names):
         if rows.get(name, rows[like]) != rows[like]:
             raise ValueError(f"{name} has {rows[name]} rows, and {like} {rows[like]}")
+
+
+def checked_dataset(file: Any, name: str, size: int, kinds: str) -> Any:
+    """A data set of an open `h5py.File` whose rows can be read.
+
+    Args:
+        size: bytes of the file.
+        kinds: numpy's letters for the types that it may have.
+
+    Raises:
+        ValueError: it is missing, or see `check_datasets`.
+    """
+    import h5py
+
+    link = file.get(name, getlink=True)  # opening one that leads to another file may wait for ever
+    if link is None:
+        raise ValueError(f"it has no {name}")
+    dataset = file[name] if isinstance(link, h5py.HardLink) else None
+    if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.external:
+        raise ValueError(f"{name} is not a data set of the file itself")
+    if (dataset.dtype.kind not in kinds and dataset.size) or not dataset.shape:
+        raise ValueError(f"{name} holds {dataset.dtype} {list(dataset.shape or ())}")
+    claimed = math.prod(dataset.shape) * dataset.dtype.itemsize
+    if claimed > max(SMALL, RATIO * size) or (dataset.chunks is None and claimed > size):
+        raise ValueError(f"{name} claims {claimed} bytes, and the file has {size}")
+    if dataset.chunks is not None and math.prod(dataset.chunks) * dataset.dtype.itemsize > LARGEST_CHUNK:
+        raise ValueError(f"{name} is stored in pieces of {list(dataset.chunks)}")
+    return dataset
 
 
 def check_starts(starts: np.ndarray, sizes: np.ndarray, images: int, regions: int) -> None:

@@ -1,0 +1,211 @@
+"""Features that other projects published, in small files of their formats, through the command into a store."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from e2e_vl.commands.import_features import main
+from e2e_vl.data.storage.features.stores import open_features
+
+RNG = np.random.default_rng(0)
+
+
+def rows(number: int, width: int) -> np.ndarray:
+    return RNG.standard_normal((number, width)).astype(np.float32)
+
+
+class Evil:
+    def __reduce__(self):
+        return (Path.touch, (Path("canary"),))
+
+
+@pytest.fixture
+def pythia(tmp_path) -> dict[int, np.ndarray]:
+    """A folder of two images, one of them with facts beside it."""
+    (tmp_path / "train2014").mkdir()
+    images = {9: rows(5, 6), 25: rows(5, 6)}
+    for image_id, values in images.items():
+        np.save(tmp_path / "train2014" / f"COCO_train2014_{image_id:012}.npy", values)
+    np.save(
+        tmp_path / "train2014" / "COCO_train2014_000000000009_info.npy", np.array({"bbox": Evil()}), allow_pickle=True
+    )
+    listed = [{"id": 9, "width": 60, "height": 40, "file_name": "a.jpg"}, {"id": 25, "width": 30, "height": 50}]
+    (tmp_path / "captions.json").write_text(json.dumps({"images": listed, "annotations": []}))
+    return images
+
+
+def convert(tmp_path: Path, kind: str, *words: object, output: str = "out.h5", layout: str = "hdf5") -> int:
+    return main([kind, *map(str, words), "--output", str(tmp_path / output), "--format", layout])
+
+
+@pytest.mark.parametrize(("output", "layout"), [("out.h5", "hdf5"), ("out.lmdb", "lmdb"), ("out.tsv", "tsv")])
+def test_pythia(tmp_path, pythia, output, layout, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = (tmp_path / "train2014", "--sizes", tmp_path / "captions.json")
+    assert convert(tmp_path, "pythia", *words, output=output, layout=layout) == 0
+    assert "2 images; every box is the whole image" in capsys.readouterr().out
+    store = open_features(tmp_path / output)
+    assert store.stamp["published_by"] == "pythia" and not (tmp_path / "canary").exists()
+    for image_id, values in pythia.items():
+        record = store.read(str(image_id))
+        np.testing.assert_array_equal(record.features, values)
+        size = {9: (40, 60), 25: (50, 30)}[image_id]
+        assert record.image_size == size and record.boxes.tolist() == [[0, 0, size[1], size[0]]] * 5
+
+
+def test_what_is_wrong_with_pythias_folder(tmp_path, pythia, capsys):
+    folder, sizes = tmp_path / "train2014", tmp_path / "captions.json"
+
+    def refused(*words: object) -> str:
+        assert convert(tmp_path, "pythia", *words) == 2
+        assert not (tmp_path / "out.h5").exists()
+        return capsys.readouterr().err
+
+    assert "--sizes belongs to pythia" in refused(folder)
+    assert "there is no such folder" in refused(tmp_path / "none", "--sizes", sizes)
+    assert "one input for each output" in refused(folder, folder, "--sizes", sizes)
+    one = folder / "COCO_train2014_000000000025.npy"
+    np.save(one, rows(5, 6) * np.nan)
+    assert "000000000025.npy: features has values that are NaN" in refused(folder, "--sizes", sizes)
+    np.save(one, np.zeros(6, np.float32))
+    assert "boxes [6, 4] and features [6] do not fit" in refused(folder, "--sizes", sizes)
+    np.save(one, np.array({"a": Evil()}), allow_pickle=True)
+    assert "no readable array" in refused(folder, "--sizes", sizes)
+    np.save(folder / "COCO_train2014_000000000026.npy", rows(5, 6))
+    assert "no file of --sizes lists the image 26" in refused(folder, "--sizes", sizes)
+    np.save(folder / "features.npy", rows(5, 6))
+    assert "expected names such as COCO_train2014_000000000009.npy" in refused(folder, "--sizes", sizes)
+
+
+def nlvr2_entries(as_tensors: bool) -> dict[str, tuple]:
+    entries = {}
+    for name in ("dev-0-0-img0", "dev-0-0-img1", "dev-1-2-img0"):
+        boxes = np.array([[0, 0, 20, 30], [5, 6, 59.5, 39.25]], dtype=np.float32)
+        entry = rows(2, 4), boxes, np.array([0.9, 0.4], dtype=np.float32)
+        entries[f"{name}.png.npz"] = tuple(map(torch.from_numpy, entry)) if as_tensors else entry
+    return entries
+
+
+@pytest.mark.parametrize("as_tensors", [True, False])
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_nlvr2(tmp_path, as_tensors, is_zip):
+    entries = nlvr2_entries(as_tensors)
+    parts = list(entries.items())
+    for number, part in enumerate((parts[:2], parts[2:])):
+        torch.save(dict(part), tmp_path / f"{number}.th", _use_new_zipfile_serialization=is_zip)
+    assert convert(tmp_path, "nlvr2", tmp_path / "0.th", tmp_path / "1.th") == 0
+    store = open_features(tmp_path / "out.h5")
+    assert list(store.ids) == [name.removesuffix(".png.npz") for name in entries]
+    for name, (features, boxes, scores) in entries.items():
+        record = store.read(name.removesuffix(".png.npz"))
+        np.testing.assert_array_equal(record.features, np.asarray(features))
+        np.testing.assert_array_equal(record.boxes, np.asarray(boxes))
+        np.testing.assert_array_equal(record.scores, np.asarray(scores))
+        assert record.image_size == (40, 60)
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1], "holds a list, expected a dict of images"),
+        ({}, "holds no image"),
+        ({"dev-0-0-img0": 1}, "expected names such as dev-0-0-img0.png.npz"),
+        ({"a.png.npz": (1, 2)}, r"a is not (features, boxes, confidence)"),
+        ({"a.png.npz": (np.zeros((2, 4)), np.zeros((2, 3)), np.zeros(2))}, "its boxes are float64 [2, 3]"),
+        ({"a.png.npz": (np.zeros((2, 4)), np.zeros((2, 4)), np.zeros(2))}, "which is no size of an image"),
+        ({"a.png.npz": (np.zeros((3, 4)), np.ones((2, 4)), np.zeros(2))}, "do not fit together"),
+        ({"a.png.npz": (np.full((2, 4), np.nan), np.ones((2, 4)), np.zeros(2))}, "values that are NaN"),
+        ({"a.png.npz": Evil()}, "nothing in it was run"),
+        ({"a.png.npz": np.array([Evil()], dtype=object)}, "nothing in it was run"),
+    ],
+)
+def test_broken_nlvr2(tmp_path, content, message, is_zip, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(content, tmp_path / "x.th", _use_new_zipfile_serialization=is_zip)
+    assert convert(tmp_path, "nlvr2", tmp_path / "x.th") == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "canary").exists() and not (tmp_path / "out.h5").exists()
+
+
+SIZES = {36979: (333, 500), 65567: (500, 375)}  # (height, width)
+
+
+@pytest.fixture
+def ban(tmp_path) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Two images of 3 and 2 boxes; the file has them in another order than the pickle."""
+    images = {}
+    for image_id, (height, width) in SIZES.items():
+        starts = RNG.uniform(0, 0.5, (3 if image_id == 36979 else 2, 2)) * (width, height)
+        boxes = np.concatenate([starts, starts + RNG.uniform(0.1, 0.5, starts.shape) * (width, height)], axis=1)
+        images[image_id] = rows(len(boxes), 8), boxes.astype(np.float32)
+    order = [65567, 36979]
+    ends = np.cumsum([len(images[image_id][1]) for image_id in order])
+    sides = [np.array([SIZES[image_id][1], SIZES[image_id][0]] * 2) for image_id in order]
+    shares = [images[image_id][1] / side for image_id, side in zip(order, sides, strict=True)]
+    with h5py.File(tmp_path / "train.hdf5", "w") as file:
+        file["image_features"] = np.concatenate([images[image_id][0] for image_id in order])
+        file["image_bb"] = np.concatenate([images[image_id][1] for image_id in order])
+        joined = np.concatenate(shares)
+        file["spatial_features"] = np.concatenate([joined, joined[:, 2:] - joined[:, :2]], axis=1).astype(np.float32)
+        file["pos_boxes"] = np.stack([[0, *ends[:-1]], ends], axis=1)
+    with (tmp_path / "ids.pkl").open("wb") as file:
+        pickle.dump({36979: 1, 65567: 0}, file, protocol=2)
+    return images
+
+
+def test_ban(tmp_path, ban):
+    assert convert(tmp_path, "ban", tmp_path / "train.hdf5", "--ids", tmp_path / "ids.pkl") == 0
+    store = open_features(tmp_path / "out.h5")
+    assert sorted(store.ids) == ["36979", "65567"]
+    for image_id, (features, boxes) in ban.items():
+        record = store.read(str(image_id))
+        np.testing.assert_array_equal(record.features, features)
+        np.testing.assert_array_equal(record.boxes, boxes)
+        assert record.image_size == SIZES[image_id]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda file: file["spatial_features"].write_direct(np.ones((5, 6), np.float32) * 0.3), "different things"),
+        (lambda file: file["pos_boxes"].write_direct(np.array([[0, 2], [2, 9]])), "row 1 of pos_boxes is no range"),
+        (lambda file: file["image_features"].write_direct(np.full((5, 8), np.nan, np.float32)), "values that are NaN"),
+        (lambda file: file.pop("image_bb"), "it has no image_bb"),
+    ],
+)
+def test_broken_ban(tmp_path, ban, change, message, capsys):
+    with h5py.File(tmp_path / "train.hdf5", "r+") as file:
+        change(file)
+    assert convert(tmp_path, "ban", tmp_path / "train.hdf5", "--ids", tmp_path / "ids.pkl") == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out.h5").exists()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ({36979: 1, 65567: 1}, "does not give each of the 2 images"),
+        ({36979: 1}, "does not give each of the 2 images"),
+        ({36979: 1, "36979": 0}, "two of its ids are the same text"),
+        ([1, 0], "does not give each of the 2 images"),
+        (Evil(), "nothing in it was executed"),
+    ],
+)
+def test_broken_ids_of_ban(tmp_path, ban, ids, message, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ids.pkl").write_bytes(pickle.dumps(ids))
+    assert convert(tmp_path, "ban", tmp_path / "train.hdf5", "--ids", tmp_path / "ids.pkl") == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "canary").exists()
+
+
+def test_an_output_is_not_written_over(tmp_path, ban, capsys):
+    (tmp_path / "out.h5").write_text("mine")
+    assert convert(tmp_path, "ban", tmp_path / "train.hdf5", "--ids", tmp_path / "ids.pkl") == 2
+    assert "is there already" in capsys.readouterr().err and (tmp_path / "out.h5").read_text() == "mine"
