@@ -2,14 +2,14 @@
 
     e2e-vl import-features pythia detectron_fix_100/fc6/vqa/train2014 --sizes captions_train2014.json \\
         --output features/pythia/train2014.h5
-    e2e-vl import-features nlvr2 features_dev_150.th --output features/nlvr2/dev.h5
+    e2e-vl import-features detectron features_dev_150.th --output features/nlvr2/dev.h5
     e2e-vl import-features ban train.hdf5 --ids train_imgid2idx.pkl --output features/flickr30k/train.h5
 
 pythia: a folder of .npy files, COCO's images of one set. They hold no boxes, so every region gets the box of its whole
 image, whose size COCO's JSON of captions, instances or image facts states (--sizes, several if need be). VisualBERT
-reads no boxes of them. nlvr2: one or more .th files of one split, which take as much memory as they are large. No file
-says how large the images are, so an image ends where its outermost boxes end. ban: an HDF5 file and its pickle of
-rows; an image's size follows from its boxes in pixels and in shares of the image.
+reads no boxes of them. detectron: one or more .th files of one split, as for NLVR2, which take as much memory as they
+are large. No file says how large the images are, so an image ends where its outermost boxes end. ban: an HDF5 file and
+its pickle of rows; an image's size follows from its boxes in pixels and in shares of the image.
 
 The regions keep their order and every number, as float32. Nothing in a file is run. The output's stamp says where it
 comes from and what was assumed.
@@ -27,12 +27,12 @@ from detector.errors import UserError
 from e2e_vl.command_line import make_parser, says_errors
 
 if TYPE_CHECKING:  # at run time it would import numpy and its readers before the words are checked
-    from e2e_vl.data.formats.published_features import BanFeatures, NLVR2Features, PythiaFeatures
+    from e2e_vl.data.formats.published_features import BanFeatures, DetectronFeatures, PythiaFeatures
 
 logger = logging.getLogger(__name__)
 ASSUMED = {
     "pythia": "every box is the whole image",
-    "nlvr2": "every image ends where its outermost boxes end",
+    "detectron": "every image ends where its outermost boxes end",
     "ban": "sizes of images follow from image_bb and spatial_features",
 }
 
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     for name, kind in (("sizes", "pythia"), ("ids", "ban")):
         if (getattr(options, name) is None) == (options.kind == kind):
             raise UserError(f"--{name} belongs to {kind}, which needs it; see --help.")
-    if len(options.input) > 1 and options.kind != "nlvr2":
+    if len(options.input) > 1 and options.kind != "detectron":
         raise UserError(f"{options.kind} has one input for each output; give {options.input[0]} alone.")
     from e2e_vl.data.storage.features.writers import check_format, write_features
 
@@ -75,16 +75,16 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     return 0
 
 
-def _open(options: argparse.Namespace) -> PythiaFeatures | NLVR2Features | BanFeatures:
-    from e2e_vl.data.formats.published_features import BanFeatures, NLVR2Features, PythiaFeatures, read_image_sizes
+def _open(options: argparse.Namespace) -> PythiaFeatures | DetectronFeatures | BanFeatures:
+    from e2e_vl.data.formats.published_features import BanFeatures, DetectronFeatures, PythiaFeatures, read_image_sizes
 
     if options.kind == "pythia":
         images = PythiaFeatures(options.input[0], read_image_sizes(options.sizes))
         if images.left_out:
             logger.warning("%d files *_info.npy are left out: VisualBERT reads none of them.", len(images.left_out))
         return images
-    if options.kind == "nlvr2":
-        return NLVR2Features(options.input)
+    if options.kind == "detectron":
+        return DetectronFeatures(options.input)
     return BanFeatures(options.input[0], options.ids)
 
 

@@ -100,7 +100,7 @@ def test_nlvr2(tmp_path, as_tensors, is_zip):
     parts = list(entries.items())
     for number, part in enumerate((parts[:2], parts[2:])):
         torch.save(dict(part), tmp_path / f"{number}.th", _use_new_zipfile_serialization=is_zip)
-    assert convert(tmp_path, "nlvr2", tmp_path / "0.th", tmp_path / "1.th") == 0
+    assert convert(tmp_path, "detectron", tmp_path / "0.th", tmp_path / "1.th") == 0
     store = open_features(tmp_path / "out.h5")
     assert list(store.ids) == [name.removesuffix(".png.npz") for name in entries]
     for name, (features, boxes, scores) in entries.items():
@@ -130,7 +130,7 @@ def test_nlvr2(tmp_path, as_tensors, is_zip):
 def test_broken_nlvr2(tmp_path, content, message, is_zip, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save(content, tmp_path / "x.th", _use_new_zipfile_serialization=is_zip)
-    assert convert(tmp_path, "nlvr2", tmp_path / "x.th") == 2
+    assert convert(tmp_path, "detectron", tmp_path / "x.th") == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "canary").exists() and not (tmp_path / "out.h5").exists()
 

@@ -1,9 +1,9 @@
 """Readers of the feature files that VisualBERT's authors trained on, which are in the formats of other projects.
 
-    Pythia   a folder of COCO_train2014_000000000009.npy: float [100, D], without boxes (VQA, COCO)
-    NLVR2    .th: a dict of torch, "dev-0-0-img0.png.npz" -> (features [R, D], boxes [R, 4], confidence [R])
-    BAN      HDF5: image_features [N, D], image_bb [N, 4], spatial_features [N, 6], pos_boxes [images, 2]; and a pickle
-             imgid2idx: id of an image -> its row in pos_boxes (Flickr30K)
+    Pythia     a folder of COCO_train2014_000000000009.npy: float [100, D], without boxes (VQA, COCO)
+    Detectron  .th: a dict of torch, "dev-0-0-img0.png.npz" -> (features [R, D], boxes [R, 4], confidence [R]) (NLVR2)
+    BAN        HDF5: image_features [N, D], image_bb [N, 4], spatial_features [N, 6], pos_boxes [images, 2]; and a
+               pickle imgid2idx: id of an image -> its row in pos_boxes (Flickr30K)
 
 Each reader gives the regions of one image after the other, in the order of the file. No code of a file is run. Facts
 from the official VisualBERT code; the published files themselves were not at hand.
@@ -42,7 +42,7 @@ class _SizedImage(Record):
     height: Side
 
 
-class _ImagesFile(Record):
+class _SizedImagesFile(Record):
     images: list[Any]
 
 
@@ -55,7 +55,7 @@ def read_image_sizes(paths: Sequence[Path]) -> dict[int, tuple[int, int]]:
     """
     sizes: dict[int, tuple[int, int]] = {}
     for path in paths:
-        rows = read_json(path, "sizes of images", _ImagesFile).images
+        rows = read_json(path, "sizes of images", _SizedImagesFile).images
         for where, row in checked_records(_SizedImage, rows, f"{path}: image", "id"):
             if sizes.setdefault(row.id, (row.height, row.width)) != (row.height, row.width):
                 raise UserError(f"{where} has two sizes in these files; give files of the same release.")
@@ -113,7 +113,7 @@ class PythiaFeatures:
             yield _record(str(image_id), (height, width), boxes, values, str(path))
 
 
-class NLVR2Features:
+class DetectronFeatures:
     """NLVR2's files of torch, which are in memory at once. Boxes are in pixels of an image whose size no file states.
 
     Every image is taken to end where its outermost boxes end.
