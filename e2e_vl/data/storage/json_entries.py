@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from detector.errors import UserError
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.index_files import OpenFiles
+from e2e_vl.json_keys import has_each_key_once, repeated_key
 
 _CHUNK = 1 << 22  # bytes read at once
 _LONGEST = 1 << 28  # bytes of an entry; what is longer is a damaged file
@@ -45,7 +46,7 @@ def json_entries(path: str | Path, what: str) -> Iterator[JsonEntry]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: no JSON, or something else than an object.
+        ValueError: no JSON, something else than an object, or a key twice in an object within it.
     """
     path = require_file(path, what)
     with path.open("rb") as file:
@@ -61,7 +62,7 @@ def json_items(path: str | Path, what: str) -> Iterator[Any]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: no JSON, or something else than a list.
+        ValueError: no JSON, something else than a list, or a key twice in an object.
     """
     path = require_file(path, what)
     with path.open("rb") as file:
@@ -82,16 +83,20 @@ def json_members(path: str | Path, what: str, lists: Collection[str]) -> Iterato
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: no JSON, or something else than an object.
+        ValueError: no JSON, something else than an object, or a key twice in an object.
     """
     path = require_file(path, what)
     with path.open("rb") as file:
         scanner = _Scanner(file, path, what, "object")
         scanner.expect("{")
+        seen: set[str] = set()
         for _ in scanner.steps("}"):
             key = scanner.item()
             if not isinstance(key, str):
                 raise scanner.broken("a key with a value is expected")
+            if key in seen:
+                raise scanner.unclear(f"the object has the key {key[:100]!r} twice")
+            seen.add(key)
             scanner.expect(":")
             if scanner.next_mark() == "[" and key in lists:
                 scanner.expect("[")
@@ -159,6 +164,8 @@ class _Scanner:
         written = self.text[self.at : end]
         if not written.isascii():
             [(key, value)] = self.decode_again("{" + written + "}").items()
+        if not has_each_key_once(written, value, 1 + key.count(":")):
+            self.require_each_key_once("{" + written + "}")
         found = JsonEntry(key, value, self.before + self.at, end - self.at)
         self.at = end
         return found
@@ -181,8 +188,21 @@ class _Scanner:
         written = self.text[self.at : end]
         if not written.isascii():
             value = self.decode_again(written)
+        if isinstance(value, dict | list) and not has_each_key_once(written, value):
+            self.require_each_key_once(written)
         self.at = end
         return value
+
+    def require_each_key_once(self, written: str) -> None:
+        double = repeated_key(written.encode("latin-1").decode("utf-8", "surrogatepass"))
+        if double:
+            raise self.unclear(double)
+
+    def unclear(self, double: str) -> UserError:
+        return UserError(
+            f"{self.path}: the {self.what} are not clear: near byte {self.before + self.at}, {double}; copy or "
+            "download the file again"
+        )
 
     def decode_entry(self) -> tuple[tuple[str, Any], int]:
         key, start = self.key()
