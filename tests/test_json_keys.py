@@ -67,7 +67,7 @@ def test_what_is_not_sure_is_looked_at():
     assert has_each_key_once(r'{"a\u003c": 1}', {"a<": 1}) and not has_each_key_once(r'{"a\u003A": 1}', {"a:": 1})
     assert has_each_key_once("[1]", [10**400])
     assert not has_each_key_once(r'["\ud83d"]', ["\ud83d"]) and repeated_key(r'["\ud83d"]') is None
-    assert has_each_key_once('{"a": {"b:": 1}}'[6:-1], {"b:": 1}) and has_each_key_once('"a": 1', 1, others=1)
+    assert has_each_key_once('{"a": {"b:": 1}}'[6:-1], {"b:": 1})
 
 
 def test_the_object_is_named():
