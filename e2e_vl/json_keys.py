@@ -15,7 +15,8 @@ import numpy as np
 _LARGE = 1 << 20  # characters of a text that is never written again as a whole
 _MANY, _DEPTH = 1000, 3  # parts of a list or an object that are written one by one, and how deep these may lie
 _SMALL = 1 << 16  # bytes that bytes.count counts as fast as numpy does
-write_again = msgspec.json.Encoder().encode_into  # a value into a bytearray, whose content is replaced
+_ENCODER = msgspec.json.Encoder()
+write_again = _ENCODER.encode_into  # a value into a bytearray, whose content is replaced
 UNSURE = (ValueError, OverflowError, RecursionError)  # of a value that cannot be written: half of a character
 
 
@@ -43,14 +44,14 @@ def has_each_key_once(text: bytes | str, value: Any) -> bool:
     """
     colons = text.count(":") if isinstance(text, str) else count_of(b":", text)
     try:
-        found = _colons(value, bytearray(_SMALL), 0 if len(text) > _LARGE else _DEPTH)
+        found = _ENCODER.encode(value).count(b":") if len(text) < _LARGE else _colons(value, bytearray())
     except UNSURE:
         return False
     return found == colons and not may_escape_colons(text)
 
 
-def _colons(value: Any, buffer: bytearray, depth: int) -> int:
-    """Colons of a value as JSON; the parts of a large one are written one by one."""
+def _colons(value: Any, buffer: bytearray, depth: int = 0) -> int:
+    """Colons of a large value as JSON, whose parts are written one by one."""
     if not isinstance(value, dict | list) or depth >= _DEPTH or (depth and len(value) < _MANY):
         write_again(value, buffer)
         return count_of(b":", buffer)

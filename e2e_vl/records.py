@@ -66,7 +66,14 @@ def checked(kind: type[Found], value: Any, where: str, *, remedy: str = REMEDY) 
 
 
 def decoded(
-    kind: type[Found], data: bytes | str, where: str, *, key: str = "", form: str = "", remedy: str = REMEDY
+    kind: type[Found],
+    data: bytes | str,
+    where: str,
+    *,
+    key: str = "",
+    form: str = "",
+    remedy: str = REMEDY,
+    looks_for_doubles: bool = True,
 ) -> Found:
     """A JSON text as an instance of what is declared.
 
@@ -74,13 +81,14 @@ def decoded(
         data: UTF-8.
         key: of a text that names the record in the error, where it has one.
         form: what is expected where the text is not JSON, such as "one object per line is expected".
+        looks_for_doubles: refuse a key that is twice in one object; otherwise its last value counts.
 
     Raises:
         UserError: the text is not JSON, has a key twice in one object, or is not of this kind; see `checked`.
     """
     try:
         found = msgspec.json.decode(data, type=kind)
-        if has_each_key_once(data, msgspec.json.decode(data)):
+        if not looks_for_doubles or has_each_key_once(data, msgspec.json.decode(data)):
             return found
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         pass  # Python's decoder reads more (NaN, halves of characters), and its errors say where
