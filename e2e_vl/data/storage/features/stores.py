@@ -317,12 +317,12 @@ class Hdf5Store(FeatureStore):
         return {**vars(self), "_files": {}}
 
     def read(self, image_id: str) -> RegionFeatures:
-        process = os.getpid()
-        if process not in self._files:
-            self._files[process] = self._open()
-        file, row = self._files[process], self.rows[image_id]
+        process, row = os.getpid(), self.rows[image_id]
         rows = slice(int(self.starts[row]), int(self.starts[row + 1]))
         try:
+            if process not in self._files:
+                self._files[process] = self._open()
+            file = self._files[process]
             columns = {
                 name: as_column(name, file[name][rows]) for name in ("boxes", "features", *OPTIONAL) if name in file
             }
