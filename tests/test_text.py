@@ -140,7 +140,7 @@ def test_a_tokenizer_of_the_hub_is_read_like_a_folder(cached, tmp_path):
 
 
 def test_a_tokenizer_of_the_hub_goes_through_the_checks_of_a_folder(cached, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="someone/words: the model on the hub has neither tokenizer.json nor vocab.txt"):
+    with pytest.raises(UserError, match="someone/words: the model on the hub has neither"):
         load_tokenizer("someone/words")
     build_vocabulary(["a red circle"], tmp_path / "vocab.txt")
     load_tokenizer(tmp_path / "vocab.txt").save_pretrained(cached)
