@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 from PIL import Image
 
+from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.file_names import id_of, name_of
@@ -115,7 +116,10 @@ def _section(path: Path, config: RunConfig, task: Task) -> Section:
     split, _, boxes = path.stem.removeprefix("predictions_").rpartition("_")
     known = {source.value: source.metric_suffix.replace("_", " ") for source in BoxSource.for_evaluation()}
     records = read_plain_json(path, list, max_bytes=MAX_PREDICTIONS)
-    lists = list_predictions(records, task, config.eval.report_pictures, config.seed)
+    try:
+        lists = list_predictions(records, task, config.eval.report_pictures, config.seed)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     return Section(f"{id_of(split)}, {known.get(boxes, boxes)}", lists)
 
 

@@ -195,7 +195,14 @@ class TsvStore(FeatureStore):
         )
         if not is_whole or (index.offsets and max(index.offsets.values()) >= index.bytes):
             raise UserError(f"{beside}: its index is damaged; {remedy}")
-        return content.stamp, index if index.bytes == self.path.stat().st_size else None
+        if index.bytes == self.path.stat().st_size:
+            return content.stamp, index
+        if index.checksums is not None:
+            raise UserError(
+                f"{self.path}: has {self.path.stat().st_size} bytes, and {index.bytes} when it was written; copy or "
+                f"extract the file again; if it was changed on purpose, remove {beside.name}, it is made again"
+            )
+        return content.stamp, None
 
     def _make_sidecar(self) -> _Index:
         beside = sidecar(self.path)
