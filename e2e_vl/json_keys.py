@@ -20,7 +20,7 @@ write_again = _ENCODER.encode_into  # a value into a bytearray, whose content is
 UNSURE = (ValueError, OverflowError, RecursionError)  # of a value that cannot be written: half of a character
 
 
-def count_of(sign: bytes, text: bytes | bytearray) -> int:
+def count_byte(sign: bytes, text: bytes | bytearray) -> int:
     """How often a byte is in a text."""
     if len(text) < _SMALL:
         return text.count(sign)
@@ -32,7 +32,7 @@ def may_escape_colons(text: bytes | str) -> bool:
     """Whether a colon may be written as an escape in a JSON text, as nobody does; then colons cannot be counted."""
     if isinstance(text, str):
         return "\\u003" in text and "\\u003a" in text.lower()
-    has_escapes = len(text) < _SMALL or count_of(b"\\", text) > 0  # `in` is slower for a long text without any
+    has_escapes = len(text) < _SMALL or count_byte(b"\\", text) > 0  # `in` is slower for a long text without any
     return has_escapes and b"\\u003" in text and b"\\u003a" in text.lower()
 
 
@@ -42,7 +42,7 @@ def has_each_key_once(text: bytes | str, value: Any) -> bool:
     Args:
         value: what the text holds.
     """
-    colons = text.count(":") if isinstance(text, str) else count_of(b":", text)
+    colons = text.count(":") if isinstance(text, str) else count_byte(b":", text)
     try:
         found = _ENCODER.encode(value).count(b":") if len(text) < _LARGE else _colons(value, bytearray())
     except UNSURE:
@@ -54,7 +54,7 @@ def _colons(value: Any, buffer: bytearray, depth: int = 0) -> int:
     """Colons of a large value as JSON, whose parts are written one by one."""
     if not isinstance(value, dict | list) or depth >= _DEPTH or (depth and len(value) < _MANY):
         write_again(value, buffer)
-        return count_of(b":", buffer)
+        return count_byte(b":", buffer)
     is_dict = isinstance(value, dict)
     own = len(value) + sum([key.count(":") for key in value]) if is_dict else 0
     return own + sum([_colons(part, buffer, depth + 1) for part in (value.values() if is_dict else value)])

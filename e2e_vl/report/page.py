@@ -81,11 +81,18 @@ def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Ma
         card=lambda prediction: _card(prediction, task),
         curves=None if curves is None else _data_uri(curves, "png"),
         changed=changed_settings(config, part_defaults),
-        settings=(run_dir / "config.yaml").read_text(encoding="utf-8"),
+        settings=_text(run_dir / "config.yaml"),
     )
     path = run_dir / "report.html"
     write_text(path, page)
     return path
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); get the file again.") from error
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:

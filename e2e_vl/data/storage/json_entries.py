@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from detector.errors import UserError
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.index_files import OpenFiles
-from e2e_vl.json_keys import UNSURE, count_of, may_escape_colons, repeated_key, write_again
+from e2e_vl.json_keys import UNSURE, count_byte, may_escape_colons, repeated_key, write_again
 
 _CHUNK = 1 << 22  # bytes read at once
 _LONGEST = 1 << 28  # bytes of an entry; what is longer is a damaged file
@@ -292,7 +292,7 @@ class _Scanner:
         self.look()
         kept = self.text[self.at :]
         chunk = self.file.read(max(_CHUNK, len(kept)))
-        self.colons += count_of(b":", chunk)
+        self.colons += count_byte(b":", chunk)
         self.has_escapes = self.has_escapes or may_escape_colons(kept[-8:].encode("latin-1") + chunk)
         self.before += self.at
         self.text, self.at, self.is_at_end = kept + chunk.decode("latin-1"), 0, not chunk
