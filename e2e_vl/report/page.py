@@ -12,7 +12,6 @@ from typing import Any
 import jinja2
 from PIL import Image
 
-from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import RunConfig
 from e2e_vl.file_names import id_of, name_of
@@ -21,7 +20,7 @@ from e2e_vl.report.changed_settings import changed_settings
 from e2e_vl.report.curves import draw_curves
 from e2e_vl.report.metric_tables import metric_tables
 from e2e_vl.report.prediction_lists import Prediction, PredictionLists, list_predictions, phrase_line
-from e2e_vl.run_files import read_log, read_plain_json, write_text
+from e2e_vl.run_files import errors_naming, read_log, read_plain_json, read_settings_text, write_text
 from e2e_vl.tasks.base import PredictionWords, Task
 
 MAX_PREDICTIONS = 1 << 31  # bytes
@@ -81,18 +80,11 @@ def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Ma
         card=lambda prediction: _card(prediction, task),
         curves=None if curves is None else _data_uri(curves, "png"),
         changed=changed_settings(config, part_defaults),
-        settings=_text(run_dir / "config.yaml"),
+        settings=read_settings_text(run_dir / "config.yaml"),
     )
     path = run_dir / "report.html"
     write_text(path, page)
     return path
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); get the file again.") from error
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,10 +115,8 @@ def _section(path: Path, config: RunConfig, task: Task) -> Section:
     split, _, boxes = path.stem.removeprefix("predictions_").rpartition("_")
     known = {source.value: source.metric_suffix.replace("_", " ") for source in BoxSource.for_evaluation()}
     records = read_plain_json(path, list, max_bytes=MAX_PREDICTIONS)
-    try:
+    with errors_naming(path):
         lists = list_predictions(records, task, config.eval.report_pictures, config.seed)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
     return Section(f"{id_of(split)}, {known.get(boxes, boxes)}", lists)
 
 
