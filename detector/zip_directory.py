@@ -145,8 +145,9 @@ def read_members(file: BinaryIO, most: int) -> dict[str, Member]:
         most: how many there may be.
 
     Raises:
-        DamagedZipError: the archive is damaged or cut off; a member lies outside, overlaps another one, is named twice,
-            is encrypted or packed in an unusual way; or the members claim to be much larger than the file.
+        DamagedZipError: the archive is damaged or cut off; a member lies outside, overlaps another one, is named twice
+            or in two ways, is encrypted or packed in an unusual way; or the members claim to be much larger than the
+            file.
     """
     try:
         return _read_members(file, most)
@@ -179,6 +180,9 @@ def _read_members(file: BinaryIO, most: int) -> dict[str, Member]:
     ends.sort()
     if any(end > after for (_, end), (after, _) in itertools.pairwise(ends)):
         raise DamagedZipError("two of its members overlap")
+    for entry in entries:
+        if _local_name(file, entry.header + directory.shift, entry.flags) != entry.name:
+            raise DamagedZipError(f"{entry.name!r} has another name before its content")
     claimed, length = sum(member.whole for member in members.values()), file.seek(0, io.SEEK_END)
     if claimed > max(SMALL, RATIO * length):
         raise DamagedZipError(f"its members claim {claimed} bytes in a file of {length} bytes")
@@ -194,6 +198,13 @@ def content_start(file: BinaryIO, header: int, room: int) -> int | None:
     if len(local) < LOCAL_HEADER or not local.startswith(b"PK\3\4"):
         return None
     return header + LOCAL_HEADER + sum(struct.unpack_from("<HH", local, 26))
+
+
+def _local_name(file: BinaryIO, header: int, flags: int) -> str:
+    """The name of a member before its content; a flipped bit in one of both names would make another array of it."""
+    file.seek(header + 26)
+    (length,) = struct.unpack("<H2x", file.read(4))
+    return file.read(length).decode("utf-8" if flags & 0x800 else "cp437", "replace")
 
 
 def inflate(packed: bytes, longest: int) -> bytes:

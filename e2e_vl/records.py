@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from detector.errors import UserError
 from detector.plain_json import has_half_characters
+from e2e_vl.json_keys import has_each_key_once, repeated_key
 
 Found = TypeVar("Found")
 
@@ -65,7 +66,14 @@ def checked(kind: type[Found], value: Any, where: str, *, remedy: str = REMEDY) 
 
 
 def decoded(
-    kind: type[Found], data: bytes | str, where: str, *, key: str = "", form: str = "", remedy: str = REMEDY
+    kind: type[Found],
+    data: bytes | str,
+    where: str,
+    *,
+    key: str = "",
+    form: str = "",
+    remedy: str = REMEDY,
+    looks_for_doubles: bool = True,
 ) -> Found:
     """A JSON text as an instance of what is declared.
 
@@ -73,12 +81,15 @@ def decoded(
         data: UTF-8.
         key: of a text that names the record in the error, where it has one.
         form: what is expected where the text is not JSON, such as "one object per line is expected".
+        looks_for_doubles: refuse a key that is twice in one object; otherwise its last value counts.
 
     Raises:
-        UserError: the text is not JSON, or not of this kind; see `checked`.
+        UserError: the text is not JSON, has a key twice in one object, or is not of this kind; see `checked`.
     """
     try:
-        return msgspec.json.decode(data, type=kind)
+        found = msgspec.json.decode(data, type=kind)
+        if not looks_for_doubles or has_each_key_once(data, msgspec.json.decode(data)):
+            return found
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         pass  # Python's decoder reads more (NaN, halves of characters), and its errors say where
     why = f"{form}, copy or download the file again" if form else "copy or download the file again"
@@ -95,7 +106,8 @@ def parsed_json(data: bytes | str, subject: str, remedy: str = "copy or download
         subject: begins the error, as in "val.jsonl, line 3 is" or "refs.json: the refs are".
 
     Raises:
-        UserError: the text is not JSON, is nested too deeply, or holds a number of thousands of digits.
+        UserError: the text is not JSON, is nested too deeply, holds a number of thousands of digits, or has a key twice
+            in one object.
     """
     try:
         value = json.loads(data)
@@ -105,6 +117,8 @@ def parsed_json(data: bytes | str, subject: str, remedy: str = "copy or download
         raise UserError(f"{subject} not valid JSON ({error}); {remedy}") from error
     if has_half_characters(data, value):
         raise UserError(f"{subject} not valid JSON (a text has half of a character, a lone surrogate); {remedy}")
+    if not has_each_key_once(data, value) and (double := repeated_key(data)):
+        raise UserError(f"{subject} not clear: {double}; {remedy}")
     return value
 
 

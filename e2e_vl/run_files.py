@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,6 +79,23 @@ def _log_line(line: str, where: str) -> dict[str, Any]:
     checked(_LogLine, found, where, remedy=remedy)
     checked(_Values, {"value": {name: one for name, one in found.items() if name not in _NAMED}}, where, remedy=remedy)
     return found
+
+
+def read_settings_text(path: Path) -> str:
+    """The text of a run's settings; raises UserError if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}); get the file again.") from error
+
+
+@contextlib.contextmanager
+def errors_naming(path: Path) -> Iterator[None]:
+    """A user's error about what a file holds begins with the file."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 _Value = Annotated[float, Meta(ge=-1e300, le=1e300)]  # differences of two can be drawn

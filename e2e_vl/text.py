@@ -6,9 +6,10 @@ import collections
 import itertools
 import operator
 import string
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from huggingface_hub import snapshot_download
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
@@ -23,6 +24,11 @@ NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine
 SPELLINGS = {f"{article} {who}": who for article in ("a", "the") for who in ("man", "woman")}
 SPELLINGS |= {"grey": "gray", **{word: str(number) for number, word in enumerate(NUMBERS, start=1)}}
 MAX_BYTES = 1 << 27  # of a file of a tokenizer
+# of a model on the hub, what a tokenizer is made of; transformers looks into config.json for its kind
+HUB_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.txt", "config.json"),
+)
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -36,7 +42,8 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
 
     Raises:
         FileNotFoundError: nothing is at the path, or the hub has no such tokenizer within reach.
-        ValueError: the vocabulary lacks a special token, or the folder holds no tokenizer.
+        ValueError: the vocabulary lacks a special token, or the folder, or what the hub has under the name, holds no
+            tokenizer or one that is not like BERT's (`check_tokenizer`).
     """
     path = Path(name_or_path).expanduser()
     if path.is_file():
@@ -55,18 +62,41 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
             f"{path}: no tokenizer there; give an existing vocab.txt (e2e_vl.text.build_vocabulary writes one), a "
             "folder written by save_pretrained, or a hub name such as bert-base-uncased"
         )
+    return _hub_tokenizer(str(name_or_path))
+
+
+def _hub_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The files of a model on the hub, or in its local cache, go through the same checks as those of a folder."""
     try:
-        return AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        folder = Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # errors of the connection are of a library that depends on huggingface_hub's version
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise MissingFileError(
-            f"{name_or_path}: neither a local file or folder nor a tokenizer that could be loaded from the hub "
-            f"({str(error).splitlines()[0]}); check the name and the connection, or give a local vocab.txt"
+            f"{name}: neither a local file or folder nor a tokenizer that could be loaded from the hub ({reason}); "
+            "check the name and the connection, or give a local vocab.txt"
         ) from error
+    if (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
+        tokenizer = _saved_tokenizer(folder, HUB_FILES)  # the cache may have more of the model
+    elif (folder / "vocab.txt").is_file():
+        tokenizer = _read_vocabulary(folder / "vocab.txt")
+    else:
+        raise UserError(
+            f"{name}: the model on the hub has neither tokenizer.json nor vocab.txt ({folder}); name a model with a "
+            "BERT-style vocabulary, or give a local vocab.txt"
+        )
+    tokenizer.name_or_path = name
+    return tokenizer
 
 
-def _saved_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """What `save_pretrained` wrote. Raises UserError, whatever transformers and tokenizers raise for a damaged file."""
+def _saved_tokenizer(folder: Path, names: Collection[str] | None = None) -> PreTrainedTokenizerBase:
+    """What `save_pretrained` wrote. Raises UserError, whatever transformers and tokenizers raise for a damaged file.
+
+    Args:
+        names: the JSON files that are the tokenizer's; None: all.
+    """
     for file in sorted(folder.glob("*.json")):
+        if names is not None and file.name not in names:
+            continue
         content = read_plain_json(file, max_bytes=MAX_BYTES)  # transformers reads them without any bounds
         if file.name == "tokenizer.json":
             check_tokenizer(content, str(file))

@@ -58,6 +58,7 @@ BASE = (
         "metric_names",
         "plain_yaml",
         "records",
+        "json_keys",
         "run_files",
         "setting_references",
         "tokenizer_files",

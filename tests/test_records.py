@@ -132,6 +132,16 @@ def test_what_only_pythons_decoder_reads_is_read_too():
         decoded(Row, '{"id": 1, "corners": [NaN, 2, 3, 4], "name": "seven"}', "f", key="name")
 
 
+def test_a_key_that_is_there_twice_is_refused():
+    text = '{"id": 1, "corners": [1, 2, 3, 4], "more": {"a": 1, "a": 2}, "parts": [], "name": "seven"}'
+    with pytest.raises(UserError, match=r"^f is not clear: more has the key 'a' twice; copy or download"):
+        decoded(Row, text, "f")
+    with pytest.raises(
+        UserError, match=r"^the rows are not clear: \[1\]\.more has the key 'a' twice; copy or download"
+    ):
+        parsed_json(f"[3, {text}]", "the rows are")
+
+
 def test_values_are_shown_in_short():
     assert cut_text("a" * 200).endswith("...") and len(cut_text("a" * 200)) < 120
     assert cut_text(10**5000) == "a int too long to show"

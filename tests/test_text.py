@@ -4,11 +4,14 @@ import concurrent.futures
 import contextlib
 import json
 import multiprocessing
+from pathlib import Path
 
+import huggingface_hub
 import pytest
 from transformers import AutoTokenizer
 
 from detector.errors import UserError
+from e2e_vl import text
 from e2e_vl.text import build_vocabulary, load_tokenizer, mirror_words, split_words, word_pieces
 from tests.campaign.hostile_tokenizers import good_tokenizer, write_tokenizer
 
@@ -87,6 +90,7 @@ def no_network(monkeypatch):
         raise OSError("no connection in this test")
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", refuse)
+    monkeypatch.setattr(text, "snapshot_download", refuse)
     return asked
 
 
@@ -107,6 +111,49 @@ def test_a_hub_name_out_of_reach_is_one_sentence(name, no_network, tmp_path, mon
     with pytest.raises(FileNotFoundError, match=rf"{name}: neither a local file.*no connection in this test"):
         load_tokenizer(name)
     assert no_network == [name]
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch) -> Path:
+    """The folder of a model "someone/words" in the local cache of the hub, which is out of reach."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    model = tmp_path / "hub" / "models--someone--words"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text("0" * 40)
+    folder = model / "snapshots" / ("0" * 40)
+    folder.mkdir(parents=True)
+    (folder / "modules.json").write_text("[]")  # another part of the model
+    return folder
+
+
+def test_a_tokenizer_of_the_hub_is_read_like_a_folder(cached, tmp_path):
+    build_vocabulary(["a red circle"], tmp_path / "vocab.txt")
+    own = load_tokenizer(tmp_path / "vocab.txt")
+    (cached / "vocab.txt").write_bytes((tmp_path / "vocab.txt").read_bytes())
+    assert load_tokenizer("someone/words")("a red box")["input_ids"] == own("a red box")["input_ids"]
+    own.save_pretrained(cached)
+    found = load_tokenizer("someone/words")
+    assert found("a red box")["input_ids"] == own("a red box")["input_ids"]
+    assert found.name_or_path == "someone/words"
+
+
+def test_a_tokenizer_of_the_hub_goes_through_the_checks_of_a_folder(cached, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="someone/words: the model on the hub has neither"):
+        load_tokenizer("someone/words")
+    build_vocabulary(["a red circle"], tmp_path / "vocab.txt")
+    load_tokenizer(tmp_path / "vocab.txt").save_pretrained(cached)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("the file is checked before"))
+    content = json.loads((cached / "tokenizer.json").read_text())
+    (cached / "tokenizer.json").write_text(json.dumps(content | {"pre_tokenizer": {"type": "Split"}}))
+    with pytest.raises(UserError, match=r"tokenizer\.json: the pre_tokenizer is of the kind 'Split'; BERT's are read"):
+        load_tokenizer("someone/words")
+    (cached / "tokenizer.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"tokenizer\.json: .* too deep|tokenizer\.json.* more than 50 deep"):
+        load_tokenizer("someone/words")
+    with pytest.raises(FileNotFoundError, match="someone/else: neither a local file or folder nor a tokenizer"):
+        load_tokenizer("someone/else")
 
 
 def test_bad_vocabularies_are_named(tmp_path):

@@ -20,7 +20,7 @@ from e2e_vl.report.changed_settings import changed_settings
 from e2e_vl.report.curves import draw_curves
 from e2e_vl.report.metric_tables import metric_tables
 from e2e_vl.report.prediction_lists import Prediction, PredictionLists, list_predictions, phrase_line
-from e2e_vl.run_files import read_log, read_plain_json, write_text
+from e2e_vl.run_files import errors_naming, read_log, read_plain_json, read_settings_text, write_text
 from e2e_vl.tasks.base import PredictionWords, Task
 
 MAX_PREDICTIONS = 1 << 31  # bytes
@@ -80,7 +80,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Ma
         card=lambda prediction: _card(prediction, task),
         curves=None if curves is None else _data_uri(curves, "png"),
         changed=changed_settings(config, part_defaults),
-        settings=(run_dir / "config.yaml").read_text(encoding="utf-8"),
+        settings=read_settings_text(run_dir / "config.yaml"),
     )
     path = run_dir / "report.html"
     write_text(path, page)
@@ -115,7 +115,8 @@ def _section(path: Path, config: RunConfig, task: Task) -> Section:
     split, _, boxes = path.stem.removeprefix("predictions_").rpartition("_")
     known = {source.value: source.metric_suffix.replace("_", " ") for source in BoxSource.for_evaluation()}
     records = read_plain_json(path, list, max_bytes=MAX_PREDICTIONS)
-    lists = list_predictions(records, task, config.eval.report_pictures, config.seed)
+    with errors_naming(path):
+        lists = list_predictions(records, task, config.eval.report_pictures, config.seed)
     return Section(f"{id_of(split)}, {known.get(boxes, boxes)}", lists)
 
 

@@ -81,3 +81,14 @@ def test_inflate_is_bounded():
         inflate(data[:-1], 300)
     with pytest.raises(DamagedZipError, match="damaged"):
         inflate(b"\xff" * 20, 300)
+
+
+def test_a_member_has_one_name():
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("scores.npy", b"content")
+    whole = file.getvalue()
+    for place in (whole.index(b"scores"), whole.rindex(b"scores")):
+        changed = whole[:place] + b"q" + whole[place + 1 :]
+        with pytest.raises(DamagedZipError, match="has another name before its content"):
+            read_members(io.BytesIO(changed), 3)

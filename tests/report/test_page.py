@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 import pytest
 
+from detector.errors import UserError
 from e2e_vl.config import EvalSettings, RunConfig, save_config
 from e2e_vl.report.page import PICTURE_AREA, TEMPLATE, write_report
 from e2e_vl.run_files import RunLog, write_json
@@ -189,3 +190,17 @@ def test_an_installed_package_has_the_template():
     own = {path for folder in ("detector", "e2e_vl") for path in (ROOT / folder).rglob("*") if path.is_file()}
     assert TEMPLATE in copied
     assert {path for path in own if path.suffix not in (".py", ".pyc")} == copied
+
+
+class StrictTask(FakeTask):
+    def describe(self, record: dict) -> PredictionWords:
+        raise UserError("the prediction for sentence 7: no box")
+
+
+def test_damaged_files_of_a_run_are_named(run):
+    write_json(run / "predictions_val_gt.json", [record()])
+    with pytest.raises(UserError, match=r"predictions_val_gt\.json: the prediction for sentence 7: no box"):
+        write_report(run, RunConfig(output=str(run)), StrictTask())
+    (run / "config.yaml").write_bytes(b"# \xe1\n")
+    with pytest.raises(UserError, match=r"config\.yaml is not UTF-8 text \(byte 2\)"):
+        write_report(run, RunConfig(output=str(run)), FakeTask())

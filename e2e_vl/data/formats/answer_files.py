@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from detector.errors import UserError
 from e2e_vl.data.storage.files import read_json, require_file
-from e2e_vl.records import Number, Record, checked
+from e2e_vl.records import Number, Record, checked, cut_text
 from e2e_vl.run_files import write_text
 
 
@@ -33,17 +33,22 @@ def read_answers(path: str | Path, sources: Collection[str] | None = None) -> li
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: another suffix or content, no answers, or classes that are not 0, 1, 2, ...
+        ValueError: another suffix or content, no answers, classes that are not 0, 1, 2, ..., or an answer that is
+            listed twice. (A model's own list, `answers.json`, may have such: a task spells the lines of text files.)
     """
     path = Path(path).expanduser()
     if path.suffix == ".json":
-        answers = _answers_of_json(read_json(path, "answers"), path, sources)
+        rows, answers = _answers_of_json(read_json(path, "answers"), path, sources)
+        if path.name != ANSWERS_FILE:
+            _require_each_once(answers, rows, f"{path}: the entries", " (counted from 0)")
     elif path.suffix == ".txt":
         try:
             lines = require_file(path, "answers").read_text(encoding="utf-8").split("\n")
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: not a UTF-8 text file; one answer per line is expected") from error
-        answers = [line.strip().lower() for line in lines if line.strip()]
+        found = {number: line.strip().lower() for number, line in enumerate(lines, start=1) if line.strip()}
+        answers = list(found.values())
+        _require_each_once(answers, list(found), f"{path}: the lines", "")
     else:
         raise UserError(f"{path}: an answer vocabulary is a .txt file, one answer per line, or a .json file")
     if not answers:
@@ -51,10 +56,24 @@ def read_answers(path: str | Path, sources: Collection[str] | None = None) -> li
     return answers
 
 
-def _answers_of_json(content: Any, path: Path, sources: Collection[str] | None) -> list[str]:
+def _require_each_once(answers: Sequence[str], places: Sequence[int], what: str, how: str) -> None:
+    """Raises UserError, which names both places, if an answer is there twice."""
+    first: dict[str, int] = {}
+    for answer, place in zip(answers, places, strict=True):
+        if (other := first.setdefault(answer, place)) != place:
+            raise UserError(
+                f"{what} {other} and {place}{how} are both the answer {cut_text(answer)}, which has one class only; "
+                "remove one of them, or copy or download the file again"
+            )
+
+
+def _answers_of_json(content: Any, path: Path, sources: Collection[str] | None) -> tuple[Sequence[int], list[str]]:
+    """Places in the list of the file, and answers."""
+    places: Sequence[int] | None = None
     if isinstance(content, list) and all(isinstance(one, dict) and {"ans", "dsets"} <= one.keys() for one in content):
         rows = [checked(_SourcedAnswer, one, f"{path}: answer {number}") for number, one in enumerate(content)]
-        content = [one.ans for one in rows if sources is None or set(one.dsets) & set(sources)]
+        places = [row for row, one in enumerate(rows) if sources is None or set(one.dsets) & set(sources)]
+        content = [rows[row].ans for row in places]
     elif sources is not None:
         raise UserError(f"{path}: the file does not say from which data sets its answers are; name no sources")
     if isinstance(content, dict):
@@ -64,7 +83,7 @@ def _answers_of_json(content: Any, path: Path, sources: Collection[str] | None) 
         content = sorted(content, key=content.get)
     if not isinstance(content, list) or not all(isinstance(answer, str) for answer in content):
         raise UserError(f"{path}: expected a list of answers, or an object from answer to class")
-    return content
+    return range(len(content)) if places is None else places, content
 
 
 def write_answers(path: str | Path, answers: list[str]) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import re
 import struct
 import zipfile
+import zlib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,8 +27,8 @@ from detector.zip_directory import (
 from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
 from e2e_vl.file_names import inside
 
-_VERSION = "zip 2"
-_COLUMNS = 4  # hash of the name, offset of the local header, bytes in the archive, method of compression
+_VERSION = "zip 3"
+_COLUMNS = 5  # hash of the name, offset of the local header, bytes in the archive, method of compression, CRC-32
 LARGEST_MEMBER = 1 << 28  # bytes of one unpacked image or JSON file
 _PART = 1 << 16  # rows
 
@@ -76,7 +77,8 @@ class ArchivedFiles:
 
         Raises:
             MissingFileError: no such file or member.
-            UserError: an archive or member that is damaged or compressed in an unknown way.
+            UserError: an archive or member that is damaged or compressed in an unknown way; that includes content that
+                is not what was packed (CRC-32).
         """
         found = self.find(name)
         return found.read_bytes() if isinstance(found, Path) else self._read_member(*found)
@@ -98,9 +100,12 @@ class ArchivedFiles:
         row = index[place] if place < len(index) else None
         if row is None or row[0] != wanted:
             raise MissingFileError(f"{archive}: has no member {member}; get the archive again")
-        _, header_offset, size, method = (int(value) for value in row)
+        _, header_offset, size, method, checksum = (int(value) for value in row)
         try:
-            return self._content(archive, header_offset, size, method)
+            content = self._content(archive, header_offset, size, method)
+            if zlib.crc32(content) != checksum:
+                raise DamagedZipError("not as it was packed (its checksum differs)")
+            return content
         except DamagedZipError as error:
             raise UserError(f"{archive}: the member {member} is {error}; get the archive again") from error
 
@@ -125,7 +130,7 @@ def _hash(name: str) -> int:
 
 
 def _rows(archive: Path) -> Iterator[np.ndarray]:
-    """int64 [n, 4], sorted by the hash of the name."""
+    """int64 [n, 5], sorted by the hash of the name."""
     found = array("q")
     try:
         with archive.open("rb") as file:
@@ -141,7 +146,8 @@ def _rows(archive: Path) -> Iterator[np.ndarray]:
                         raise UserError(
                             f"{archive}: {entry.name} is encrypted or compressed in a way that is not supported"
                         )
-                    found.extend((_hash(entry.name), entry.header + directory.shift, entry.packed, entry.method))
+                    place = entry.header + directory.shift
+                    found.extend((_hash(entry.name), place, entry.packed, entry.method, entry.checksum))
     except (DamagedZipError, OSError, OverflowError, struct.error) as error:
         raise UserError(f"{archive}: no readable zip archive ({error}); get it again") from error
     rows = np.frombuffer(found, dtype=np.int64).reshape(-1, _COLUMNS)

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import itertools
 import logging
+import math
 import os
 import tempfile
+import zlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 _PATIENCE = 0.5  # seconds without a word
+_BLOCK = 64  # rows that have a checksum together
+_LAYOUT = "rows with checksums"
 
 
 class OpenFiles:
@@ -70,22 +76,38 @@ class OpenFiles:
 class ArrayFile(Sequence):
     """The rows of a `.npy` file with an int64 array of one or two dimensions, read one by one through `files`.
 
+    Behind the array the file has the CRC-32 of each `_BLOCK` rows, with which the rows are compared when they are read:
+    a wrong place would give something else that may look right.
+
     Raises:
-        ValueError: no such array.
+        ValueError: no such array, or a row that is not as it was written.
     """
 
     def __init__(self, path: Path, files: OpenFiles) -> None:
         self.path = path
         self.files = files
-        with path.open("rb") as file:
-            version = np.lib.format.read_magic(file)
-            read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else None
-            shape, fortran, dtype = read_header(file) if read_header else ((), False, None)
-            self._offset = file.tell()
-        if not shape or fortran or dtype != np.int64:
-            raise UserError(f"{path}: not an index of rows of int64; remove the file, it is made again")
+        try:
+            with path.open("rb") as file:
+                version = np.lib.format.read_magic(file)
+                read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else None
+                shape, fortran, dtype = read_header(file) if read_header else ((), False, None)
+                self._offset = file.tell()
+                self._row_bytes = 8 * math.prod(shape[1:])
+                end = self._offset + self._row_bytes * (shape or (0,))[0]
+                number = -(-len(range(*shape[:1])) // _BLOCK)
+                is_whole = file.seek(0, io.SEEK_END) == end + 4 * number
+                file.seek(end if is_whole else 0)
+                self._checks = np.frombuffer(file.read(4 * number), dtype="<u4") if is_whole else None
+        except OSError:
+            raise
+        except Exception as error:  # the header is Python's text, and its parsers raise many kinds of errors
+            raise self._broken() from error
+        if self._checks is None or not shape or fortran or dtype != np.int64:
+            raise self._broken()
         self.shape: tuple[int, ...] = shape
-        self._row_bytes = 8 * int(np.prod(shape[1:], dtype=np.int64))
+
+    def _broken(self) -> UserError:
+        return UserError(f"{self.path}: not an index as it was written; remove the file, it is made again")
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -94,8 +116,12 @@ class ArrayFile(Sequence):
         """int64, the shape of one row."""
         if not 0 <= row < len(self):
             raise IndexError(f"{self.path}: row {row} of {len(self)}")
-        data = self.files.read(self.path, self._offset + row * self._row_bytes, self._row_bytes)
-        return np.frombuffer(data, dtype=np.int64).reshape(self.shape[1:])
+        block, at = divmod(row, _BLOCK)
+        rows = min(_BLOCK, len(self) - block * _BLOCK)
+        data = self.files.read(self.path, self._offset + block * _BLOCK * self._row_bytes, rows * self._row_bytes)
+        if zlib.crc32(data) != self._checks[block]:
+            raise self._broken()
+        return np.frombuffer(data, dtype=np.int64).reshape(rows, *self.shape[1:])[at]
 
 
 def cached_index(
@@ -115,7 +141,7 @@ def cached_index(
     Raises:
         OSError: the folder cannot be written to; the message says which setting to change.
     """
-    parts = [version]
+    parts = [_LAYOUT, version]
     for source in sources:
         status = source.stat()
         parts += [str(source.resolve()), str(status.st_size), str(status.st_mtime_ns)]
@@ -183,12 +209,20 @@ def with_progress(parts: Iterator[np.ndarray], name: str) -> Iterator[np.ndarray
 
 def _write(file: BinaryIO, rows: Iterator[np.ndarray], columns: int) -> None:
     """The header holds the number of rows, so it is written again at the end; numpy leaves room for more digits."""
-    count = 0
+    count, checks, left = 0, array("I"), b""
+    size = 8 * _BLOCK * max(columns, 1)
     for is_complete in (False, True):
         file.seek(0)
         shape = (count, columns) if columns else (count,)
         np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": shape})
-        if not is_complete:
-            for part in rows:
-                file.write(np.ascontiguousarray(part, dtype="<i8"))
-                count += len(part)
+        if is_complete:
+            break
+        for part in rows:
+            data = np.ascontiguousarray(part, dtype="<i8").tobytes()
+            file.write(data)
+            count += len(part)
+            data = memoryview(left + data)
+            whole = len(data) // size * size
+            checks.extend(zlib.crc32(data[at : at + size]) for at in range(0, whole, size))
+            left = bytes(data[whole:])
+        file.write(np.array([*checks, *([zlib.crc32(left)] if left else [])], dtype="<u4").tobytes())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from detector.errors import UserError
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.index_files import OpenFiles
+from e2e_vl.json_keys import UNSURE, count_byte, may_escape_colons, repeated_key, write_again
 
 _CHUNK = 1 << 22  # bytes read at once
 _LONGEST = 1 << 28  # bytes of an entry; what is longer is a damaged file
@@ -45,7 +47,8 @@ def json_entries(path: str | Path, what: str) -> Iterator[JsonEntry]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: no JSON, or something else than an object.
+        ValueError: no JSON, something else than an object, or a key twice in an object within it. The last one is
+            found a few megabytes later.
     """
     path = require_file(path, what)
     with path.open("rb") as file:
@@ -61,7 +64,7 @@ def json_items(path: str | Path, what: str) -> Iterator[Any]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: no JSON, or something else than a list.
+        ValueError: no JSON, something else than a list, or a key twice in an object, which is found later.
     """
     path = require_file(path, what)
     with path.open("rb") as file:
@@ -82,17 +85,22 @@ def json_members(path: str | Path, what: str, lists: Collection[str]) -> Iterato
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: no JSON, or something else than an object.
+        ValueError: no JSON, something else than an object, or a key twice in an object, which is found later.
     """
     path = require_file(path, what)
     with path.open("rb") as file:
         scanner = _Scanner(file, path, what, "object")
         scanner.expect("{")
+        seen: set[str] = set()
         for _ in scanner.steps("}"):
             key = scanner.item()
             if not isinstance(key, str):
                 raise scanner.broken("a key with a value is expected")
+            if key in seen:
+                raise scanner.unclear(scanner.at, f"the object has the key {key[:100]!r} twice")
+            seen.add(key)
             scanner.expect(":")
+            scanner.keys += 1
             if scanner.next_mark() == "[" and key in lists:
                 scanner.expect("[")
                 yield key, [], False
@@ -124,6 +132,11 @@ class _Scanner:
         self.file, self.path, self.what, self.kind = file, path, what, kind
         self.text, self.at, self.before = "", 0, 0  # the window, the place in it, and bytes before the window
         self.is_at_end = False
+        # what was read since the last look for keys that are there twice
+        self.colons, self.keys, self.values = 0, 0, 0  # colons of all bytes, of the keys read here, of the values
+        self.again = bytearray()
+        self.starts, self.ends = array("q"), array("q")  # of each part in the window
+        self.has_entries, self.is_sure, self.has_escapes = False, True, False
 
     def inside(self, opening: str, read: Callable[[], _Found]) -> Iterator[_Found]:
         """What `read` gives for each part of the object or list that the file is."""
@@ -149,6 +162,7 @@ class _Scanner:
     def end(self) -> None:
         if self.next_mark():
             raise self.broken(f"something stands behind the {self.kind}")
+        self.look()
 
     def entry(self) -> JsonEntry:
         plain = self.plain_entry()
@@ -159,6 +173,9 @@ class _Scanner:
         written = self.text[self.at : end]
         if not written.isascii():
             [(key, value)] = self.decode_again("{" + written + "}").items()
+        self.note(value, end)
+        self.keys += 1 + key.count(":")
+        self.has_entries = True
         found = JsonEntry(key, value, self.before + self.at, end - self.at)
         self.at = end
         return found
@@ -181,8 +198,37 @@ class _Scanner:
         written = self.text[self.at : end]
         if not written.isascii():
             value = self.decode_again(written)
+        self.note(value, end)
         self.at = end
         return value
+
+    def note(self, value: Any, end: int) -> None:
+        """Remember what has been read from the place on, for the next look."""
+        self.starts.append(self.at)
+        self.ends.append(end)
+        try:
+            write_again(value, self.again)
+        except UNSURE:
+            self.is_sure = False
+        else:
+            self.values += self.again.count(b":")
+
+    def look(self) -> None:
+        """Raises UserError if an object that was read since the last look has a key twice (see `json_keys.py`)."""
+        left = self.text.count(":", self.at)
+        if not self.is_sure or self.colons - left != self.keys + self.values or self.has_escapes:
+            for start, end in zip(self.starts, self.ends, strict=True):
+                written = self.text[start:end].encode("latin-1").decode("utf-8", "surrogatepass")
+                if double := repeated_key(f"{{{written}}}" if self.has_entries else written):
+                    raise self.unclear(start, double)
+        self.colons, self.keys, self.values, self.is_sure = left, 0, 0, True
+        self.starts, self.ends = array("q"), array("q")
+
+    def unclear(self, at: int, double: str) -> UserError:
+        return UserError(
+            f"{self.path}: the {self.what} are not clear: near byte {self.before + at}, {double}; copy or download the "
+            "file again"
+        )
 
     def decode_entry(self) -> tuple[tuple[str, Any], int]:
         key, start = self.key()
@@ -243,8 +289,11 @@ class _Scanner:
 
     def read(self) -> None:
         """Drop what was read and read on: at least as much as is kept, so that long entries are not read too often."""
+        self.look()
         kept = self.text[self.at :]
         chunk = self.file.read(max(_CHUNK, len(kept)))
+        self.colons += count_byte(b":", chunk)
+        self.has_escapes = self.has_escapes or may_escape_colons(kept[-8:].encode("latin-1") + chunk)
         self.before += self.at
         self.text, self.at, self.is_at_end = kept + chunk.decode("latin-1"), 0, not chunk
 

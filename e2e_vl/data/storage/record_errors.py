@@ -14,7 +14,13 @@ _UNFORESEEN = (TypeError, KeyError, IndexError, AttributeError, OverflowError)
 
 
 class RecordErrors:
-    """Readers do the work on each record within `with errors.about(where)`; here the first error ends the reading."""
+    """Readers do the work on each record within `with errors.about(where)`; here the first error ends the reading.
+
+    Attributes:
+        is_check: the data are checked, so that readers do also what takes long.
+    """
+
+    is_check = False
 
     def about(self, where: str) -> RecordErrors:
         """Name the file and the record of the work that comes."""
@@ -42,6 +48,8 @@ class NotedErrors(RecordErrors):
     Attributes:
         sentences: the errors, each once, in the order in which they were found. (A dict is used as an ordered set.)
     """
+
+    is_check = True
 
     def __init__(self) -> None:
         self.sentences: dict[str, None] = {}

@@ -19,6 +19,12 @@ def test_answers_of_every_format(tmp_path):
     assert read_answers(tmp_path / "new" / "answers.json") == answers
 
 
+def test_a_models_own_list_may_have_an_answer_twice(tmp_path):
+    """A task spells the lines of a text file, so that two of them may become one."""
+    write_answers(tmp_path / "answers.json", ["t-shirt", "yes", "t-shirt"])
+    assert read_answers(tmp_path / "answers.json") == ["t-shirt", "yes", "t-shirt"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -27,6 +33,22 @@ def test_answers_of_every_format(tmp_path):
         ("a.json", "3", "expected a list of answers"),
         ("a.json", '["yes", 1]', "expected a list of answers"),
         ("a.json", '{"yes": 1, "no": 2}', "are not 0 to 1"),
+        (
+            "a.txt",
+            "<unk>\n\nno\nyes\n Yes\n",
+            r"a\.txt: the lines 4 and 5 are both the answer 'yes', which has one class",
+        ),
+        (
+            "a.json",
+            '["", "no", "yes", "no"]',
+            r"a\.json: the entries 1 and 3 \(counted from 0\) are both the answer 'no'",
+        ),
+        ("a.json", '{"yes": 0, "no": 2, "yes": 1}', r"a\.json: the answers are not clear: .* has the key 'yes' twice"),
+        (
+            "a.json",
+            '[{"ans": "a", "dsets": ["vqa"]}, {"ans": "b", "dsets": ["gqa"]}, {"ans": "a", "dsets": []}]',
+            "the entries 0 and 2",
+        ),
     ],
 )
 def test_answer_files_that_are_none(tmp_path, name, content, message):

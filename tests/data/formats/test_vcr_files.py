@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from e2e_vl.data.formats.vcr_files import CLASS_NAMES, VCRFile, read_detected_objects, read_metadata
+from e2e_vl.data.storage.record_errors import NotedErrors
 from tests.data.tiny_vcr import BOXES, TinyVCR
 
 
@@ -44,6 +45,17 @@ def test_broken_lines(tiny, change, message):
     change(tiny.lines[1])
     with pytest.raises(ValueError, match=f"val.jsonl.*{message}"):
         VCRFile(tiny.write().file)
+
+
+def test_a_check_finds_keys_that_are_there_twice(tiny):
+    file = tiny.write().file
+    first, *others = file.read_text().splitlines()
+    file.write_text("\n".join([first, *(line[:-1] + ', "answer_label": 1}' for line in others)]))
+    assert len(VCRFile(file)) == len(tiny.lines)  # in a run the last one counts: looking takes a quarter of the time
+    noted = NotedErrors()
+    VCRFile(file, noted)
+    assert len(noted.sentences) == len(others) > 0
+    assert all("not clear: the object has the key 'answer_label' twice" in one for one in noted.sentences)
 
 
 def test_broken_files(tiny):

@@ -6,6 +6,7 @@ import zipfile
 import pytest
 
 from detector import zip_directory
+from detector.errors import UserError
 from e2e_vl.data.storage.archives import ArchivedFiles
 
 
@@ -68,6 +69,24 @@ def test_a_damaged_directory_is_named(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"a\.zip: no readable zip archive \(.*\); get it again"):
             ArchivedFiles(tmp_path, tmp_path / "cache").read("a.zip@/1.txt")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_flipped_bit_of_a_member_is_named(tmp_path, method):
+    path, content = tmp_path / "a.zip", random.Random(1).randbytes(400)  # deflate cannot pack it, so it stores blocks
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr("b/first.jpg", "whole")
+        archive.writestr("b/second.jpg", content)
+    whole = path.read_bytes()
+    at = whole.index(content)
+    files = ArchivedFiles(tmp_path, tmp_path / "cache")
+    for place in (at, at + 200, at + 399):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(UserError, match=r"a\.zip: the member b/second\.jpg is not as it was packed \(its checksum"):
+            files.read("a.zip@/b/second.jpg")
+        assert files.read("a.zip@/b/first.jpg") == b"whole"
+    path.write_bytes(whole)
+    assert files.read("a.zip@/b/second.jpg") == content
 
 
 def test_indices_of_all_parts_are_made_before_a_file_is_wanted(tmp_path):

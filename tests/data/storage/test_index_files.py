@@ -7,9 +7,11 @@ import multiprocessing
 import time
 
 import numpy as np
+import pytest
 
+from detector.errors import UserError
 from e2e_vl.data.storage import index_files
-from e2e_vl.data.storage.index_files import OpenFiles, cached_index
+from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
 
 
 class Slow(io.BytesIO):
@@ -66,3 +68,32 @@ def test_of_several_processes_one_makes_an_index_and_the_others_wait(tmp_path, m
     assert [process.exitcode for process in processes] == [0] * 4
     assert log.read_text() == "made\n"
     assert [path.suffix for path in folder.iterdir()] == [".npy"], "no lock and nothing unfinished stays"
+
+
+@pytest.mark.parametrize("columns", [0, 3])
+def test_rows_are_as_they_were_written_or_refused(tmp_path, columns):
+    source = tmp_path / "source"
+    source.write_text("x")
+    values = np.random.default_rng(0).integers(-(2**62), 2**62, (200, columns) if columns else 200)
+    path = cached_index([source], tmp_path, "test", lambda: iter(np.array_split(values, [1, 70, 70, 140])), columns)
+    assert np.array_equal(np.load(path), values)
+    whole, refused = path.read_bytes(), 0
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
+        try:
+            rows = ArrayFile(path, OpenFiles())
+            found = np.array([rows[number] for number in range(len(rows))])
+            assert np.array_equal(found, values), place  # white space in the header
+        except UserError as error:
+            assert str(error) == f"{path}: not an index as it was written; remove the file, it is made again"
+            refused += 1
+    assert refused > len(whole) / 7 - 20
+    path.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match="remove the file"):
+        ArrayFile(path, OpenFiles())
+
+
+def test_an_index_may_be_empty(tmp_path):
+    (tmp_path / "source").write_text("x")
+    path = cached_index([tmp_path / "source"], tmp_path, "test", lambda: iter([]))
+    assert len(ArrayFile(path, OpenFiles())) == 0

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from detector.errors import UserError
 from e2e_vl.data.storage import json_entries as module
 from e2e_vl.data.storage.index_files import OpenFiles
 from e2e_vl.data.storage.json_entries import json_entries, json_items, json_members, read_entry
@@ -51,6 +52,27 @@ def test_what_is_no_list_is_named(tmp_path, text):
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"broken\.json: the records are not one JSON list \(near byte \d+: .*again"):
         list(json_items(path, "records"))
+
+
+@pytest.mark.parametrize("options", [{}, {"indent": 2}, {"ensure_ascii": False}, {"separators": (" ,", " : ")}])
+def test_a_key_that_is_there_twice_is_named(tmp_path, options):
+    path, double = tmp_path / "some.json", json.dumps(CONTENT | {"é": {"a:": [{"x:": 1, "y": 2}]}}, **options)
+    double = double.replace('"y"', '"x:"')
+    path.write_text(double, encoding="utf-8")
+    sentence = (
+        r"some\.json: the records are not clear: near byte \d+, {}a:\[0\] has the key 'x:' twice; copy or download"
+    )
+    with pytest.raises(UserError, match=sentence.format(r"é\.")):
+        list(json_entries(path, "records"))
+    with pytest.raises(UserError, match=sentence.format("")):
+        list(json_members(path, "records", []))
+    path.write_text(f"[3, {double}]", encoding="utf-8")
+    with pytest.raises(UserError, match=sentence.format(r"é\.")):
+        list(json_items(path, "records"))
+    path.write_text('{"a": [{"b": 1}], "c": 2, "a": []}')
+    with pytest.raises(UserError, match="the object has the key 'a' twice"):
+        list(json_members(path, "records", ["a"]))
+    assert [entry.key for entry in json_entries(path, "records")] == ["a", "c", "a"]  # who reads them looks
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch):

@@ -19,13 +19,16 @@ import base64
 import binascii
 import importlib
 import io
+import itertools
 import json
 import logging
 import os
 import struct
+import zlib
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from msgspec import Meta
 from tqdm.auto import tqdm
@@ -145,10 +148,11 @@ def npz_names(folder: Path) -> list[str]:
 
 
 class _Index(Record):
-    """Where the rows of a TSV file of so many bytes begin."""
+    """Where the rows of a TSV file of so many bytes begin, and the CRC-32 of each with its line break."""
 
     bytes: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     offsets: dict[str, Annotated[int, Meta(ge=0, le=2**63 - 1)]]
+    checksums: list[Annotated[int, Meta(ge=0, le=2**32 - 1)]] | None = None  # in the order of the offsets
 
 
 class _Sidecar(Record):
@@ -163,18 +167,21 @@ class TsvStore(FeatureStore):
 
     Rows are found by their offsets: from the file beside it if that fits, else by reading it once. One process does
     that and writes the offsets beside the file, where the others wait for them; files up to `SMALL` are just read.
+    A row is compared with its checksum if there is one: rows that are written or indexed here have one.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.stamp, offsets = self._read_sidecar()
-        if offsets is None:
-            offsets = self._make_sidecar()
-        self.offsets: dict[str, int] = offsets
+        self.stamp, index = self._read_sidecar()
+        if index is None:
+            index = self._make_sidecar()
+        self.offsets: dict[str, int] = index.offsets
         self.ids = list(self.offsets)
+        self._starts = np.fromiter(self.offsets.values(), dtype=np.int64, count=len(self.offsets))
+        self._checksums = None if index.checksums is None else np.array(index.checksums, dtype=np.uint32)
 
-    def _read_sidecar(self) -> tuple[dict[str, Any] | None, dict[str, int] | None]:
-        """The stamp, and the offsets if they are those of this file."""
+    def _read_sidecar(self) -> tuple[dict[str, Any] | None, _Index | None]:
+        """The stamp, and the index if it is the one of this file."""
         beside = sidecar(self.path)
         if not beside.is_file():
             return None, None
@@ -182,11 +189,22 @@ class TsvStore(FeatureStore):
         content = checked(_Sidecar, read_json(beside, "facts about the features"), f"{beside}:", remedy=remedy)
         if (index := content.index) is None:
             return content.stamp, None
-        if index.offsets and max(index.offsets.values()) >= index.bytes:
+        is_whole = index.checksums is None or (
+            len(index.checksums) == len(index.offsets)
+            and all(one < other for one, other in itertools.pairwise(index.offsets.values()))
+        )
+        if not is_whole or (index.offsets and max(index.offsets.values()) >= index.bytes):
             raise UserError(f"{beside}: its index is damaged; {remedy}")
-        return content.stamp, index.offsets if index.bytes == self.path.stat().st_size else None
+        if index.bytes == self.path.stat().st_size:
+            return content.stamp, index
+        if index.checksums is not None:
+            raise UserError(
+                f"{self.path}: has {self.path.stat().st_size} bytes, and {index.bytes} when it was written; copy or "
+                f"extract the file again; if it was changed on purpose, remove {beside.name}, it is made again"
+            )
+        return content.stamp, None
 
-    def _make_sidecar(self) -> dict[str, int]:
+    def _make_sidecar(self) -> _Index:
         beside = sidecar(self.path)
         if self.path.stat().st_size <= SMALL:
             return self._scan()
@@ -198,15 +216,15 @@ class TsvStore(FeatureStore):
             )
             return self._scan()
         with one_process(beside, f"the index of {self.path}"):
-            stamp, offsets = self._read_sidecar()
-            if offsets is None:  # no other process has made it meanwhile
-                size = self.path.stat().st_size
-                offsets = self._scan()
-                write_text(beside, json.dumps({"stamp": stamp, "index": {"bytes": size, "offsets": offsets}}) + "\n")
-        return offsets
+            stamp, index = self._read_sidecar()
+            if index is None:  # no other process has made it meanwhile
+                index = self._scan()
+                write_text(beside, json.dumps({"stamp": stamp, "index": msgspec.to_builtins(index)}) + "\n")
+        return index
 
-    def _scan(self) -> dict[str, int]:
+    def _scan(self) -> _Index:
         offsets: dict[str, int] = {}
+        checksums: list[int] = []
         position = 0
         title, size = f"indexing {self.path.name}", self.path.stat().st_size
         with (
@@ -221,13 +239,21 @@ class TsvStore(FeatureStore):
                         f"{self.path}: line {number} repeats image {image_id.strip()[:100]}; ids must be unique"
                     )
                 offsets[image_id] = position
+                checksums.append(zlib.crc32(line))
                 position += len(line)
-        return offsets
+        return _Index(size, offsets, checksums)
 
     def read(self, image_id: str) -> RegionFeatures:
+        start = self.offsets[image_id]
         with self.path.open("rb") as file:
-            file.seek(self.offsets[image_id])
+            file.seek(start)
             line = file.readline()
+        if self._checksums is not None and zlib.crc32(line) != self._checksums[np.searchsorted(self._starts, start)]:
+            raise UserError(
+                f"{self.path}: the row of image {image_id} is not as it was written (its checksum differs); copy or "
+                f"extract the file again; if it was changed on purpose, remove {sidecar(self.path).name}, it is made "
+                "again"
+            )
         try:
             return parse_row(line.decode("utf-8").rstrip("\r\n"))
         except (ValueError, MemoryError, binascii.Error) as error:
@@ -298,12 +324,12 @@ class Hdf5Store(FeatureStore):
         return {**vars(self), "_files": {}}
 
     def read(self, image_id: str) -> RegionFeatures:
-        process = os.getpid()
-        if process not in self._files:
-            self._files[process] = self._open()
-        file, row = self._files[process], self.rows[image_id]
+        process, row = os.getpid(), self.rows[image_id]
         rows = slice(int(self.starts[row]), int(self.starts[row + 1]))
         try:
+            if process not in self._files:
+                self._files[process] = self._open()
+            file = self._files[process]
             columns = {
                 name: as_column(name, file[name][rows]) for name in ("boxes", "features", *OPTIONAL) if name in file
             }

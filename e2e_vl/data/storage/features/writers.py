@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,21 +25,25 @@ LMDB_OVERHEAD = 2.0  # pages of the file per byte of content, at most; the space
 
 
 def write_tsv(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, Any], *, layout: str = "tsv") -> None:
-    """Write a TSV file of the layout "tsv" (bottom-up attention) or "lxmert", and a JSON file with stamp and offsets.
+    """Write a TSV file of the layout "tsv" (bottom-up attention) or "lxmert", and a JSON file with its stamp, and the
+    offset and the CRC-32 of each row.
 
     Raises:
         UserError: LXMERT's layout, and an image without classes or attributes.
     """
     temporary = path.with_name(path.name + ".part")
     offsets: dict[str, int] = {}
+    checksums: list[int] = []
     position = 0
     with temporary.open("wb") as file:
         for record in records:
             line = "\t".join(_cells(record, layout)).encode() + b"\n"
             file.write(line)
             offsets[record.image_id] = position
+            checksums.append(zlib.crc32(line))
             position += len(line)
-    content = {"stamp": stamp, "columns": TSV_COLUMNS[layout], "index": {"bytes": position, "offsets": offsets}}
+    index = {"bytes": position, "offsets": offsets, "checksums": checksums}
+    content = {"stamp": stamp, "columns": TSV_COLUMNS[layout], "index": index}
     write_text(sidecar(path), json.dumps(content, indent=1) + "\n")
     temporary.replace(path)
 
@@ -62,10 +67,14 @@ def _cells(record: RegionFeatures, layout: str) -> list[str]:
 
 
 def write_hdf5(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, Any]) -> None:
-    """Write one HDF5 file: columns of all regions; `ids`, `image_sizes` [N, 2] (height, width) and `starts` [N + 1]."""
+    """Write one HDF5 file: columns of all regions; `ids`, `image_sizes` [N, 2] (height, width) and `starts` [N + 1].
+
+    HDF5 itself keeps checksums of the data (its filter fletcher32), and in files of version 1.10 also of what says
+    where these are; whoever reads the file checks them.
+    """
     temporary = path.with_name(path.name + ".part")
     ids, sizes, starts = [], [], [0]
-    with import_optional("h5py").File(temporary, "w") as file:
+    with import_optional("h5py").File(temporary, "w", libver=("v110", "v110")) as file:
         file.attrs["stamp"] = json.dumps(stamp)
         for record in records:
             for name, rows in record.columns().items():
@@ -75,15 +84,16 @@ def write_hdf5(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
             ids.append(record.image_id.encode("utf-8"))
             sizes.append(record.image_size)
             starts.append(starts[-1] + len(record))
-        file["ids"] = np.array(ids)
-        file["image_sizes"] = np.array(sizes, dtype=np.int64).reshape(-1, 2)
-        file["starts"] = np.array(starts, dtype=np.int64)
+        _append(file, "ids", np.array(ids))
+        _append(file, "image_sizes", np.array(sizes, dtype=np.int64).reshape(-1, 2))
+        _append(file, "starts", np.array(starts, dtype=np.int64))
     temporary.replace(path)
 
 
 def _append(file: Any, name: str, rows: np.ndarray) -> None:
     if name not in file:
-        file.create_dataset(name, data=rows, maxshape=(None, *rows.shape[1:]), chunks=(64, *rows.shape[1:]))
+        more = {"maxshape": (None, *rows.shape[1:]), "chunks": (64, *rows.shape[1:]), "fletcher32": True}
+        file.create_dataset(name, data=rows, **more)
         return
     dataset = file[name]
     dataset.resize(len(dataset) + len(rows), axis=0)

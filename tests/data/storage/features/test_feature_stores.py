@@ -190,3 +190,58 @@ def test_readers_need_no_optional_package_to_be_imported():
     code = "import sys; sys.modules.update(h5py=None, lmdb=None); import e2e_vl.data.storage.features.writers"
     root = Path(__file__).parents[4]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+
+
+def as_bytes(found: RegionFeatures) -> tuple[object, ...]:
+    columns = {**found.columns(), "image_feature": found.image_feature}
+    return found.image_id, found.image_size, *((name, np.asarray(one).tobytes()) for name, one in columns.items())
+
+
+@pytest.mark.parametrize("layout", ["tsv", "lxmert", "hdf5"])
+def test_flipped_bits_are_found(layout: str, tmp_path: Path, records):
+    """A record is as it was written, or refused with its file, whichever bit of the file is another one."""
+    path = write(layout, tmp_path, records)
+    whole, store = path.read_bytes(), open_features(path)
+    expected = {image_id: as_bytes(store[image_id]) for image_id in store.ids}
+    refused = 0
+    del store  # HDF5 opens a file once, as long as it is open
+    for place in range(0, len(whole), 1 + len(whole) // 300):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << place % 8
+        path.write_bytes(changed)
+        try:
+            store = open_features(path)
+            for image_id, content in expected.items():
+                assert as_bytes(store[image_id]) == content, place
+        except ValueError as error:
+            assert str(path) in str(error), error
+            refused += 1
+        store = None
+    assert refused > 100
+
+
+def test_tsv_files_from_elsewhere_need_no_checksums(tmp_path: Path, records):
+    path = write("tsv", tmp_path, records)
+    content = json.loads(sidecar(path).read_text())
+    assert len(content["index"].pop("checksums")) == len(records)
+    sidecar(path).write_text(json.dumps(content))
+    assert_equal(open_features(path)["42"], records[1], set())
+    for checksums in ([1], [0] * 4):
+        content["index"]["checksums"] = checksums
+        sidecar(path).write_text(json.dumps(content))
+        with pytest.raises(
+            ValueError, match=r"its index is damaged|image 42 is not as it was written .* remove f\.tsv"
+        ):
+            open_features(path)["42"]
+
+
+def test_an_index_that_is_made_here_has_checksums(tmp_path: Path, records, monkeypatch):
+    path = write("tsv", tmp_path, records)
+    sidecar(path).unlink()
+    monkeypatch.setattr(stores, "SMALL", 0)
+    open_features(path)
+    whole = path.read_bytes()
+    place = whole.index(b"\n42\t") + len(b"\n42\t40\t")
+    path.write_bytes(whole[:place] + b"4" + whole[place + 1 :])  # the height, 30 before
+    with pytest.raises(ValueError, match="image 42 is not as it was written"):
+        open_features(path)["42"]
