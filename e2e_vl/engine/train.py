@@ -148,7 +148,8 @@ class _Training:
             self.best.go_on(is_writer=self.accelerator.is_main_process)
         if self.accelerator.is_main_process:
             save_config(self.config, self.output / "config.yaml")
-            self.built.tokenizer.save_pretrained(self.output / "tokenizer")
+            with whole_folder(self.output / "tokenizer") as folder:
+                self.built.tokenizer.save_pretrained(folder)
             print(start_text(self.config, self.built, self.accelerator, self.step, self.total_steps), flush=True)
         self.log = RunLog(
             self.output / "log.jsonl",

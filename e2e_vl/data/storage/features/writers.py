@@ -6,6 +6,7 @@ Each takes the regions of all images in turn, never all at once, and puts the fi
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ import numpy as np
 from detector.errors import UserError
 from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
 from e2e_vl.data.storage.features.stores import LXMERT_FIELDS, STAMP_KEY, TSV_COLUMNS, import_optional, sidecar
-from e2e_vl.run_files import write_text
+from e2e_vl.whole_files import json_text, whole_file, write_text
 
 LMDB_COMMIT = 256  # images per transaction
 LMDB_OVERHEAD = 2.0  # pages of the file per byte of content, at most; the space is reserved, not filled
@@ -29,18 +30,17 @@ def write_tsv(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, An
     Raises:
         UserError: LXMERT's layout, and an image without classes or attributes.
     """
-    temporary = path.with_name(path.name + ".part")
     offsets: dict[str, int] = {}
     position = 0
-    with temporary.open("wb") as file:
-        for record in records:
-            line = "\t".join(_cells(record, layout)).encode() + b"\n"
-            file.write(line)
-            offsets[record.image_id] = position
-            position += len(line)
-    content = {"stamp": stamp, "columns": TSV_COLUMNS[layout], "index": {"bytes": position, "offsets": offsets}}
-    write_text(sidecar(path), json.dumps(content, indent=1) + "\n")
-    temporary.replace(path)
+    with whole_file(path) as part:
+        with part.open("wb") as file:
+            for record in records:
+                line = "\t".join(_cells(record, layout)).encode() + b"\n"
+                file.write(line)
+                offsets[record.image_id] = position
+                position += len(line)
+        content = {"stamp": stamp, "columns": TSV_COLUMNS[layout], "index": {"bytes": position, "offsets": offsets}}
+        write_text(sidecar(path), json_text(content, str(sidecar(path)), indent=1) + "\n")
 
 
 def _cells(record: RegionFeatures, layout: str) -> list[str]:
@@ -63,9 +63,8 @@ def _cells(record: RegionFeatures, layout: str) -> list[str]:
 
 def write_hdf5(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, Any]) -> None:
     """Write one HDF5 file: columns of all regions; `ids`, `image_sizes` [N, 2] (height, width) and `starts` [N + 1]."""
-    temporary = path.with_name(path.name + ".part")
     ids, sizes, starts = [], [], [0]
-    with import_optional("h5py").File(temporary, "w") as file:
+    with whole_file(path) as part, import_optional("h5py").File(part, "w") as file:
         file.attrs["stamp"] = json.dumps(stamp)
         for record in records:
             for name, rows in record.columns().items():
@@ -78,7 +77,6 @@ def write_hdf5(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
         file["ids"] = np.array(ids)
         file["image_sizes"] = np.array(sizes, dtype=np.int64).reshape(-1, 2)
         file["starts"] = np.array(starts, dtype=np.int64)
-    temporary.replace(path)
 
 
 def _append(file: Any, name: str, rows: np.ndarray) -> None:
@@ -101,10 +99,15 @@ def write_lmdb(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
         UserError: an image id that is too long for a key.
     """
     lmdb = import_optional("lmdb")
-    temporary = path.with_name(path.name + ".part")
-    temporary.unlink(missing_ok=True)
     size = int(num_bytes * LMDB_OVERHEAD) + 2**26
-    environment = lmdb.open(str(temporary), subdir=False, map_size=size, lock=False, meminit=False)
+    with whole_file(path) as part:
+        environment = lmdb.open(str(part), subdir=False, map_size=size, lock=False, meminit=False)
+        with contextlib.closing(environment):
+            _fill(environment, records, stamp)
+
+
+def _fill(environment: Any, records: Iterable[RegionFeatures], stamp: dict[str, Any]) -> None:
+    """Put all records into an open LMDB file."""
     transaction = environment.begin(write=True)
     transaction.put(STAMP_KEY, json.dumps(stamp).encode())
     for number, record in enumerate(records, start=1):
@@ -120,8 +123,6 @@ def write_lmdb(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
             transaction.commit()
             transaction = environment.begin(write=True)
     transaction.commit()
-    environment.close()
-    temporary.replace(path)
 
 
 SUFFIXES = {"tsv": (".tsv",), "lxmert": (".tsv",), "hdf5": (".h5", ".hdf5"), "lmdb": (".lmdb",)}
