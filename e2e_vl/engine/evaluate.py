@@ -25,6 +25,7 @@ from e2e_vl.engine.launch import gather_to_main, make_accelerator, on_main
 from e2e_vl.engine.loss_sums import LOSS, LossSums
 from e2e_vl.engine.run import Run
 from e2e_vl.engine.saving import load_model, saved_settings
+from e2e_vl.engine.stopping import all_or_none
 from e2e_vl.file_names import inside, name_of
 from e2e_vl.metric_names import MetricName, named_metrics
 from e2e_vl.model import VisionLanguageModel
@@ -142,7 +143,7 @@ def evaluate(
             broadcast(buffer, from_process=0)
     records: list[dict[str, Any]] = []
     bar = tqdm(loader, desc=name, unit="batch", leave=False, delay=1, disable=not accelerator.is_local_main_process)
-    with torch.no_grad(), accelerator.autocast(), bar:
+    with all_or_none(accelerator), torch.no_grad(), accelerator.autocast(), bar:
         for batch in bar:
             if should_stop():
                 break

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -93,11 +93,13 @@ def let_workers_die() -> None:
 
 @contextlib.contextmanager
 def all_or_none(accelerator: Accelerator) -> Iterator[None]:
-    """An error about files or numbers on any process ends all of them: one raises it, the others leave silently."""
+    """A fault on any process, of files, numbers, workers or memory, ends all: one raises it, the others leave silently."""
     caught: Exception | None = None
     try:
         yield
-    except (ValueError, OSError, ArithmeticError) as error:
+    except (ValueError, OSError, ArithmeticError, RuntimeError, MemoryError) as error:
+        if is_lost_process(error):  # who is gone hears nothing
+            raise
         caught = error
     failed = gather_object([accelerator.process_index] if caught is not None else [])
     if not failed:
@@ -105,6 +107,21 @@ def all_or_none(accelerator: Accelerator) -> Iterator[None]:
     if caught is not None and accelerator.process_index == failed[0]:
         raise caught
     raise SystemExit(2)
+
+
+@contextlib.contextmanager
+def saved_before_faults(save: Callable[[], None]) -> Iterator[None]:
+    """Where something that all processes do fails on all, what was trained is saved before they leave.
+
+    Args:
+        save: called on every process, unless one of them is gone.
+    """
+    try:
+        yield
+    except (ValueError, OSError, ArithmeticError, RuntimeError, MemoryError, SystemExit) as error:
+        if not is_lost_process(error):
+            save()
+        raise
 
 
 @contextlib.contextmanager
