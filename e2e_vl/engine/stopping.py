@@ -93,7 +93,7 @@ def let_workers_die() -> None:
 
 @contextlib.contextmanager
 def all_or_none(accelerator: Accelerator) -> Iterator[None]:
-    """A fault on any process, of files, numbers, workers or memory, ends all: one raises it, the others leave silently."""
+    """A fault on any process (files, numbers, workers, memory) ends all: one raises it, the others leave silently."""
     caught: Exception | None = None
     try:
         yield

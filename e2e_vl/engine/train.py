@@ -41,7 +41,7 @@ from e2e_vl.engine.summary import end_text, finished_text, parameter_counts, sta
 from e2e_vl.engine.trackers import installed_trackers, start_trackers, track_pictures, without_constants
 from e2e_vl.run_files import RunLog
 from e2e_vl.structures import Batch
-from e2e_vl.whole_files import whole_folder, without_nan, write_json
+from e2e_vl.whole_files import whole_folder, whole_parts, without_nan, write_json
 
 # attributes of a run that a checkpoint keeps
 POSITION = ("step", "steps_summed", "loss_sums", "seconds_training", "images_seen")
@@ -149,8 +149,8 @@ class _Training:
             self.best.go_on(is_writer=self.accelerator.is_main_process)
         if self.accelerator.is_main_process:
             save_config(self.config, self.output / "config.yaml")
-            with whole_folder(self.output / "tokenizer") as folder:
-                self.built.tokenizer.save_pretrained(folder)
+            with whole_parts(self.output / "tokenizer", "tokenizer_config.json") as part:
+                self.built.tokenizer.save_pretrained(part)
             print(start_text(self.config, self.built, self.accelerator, self.step, self.total_steps), flush=True)
         self.log = RunLog(
             self.output / "log.jsonl",
