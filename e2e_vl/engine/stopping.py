@@ -92,8 +92,12 @@ def let_workers_die() -> None:
 
 
 @contextlib.contextmanager
-def all_or_none(accelerator: Accelerator) -> Iterator[None]:
-    """A fault on any process (files, numbers, workers, memory) ends all: one raises it, the others leave silently."""
+def all_or_none(accelerator: Accelerator, on_fault: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """A fault on any process (files, numbers, workers, memory) ends all: one raises it, the others leave silently.
+
+    Args:
+        on_fault: called on every process before it leaves.
+    """
     caught: Exception | None = None
     try:
         yield
@@ -104,24 +108,10 @@ def all_or_none(accelerator: Accelerator) -> Iterator[None]:
     failed = gather_object([accelerator.process_index] if caught is not None else [])
     if not failed:
         return
+    on_fault()
     if caught is not None and accelerator.process_index == failed[0]:
         raise caught
     raise SystemExit(2)
-
-
-@contextlib.contextmanager
-def saved_before_faults(save: Callable[[], None]) -> Iterator[None]:
-    """Where something that all processes do fails on all, what was trained is saved before they leave.
-
-    Args:
-        save: called on every process, unless one of them is gone.
-    """
-    try:
-        yield
-    except (ValueError, OSError, ArithmeticError, RuntimeError, MemoryError, SystemExit) as error:
-        if not is_lost_process(error):
-            save()
-        raise
 
 
 @contextlib.contextmanager

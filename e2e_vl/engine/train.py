@@ -36,7 +36,7 @@ from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.loss_sums import detection_weights, task_weights
 from e2e_vl.engine.optim import build_optimizer, build_schedule
 from e2e_vl.engine.run import Run, build_eval_data, build_run
-from e2e_vl.engine.stopping import StopRequest, exit_status, faults_as_sentences, let_workers_die, saved_before_faults
+from e2e_vl.engine.stopping import StopRequest, exit_status, faults_as_sentences, let_workers_die
 from e2e_vl.engine.summary import end_text, finished_text, parameter_counts, start_text
 from e2e_vl.engine.trackers import installed_trackers, start_trackers, track_pictures, without_constants
 from e2e_vl.run_files import RunLog
@@ -366,16 +366,16 @@ class _Training:
 
     def _evaluate(self, max_images: int | None, *, final: bool = False) -> dict[str, Any]:
         try:
-            with saved_before_faults(self._save):
-                metrics = evaluate_splits(
-                    *(self.config, self.built, self.accelerator),
-                    max_images=max_images,
-                    output=self.output if final else None,
-                    show=lambda records, name: track_pictures(
-                        self.accelerator, self.built.model.task, records, name, self.step
-                    ),
-                    should_stop=lambda: self.stop.number,
-                )
+            metrics = evaluate_splits(
+                *(self.config, self.built, self.accelerator),
+                max_images=max_images,
+                output=self.output if final else None,
+                show=lambda records, name: track_pictures(
+                    self.accelerator, self.built.model.task, records, name, self.step
+                ),
+                should_stop=lambda: self.stop.number,
+                on_fault=self._save,
+            )
         except EvaluationStoppedError as stopped:
             self._stop(stopped.args[0])
         compares = max_images == self.eval_images  # only evaluations of the same images do
