@@ -30,6 +30,7 @@ from detector.plain_json import read_plain_json
 from detector.torchvision_names import PREDICTOR
 from detector.weight_files import WEIGHTS_NAME, find_weights, read_tensors, read_weights
 from detector.weight_names import CELL_ANCHORS, LEFTOVERS, Renamed, to_detector_names
+from detector.whole_writer import whole_file, write_text
 
 CONFIG_NAME = "config.yaml"
 CLASS_NAMES = "class_names.json"
@@ -265,9 +266,11 @@ def save_weights(tensors: dict[str, Tensor], path: str | Path) -> None:
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".safetensors":
-        save_file(plain, path)
+        with whole_file(path) as part:
+            save_file(plain, part)
     elif path.suffix == ".pth":
-        torch.save({"model": plain}, path)
+        with whole_file(path) as part, part.open("wb") as file:
+            torch.save({"model": plain}, file)
     else:
         raise UserError(f"{path}: weights are written as .pth or .safetensors; use one of these suffixes.")
 
@@ -280,11 +283,11 @@ def save_pretrained(detector: TwoStageDetector, directory: str | Path) -> None:
 
 def save_settings(detector: Detector, directory: str | Path) -> None:
     """Write all of a detector that is not weights, its config and its class names, into a folder."""
-    Path(directory, CONFIG_NAME).write_text(detector.config.to_yaml(), encoding="utf-8")
+    write_text(Path(directory, CONFIG_NAME), detector.config.to_yaml())
     names = Path(directory, CLASS_NAMES)
     names.unlink(missing_ok=True)
     if detector.class_names is not None:
-        names.write_text(json.dumps(detector.class_names, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_text(names, json.dumps(detector.class_names, ensure_ascii=False) + "\n")
 
 
 def load_class_names(detector: Detector, directory: str | Path) -> None:

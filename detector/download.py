@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError
 from detector.named_weights import NamedWeights, known_weights
+from detector.whole_writer import take_place
 
 CHUNK = 1 << 20  # bytes
 TIMEOUT = 30  # seconds without an answer
@@ -96,7 +97,7 @@ def _fetch(weights: NamedWeights, path: Path) -> None:
             raise UserError(
                 f"{weights.name}: {weights.address} did not send the published file: {difference}; {_by_hand(path)}."
             )
-        part.replace(path)
+        take_place(part, path)
     finally:
         part.unlink(missing_ok=True)
 

@@ -17,7 +17,8 @@ from urllib.parse import unquote_to_bytes
 
 from detector.errors import UserError
 
-LONGEST_PART = 220  # bytes of a name; file systems take 255, of which endings such as ".npz.4194304.part" need some
+# bytes of a name; file systems take 255, of which "." and endings such as ".npz.4194304.4194304.part" need some
+LONGEST_PART = 220
 LONGEST_NAME = 1000  # bytes with all folders
 _LONGEST_PATH = 4095  # bytes that Linux takes
 _SIMPLE = re.compile(r"\w+[\w-]*(?:/\w+[\w-]*)*", re.ASCII)

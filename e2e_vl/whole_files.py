@@ -1,29 +1,31 @@
-"""Files and folders that are written as a whole or not at all, their checksums, and JSON without NaN.
-
-What is written goes beside its place first, reaches the disk, and only then takes its name. A process that is killed,
-or a disk that is full, therefore never leaves half of something under the name of the whole. What a killed process
-left beside it has a name that begins with a dot and ends with `.part` or `.old`; `remove_leftovers` takes it away.
-"""
+"""Checksums of files, and JSON without NaN, beside the functions that write files as a whole."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
-import os
-import shutil
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from detector.errors import UserError
 from detector.plain_json import read_plain_json
+from detector.whole_writer import begin_folder as begin_folder  # modules of this package find them here
+from detector.whole_writer import finish_folder as finish_folder
+from detector.whole_writer import part_of as part_of
+from detector.whole_writer import remove_leftovers as remove_leftovers
+from detector.whole_writer import take_place as take_place
+from detector.whole_writer import whole_file as whole_file
+from detector.whole_writer import whole_folder as whole_folder
+from detector.whole_writer import whole_parts as whole_parts
+from detector.whole_writer import write_text as write_text
 from e2e_vl.file_names import inside
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 CHECKSUMS = "checksums.json"
-_PART, _OLD = ".part", ".old"
 
 
 def json_text(value: Any, name: str, *, indent: int | None = None) -> str:
@@ -74,100 +76,10 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json_text(value, str(path), indent=1) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file in one step."""
+def write_png(path: Path, picture: Image.Image) -> None:
+    """Write a picture as a PNG file in one step."""
     with whole_file(path) as part:
-        part.write_text(text, encoding="utf-8", newline="\n")
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Gives the path to write to; at the end of the block the file takes its name. After an error nothing is left.
-
-    Several may write it at once: each writes a file of its own, and who reads finds one of them, whole.
-    """
-    part = _beside(path, f".{os.getpid()}.{threading.get_ident()}{_PART}")
-    try:
-        yield part
-        _reach_disk(part)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    part.replace(path)
-    _reach_disk(path.parent)
-
-
-@contextlib.contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Gives an empty folder to write to; at the end of the block it takes the place of `folder`.
-
-    After an error nothing is left of it, and the earlier folder is as it was.
-    """
-    part = begin_folder(folder)
-    try:
-        yield part
-        finish_folder(folder)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-
-
-def begin_folder(folder: Path) -> Path:
-    """The empty folder beside `folder` in which it is written, for processes that write together; one of them calls."""
-    part = part_of(folder)
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    return part
-
-
-def part_of(folder: Path) -> Path:
-    """The folder that `begin_folder` makes."""
-    return _beside(folder, _PART)
-
-
-def finish_folder(folder: Path) -> None:
-    """Give the folder that `begin_folder` made its name, once everything in it has reached the disk."""
-    part, old = part_of(folder), _beside(folder, _OLD)
-    for path in part.rglob("*"):
-        _reach_disk(path)
-    _reach_disk(part)
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-    part.rename(folder)
-    _reach_disk(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left of files and folders that they were writing into `folder`.
-
-    Where only the old one of two folders is left under its other name, it gets its name back.
-    """
-    for old in folder.glob(f".*{_OLD}"):
-        place = old.with_name(old.name[1 : -len(_OLD)])
-        if place.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            old.rename(place)
-    for part in folder.glob(f".*{_PART}"):
-        if part.is_dir():
-            shutil.rmtree(part, ignore_errors=True)
-        else:
-            part.unlink(missing_ok=True)
-
-
-def _beside(path: Path, ending: str) -> Path:
-    return path.with_name(f".{path.name}{ending}")
-
-
-def _reach_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        picture.save(part, "PNG")
 
 
 # Checksums

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from detector import whole_writer
 from e2e_vl import whole_files
 from e2e_vl.run_files import RunLog, read_log
 from e2e_vl.whole_files import (
@@ -88,7 +89,7 @@ def test_what_a_killed_process_leaves_is_cleared_away(folder, monkeypatch, momen
         rename(path, target)
 
     monkeypatch.setattr(Path, "rename", dying)
-    monkeypatch.setattr(whole_files.shutil, "rmtree", lambda *a, **k: None)  # a killed process clears nothing
+    monkeypatch.setattr(whole_writer.shutil, "rmtree", lambda *a, **k: None)  # a killed process clears nothing
     try:
         with whole_folder(folder) as part:
             (part / "c.txt").write_text("c")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.saving import load_model, saved_settings
 from e2e_vl.file_names import name_of
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run_files import write_json
+from e2e_vl.whole_files import whole_folder, write_json
 
 FOLDER = "attention"  # of a run directory
 PAGE = "attention.html"
@@ -145,26 +144,22 @@ def write_results(
     """Write all files on the main process, in the place of an earlier analysis; the page."""
     page = None
     if accelerator.is_main_process:
-        final, folder = folder.resolve(), folder.resolve().with_name(f"{folder.resolve().name}.part")
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        write_json(folder / "attention.json", results.as_json())
-        write_tables(folder, results)
-        figures: dict[str, bytes] = {}
-        for graph in results.graphs:
-            if results.of(graph, ENTITIES) is not None:
-                figures[f"entities_{graph}.png"] = draw_entity_figure(results, graph)
-            if results.relations[graph]:
-                figures[f"relations_{graph}.png"] = draw_relation_figure(results, graph)
-        for name, content in figures.items():
-            (folder / name).write_bytes(content)
-        overlays = draw_overlays(folder / "overlays", results, found.seen, heads)
-        write_page(folder / PAGE, results, figures, overlays)
-        check_results_folder(final)  # nothing else came while this was measured
-        if final.exists():
-            shutil.rmtree(final)
-        folder.replace(final)
-        page = final / PAGE
+        folder = folder.resolve()
+        with whole_folder(folder) as part:
+            write_json(part / "attention.json", results.as_json())
+            write_tables(part, results)
+            figures: dict[str, bytes] = {}
+            for graph in results.graphs:
+                if results.of(graph, ENTITIES) is not None:
+                    figures[f"entities_{graph}.png"] = draw_entity_figure(results, graph)
+                if results.relations[graph]:
+                    figures[f"relations_{graph}.png"] = draw_relation_figure(results, graph)
+            for name, content in figures.items():
+                (part / name).write_bytes(content)
+            overlays = draw_overlays(part / "overlays", results, found.seen, heads)
+            write_page(part / PAGE, results, figures, overlays)
+            check_results_folder(folder)  # nothing else came while this was measured
+        page = folder / PAGE
     accelerator.wait_for_everyone()
     return page
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -46,6 +45,7 @@ from e2e_vl.run_files import is_shared_model
 from e2e_vl.samples import Question, Sample
 from e2e_vl.structures import Batch, ModelOutput
 from e2e_vl.text import unknown_words
+from e2e_vl.whole_files import whole_parts, write_json
 
 
 class TrainedModel(
@@ -379,9 +379,9 @@ class TrainedModel(
         return cls.from_folder(folder, device)
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        save_model(save_directory, without_paths(self._saved), self.network, self.tokenizer)
-        about = {"library_name": "e2e-vl", "e2e_vl_version": version("e2e-vl")}
-        (save_directory / "config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        with whole_parts(save_directory, "config.yaml") as part:
+            save_model(part, without_paths(self._saved), self.network, self.tokenizer)
+            write_json(part / "config.json", {"library_name": "e2e-vl", "e2e_vl_version": version("e2e-vl")})
 
     def generate_model_card(self, **more: Any) -> ModelCard:
         """What the model is made of, how to load it, and its metrics where the run has them; see `make_card`."""

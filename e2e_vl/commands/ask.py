@@ -27,7 +27,6 @@ pair also regions_2.png and answer_2.png. Of several questions each has a folder
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +37,7 @@ from e2e_vl.data.storage.files import read_json
 from e2e_vl.records import Name, Record, checked
 from e2e_vl.run_files import is_shared_model
 from e2e_vl.samples import Question
+from e2e_vl.whole_files import write_json, write_png
 
 if TYPE_CHECKING:  # at run time it would import torch
     from e2e_vl.api.results import Answer
@@ -224,9 +224,8 @@ def save(folder: Path, answer: Answer) -> None:
         shown["attention"] = answer.attention.tolist()
     if answer.unknown_words:
         shown["unknown_words"] = list(answer.unknown_words)
-    text = json.dumps(shown, indent=2, ensure_ascii=False)
-    (folder / "answer.json").write_text(text + "\n", encoding="utf-8")
+    write_json(folder / "answer.json", shown)
     for number in range(len(answer.images)):
         end = f"_{number + 1}" if number else ""
-        answer.draw_candidates(number).save(folder / f"regions{end}.png")
-        answer.draw(number).save(folder / f"answer{end}.png")
+        write_png(folder / f"regions{end}.png", answer.draw_candidates(number))
+        write_png(folder / f"answer{end}.png", answer.draw(number))

@@ -30,6 +30,7 @@ from detector.errors import UserError
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.commands.early_check import check_part_names
 from e2e_vl.config import load_config
+from e2e_vl.whole_files import write_text
 
 if TYPE_CHECKING:
     from e2e_vl.engine.data_check import DataReport
@@ -108,7 +109,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     if options.json is not None:
         content = {**dataclasses.asdict(report), "config": str(options.config), "overrides": options.overrides}
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_text(options.json, json.dumps(content, indent=1, allow_nan=False) + "\n")
     return int(bool(report.problems or (options.no_overlap and report.overlaps)))
 
 

@@ -42,6 +42,7 @@ from detector.choices import EXPECTED_PARTS
 from detector.errors import MissingFileError, UserError
 from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.config import load_config
+from e2e_vl.whole_files import whole_parts, write_text
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -98,7 +99,7 @@ def convert(weights: Path, config: Path, output: Path, expect: str) -> None:
     print(report)
     if is_folder:
         output.mkdir(parents=True, exist_ok=True)
-        (output / CONFIG_NAME).write_text(detector.config.to_yaml(), encoding="utf-8")
+        write_text(output / CONFIG_NAME, detector.config.to_yaml())
     matched = {name: converted.tensors[name] for name in report.matched}
     save_weights(matched, output / WEIGHTS_NAME if is_folder else output)
     print(f"written: {output}")
@@ -124,7 +125,8 @@ def import_official(weights: Path, run: Path, output: Path, overrides: list[str]
     config = resolve(dataclasses.replace(config, encoder=encoder, task=task))
     tokenizer = build_tokenizer(config)
     model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
-    save_model(output, config, model, tokenizer)
+    with whole_parts(output, "config.yaml") as part:
+        save_model(part, config, model, tokenizer)
     print(f"written: {output}")
 
 
@@ -155,5 +157,5 @@ def export_official(folder: Path, output: Path) -> None:
     print(f"left out: {len(left_out)}", *(f"  {name}" for name in left_out), f"written: {output}", sep="\n")
     if lines is not None:
         path = output.with_suffix(OFFICIAL_SUFFIX)
-        path.write_text(lines, encoding="utf-8")
+        write_text(path, lines)
         print(f"written: {path} ({len(model.task.answers)} answers in the order of the classes; a run needs both)")

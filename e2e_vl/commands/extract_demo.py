@@ -15,7 +15,6 @@ Without --run or --weights the detector is a ResNet-101 C4 with random weights: 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +26,7 @@ from e2e_vl.command_line import make_parser, says_errors
 from e2e_vl.commands.named_detector import load_source
 from e2e_vl.extraction.settings import SHOWN
 from e2e_vl.samples import Question
+from e2e_vl.whole_files import whole_file, write_json, write_png
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -85,8 +85,9 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
     path = arguments.output / "regions.npz"
     arguments.output.mkdir(parents=True, exist_ok=True)
-    np.savez(path, boxes=found.boxes, scores=found.scores, classes=found.classes, features=found.features)
-    found.draw().save(arguments.output / "regions.png")
+    with whole_file(path) as part, part.open("wb") as file:
+        np.savez(file, boxes=found.boxes, scores=found.scores, classes=found.classes, features=found.features)
+    write_png(arguments.output / "regions.png", found.draw())
     if len(found) == 0:
         print("The detector found no region at all; the arrays are empty.")
     print(f"{len(found)} regions with {found.features.shape[1]} features each: {path}")
@@ -106,8 +107,8 @@ def ground(arguments: argparse.Namespace) -> None:
     shown = {"image": str(arguments.image), "text": arguments.text, "box": record["box"], "score": record["score"]}
     shown |= {"boxes": record["candidate_boxes"], "scores": record["candidate_scores"]}
     path, picture = arguments.output / "phrase.json", arguments.output / "phrase.png"
-    path.write_text(json.dumps(shown, indent=2, default=lambda array: array.tolist()) + "\n", encoding="utf-8")
-    answer.draw().save(picture)
+    write_json(path, {name: np.asarray(value).tolist() for name, value in shown.items()})
+    write_png(picture, answer.draw())
     if answer.unknown_words:
         print(f"words that the vocabulary lacks: {', '.join(answer.unknown_words)}")
     if answer.box is None:

@@ -204,7 +204,13 @@ def resolve(config: RunConfig) -> RunConfig:
         )
     sources = {BoxSource(source) for source in (config.data.boxes.train, *config.eval.boxes)}
     unread = config.data.boxes.unread_by_own_boxes
-    if unread is not None and BoxSource.ONLINE in sources and not any(source.reads_selection for source in sources):
+    reads = any(source.reads_selection for source in sources)
+    if unread is not None and reads and config.data.boxes.train == BoxSource.ONLINE:
+        raise UserError(
+            f"{unread}. Training would not read it, only the evaluation with boxes of files; leave it out, set these, "
+            "and give it to tools/evaluate.py afterwards."
+        )
+    if unread is not None and BoxSource.ONLINE in sources and not reads:
         raise UserError(f"{unread}; leave it out and set these.")
     if config.data.resize is not None:
         return config

@@ -25,6 +25,7 @@ from e2e_vl.engine.launch import gather_to_main, make_accelerator, on_main
 from e2e_vl.engine.loss_sums import LOSS, LossSums
 from e2e_vl.engine.run import Run
 from e2e_vl.engine.saving import load_model, saved_settings
+from e2e_vl.engine.stopping import all_or_none
 from e2e_vl.file_names import inside, name_of
 from e2e_vl.metric_names import MetricName, named_metrics
 from e2e_vl.model import VisionLanguageModel
@@ -48,6 +49,7 @@ def evaluate_splits(
     output: Path | None = None,
     show: Callable[[Records, str], None] | None = None,
     should_stop: Callable[[], int | None] = lambda: None,
+    on_fault: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Evaluate all of `data.eval_splits` with all of `eval.boxes`, on `run.eval_data`.
 
@@ -58,7 +60,7 @@ def evaluate_splits(
         max_images: look only at the first `max_images` images of each split; None = all.
         output: folder for `predictions_<split>_<boxes>.json`; None writes none.
         show: given the predictions of each split and box source, and their name, on the main process.
-        should_stop: see `evaluate`.
+        should_stop, on_fault: see `evaluate`.
 
     Returns:
         Metrics under names such as `val/accuracy_own_boxes` and `val/accuracy_own_boxes/relation`; with `val/loss_...`,
@@ -79,6 +81,7 @@ def evaluate_splits(
                 losses=losses,
                 unreadable=unreadable,
                 should_stop=should_stop,
+                on_fault=on_fault,
             )
             scores = on_main(accelerator, functools.partial(metrics_of, run.model.task, records)) | counted(unreadable)
             if losses is not None:
@@ -104,6 +107,7 @@ def evaluate(
     losses: LossSums | None = None,
     unreadable: list[Unreadable] | None = None,
     should_stop: Callable[[], int | None] = lambda: None,
+    on_fault: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Predictions for every text of a split, as plain records, on the main process; the others return none.
 
@@ -118,6 +122,7 @@ def evaluate(
             process; None: such an image is an error.
         should_stop: asked before every batch; where it gives a number on any process, `EvaluationStoppedError` is
             raised on all of them.
+        on_fault: called on every process where a batch cannot be had or evaluated on any, before the error is raised.
 
     Raises:
         RuntimeError: a text was predicted twice or not at all.
@@ -142,7 +147,7 @@ def evaluate(
             broadcast(buffer, from_process=0)
     records: list[dict[str, Any]] = []
     bar = tqdm(loader, desc=name, unit="batch", leave=False, delay=1, disable=not accelerator.is_local_main_process)
-    with torch.no_grad(), accelerator.autocast(), bar:
+    with all_or_none(accelerator, on_fault), torch.no_grad(), accelerator.autocast(), bar:
         for batch in bar:
             if should_stop():
                 break

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from accelerate.utils import gather_object
 
+from detector.errors import UserError
 from detector.structures import Loss
 from e2e_vl.config import RunConfig
 from e2e_vl.tasks.phrase_head import TAGS
@@ -18,6 +19,21 @@ def task_weights(config: RunConfig, names: Iterable[str]) -> dict[str, float]:
     phrases = config.phrases
     weights = {"phrases": phrases.weight, TAGS: phrases.weight * phrases.tag_weight}
     return {name: weights.get(name, 1.0) for name in names}
+
+
+def detection_weights(config: RunConfig, names: Collection[str]) -> dict[str, float]:
+    """The weights of losses of the detector.
+
+    Raises:
+        ValueError: the settings weigh a loss that this detector lacks.
+    """
+    settings = config.detector
+    unknown = sorted(set(settings.loss_weights) - set(names)) if names else []
+    if unknown:
+        raise UserError(
+            f"detector.loss_weights names '{unknown[0]}'; the losses of this detector are {', '.join(names)}."
+        )
+    return {name: settings.loss_weight * settings.loss_weights.get(name, 1.0) for name in names}
 
 
 class LossSums:

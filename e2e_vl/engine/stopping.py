@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -92,16 +92,23 @@ def let_workers_die() -> None:
 
 
 @contextlib.contextmanager
-def all_or_none(accelerator: Accelerator) -> Iterator[None]:
-    """An error about files or numbers on any process ends all of them: one raises it, the others leave silently."""
+def all_or_none(accelerator: Accelerator, on_fault: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """A fault on any process (files, numbers, workers, memory) ends all: one raises it, the others leave silently.
+
+    Args:
+        on_fault: called on every process before it leaves.
+    """
     caught: Exception | None = None
     try:
         yield
-    except (ValueError, OSError, ArithmeticError) as error:
+    except (ValueError, OSError, ArithmeticError, RuntimeError, MemoryError) as error:
+        if is_lost_process(error):  # who is gone hears nothing
+            raise
         caught = error
     failed = gather_object([accelerator.process_index] if caught is not None else [])
     if not failed:
         return
+    on_fault()
     if caught is not None and accelerator.process_index == failed[0]:
         raise caught
     raise SystemExit(2)

@@ -22,18 +22,18 @@ from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from detector.errors import UserError
 from detector.structures import Loss
 from e2e_vl.command_line import StoppedRunError
 from e2e_vl.config import RunConfig, save_config
 from e2e_vl.data.loading.batches import DATA_ERRORS, BatchLoader
 from e2e_vl.engine import checkpoints, failed_step, gradients, position, saving
+from e2e_vl.engine.agreement import Agreement
 from e2e_vl.engine.beginning import build_sampler, look_ahead_together
 from e2e_vl.engine.best import BestModel
 from e2e_vl.engine.default_settings import part_defaults
 from e2e_vl.engine.evaluate import EvaluationStoppedError, evaluate_splits
 from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.engine.loss_sums import task_weights
+from e2e_vl.engine.loss_sums import detection_weights, task_weights
 from e2e_vl.engine.optim import build_optimizer, build_schedule
 from e2e_vl.engine.run import Run, build_eval_data, build_run
 from e2e_vl.engine.stopping import StopRequest, exit_status, faults_as_sentences, let_workers_die
@@ -41,7 +41,7 @@ from e2e_vl.engine.summary import end_text, finished_text, parameter_counts, sta
 from e2e_vl.engine.trackers import installed_trackers, start_trackers, track_pictures, without_constants
 from e2e_vl.run_files import RunLog
 from e2e_vl.structures import Batch
-from e2e_vl.whole_files import whole_folder, without_nan, write_json
+from e2e_vl.whole_files import whole_folder, whole_parts, without_nan, write_json
 
 # attributes of a run that a checkpoint keeps
 POSITION = ("step", "steps_summed", "loss_sums", "seconds_training", "images_seen")
@@ -100,6 +100,7 @@ class _Training:
         self.config, self.accelerator, self.built, self.resume_from = config, accelerator, run, resume_from
         self.stop = StopRequest()
         settings = config.train
+        self.agreement = Agreement(accelerator, settings.max_wait_minutes)
         self.output = Path(config.output)
         self.sampler = build_sampler(config, run, accelerator)
         self.steps_per_epoch = len(self.sampler) // settings.accumulate
@@ -148,7 +149,8 @@ class _Training:
             self.best.go_on(is_writer=self.accelerator.is_main_process)
         if self.accelerator.is_main_process:
             save_config(self.config, self.output / "config.yaml")
-            self.built.tokenizer.save_pretrained(self.output / "tokenizer")
+            with whole_parts(self.output / "tokenizer", "tokenizer_config.json") as part:
+                self.built.tokenizer.save_pretrained(part)
             print(start_text(self.config, self.built, self.accelerator, self.step, self.total_steps), flush=True)
         self.log = RunLog(
             self.output / "log.jsonl",
@@ -239,6 +241,7 @@ class _Training:
             for batch in self._saving_on_faults(loader):
                 micro_batches.append(batch)
                 if len(micro_batches) == accumulate:
+                    self._leave_on_faults(failed=False)
                     yield micro_batches
                     micro_batches = []
                     if self.is_over:
@@ -247,22 +250,30 @@ class _Training:
                         break
 
     def _saving_on_faults(self, loader: BatchLoader) -> Iterator[Batch]:
-        """The batches; where one cannot be had, a lone process saves what it has before it gives up."""
+        """The batches; where one cannot be had, all processes save what they have before they give up."""
         batches = iter(loader)
         while True:
             try:
                 batch = next(batches, None)
             except (*DATA_ERRORS, RuntimeError):
-                if self.accelerator.num_processes == 1 and self.step > self.saved_step:
-                    self._save()
-                if self.accelerator.num_processes == 1 and self.stop.number:  # the signal also came to the workers
-                    self._stop(self.stop.number)
+                self._leave_on_faults(failed=True)
                 raise
             if batch is None:
                 return
             if self.config.data.workers:
                 let_workers_die()
             yield batch
+
+    def _leave_on_faults(self, *, failed: bool) -> None:
+        """Before each step, on every process: if one cannot get its batches, all save and leave, and it says why."""
+        standing = self.agreement.reach(failed=failed, signal=self.stop.number)
+        if standing.first_failed is None:
+            return
+        self._save()
+        if standing.signal:  # it also came to the workers
+            self._stop(standing.signal)
+        if standing.first_failed != self.accelerator.process_index:
+            raise SystemExit(2)
 
     def _update(self, micro_batches: list[Batch]) -> dict[str, float]:
         """One optimiser step; returns the (weighted) losses that were minimised and the gradient norm.
@@ -318,7 +329,7 @@ class _Training:
     ) -> Tensor:
         """Weighted sum of all losses, each divided by the number of its items on *all* processes."""
         losses = {**task_losses, **detection_losses}
-        weights = task_weights(self.config, task_losses) | self._detection_weights(detection_losses)
+        weights = task_weights(self.config, task_losses) | detection_weights(self.config, detection_losses)
         names = sorted(losses)
         sums = torch.stack(
             [torch.stack([losses[name].total.detach().float(), losses[name].count.float()]) for name in names]
@@ -334,15 +345,6 @@ class _Training:
             logged[name] = logged.get(name, 0) + loss_sum / divisor
             logged["loss"] = logged.get("loss", 0) + weights[name] * loss_sum / divisor
         return total
-
-    def _detection_weights(self, losses: dict[str, Loss]) -> dict[str, float]:
-        settings = self.config.detector
-        unknown = sorted(set(settings.loss_weights) - set(losses)) if losses else []
-        if unknown:
-            raise UserError(
-                f"detector.loss_weights names '{unknown[0]}'; the losses of this detector are {', '.join(losses)}."
-            )
-        return {name: settings.loss_weight * settings.loss_weights.get(name, 1.0) for name in losses}
 
     def _is_due(self, every_epochs: float) -> bool:
         return every_epochs > 0 and (self.step + self.ahead) % max(round(every_epochs * self.steps_per_epoch), 1) == 0
@@ -365,15 +367,14 @@ class _Training:
     def _evaluate(self, max_images: int | None, *, final: bool = False) -> dict[str, Any]:
         try:
             metrics = evaluate_splits(
-                self.config,
-                self.built,
-                self.accelerator,
+                *(self.config, self.built, self.accelerator),
                 max_images=max_images,
                 output=self.output if final else None,
                 show=lambda records, name: track_pictures(
                     self.accelerator, self.built.model.task, records, name, self.step
                 ),
                 should_stop=lambda: self.stop.number,
+                on_fault=self._save,
             )
         except EvaluationStoppedError as stopped:
             self._stop(stopped.args[0])

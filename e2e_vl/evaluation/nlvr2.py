@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from detector.errors import MissingFileError, UserError
+from detector.whole_writer import write_text
 
 _LABELS = ("False", "True")  # as they are written
 
@@ -115,4 +116,4 @@ def write_submission(path: str | Path, records: Iterable[Mapping[str, Any]]) -> 
         raise UserError(f"the predictions have example {double} twice; one record each is expected")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{record['identifier']},{record['prediction']}\n" for record in records), encoding="utf-8")
+    write_text(path, "".join(f"{record['identifier']},{record['prediction']}\n" for record in records))

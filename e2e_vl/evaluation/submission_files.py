@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from detector.whole_writer import write_text
+
 
 def write_list(path: str | Path, entries: Iterable[Any]) -> None:
     """Write the entries; folders that are missing are made."""
     path = Path(path)
     lines = ",\n".join(json.dumps(entry, ensure_ascii=False, allow_nan=False) for entry in entries)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    write_text(path, f"[\n{lines}\n]\n")

@@ -13,7 +13,6 @@ import datetime
 import glob
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +37,7 @@ from e2e_vl.extraction.chain import InputImage, RegionExtractor, load_input
 from e2e_vl.extraction.detectors import LoadedDetector
 from e2e_vl.extraction.settings import ExtractionSettings
 from e2e_vl.file_names import id_of, inside, name_of, shown
-from e2e_vl.run_files import write_json
+from e2e_vl.whole_files import whole_file, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +148,9 @@ def _prepare(job: ExtractionJob) -> list[str] | None:
     """Ids of images without features, after the folder and its stamp are made or checked; None: all is finished."""
     folder = job.folder
     shutil.rmtree(_to_be_removed(folder), ignore_errors=True)
-    for index in job.output.parent.glob(glob.escape(f".{job.output.name}.json.") + "*.part"):  # of a TSV file, cut off
-        index.unlink()
+    for cut_off in job.output.parent.glob(glob.escape(f".{job.output.name}.") + "*.part"):  # or the index of a TSV file
+        if not cut_off.is_dir():
+            cut_off.unlink()
     stamp = json.loads(json.dumps(job.stamp))
     wanted = {image.id for image in job.images}
     if job.layout != "npz" and job.output.exists() and not folder.exists():
@@ -249,10 +249,8 @@ def _describe(
 def _save(job: ExtractionJob, record: RegionFeatures) -> None:
     path = job.file_of(record.image_id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")  # workers may outlive a launcher that was killed
-    with temporary.open("wb") as file:
+    with whole_file(path) as part, part.open("wb") as file:
         save_npz(file, record, job.stamp if job.layout == "npz" else None)
-    temporary.replace(path)
 
 
 def _join(job: ExtractionJob, failures: dict[str, str]) -> None:

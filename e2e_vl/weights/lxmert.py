@@ -30,6 +30,7 @@ from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
 from e2e_vl.weights.bert import ENCODER as BERT_IN_SEQUENCE
 from e2e_vl.weights.bert import BertStart
+from e2e_vl.whole_files import whole_file
 
 PRETRAINING = "pretraining"  # our name of the task
 ANSWERING = ("vqa", "gqa")  # ours with the same head over a list of answers
@@ -136,7 +137,8 @@ class OfficialLxmert(WeightAdapter):
         encoder, task = dict(model.encoder.state_dict()), dict(model.task.state_dict())
         official = official_lxmert_state(ModelWeights({}, encoder, task, task_name))
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({name: value.detach().cpu() for name, value in official.items()}, path)
+        with whole_file(path) as part, part.open("wb") as file:
+            torch.save({name: value.detach().cpu() for name, value in official.items()}, file)
         return [f"detector.{name}" for name in model.detector.state_dict()]
 
 

@@ -27,6 +27,7 @@ from e2e_vl.weights.lxmert import (
     QUESTION_ANSWERING_HEAD,
     OfficialLxmert,
 )
+from e2e_vl.whole_files import whole_parts
 
 TRUNK = "lxmert."
 ACTIVATION, NORM_EPS = "gelu", 1e-12  # of transformers' heads and of all its LayerNorms
@@ -93,8 +94,9 @@ class TransformersLxmert(OfficialLxmert):
         content = folder_content(model, task_name)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: value.detach().cpu().contiguous() for name, value in content.state.items()}
-        save_file(tensors, path, metadata={"format": "pt"})
-        folder_config(model.encoder, content.fields).save_pretrained(path.parent)
+        with whole_parts(path.parent, "config.json") as part:
+            save_file(tensors, part / path.name, metadata={"format": "pt"})
+            folder_config(model.encoder, content.fields).save_pretrained(part)
         return [f"detector.{name}" for name in model.detector.state_dict()] + content.left_out
 
 

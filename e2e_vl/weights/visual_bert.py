@@ -27,6 +27,7 @@ from e2e_vl.encoders.visual_bert_embeddings import BOX_NUMBERS
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
 from e2e_vl.weights.bert import WORD_HEAD, BertStart
+from e2e_vl.whole_files import whole_file
 
 TRUNK, HEAD = "bert.bert.", "bert."
 MASK_FILTER = "roi_heads.mask_filter.weight"  # only the network of R2C has it
@@ -148,7 +149,8 @@ class OfficialVisualBert(WeightAdapter):
         _check_network(model.detector, path)
         state, left_out = official_state(parts_of(model, task_name, path, ENCODER_CONFIG))
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({name: value.detach().cpu() for name, value in state.items()}, path)
+        with whole_file(path) as part, part.open("wb") as file:
+            torch.save({name: value.detach().cpu() for name, value in state.items()}, file)
         return left_out
 
 

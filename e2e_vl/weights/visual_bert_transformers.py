@@ -30,6 +30,7 @@ from e2e_vl.weights.visual_bert import (
     head_of,
     parts_of,
 )
+from e2e_vl.whole_files import whole_parts
 
 ENCODER_CONFIG = {"region_position": "official"}  # users name the types of regions in each call
 TRUNK = "visual_bert."
@@ -96,8 +97,9 @@ class TransformersVisualBert(WeightAdapter):
         state, left_out = transformers_state(parts)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-        save_file(tensors, path, metadata={"format": "pt"})
-        transformers_config(model.encoder, parts).save_pretrained(path.parent)
+        with whole_parts(path.parent, "config.json") as part:
+            save_file(tensors, part / path.name, metadata={"format": "pt"})
+            transformers_config(model.encoder, parts).save_pretrained(part)
         return left_out
 
 

@@ -24,6 +24,7 @@ from detector.weight_names import VL_BERT, from_vl_bert, to_vl_bert
 from e2e_vl.encoders.vl_bert import VLBertModel
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
+from e2e_vl.whole_files import whole_file
 
 PRETRAINING = "pretraining"  # our name of the task
 # official -> ours; a name is a parameter or, most often, the module that holds it
@@ -187,7 +188,8 @@ class OfficialVLBert(WeightAdapter):
             task |= {name: task[name].roll(1, dims=0) for name in REGION_CLASSES}
         official, left_out = to_official(ModelWeights(detector, encoder, task, task_name))
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"state_dict": {name: value.detach().cpu() for name, value in official.items()}}, path)
+        with whole_file(path) as part, part.open("wb") as file:
+            torch.save({"state_dict": {name: value.detach().cpu() for name, value in official.items()}}, file)
         return left_out
 
 

@@ -24,7 +24,7 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from e2e_vl import whole_files
+from detector import whole_writer
 from e2e_vl.commands import train as tool
 from e2e_vl.engine import train as training
 from e2e_vl.run_files import RunLog, read_log
@@ -47,7 +47,7 @@ SETTINGS = (
     "eval.boxes=[gt]",
     "eval.report_pictures=0",
 )
-FILE_MOMENTS = ((whole_files, "_reach_disk"), (Path, "rename"), (Path, "replace"), (shutil, "rmtree"))
+FILE_MOMENTS = ((whole_writer, "_reach_disk"), (Path, "rename"), (Path, "replace"), (shutil, "rmtree"))
 TRAINING_MOMENTS = (*FILE_MOMENTS, (training._Training, "_update"), (RunLog, "write"))
 SECONDS = 600  # after which a process hangs
 

@@ -105,7 +105,10 @@ def test_a_selection_that_own_boxes_would_not_read_is_refused(tiny_config, caplo
         with pytest.raises(ValueError, match=r"selection chooses among boxes of files, .* TEST\.DETECTIONS_PER_IMAGE"):
             resolve(tiny_config(own, keep_five, f"eval.boxes={sources}"))
     mixed = tiny_config(own, keep_five, "eval.boxes=[detections]")
-    assert resolve(mixed).data.boxes.selection.max_regions == 5
+    with pytest.raises(ValueError, match=r"selection chooses .* Training would not read it, .*tools/evaluate\.py"):
+        resolve(mixed)
+    read = resolve(tiny_config("data.boxes.train=detections", keep_five, "eval.boxes=[detections, online]"))
+    assert read.data.boxes.selection.max_regions == 5
     resolve(tiny_config("data.boxes.train=gt", keep_five, "eval.boxes=[gt]"))
     resolve(tiny_config(own, "eval.boxes=[online]"))
     open_split(mixed, "val", BoxSource.DETECTIONS, training=False)

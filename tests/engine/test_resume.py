@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from e2e_vl import whole_files
+from detector import whole_writer
 from e2e_vl.command_line import StoppedRunError
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.engine import evaluate as evaluation
@@ -328,7 +328,7 @@ def test_a_signal_ends_a_run_after_its_step_and_nothing_is_lost(uninterrupted, t
 
 def test_a_full_disk_and_a_dead_worker_lose_nothing(uninterrupted, tiny_config, monkeypatch):
     config = tiny_config(*SETTINGS)
-    update, reach = training._Training._update, whole_files._reach_disk
+    update, reach = training._Training._update, whole_writer._reach_disk
 
     def full(path):
         if path.name == "optimizer.bin":
@@ -350,13 +350,13 @@ def test_a_full_disk_and_a_dead_worker_lose_nothing(uninterrupted, tiny_config, 
     saved = [path.name for path in checkpoints.iterdir()]
     assert len(saved) == 1 and saved[0] >= "step_00000003", "a process alone saves what it has"
     monkeypatch.setattr(training._Training, "_update", update)
-    monkeypatch.setattr(whole_files, "_reach_disk", full)
+    monkeypatch.setattr(whole_writer, "_reach_disk", full)
     with pytest.raises(
         OSError, match=r"cannot be written \(the disk or a quota is full\).*continues from .*"
     ) as caught:
         train(config, resume=True)
     assert saved[0] in str(caught.value) and [path.name for path in checkpoints.iterdir()] == saved
-    monkeypatch.setattr(whole_files, "_reach_disk", reach)
+    monkeypatch.setattr(whole_writer, "_reach_disk", reach)
     train(config, resume=True)
     assert_same_run(uninterrupted, config.output)
 

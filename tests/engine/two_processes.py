@@ -1,8 +1,8 @@
 """Run by test_two_processes.py under `torchrun`: several trainings, one after the other.
 
-    torchrun --standalone --nproc_per_node 2 two_processes.py JOBS.json
+    torchrun --standalone --nproc_per_node 2 two_processes.py JOBS.json [--only-train]
 
-JOBS.json holds a list of [config file, list of key=value words].
+JOBS.json holds a list of [config file, list of key=value words]. Each run is evaluated once more afterwards.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from e2e_vl.engine.train import train
 ROOT = Path(__file__).parents[2]
 
 
-def start(jobs: list[tuple[Path, list[str]]], folder: Path) -> subprocess.Popen:
+def start(jobs: list[tuple[Path, list[str]]], folder: Path, *more: str, processes: int = 2) -> subprocess.Popen:
     """Train as all of the (config file, words) say, in two processes; the list of jobs is written to the folder."""
     path = folder / "jobs.json"
     path.write_text(json.dumps([[str(config), words] for config, words in jobs]))
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     return subprocess.Popen(
-        [sys.executable, *launch, __file__, str(path)],
+        [sys.executable, *launch, __file__, str(path), *more],
         cwd=ROOT,
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -49,6 +49,8 @@ def main() -> None:
     for config, words in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         settings = load_config(config, words)
         train(settings)
+        if "--only-train" in sys.argv:
+            continue
         again = Path(settings.output) / "again.json"
         evaluate_run(Path(settings.output), split="val", boxes="gt", output=again)
     PartialState().destroy_process_group()

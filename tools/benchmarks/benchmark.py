@@ -50,7 +50,6 @@ images and after all of them: memory hardly grows with the split. Files of one s
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -68,6 +67,7 @@ from check_files import WRITERS
 from detector.errors import UserError
 from e2e_vl.command_line import says_errors
 from e2e_vl.config import load_config
+from e2e_vl.whole_files import write_json
 from measuring import CONFIGS, ROOT
 
 SHAPE: dict[str, Any] = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     result, show = arguments.measure(arguments)
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(arguments.json, result)
     return show(result)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
-import json
 import os
 import shlex
 import subprocess
@@ -20,6 +19,7 @@ from detector.errors import UserError
 from detector.plain_json import read_plain_json
 from e2e_vl.config import differences, load_config
 from e2e_vl.engine.build import resolve
+from e2e_vl.whole_files import write_json, write_text
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
@@ -162,7 +162,7 @@ def markdown_table(columns: Sequence[str], rows: Mapping[str, Iterable[str]]) ->
 
 def write_table(path: Path, content: Any, lines: Sequence[str]) -> None:
     """Write the numbers as `path` + .json and the lines as `path` + .md, and print the lines."""
-    path.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_json(path.with_suffix(".json"), content)
     text = "\n".join([*lines, ""])
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    write_text(path.with_suffix(".md"), text)
     print(text)

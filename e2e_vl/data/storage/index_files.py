@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from detector.errors import DiskError, UserError
+from e2e_vl.whole_files import take_place
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ def cached_index(
             if not path.is_file():  # else another process has made it meanwhile
                 _write(file, with_progress(rows(), f"indexing {sources[0].name}"), columns)
                 file.close()
-                Path(unfinished).replace(path)
+                take_place(Path(unfinished), path)
     finally:
         Path(unfinished).unlink(missing_ok=True)
     return path

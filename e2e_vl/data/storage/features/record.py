@@ -14,6 +14,7 @@ import numpy as np
 
 from detector.errors import UserError
 from e2e_vl.data.storage.array_files import read_npz
+from e2e_vl.whole_files import whole_file
 
 # Columns that a file may lack, with their types; R rows each.
 OPTIONAL = {
@@ -77,6 +78,10 @@ class RegionFeatures:
 
 def save_npz(file: Path | BinaryIO, record: RegionFeatures, stamp: dict[str, Any] | None = None) -> None:
     """Write one image's regions; `stamp` (JSON) says how they were made."""
+    if isinstance(file, Path):
+        with whole_file(file) as part, part.open("wb") as stream:
+            save_npz(stream, record, stamp)
+        return
     arrays: dict[str, Any] = dict(record.columns())
     if record.image_feature is not None:
         arrays["image_feature"] = record.image_feature

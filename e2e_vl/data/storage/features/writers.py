@@ -6,6 +6,7 @@ Each takes the regions of all images in turn, never all at once, and puts the fi
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import zlib
@@ -18,7 +19,7 @@ import numpy as np
 from detector.errors import UserError
 from e2e_vl.data.storage.features.record import RegionFeatures, save_npz
 from e2e_vl.data.storage.features.stores import LXMERT_FIELDS, STAMP_KEY, TSV_COLUMNS, import_optional, sidecar
-from e2e_vl.run_files import write_text
+from e2e_vl.whole_files import json_text, whole_file, write_text
 
 LMDB_COMMIT = 256  # images per transaction
 LMDB_OVERHEAD = 2.0  # pages of the file per byte of content, at most; the space is reserved, not filled
@@ -31,21 +32,20 @@ def write_tsv(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, An
     Raises:
         UserError: LXMERT's layout, and an image without classes or attributes.
     """
-    temporary = path.with_name(path.name + ".part")
     offsets: dict[str, int] = {}
     checksums: list[int] = []
     position = 0
-    with temporary.open("wb") as file:
-        for record in records:
-            line = "\t".join(_cells(record, layout)).encode() + b"\n"
-            file.write(line)
-            offsets[record.image_id] = position
-            checksums.append(zlib.crc32(line))
-            position += len(line)
-    index = {"bytes": position, "offsets": offsets, "checksums": checksums}
-    content = {"stamp": stamp, "columns": TSV_COLUMNS[layout], "index": index}
-    write_text(sidecar(path), json.dumps(content, indent=1) + "\n")
-    temporary.replace(path)
+    with whole_file(path) as part:
+        with part.open("wb") as file:
+            for record in records:
+                line = "\t".join(_cells(record, layout)).encode() + b"\n"
+                file.write(line)
+                offsets[record.image_id] = position
+                checksums.append(zlib.crc32(line))
+                position += len(line)
+        index = {"bytes": position, "offsets": offsets, "checksums": checksums}
+        content = {"stamp": stamp, "columns": TSV_COLUMNS[layout], "index": index}
+        write_text(sidecar(path), json_text(content, str(sidecar(path)), indent=1) + "\n")
 
 
 def _cells(record: RegionFeatures, layout: str) -> list[str]:
@@ -72,9 +72,8 @@ def write_hdf5(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
     HDF5 itself keeps checksums of the data (its filter fletcher32), and in files of version 1.10 also of what says
     where these are; whoever reads the file checks them.
     """
-    temporary = path.with_name(path.name + ".part")
     ids, sizes, starts = [], [], [0]
-    with import_optional("h5py").File(temporary, "w", libver=("v110", "v110")) as file:
+    with whole_file(path) as part, import_optional("h5py").File(part, "w", libver=("v110", "v110")) as file:
         file.attrs["stamp"] = json.dumps(stamp)
         for record in records:
             for name, rows in record.columns().items():
@@ -87,7 +86,6 @@ def write_hdf5(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
         _append(file, "ids", np.array(ids))
         _append(file, "image_sizes", np.array(sizes, dtype=np.int64).reshape(-1, 2))
         _append(file, "starts", np.array(starts, dtype=np.int64))
-    temporary.replace(path)
 
 
 def _append(file: Any, name: str, rows: np.ndarray) -> None:
@@ -111,10 +109,15 @@ def write_lmdb(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
         UserError: an image id that is too long for a key.
     """
     lmdb = import_optional("lmdb")
-    temporary = path.with_name(path.name + ".part")
-    temporary.unlink(missing_ok=True)
     size = int(num_bytes * LMDB_OVERHEAD) + 2**26
-    environment = lmdb.open(str(temporary), subdir=False, map_size=size, lock=False, meminit=False)
+    with whole_file(path) as part:
+        environment = lmdb.open(str(part), subdir=False, map_size=size, lock=False, meminit=False)
+        with contextlib.closing(environment):
+            _fill(environment, records, stamp)
+
+
+def _fill(environment: Any, records: Iterable[RegionFeatures], stamp: dict[str, Any]) -> None:
+    """Put all records into an open LMDB file."""
     transaction = environment.begin(write=True)
     transaction.put(STAMP_KEY, json.dumps(stamp).encode())
     for number, record in enumerate(records, start=1):
@@ -130,8 +133,6 @@ def write_lmdb(path: Path, records: Iterable[RegionFeatures], stamp: dict[str, A
             transaction.commit()
             transaction = environment.begin(write=True)
     transaction.commit()
-    environment.close()
-    temporary.replace(path)
 
 
 SUFFIXES = {"tsv": (".tsv",), "lxmert": (".tsv",), "hdf5": (".h5", ".hdf5"), "lmdb": (".lmdb",)}
