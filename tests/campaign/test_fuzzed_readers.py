@@ -23,11 +23,12 @@ from e2e_vl.data import formats, storage
 from e2e_vl.engine.build import DATASETS
 from tests.campaign.mutations import damaged
 from tests.campaign.roads_of_files import Road, all_roads, draw, opened_files
+from tests.campaign.roads_of_published import draw_published, published_roads
 from tests.campaign.roads_of_runs import RUN, UNREAD, draw_run, run_roads
 from tests.campaign.roads_of_storage import draw_storage, storage_roads
 
 SHORT, LONG = 300, int(os.environ.get("FUZZED_FILES", "20000"))
-ROADS = {road.name: road for road in (*all_roads(), *run_roads(), *storage_roads())}
+ROADS = {road.name: road for road in (*all_roads(), *run_roads(), *storage_roads(), *published_roads())}
 START = 1_800_000_000 * 10**9  # nanoseconds; each damaged file has a time of its own, as indices know files by it
 # readers that only another reader of the same file calls on the way, or that read one line
 INNER = {"read_polygons", "read_entry"}
@@ -38,6 +39,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory, trained_run: SimpleNamespace
     root = draw(tmp_path_factory.mktemp("fuzzed") / "data")
     draw_run(root, trained_run.path)
     draw_storage(root)
+    draw_published(root)
     for path in root.rglob("*"):  # an index made now stays the file's own
         os.utime(path, ns=(START - 1, START - 1))
     return root
