@@ -45,7 +45,9 @@ LAYERS = {"lxmert": {"l_layers": 1, "r_layers": 1, "x_layers": 1}, "visual_bert"
 OF_TWO_IMAGES = {"lxmert": {"image_slots": 2}, "visual_bert": {"region_types": [0, 1]}}
 
 
-def make_model(name: str, colour: str = "mean", hide_probability: float = 1.0, **encoder: object) -> VisionLanguageModel:
+def make_model(
+    name: str, colour: str = "mean", hide_probability: float = 1.0, **encoder: object
+) -> VisionLanguageModel:
     """With the same random weights for every chance of a region to be hidden."""
     torch.manual_seed(0)
     detector = make_detector(attributes=ATTRIBUTES)
