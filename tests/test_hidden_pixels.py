@@ -53,7 +53,7 @@ def make_model(
     detector = make_detector(attributes=ATTRIBUTES)
     common = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
     common |= {"feature_dim": detector.feature_dim, "initializer_range": 0.3, "max_position_embeddings": 16}
-    settings = common | LAYERS[name] | OF_TWO_IMAGES[name] | encoder
+    settings = common | LAYERS[name] | OF_TWO_IMAGES[name]
     made: Encoder
     if name == "lxmert":
         made = LxmertEncoder(LxmertEncoderConfig(**settings))
