@@ -9,6 +9,9 @@ split writes what the task's server or the literature expects, in the order of t
   VQA      JSON list of {"question_id", "answer"}
   VCR      CSV of 21 columns; --run chooses answers, --rationale-run rationales (given each of the four answers)
   RefCOCO  JSON list of {"ref_id", "sent_id", "box"}, the box as [x1, y1, x2, y2] in pixels of the stored image
+  GQA      JSON list of {"questionId", "prediction"}
+  NLVR2    CSV of lines identifier,True or identifier,False, without a header
+  Flickr30K Entities  JSON list of {"image", "sentence", "phrases"}, each phrase with "id", "phrase", "box" and "score"
 Where the split has labels, the metrics are printed too; with two runs also Q->A, QA->R and Q->AR. Settings behind the
 options (key=value) hold for both runs.
 

@@ -11,6 +11,7 @@ import torch
 from detector.detector_config import DetectorConfig
 from detector.faster_rcnn import FasterRCNN
 from detector.structures import ImageBatch
+from e2e_vl.encoders.base import Encoder
 from e2e_vl.encoders.vl_bert import VLBertConfig, VLBertModel
 from e2e_vl.engine.build import build_objectives
 from e2e_vl.model import VisionLanguageModel
@@ -39,21 +40,7 @@ def make_model(
         ValueError: settings that cannot work.
     """
     torch.manual_seed(0)
-    detector = FasterRCNN(
-        DetectorConfig.from_flat(
-            {
-                "MODEL.RESNETS.DEPTH": 18,
-                "MODEL.RESNETS.STEM_OUT_CHANNELS": 4,
-                "MODEL.RESNETS.WIDTH_PER_GROUP": 4,
-                "MODEL.RESNETS.RES2_OUT_CHANNELS": 4,
-                "MODEL.RESNETS.NORM": norm,
-                "MODEL.BACKBONE.FREEZE_AT": 0,
-                "MODEL.ROI_HEADS.NUM_CLASSES": CLASSES - 1,
-                "MODEL.ROI_HEADS.SCORE_THRESH_TEST": 0.0,
-            }
-        )
-    )
-    detector.class_names = ("a", "b", "c", "d")
+    detector = make_detector(norm)
     settings = {
         "vocab_size": VOCABULARY,
         "hidden_size": 16,
@@ -69,10 +56,41 @@ def make_model(
         "with_pooler": True,
     }
     encoder = VLBertModel(VLBertConfig(**settings | (encoder or {})))
-    chosen = {"masked_regions": {"classes": CLASSES}} | (objectives or {})
-    sizes = Sizes(16, VOCABULARY, detector.feature_dim, detector.num_classes)
-    config = PretrainingConfig(vocab_size=VOCABULARY, objectives=chosen, **options)
-    task = PretrainingTask(16, config, build_objectives(chosen, sizes))
+    return put_together(detector, encoder, {"masked_regions": {"classes": CLASSES}} | (objectives or {}), **options)
+
+
+def make_detector(norm: str = "FrozenBN", attributes: int = 0) -> FasterRCNN:
+    """A tiny detector of four classes at random, with so many attributes."""
+    detector = FasterRCNN(
+        DetectorConfig.from_flat(
+            {
+                "MODEL.RESNETS.DEPTH": 18,
+                "MODEL.RESNETS.STEM_OUT_CHANNELS": 4,
+                "MODEL.RESNETS.WIDTH_PER_GROUP": 4,
+                "MODEL.RESNETS.RES2_OUT_CHANNELS": 4,
+                "MODEL.RESNETS.NORM": norm,
+                "MODEL.BACKBONE.FREEZE_AT": 0,
+                "MODEL.ROI_HEADS.NUM_CLASSES": CLASSES - 1,
+                "MODEL.ROI_HEADS.SCORE_THRESH_TEST": 0.0,
+                "MODEL.ROI_BOX_HEAD.ATTRIBUTES.NUM_CLASSES": attributes,
+            }
+        )
+    )
+    detector.class_names = ("a", "b", "c", "d")
+    return detector
+
+
+def put_together(
+    detector: FasterRCNN, encoder: Encoder, objectives: dict[str, Any], **options: Any
+) -> VisionLanguageModel:
+    """The pre-training model of these parts, with settings of the task.
+
+    Raises:
+        ValueError: settings that cannot work.
+    """
+    sizes = Sizes(16, VOCABULARY, detector.feature_dim, detector.num_classes, encoder.summary_size)
+    config = PretrainingConfig(vocab_size=VOCABULARY, objectives=objectives, **options)
+    task = PretrainingTask(16, config, build_objectives(objectives, sizes))
     for ability in task.needs:
         encoder.require(ability, "The task")
     task.initialise(None, encoder, detector)

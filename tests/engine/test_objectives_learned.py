@@ -1,0 +1,252 @@
+"""Each objective of pre-training is learned on drawn data: what is found on held-out scenes beats guessing by far.
+
+Guessing is the share of the most frequent truth, or of features their mean. What was learned by heart does not help:
+the scenes are others than in training. `test_pretraining_training.py` has the test of masked words.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from e2e_vl.config import RunConfig, load_config
+from e2e_vl.data.loading.requests import Request
+from e2e_vl.data_settings import SyntheticSettings
+from e2e_vl.engine.build_data import build_collate, build_examples
+from e2e_vl.engine.saving import load_model
+from e2e_vl.engine.train import train
+from e2e_vl.structures import ModelOutput
+from e2e_vl.synthetic import make_scenes
+from e2e_vl.synthetic.imitated_detector import ImitatedDetectorConfig
+from e2e_vl.synthetic.scenes import SceneConfig
+from tests.weights.starts import replaced
+
+ROOT = Path(__file__).parents[2]
+LOOKS = {
+    "min_side": 64,
+    "max_side": 64,
+    "small": (16, 20),
+    "big": (24, 28),
+    "shapes": ("circle", "square", "triangle", "star"),
+    "colours": ("red", "blue", "yellow", "green"),
+    "textures": ("plain",),
+}
+NO_ERRORS = ImitatedDetectorConfig(missed=0, wrong_category=0, false_alarms=0)
+# Comes first: every objective is switched off, and those that a run learns are switched on behind it.
+OFF = (
+    "task.config.objectives={masked_words: {weight: 0}, masked_text: {weight: 0}, masked_regions: {weight: 0}, "
+    "relationship: {weight: 0}, object_labels: {weight: 0}, attribute_labels: {weight: 0}, region_features: "
+    "{weight: 0}, image_qa: {weight: 0}}"
+)
+TRAIN = (
+    "train={optimizer: adamw, betas: [0.9, 0.98], schedule: cosine, clip_norm: 1.0, epochs: 1000, "
+    "save_every_epochs: 1000, keep_best: null, log_every: 50, lr: 1.0e-3}"
+)
+NARROW = (
+    "hidden_size: 64, num_attention_heads: 4, intermediate_size: 128, hidden_dropout_prob: 0.0, "
+    "attention_probs_dropout_prob: 0.0"
+)
+
+pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.timeout(600)]  # a machine may be busy
+
+
+@pytest.fixture(scope="module")
+def one_thing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Scenes of one thing each, and what is said and asked about them."""
+    folder = tmp_path_factory.mktemp("one_thing") / "data"
+    config = SceneConfig(min_objects=1, max_objects=1, **LOOKS)
+    formats = ["conceptual", "lxmert"]
+    make_scenes(folder, scenes={"train": 300, "val": 100}, config=config, detections=NO_ERRORS, formats=formats)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_things(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Scenes of two things each, with several regions of either."""
+    folder = tmp_path_factory.mktemp("two_things") / "data"
+    config = SceneConfig(min_objects=2, max_objects=2, **LOOKS)
+    make_scenes(folder, scenes={"train": 200, "val": 60}, config=config, formats=["lxmert"])
+    return folder
+
+
+def learned(config: RunConfig) -> dict[str, tuple[float, float]]:
+    """Train, and look at the validation scenes: of each objective the share that is found, and what guessing finds.
+
+    Of `region_features` the share of the variance that is explained, and 0.
+    """
+    config = replaced(config, data={"synthetic": SyntheticSettings()})  # the data are there
+    train(config)
+    config, model, tokenizer = load_model(Path(config.output))
+    [boxes] = config.eval.boxes
+    data = build_examples(config, model, tokenizer, "val", boxes=boxes)
+    collate = build_collate(config, model)
+    count, right = Counter(), Counter()
+    truths: dict[str, list[Tensor]] = {name: [] for name in model.task.objectives}
+    errors: list[Tensor] = []
+    with torch.no_grad():
+        for first in range(0, len(data.groups), 25):
+            numbers = range(first, min(first + 25, len(data.groups)))
+            output = model(collate([data[Request(number, tuple(data.groups[number]))] for number in numbers]))
+            for name, own in truths.items():
+                own.append(TRUTHS[name](output))
+                count[name] += int(output.task.details[name].sum())
+                right[name] += int(output.task.details[f"{name}_right"].sum())
+                assert len(own[-1]) == output.task.details[name].sum()
+            if "region_features" in truths:
+                errors.append(output.task.parts["region_features"] - truths["region_features"][-1])
+    found = {}
+    for name, own in truths.items():
+        truth = torch.cat(own)
+        assert len(truth) == count[name] > 80, name
+        if name == "region_features":
+            found[name] = 1 - float(torch.cat(errors).square().sum() / (truth - truth.mean(dim=0)).square().sum()), 0.0
+        else:
+            found[name] = right[name] / count[name], Counter(truth.tolist()).most_common(1)[0][1] / len(truth)
+    print(found)  # shown when a test fails
+    return found
+
+
+def of_texts(name: str, field: str) -> Callable[[ModelOutput], Tensor]:
+    def labels(output: ModelOutput) -> Tensor:
+        found = getattr(output.batch.targets.parts[name], field)
+        return found[found >= 0]
+
+    return labels
+
+
+def of_regions(field: str) -> Callable[[ModelOutput], Tensor]:
+    """What is known of the regions that are predicted; of class distributions the best class."""
+
+    def labels(output: ModelOutput) -> Tensor:
+        regions = output.text_regions
+        is_predicted = regions.gather(output.batch.hidden.is_labelled, fill=False)
+        found = regions.gather(getattr(output.batch.region_labels, field), fill=0)[is_predicted]
+        return found.argmax(dim=1) if field == "class_probs" else found
+
+    return labels
+
+
+TRUTHS = {
+    "masked_regions": of_regions("class_probs"),
+    "relationship": of_texts("relationship", "is_match"),
+    "image_qa": of_texts("image_qa", "answer"),
+    "object_labels": of_regions("found_classes"),
+    "attribute_labels": of_regions("found_attributes"),
+    "region_features": of_regions("features"),
+}
+
+
+def on_saved_features(data: Path, output: Path, objectives: str, *words: str) -> RunConfig:
+    """LXMERT on the files of its official code, without an image. Of what is predicted nothing is seen."""
+    return load_config(
+        ROOT / "configs" / "tiny" / "lxmert_files.yaml",
+        [
+            f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
+            f"data.root={data}",
+            f"output={output}",
+            *(OFF, f"task.config.objectives={{{objectives}}}"),
+            "task.config={hide_probability: 1.0, swap_probability: 0.0}",
+            f"encoder.config={{{NARROW}, x_layers: 2, initializer_range: 0.2}}",
+            "eval={boxes: [precomputed], every_epochs: 0, images_per_batch: 50}",
+            TRAIN,
+            "train.warmup_share=0.1",
+            *words,
+        ],
+    )
+
+
+def test_objects_attributes_and_features_of_hidden_regions(two_things, tmp_path):
+    """LXMERT's three objectives of regions together; other regions of the same thing are seen."""
+    masked = "{weight: 1.0, regions: masked}"
+    found = learned(
+        on_saved_features(
+            *(two_things, tmp_path / "run"),
+            f"object_labels: {masked}, attribute_labels: {masked}, "
+            "region_features: {weight: 40.0, average: masked}",  # a mean over 64 numbers, most of them noise
+            "task.config.region_probability=0.3",
+            "data.config.sources=[mscoco]",
+            "data.boxes.max_precomputed=12",
+            "encoder.config={x_layers: 1, initializer_range: 0.08}",
+            "train={images_per_batch: 24, max_steps: 180, lr: 2.0e-3}",
+        )
+    )
+    assert set(found) == {"object_labels", "attribute_labels", "region_features"}
+    for name in ("object_labels", "attribute_labels"):
+        assert found[name][1] < 0.45 and found[name][0] > 0.75, found
+    assert found["region_features"][0] > 0.1, found  # about a quarter is not noise
+
+
+def test_answers_to_questions(one_thing, tmp_path):
+    answers = one_thing / "lxmert" / "all_ans.json"
+    found = learned(
+        on_saved_features(
+            *(one_thing, tmp_path / "run"),
+            f"image_qa: {{weight: 1.0, answers: {answers}}}",
+            "data.config.sources=[vqa]",
+            "data.boxes.max_precomputed=3",
+            "data.texts_per_image=3",
+            "train={images_per_batch: 12, max_steps: 200}",
+        )
+    )
+    assert found["image_qa"][0] > found["image_qa"][1] + 0.2, found
+
+
+def test_captions_of_other_images(one_thing, tmp_path):
+    """VisualBERT tells them apart. What one says can be true of another image, so some are not to be told."""
+    config = on_saved_features(
+        *(one_thing, tmp_path / "run"),
+        "relationship: {weight: 1.0}",
+        "data.config.sources=[mscoco]",
+        "data.boxes.max_precomputed=3",
+        "data.texts_per_image=3",
+        "train={images_per_batch: 16, max_steps: 250}",
+    )
+    sizes = ("hidden_size", "num_attention_heads", "intermediate_size", "initializer_range")
+    own = {name: config.encoder.config[name] for name in sizes}
+    own |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 2}
+    encoder = {"name": "visual_bert", "config": own | {"train_pooler": True}}  # it starts at random
+    found = learned(replaced(config, encoder=encoder))
+    assert found["relationship"][1] < 0.56 and found["relationship"][0] > 0.64, found
+
+
+def with_vl_bert(data: Path, output: Path, *words: str) -> RunConfig:
+    """VL-BERT on the files of its official code, whose class distributions are the truth."""
+    return load_config(
+        ROOT / "configs" / "tiny" / "pretraining.yaml",
+        [
+            f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
+            f"data.root={data}",
+            f"output={output}",
+            "data.config={source: json_lines}",
+            "data.files={captions: 'conceptual/{split}.json', detections: 'conceptual/{split}_frcnn.json', "
+            "features: 'conceptual/{split}_frcnn.json'}",
+            "data.texts_per_image=1",
+            "task.config.teacher=file",
+            *(OFF, TRAIN, "train={lr: 2.0e-3, warmup_steps: 10}"),
+            f"encoder.config={{{NARROW}, region_dropout_prob: 0.0, norm_first: false, visual_scale_text_init: 0.5, "
+            "visual_scale_object_init: 0.5, image_feature_on_words: false}",
+            "eval={every_epochs: 0, images_per_batch: 50, report_pictures: 0}",
+            *words,
+        ],
+    )
+
+
+def test_hidden_regions(one_thing, tmp_path):
+    """VL-BERT from pixels: what is hidden in the image is said in the caption."""
+    config = with_vl_bert(
+        *(one_thing, tmp_path / "run"),
+        "task.config.objectives={masked_regions: {weight: 1.0}}",
+        "task.config={region_probability: 1.0, hide_probability: 1.0}",
+        "data.resize={short_edge: [64], long_edge: 64}",
+        "data.boxes.train=detections",
+        "eval.boxes=[detections]",
+        "encoder.config={embedding_init_std: 0.08, initializer_range: 0.08}",
+        "train={images_per_batch: 24, max_steps: 120, detector_lr: 2.0e-4}",
+    )
+    found = learned(config)
+    assert found["masked_regions"][1] < 0.4 and found["masked_regions"][0] > 0.7, found
