@@ -95,7 +95,7 @@ def errors_naming(path: Path) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise type(error)(f"{path}: {error}") from error
 
 
 _Value = Annotated[float, Meta(ge=-1e300, le=1e300)]  # differences of two can be drawn

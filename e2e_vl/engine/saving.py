@@ -27,7 +27,7 @@ from e2e_vl.data.formats.answer_files import ANSWERS_FILE, write_answers
 from e2e_vl.engine.build import build_model, task_class
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.plain_yaml import check_plain
-from e2e_vl.run_files import model_folder
+from e2e_vl.run_files import errors_naming, model_folder
 from e2e_vl.tasks.phrase_head import load_head
 from e2e_vl.text import load_tokenizer
 from e2e_vl.weights.start import TEACHER, todays_names
@@ -116,7 +116,7 @@ def _check_size(config: RunConfig, tokenizer: PreTrainedTokenizerBase, folder: P
     Raises:
         UserError: the settings ask for more parameters than the weights have bytes.
     """
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), errors_naming(folder / "config.yaml"):
         model = build_model(config, vocab_size=len(tokenizer), tokenizer=tokenizer)
     number = sum(parameter.numel() for parameter in model.parameters())
     held = sum(path.stat().st_size for path in folder.glob("*/*.safetensors"))

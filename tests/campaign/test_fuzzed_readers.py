@@ -51,6 +51,19 @@ def files(drawn: Path) -> dict[str, list[Path]]:
     return {name: opened_files(road, drawn) for name, road in ROADS.items()}
 
 
+@pytest.fixture(scope="session")
+def called(drawn: Path) -> set[CodeType]:
+    """The functions that are called while every road reads good files."""
+    found = set()
+    sys.setprofile(lambda frame, event, _: found.add(frame.f_code) if event == "call" else None)
+    try:
+        for road in ROADS.values():
+            road.read(drawn)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
 def failure(road: Road, path: Path, root: Path, content: bytes, number: int) -> str | None:
     """What is wrong with the way in which a road reads a damaged file; None: nothing."""
     path.write_bytes(content)
@@ -127,7 +140,7 @@ def test_every_data_set_has_a_road(files: dict[str, list[Path]]):
     assert all(files[name] for name, road in ROADS.items() if "shards" not in name), files
 
 
-def test_every_reader_of_a_format_is_on_a_road(drawn: Path):
+def test_every_reader_of_a_format_is_on_a_road(called: set[CodeType]):
     """A function or class of e2e_vl/data/formats that takes a path is called while good files are read."""
     readers = {}
     for found in pkgutil.iter_modules(formats.__path__):
@@ -135,11 +148,11 @@ def test_every_reader_of_a_format_is_on_a_road(drawn: Path):
         for name, one in inspect.getmembers(module, inspect.isfunction):
             if one.__module__ == module.__name__ and name.startswith(("read_", "list_")) and name not in INNER:
                 readers[one.__code__] = f"{found.name}.{name}"
-    missing = _not_called(readers, drawn)
+    missing = sorted(name for code, name in readers.items() if code not in called)
     assert not missing, f"add a road to tests/campaign/roads_of_files.py that reads with {', '.join(missing)}"
 
 
-def test_every_reader_of_stored_files_is_on_a_road(drawn: Path):
+def test_every_reader_of_stored_files_is_on_a_road(called: set[CodeType]):
     """A class or function of e2e_vl/data/storage that is built from, or called with, a path."""
     readers = {}
     for found in pkgutil.walk_packages(storage.__path__, f"{storage.__name__}."):
@@ -152,29 +165,19 @@ def test_every_reader_of_stored_files_is_on_a_road(drawn: Path):
             is_own = one.__module__ == module.__name__ and is_reader and inspect.isfunction(begins)
             if is_own and {"path", "root"} & set(inspect.signature(begins).parameters):
                 readers[begins.__code__] = f"{found.name}.{name}"
-    missing = _not_called(readers, drawn)
+    missing = sorted(name for code, name in readers.items() if code not in called)
     assert len(readers) > 10 and not missing, f"add a road to tests/campaign that reads with {', '.join(missing)}"
 
 
 def test_every_file_of_a_run_is_on_a_road(drawn: Path, files: dict[str, list[Path]]):
     of_runs = {path for road in run_roads() for path in files[road.name]}
     written = {path for path in (drawn / RUN).rglob("*") if path.is_file() and path.suffix not in UNREAD}
+    written = {path for path in written if not path.name.startswith("predictions_")}
     without = {path.relative_to(drawn / RUN).as_posix() for path in written - of_runs}
     # a resumed training reads the vocabulary, and transformers a model's own settings of its encoder
     assert without <= {"tokenizer/vocab.txt", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"} | {
         "model/encoder/config.json"
     }, without
-
-
-def _not_called(readers: dict[CodeType, str], drawn: Path) -> list[str]:
-    called = set()
-    sys.setprofile(lambda frame, event, _: called.add(frame.f_code) if event == "call" else None)
-    try:
-        for road in ROADS.values():
-            road.read(drawn)
-    finally:
-        sys.setprofile(None)
-    return sorted(name for code, name in readers.items() if code not in called)
 
 
 def test_a_damaged_file_is_the_same_each_time(drawn: Path):
