@@ -165,7 +165,7 @@ class VLDataset(abc.ABC):
                 "MODEL.ROI_HEADS.NUM_CLASSES in its config."
             )
         for number, (name, other) in enumerate(zip(names, known or names, strict=False)):
-            if _letters(name) != _letters(other):
+            if letters_of(name) != letters_of(other):
                 raise UserError(
                     f"Class {number} is '{name}' in the data, but '{other}' to the detector's weights; give a file "
                     "with the categories of the weights, or start a detector of the data's own classes from a backbone "
@@ -225,7 +225,7 @@ class DataFiles:
         return name
 
 
-def _letters(name: str) -> str:
+def letters_of(name: str) -> str:
     """A class name without what differs between its spellings: "traffic light", "trafficlight", "Traffic_Light"."""
     return "".join(letter for letter in name.casefold() if letter.isalnum()) or name
 
