@@ -93,6 +93,17 @@ class VCRTask(Task):
         task.update({key: options.pop(key) for key in MOVED if key in options})
 
     @classmethod
+    def upgrade_rules(cls, task: dict[str, Any], given: frozenset[str]) -> None:
+        if task.get("cut") == "choice":
+            task |= {"cut": "fronts", "cut_choices_only": True}
+        switch = "names_restart_in_choices"
+        if task.get("names_by") == "mention" and switch not in task and not given & {switch, "names_by"}:
+            raise UserError(
+                f"`names_by: mention` of this run may mean two rules, because {switch} is not set; set it to true for a "
+                "run that was saved before there was this setting (two people might share a name), or else to false."
+            )
+
+    @classmethod
     def own_words(cls, config: VCRConfig) -> Iterable[str]:
         """What people are called."""
         return (*config.people_names, config.join_word or "")

@@ -136,7 +136,8 @@ def rows_by_word_number(laid: LaidText, *texts: Sequence[Piece]) -> Int64[np.nda
 def cut_choices(front: Sequence[Piece], choices: list[list[Piece]], limit: int) -> None:
     """Cut what stands in front + choice to `limit` wordpieces, in place: the choice loses its first pieces.
 
-    (The official VisualBERT code, which means to cut the front too, but takes the length of a pair for its length.)
+    (A mistake of the official VisualBERT code, which means to cut the front too, as `e2e_vl.layout.cut_fronts` does,
+    but takes the length of a pair for its length.)
 
     Raises:
         ValueError: what stands in front is too long by itself.

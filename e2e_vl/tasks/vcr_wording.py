@@ -18,7 +18,7 @@ from torch import Tensor
 from detector.errors import UserError
 from e2e_vl.converter import check_numbers
 from e2e_vl.examples import ImageExample, TextExample, TextPhrases
-from e2e_vl.layout import LaidText
+from e2e_vl.layout import LaidText, cut_fronts
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, RightChoice, Sample, SampleText, Sentence
 from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.base import check_choices, check_dropout
@@ -63,9 +63,12 @@ class VCRConfig:
     ground_at: Literal["pieces", "word_number"] = "pieces"
     # question and choice are cut to this number of wordpieces together, [CLS] and [SEP] not counted
     max_pieces: int = 64
-    # how: "longer" takes the last pieces of the longer text, see `cut_answers` and `cut_rationales`. "choice" takes the
-    # first pieces of the choice, and what stands in front must fit (official VisualBERT code).
-    cut: Literal["longer", "choice"] = "longer"
+    # how: "longer" takes the last pieces of the longer text, see `cut_answers` and `cut_rationales`. "fronts" takes the
+    # first pieces of both, of the choice and of what stands in front, see `cut_fronts`.
+    cut: Literal["longer", "fronts"] = "longer"
+    # with "fronts": the choice alone is cut, and what stands in front must fit (a mistake of the official VisualBERT
+    # code, which takes the length of a pair for the length of what stands in front)
+    cut_choices_only: bool = False
     mask_size: int | None = 14  # side of the instance masks and of the detector's RoI maps; None = no masks
     # a mask's cell belongs to the object if its upper left corner does, or (R2C, official VisualBERT code) its centre
     mask_at: Literal["corners", "centres"] = "corners"
@@ -93,6 +96,11 @@ class VCRConfig:
             raise UserError(
                 f"task.config.names_restart_in_choices needs the order of mention, but task.config.names_by is "
                 f"'{self.names_by}'; set it to mention."
+            )
+        if self.cut_choices_only and self.cut != "fronts":
+            raise UserError(
+                f"task.config.cut_choices_only needs texts that are cut at their fronts, but task.config.cut is "
+                f"'{self.cut}'; set it to fronts."
             )
         if not self.people_names:
             raise UserError("task.config.people_names needs at least one name.")
@@ -142,7 +150,7 @@ class VCRWording(Wording):
         [stated] = sample.images
         names, rows = self._names(text, stated.objects, stated.candidates, draw)
         in_choices = self._names_in_choices(text, stated.objects, names)
-        query, choices = self._pieces(text, names, in_choices, rows)
+        fronts, choices = self._pieces(text, names, in_choices, rows)
         join_word = self.config.join_word
         record = self.record(text, images) | {
             "sent": " ".join(plain_text(sentence, names, join_word) for sentence in text.query),
@@ -157,7 +165,7 @@ class VCRWording(Wording):
             record["question"] = record["sent"]
             record["objects"] = [name for name, row in zip(names, rows, strict=True) if row >= 0]
         boxes = self._phrase_boxes(text, images[text.looks_at[0]])
-        for number, choice in enumerate(choices):
+        for number, (query, choice) in enumerate(zip(fronts, choices, strict=True)):
             laid = self.writer.pair([piece.id for piece in query], [piece.id for piece in choice])
             yield TextExample(
                 laid,
@@ -238,8 +246,8 @@ class VCRWording(Wording):
 
     def _pieces(
         self, text: ChoiceText, names: list[str], in_choices: list[list[str]], rows: list[int]
-    ) -> tuple[list[Piece], list[list[Piece]]]:
-        """Wordpieces of what stands in front, and of the four choices, cut to their limit."""
+    ) -> tuple[list[list[Piece]], list[list[Piece]]]:
+        """Wordpieces of what stands in front of each of the four choices, and of the choices, cut to their limit."""
         join_word, limit = self.config.join_word, self.config.max_pieces
 
         def encode(sentence: Sentence, names: list[str], first_word: int = 0) -> list[Piece]:
@@ -256,6 +264,13 @@ class VCRWording(Wording):
             cut = cut_answers if len(front) == 1 else cut_rationales
             cut(*front, choices, limit)
         query = [piece for sentence in front for piece in sentence]
-        if self.config.cut == "choice":
+        if self.config.cut == "longer":
+            return [query] * len(choices), choices
+        if self.config.cut_choices_only:
             cut_choices(query, choices, limit)
-        return query, choices
+            return [query] * len(choices), choices
+        lost = [cut_fronts(len(query), len(choice), limit) for choice in choices]
+        return (
+            [query[number:] for number, _ in lost],
+            [choice[number:] for choice, (_, number) in zip(choices, lost, strict=True)],
+        )
