@@ -63,6 +63,7 @@ class VLDataset(abc.ABC):
         has_phrases: some texts say what their phrases name (`SampleText.phrases`).
         has_truths: texts have a truth, unless the split has no annotations; False: no text of any split has one.
         mixes_phrases: some of several joined data sets have phrases, and others have none.
+        mixes_objects: less may be known of the annotated objects of some images than of others.
         left_out: number of texts of the split that its files have, and that are not among the texts.
     """
 
@@ -78,6 +79,7 @@ class VLDataset(abc.ABC):
     has_phrases: bool = False
     has_truths: bool = True
     mixes_phrases: bool = False
+    mixes_objects: bool = False
     left_out: int = 0
 
     @classmethod

@@ -107,6 +107,7 @@ class JoinedDataset(VLDataset):
     box_sources = BoxSource.for_evaluation()
     annotation_files = ()  # each part has its own
     parts = ()  # boxes come with the samples
+    mixes_objects = True
 
     def __init__(self, members: Sequence[JoinedPart], *, needs_classes: bool = True) -> None:
         self.members = list(members)

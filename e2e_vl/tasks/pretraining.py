@@ -261,8 +261,8 @@ class PretrainingTask(Task):
     def upgrade_rules(cls, task: dict[str, Any], given: frozenset[str]) -> None:
         if task.get("cut_pairs") == "fronts" and "cut_pairs" not in given:
             raise UserError(
-                "`cut_pairs: fronts` of this run may mean two rules; set task.config.cut_pairs to fronts_too_much for a "
-                "run that was saved before there was this value, or else add `revision: 1` to the file."
+                "`cut_pairs: fronts` of this run may mean two rules; set task.config.cut_pairs to fronts_too_much for "
+                "a run that was saved before there was this value, or else add `revision: 1` to the file."
             )
 
     @classmethod

@@ -99,8 +99,8 @@ class VCRTask(Task):
         switch = "names_restart_in_choices"
         if task.get("names_by") == "mention" and switch not in task and not given & {switch, "names_by"}:
             raise UserError(
-                f"`names_by: mention` of this run may mean two rules, because {switch} is not set; set it to true for a "
-                "run that was saved before there was this setting (two people might share a name), or else to false."
+                f"`names_by: mention` of this run may mean two rules, because {switch} is not set; set it to true for "
+                "a run that was saved before there was this setting (two people might share a name), or else to false."
             )
 
     @classmethod

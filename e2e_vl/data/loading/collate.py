@@ -66,7 +66,7 @@ def collate(
             class_probs=_column(images, "class_probs", "class distributions"),
             **{name: _column(images, name, name.replace("_", " ")) for name in FOUND},
         ),
-        roi_masks=_masks(images),
+        roi_masks=_column(images, "roi_masks", "instance masks"),
         seeds=None if any(text.seed is None for text in texts) else torch.tensor([text.seed for text in texts]),
         hide=_column(images, "hide", "boxes to hide"),
         phrases=None if any(text.phrases is None for text in texts) else join_phrases([text.phrases for text in texts]),
@@ -159,18 +159,6 @@ def _column(images: Sequence[ImageExample], field: str, what: str) -> list[Tenso
     if not _all_or_none(images, field, what):
         return None
     return [torch.from_numpy(np.ascontiguousarray(getattr(image, field))) for image in images]
-
-
-def _masks(images: Sequence[ImageExample]) -> list[Tensor] | None:
-    """Instance masks of each image; beside others, one whose boxes have no outlines gets masks of whole boxes."""
-    found = next((image.roi_masks for image in images if image.roi_masks is not None), None)
-    if found is None:
-        return None
-    masks = [
-        np.ones((len(image.boxes), *found.shape[1:]), dtype=np.float32) if image.roi_masks is None else image.roi_masks
-        for image in images
-    ]
-    return [torch.from_numpy(np.ascontiguousarray(one)) for one in masks]
 
 
 def _looks_at(examples: Sequence[Example]) -> Tensor:
