@@ -30,6 +30,7 @@ from e2e_vl.setting_references import check_references, check_resolved, check_ta
 from e2e_vl.whole_files import write_text
 
 VERSION = 2  # layout of the settings
+REVISION = 1  # of the rules that values of this layout stand for
 MAX_BASES = 20  # `base:` files above each other
 INPUTS = {  # section -> keys that name existing files or folders, see `load_config`
     "detector": ("config", "weights"),
@@ -222,11 +223,14 @@ class RunConfig:
     train: TrainSettings = field(default_factory=TrainSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
     version: int = VERSION  # a run that was saved before has none, see `saved_version`
+    revision: int = REVISION  # a run that was saved before has none, see `e2e_vl/engine/earlier_rules.py`
 
     def __post_init__(self) -> None:
         check_numbers(self, "", not_negative=["seed"])
         if self.version != VERSION:
             raise UserError(f"version is {self.version}; this code reads settings of version {VERSION}.")
+        if self.revision != REVISION:
+            raise UserError(f"revision is {self.revision}; this code reads settings of revision {REVISION}.")
         if self.train.patience is not None and self.eval.every_epochs == 0:
             raise UserError("train.patience counts the evaluations of eval.every_epochs, which is 0; set it.")
         for name in (self.data.boxes.train, *self.eval.boxes):

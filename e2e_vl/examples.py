@@ -158,7 +158,8 @@ class TextExample:
     targets: Targets | None = None  # a class of the task's own
     seed: int | None = None  # from which the model draws what is random about the text
     region_of_token: Int64[np.ndarray, " L"] | None = None  # row of the candidate box a wordpiece names; -1 = none
-    phrases: TextPhrases | None = None  # None: nobody asks for them
+    # None: nobody asks for them, or they are the phrases that the data state of the text
+    phrases: TextPhrases | None = None
     # what it says, where that is not the text of the data, whose phrases are then not its own
     other_words: str | None = None
 

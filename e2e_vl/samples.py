@@ -119,6 +119,8 @@ class ChoiceText(SampleText):
     # sentences that stand before every choice, such as a question and the answer it was given
     query: tuple[Sentence, ...] = ()
     choices: tuple[Sentence, ...] = ()  # the possible answers
+    # each name of an object is a phrase for its box; a wording states them, because it decides what objects are called
+    names_are_phrases: bool = False
 
 
 @runtime_checkable

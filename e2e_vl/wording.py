@@ -35,7 +35,7 @@ class Wording(abc.ABC):
                 if self.lacks_target(text):
                     example.targets = dataclasses.replace(self.no_target(), known=False)
                     example.record = example.record | {ONLY_PHRASES: True}
-                if self.writer.marks_phrases:
+                if self.writer.marks_phrases and example.phrases is None:
                     other = example.other_words
                     said = text if other is None else dataclasses.replace(text, words=other, phrases=None)
                     example.phrases = phrases_of(said, example, images, self.writer)

@@ -43,7 +43,7 @@ def test_settings_that_an_earlier_version_saved_still_load(monkeypatch, tmp_path
     written = yaml.safe_load(path.read_text(encoding="utf-8"))
     config = load_config(path)
     new = {"version", "data.skip_broken", "data.mirror_precomputed", "data.mean_image_feature", "data.check_images"}
-    new |= {"train.trackers", "train.decay_bn_scales", "train.max_wait_minutes", "phrases"}
+    new |= {"revision", "train.trackers", "train.decay_bn_scales", "train.max_wait_minutes", "phrases"}
     assert {line.split(":")[0] for line in differences(written, dataclasses.asdict(config))} == new
     assert saved_version(path) == 1
     save_config(config, tmp_path / "saved.yaml")

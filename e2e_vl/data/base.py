@@ -63,6 +63,7 @@ class VLDataset(abc.ABC):
         has_phrases: some texts say what their phrases name (`SampleText.phrases`).
         has_truths: texts have a truth, unless the split has no annotations; False: no text of any split has one.
         mixes_phrases: some of several joined data sets have phrases, and others have none.
+        mixes_objects: less may be known of the annotated objects of some images than of others.
         left_out: number of texts of the split that its files have, and that are not among the texts.
     """
 
@@ -78,6 +79,7 @@ class VLDataset(abc.ABC):
     has_phrases: bool = False
     has_truths: bool = True
     mixes_phrases: bool = False
+    mixes_objects: bool = False
     left_out: int = 0
 
     @classmethod
@@ -165,7 +167,7 @@ class VLDataset(abc.ABC):
                 "MODEL.ROI_HEADS.NUM_CLASSES in its config."
             )
         for number, (name, other) in enumerate(zip(names, known or names, strict=False)):
-            if _letters(name) != _letters(other):
+            if letters_of(name) != letters_of(other):
                 raise UserError(
                     f"Class {number} is '{name}' in the data, but '{other}' to the detector's weights; give a file "
                     "with the categories of the weights, or start a detector of the data's own classes from a backbone "
@@ -225,7 +227,7 @@ class DataFiles:
         return name
 
 
-def _letters(name: str) -> str:
+def letters_of(name: str) -> str:
     """A class name without what differs between its spellings: "traffic light", "trafficlight", "Traffic_Light"."""
     return "".join(letter for letter in name.casefold() if letter.isalnum()) or name
 

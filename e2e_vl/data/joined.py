@@ -19,7 +19,8 @@ import numpy as np
 
 from detector.errors import UserError
 from e2e_vl.box_sources import BoxSource
-from e2e_vl.data.base import DataFiles, VLDataset, Wants, check_boxes_source, open_options
+from e2e_vl.converter import from_dict
+from e2e_vl.data.base import DataFiles, VLDataset, Wants, check_boxes_source, letters_of, open_options
 from e2e_vl.data.images.candidates import BoxReader, open_boxes_of
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.samples import Sample, SampleImage, SampleText, TextPool
@@ -90,6 +91,13 @@ class JoinedDataset(VLDataset):
     Captions of other images are drawn from all of them; texts about the same image, in whichever part, are never taken
     for texts of another image.
 
+    Classes are the same if their names have the same letters ("traffic light", "trafficlight"). Where the detector does
+    not learn from objects, parts without classes may stand beside parts with classes; their objects get the class -1.
+
+    Args:
+        members: the parts.
+        needs_classes: the detector learns from the annotated objects.
+
     Raises:
         ValueError: parts with annotated objects of different classes, or several with a corpus.
     """
@@ -99,8 +107,9 @@ class JoinedDataset(VLDataset):
     box_sources = BoxSource.for_evaluation()
     annotation_files = ()  # each part has its own
     parts = ()  # boxes come with the samples
+    mixes_objects = True
 
-    def __init__(self, members: Sequence[JoinedPart]) -> None:
+    def __init__(self, members: Sequence[JoinedPart], *, needs_classes: bool = True) -> None:
         self.members = list(members)
         self.starts = [0, *itertools.accumulate(map(len, self.members))]
         self.groups = [
@@ -112,13 +121,13 @@ class JoinedDataset(VLDataset):
         for number, texts in enumerate(self.groups):
             self._group_of[np.asarray(texts)] = number
         self._same_image = self._find_same_images()
-        names = {tuple(member.dataset.class_names or ()) for member in self.members}
-        if len(names) > 1:
+        names = {tuple(map(letters_of, member.dataset.class_names or ())) for member in self.members}
+        if len(names if needs_classes else names - {()}) > 1:
             raise UserError(
                 "the joined data sets have annotated objects of different classes, or some have none; use boxes of a "
                 "file or of the detector, and set detector.loss_weight to 0"
             )
-        self.class_names = self.members[0].dataset.class_names
+        self.class_names = next((m.dataset.class_names for m in self.members if m.dataset.class_names), None)
         corpora = [member.dataset.corpus for member in self.members if member.dataset.corpus is not None]
         if len(corpora) > 1:
             raise UserError("several of the joined data sets have a corpus; name it in one of them")
@@ -152,7 +161,7 @@ class JoinedDataset(VLDataset):
             if boxes is not None:
                 boxes.require_images(_kept_images(member), f"{split} of {name}")
             members.append(member)
-        return cls(members)
+        return cls(members, needs_classes=wants.objects)
 
     @classmethod
     def _parts_of(
@@ -184,6 +193,30 @@ class JoinedDataset(VLDataset):
         for _, part, *own in cls._parts_of(files, options, split):
             yield from cls.kind(part.name).texts_of(*own, part.splits[split])
 
+    @classmethod
+    def class_names_of(cls, options: JoinedOptions) -> Sequence[str] | None:
+        """As the first part says whose texts name boxes by their classes."""
+        return next((names for kind, own in cls._kinds_of(options) if (names := kind.class_names_of(own))), None)
+
+    @classmethod
+    def wants_given_answer(cls, options: JoinedOptions) -> bool:
+        return any(kind.wants_given_answer(own) for kind, own in cls._kinds_of(options))
+
+    @classmethod
+    def narrowed(cls, sample: Sample, options: JoinedOptions) -> Sample:
+        """As the first part says whose texts name boxes by their classes."""
+        for kind, own in cls._kinds_of(options):
+            if kind.class_names_of(own):
+                return kind.narrowed(sample, own)
+        return sample
+
+    @classmethod
+    def _kinds_of(cls, options: JoinedOptions) -> Iterator[tuple[type[VLDataset], Any]]:
+        """The data set class and the options of each part."""
+        for name, part in options.parts.items():
+            kind = cls.kind(part.name)
+            yield kind, from_dict(kind.options, part.config, f"data.config.parts.{name}.config")
+
     def __len__(self) -> int:
         """Number of texts."""
         return self.starts[-1]
@@ -213,13 +246,17 @@ class JoinedDataset(VLDataset):
         return dataclasses.replace(sample, images=images, texts=stated, pool=self, own=own, corpus=self.corpus)
 
     def _with_boxes(self, image: SampleImage, member: JoinedPart) -> SampleImage:
-        boxes = image.boxes
+        boxes, objects = image.boxes, image.objects
+        if self.class_names is not None and objects is not None and objects.classes is None:
+            objects = dataclasses.replace(objects, classes=np.full(len(objects), -1, dtype=np.int64))
         if boxes is None and member.boxes is not None:
             boxes = member.boxes.read(image.id)
         space, known_as = member.dataset.id_space, image.known_as
         if space is not None and not known_as:
             known_as = ((space, image.id),)
-        return dataclasses.replace(image, id=f"{member.images}/{image.id}", boxes=boxes, known_as=known_as)
+        return dataclasses.replace(
+            image, id=f"{member.images}/{image.id}", boxes=boxes, objects=objects, known_as=known_as
+        )
 
     def _find(self, text: int) -> tuple[JoinedPart, int]:
         """The part that has a text, and the number of the text in it."""

@@ -36,12 +36,15 @@ class VCROptions:
             first mention. "r2c": what R2C chooses of them, see `relevant_objects`, in file order. "r2c_all_texts": the
             same for the question with all its answers and rationales together (official VisualBERT code).
         class_names: the classes of objects, in the order of the detector's classes.
+        names_are_phrases: the names of objects in question and choices are phrases for the objects' boxes, which a run
+            with `phrases.weight` learns.
     """
 
     question: Literal["answer", "rationale", "both", "in_turn"] = "answer"
     condition_on: Literal["right", "each"] = "right"
     objects: Literal["all", "mentioned", "r2c", "r2c_all_texts"] = "all"
     class_names: tuple[str, ...] = CLASS_NAMES
+    names_are_phrases: bool = False
 
     def __post_init__(self) -> None:
         if self.condition_on == "each" and self.question != "rationale":
@@ -92,6 +95,7 @@ class VCRDataset(VLDataset):
         self.questions = questions
         self.settings = options or VCROptions()
         self.class_names = self.settings.class_names
+        self.has_phrases = self.settings.names_are_phrases
         self.parts = [{}]
         self._check_questions(training, errors)
         self._class_of = {name: number for number, name in enumerate(self.class_names)}
@@ -242,6 +246,7 @@ class VCRDataset(VLDataset):
             self._truth(question, index),
             query=query,
             choices=tuple(question.answer_choices if is_answer else question.rationale_choices),
+            names_are_phrases=self.settings.names_are_phrases,
         )
 
 

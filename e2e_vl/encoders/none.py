@@ -14,7 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from e2e_vl.encoders.base import Encoder
-from e2e_vl.structures import EncoderOutput, TextBatch, TextRegions
+from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
 
 
 class NoEncoderConfig(PreTrainedConfig):
@@ -35,6 +35,10 @@ class NoEncoder(Encoder):
     def __init__(self, config: NoEncoderConfig):
         super().__init__(config)
         self.post_init()
+
+    def lacks(self, ability: Ability) -> str | None:
+        """It has no ability."""
+        return "this one reads no words and has no layers, so choose another encoder.name"
 
     @property
     def hidden_size(self) -> int:

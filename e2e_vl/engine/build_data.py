@@ -203,6 +203,7 @@ def build_loader(
         with_objects=training and config.detector.loss_weight > 0,
         mask_size=model.task.mask_size,
         mask_at=model.task.mask_at,
+        fill_masks=dataset is not None and dataset.mixes_objects,
         is_blank=data.blank_image,
         blank_boxes=model.task.blind_without_boxes,
         mirror_precomputed=data.mirror_precomputed,

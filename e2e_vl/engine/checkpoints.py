@@ -34,6 +34,7 @@ from detector.yaml_text import parse_yaml, read_yaml
 from e2e_vl.config import VERSION, RunConfig, differences, load_config, saved_version
 from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.engine.checked_state import check_files, check_optimizer, checked_position
+from e2e_vl.engine.earlier_rules import rules_of
 from e2e_vl.engine.failed_step import not_finite
 from e2e_vl.engine.saving import save_model
 from e2e_vl.engine.stopping import all_or_none, is_disk_full, is_lost_process
@@ -256,7 +257,8 @@ def find_resumable(output: Path, config: RunConfig, num_processes: int) -> Path 
             f"new run from it with encoder.weights={output}, or choose another `output`."
         )
     check_plain(folder / "model" / "config.yaml")
-    written = load_config(folder / "model" / "config.yaml")
+    path = folder / "model" / "config.yaml"
+    written = load_config(path, upgrade=rules_of(path))
     as_saved = dataclasses.replace(written.detector, config=str(folder / "model/detector/config.yaml"), overrides={})
     saved = dataclasses.replace(written, detector=as_saved)
     changed = differences(_architecture(saved), _architecture(config))
@@ -298,7 +300,10 @@ def is_run(folder: Path) -> bool:
         content = read_yaml(folder / "config.yaml")
     except (OSError, UserError):
         return False
-    return isinstance(content, dict) and {field.name for field in dataclasses.fields(RunConfig)} <= content.keys()
+    return (
+        isinstance(content, dict)
+        and {field.name for field in dataclasses.fields(RunConfig)} - {"revision"} <= content.keys()
+    )
 
 
 def _architecture(config: RunConfig) -> dict[str, Any]:

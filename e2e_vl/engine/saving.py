@@ -25,6 +25,7 @@ from detector.weight_files import read_tensors
 from e2e_vl.config import VERSION, RunConfig, load_config, load_overrides, save_config, saved_version
 from e2e_vl.data.formats.answer_files import ANSWERS_FILE, write_answers
 from e2e_vl.engine.build import build_model, task_class
+from e2e_vl.engine.earlier_rules import rules_of
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.plain_yaml import check_plain
 from e2e_vl.run_files import errors_naming, model_folder
@@ -132,13 +133,14 @@ def saved_settings(run_dir: Path, overrides: list[str] | None = None) -> RunConf
 
     Raises:
         FileNotFoundError: no model there.
-        ValueError: settings that refer to something outside of their file.
+        ValueError: settings that refer to something outside of their file, or a value that may mean two rules.
     """
     path = model_folder(run_dir) / "config.yaml"
     check_plain(path)
+    in_todays_words = rules_of(path, overrides or [])
     if saved_version(path) == VERSION:
-        return load_config(path, overrides)
-    return load_config(path, overrides, upgrade=_upgrade)
+        return load_config(path, overrides, upgrade=in_todays_words)
+    return load_config(path, overrides, upgrade=lambda content: _upgrade(content) or in_todays_words(content))
 
 
 def _upgrade(content: dict[str, Any]) -> None:

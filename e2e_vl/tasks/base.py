@@ -185,6 +185,18 @@ class Task(nn.Module, abc.ABC):
         """Bring the settings of a model that was saved before, `task.config` and all of `data`, into today's form."""
 
     @classmethod
+    def upgrade_rules(cls, task: dict[str, Any], given: frozenset[str]) -> None:
+        """Bring values of `task.config` that joined a rule with a mistake of an official code into today's words.
+
+        Args:
+            task: `task.config` of a run without `revision`, changed in place.
+            given: fields of it that the user gives now.
+
+        Raises:
+            UserError: a value that meant the rule with the mistake at first and the rule alone later.
+        """
+
+    @classmethod
     def own_words(cls, config: Any) -> Iterable[str]:
         """Words that the wording adds to the words of the data, for a vocabulary."""
         return ()

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
 
+from detector.errors import UserError
+from detector.structures import Loss
 from e2e_vl.attention import attention_to_regions
 from e2e_vl.evaluation.gqa import belongs, gqa_metrics, grounding, is_hit, write_submission
 from e2e_vl.layout import TextWriter
@@ -23,9 +28,14 @@ from e2e_vl.tasks.heads import NewLayers
 
 @dataclasses.dataclass(frozen=True)
 class GQAConfig(AnswerConfig):
-    """The official LXMERT code has the same defaults; its option for a cross entropy is the loss "softmax", except that
-    it multiplies it by the number of answers and takes an answer outside the list for answer 0."""
+    """The official LXMERT code has the same defaults."""
 
+    # as in `AnswerConfig`; "softmax_times_answers" is the loss "softmax" times the number of possible answers (official
+    # LXMERT code with `--mceLoss`)
+    loss: Literal["binary", "softmax", "divergence", "softmax_times_answers"] = "binary"
+    # with "softmax_times_answers", an answer that is not in the list counts as the first answer of the list (a mistake
+    # of that option); False: its question is left out
+    unlisted_is_first: bool = False
     min_answer_count: int = 1  # all 1,842 answers of the balanced questions of train and val
     dropout: float = 0.0
     initialise_from_words: bool = False
@@ -34,6 +44,14 @@ class GQAConfig(AnswerConfig):
     # score how much of the attention over regions lies on the objects that a question and its answer name; needs
     # `data.config.grounding`, which says where they are
     grounding: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.unlisted_is_first and self.loss != "softmax_times_answers":
+            raise UserError(
+                f"task.config.unlisted_is_first needs the loss softmax_times_answers, but task.config.loss is "
+                f"'{self.loss}'; leave it out."
+            )
 
 
 @dataclasses.dataclass
@@ -96,6 +114,15 @@ class GQATask(AnswerTask):
                 record["is_valid"] = belongs(answer, choices["valid"], types)
                 record["is_plausible"] = belongs(answer, choices["plausible"], types)
         return records
+
+    def _loss(self, logits: Float[Tensor, "M Y"], targets: AnswerTargets) -> Loss:
+        if self.config.loss != "softmax_times_answers":
+            return super()._loss(logits, targets)
+        logits, best = targets.with_target(logits), targets.with_target(targets.best)
+        if self.config.unlisted_is_first:
+            best = best.clamp(min=0)
+        total = F.cross_entropy(logits, best, ignore_index=-1, reduction="sum") * len(self.answers)
+        return Loss(total=total, count=(best >= 0).sum().to(logits.dtype))
 
     def _attended(self, output: ModelOutput) -> list[list[tuple[list[float], float]] | None]:
         """Regions of each text, in shares of the image's width and height, with their attention; None without maps."""

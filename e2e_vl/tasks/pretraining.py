@@ -268,6 +268,14 @@ class PretrainingTask(Task):
         return tuple(dict.fromkeys(needs))
 
     @classmethod
+    def upgrade_rules(cls, task: dict[str, Any], given: frozenset[str]) -> None:
+        if task.get("cut_pairs") == "fronts" and "cut_pairs" not in given:
+            raise UserError(
+                "`cut_pairs: fronts` of this run may mean two rules; set task.config.cut_pairs to fronts_too_much for "
+                "a run that was saved before there was this value, or else add `revision: 1` to the file."
+            )
+
+    @classmethod
     def upgrade(cls, task: dict[str, Any], data: dict[str, Any]) -> None:
         """Objectives were keys of `task.config`; masking and exchanging of texts were options of the reader."""
         options = data.setdefault("config", {})

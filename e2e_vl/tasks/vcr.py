@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import torch.nn.functional as F
@@ -22,196 +22,18 @@ from detector.errors import UserError
 from detector.images import load_image
 from detector.interface import Detector
 from detector.structures import Loss
-from e2e_vl.converter import check_numbers
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.evaluation.vcr import CHOICES, join_predictions, joint_metrics, write_submission
-from e2e_vl.examples import ImageExample, TextExample
-from e2e_vl.layout import LaidText, TextWriter
-from e2e_vl.samples import AnnotatedObjects, ChoiceText, DataFacts, Question, Sample, Sentence
+from e2e_vl.layout import TextWriter
+from e2e_vl.samples import ChoiceText, DataFacts, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
-from e2e_vl.targets import Targets, stacked
-from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_choices, check_dropout, check_masks
-from e2e_vl.tasks.heads import Head, NewLayers, Sizes, Transform
-from e2e_vl.tasks.vcr_sentences import (
-    NEUTRAL_NAMES,
-    PERSON,
-    Piece,
-    cut_answers,
-    cut_choices,
-    cut_rationales,
-    encode_sentence,
-    names_by_mention,
-    names_of,
-    number_of_words,
-    plain_text,
-    read_sentence,
-    rows_by_word_number,
-)
-from e2e_vl.wording import Draw, Wording
+from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_masks
+from e2e_vl.tasks.heads import Head, Sizes, Transform
+from e2e_vl.tasks.vcr_sentences import PERSON, read_sentence
+from e2e_vl.tasks.vcr_wording import VCRConfig, VCRTargets, VCRWording
+from e2e_vl.wording import ONLY_PHRASES
 
 MOVED = ("people_names", "turn_names", "join_word", "ground_words", "max_pieces", "mask_size", "blank_question")
-
-
-@dataclasses.dataclass(frozen=True)
-class VCRConfig:
-    """The official VL-BERT code has the same defaults."""
-
-    people_names: tuple[str, ...] = NEUTRAL_NAMES  # what people are called, in turn
-    # "box": people take turns in the order of their boxes. "mention": in the order in which sentences name them
-    # (R2C, official VisualBERT code).
-    names_by: Literal["box", "mention"] = "box"
-    # in the order of mention: for people whom only a choice names the turn begins with the first name again, so that
-    # two people may share a name (a mistake of R2C's code, which the official VisualBERT code has too)
-    names_restart_in_choices: bool = False
-    # by boxes and in training the turn begins with a random name (the official code goes on from question to question);
-    # otherwise always with the first
-    turn_names: bool = True
-    join_word: str | None = "and"  # between several objects; None leaves it out (R2C)
-    # words that name an object carry its region's vector; False: every word carries the vector of the whole image
-    ground_words: bool = True
-    # where those stand: "pieces", at all wordpieces of an object's name. "word_number": at one position, the number of
-    # the name among the words before they were split, see `rows_by_word_number` (official VisualBERT code).
-    ground_at: Literal["pieces", "word_number"] = "pieces"
-    # question and choice are cut to this number of wordpieces together, [CLS] and [SEP] not counted
-    max_pieces: int = 64
-    # how: "longer" takes the last pieces of the longer text, see `cut_answers` and `cut_rationales`. "choice" takes the
-    # first pieces of the choice, and what stands in front must fit (official VisualBERT code).
-    cut: Literal["longer", "choice"] = "longer"
-    mask_size: int | None = 14  # side of the instance masks and of the detector's RoI maps; None = no masks
-    # a mask's cell belongs to the object if its upper left corner does, or (R2C, official VisualBERT code) its centre
-    mask_at: Literal["corners", "centres"] = "corners"
-    blank_question: bool = False  # control that reads the choices only
-    dropout: float = 0.1  # on the summary, before the Linear that scores a choice
-    # "sigmoid": a binary cross entropy per choice, mean over all choices (official). "softmax": a cross entropy over
-    # the four choices (paper, section 4.2.1).
-    loss: Literal["sigmoid", "softmax"] = "sigmoid"
-    region_loss_weight: float = 1.0  # weight of the classification of regions; 0 leaves it out
-    num_classes: int = 81  # C, classes of regions, the whole image (class 0) included
-    region_dropout: float = 0.0  # dropout between the two Linears of that classification
-    initializer_range: float = 0.02  # standard deviation of their start values
-    new_layers: NewLayers = "official"  # start of the Linear that scores a choice, see `e2e_vl.tasks.heads.start_head`
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        check_dropout("dropout", self.dropout)
-        check_dropout("region_dropout", self.region_dropout)
-        check_numbers(self, "task.config.", not_negative=["region_loss_weight"])
-        if self.max_pieces < 2:
-            raise UserError(f"task.config.max_pieces is {self.max_pieces}; question and choice need at least 2.")
-        if self.mask_size is not None and self.mask_size < 1:
-            raise UserError(f"task.config.mask_size is {self.mask_size}; give the side of the detector's RoI maps.")
-        if self.names_restart_in_choices and self.names_by != "mention":
-            raise UserError(
-                f"task.config.names_restart_in_choices needs the order of mention, but task.config.names_by is "
-                f"'{self.names_by}'; set it to mention."
-            )
-        if not self.people_names:
-            raise UserError("task.config.people_names needs at least one name.")
-
-
-@dataclasses.dataclass
-class VCRTargets(Targets):
-    """Which choices are right."""
-
-    is_right: float | np.float32 | Float[Tensor, " M"] | None = stacked()  # 1 for the right choice of each four
-
-
-@dataclasses.dataclass(frozen=True)
-class VCRWording(Wording):
-    """Four texts per question, one per choice; words that name objects know the row of the object's box."""
-
-    config: VCRConfig = dataclasses.field(default_factory=VCRConfig)
-
-    def word(
-        self, text: ChoiceText, sample: Sample, images: Sequence[ImageExample], draw: Draw
-    ) -> Iterable[TextExample]:
-        [stated] = sample.images
-        names, rows = self._names(text, stated.objects, stated.candidates, draw)
-        in_choices = self._names_in_choices(text, stated.objects, names)
-        query, choices = self._pieces(text, names, in_choices, rows)
-        join_word = self.config.join_word
-        record = self.record(text, images) | {
-            "sent": " ".join(plain_text(sentence, names, join_word) for sentence in text.query),
-            "choices": [plain_text(*named, join_word) for named in zip(text.choices, in_choices, strict=True)],
-            "named_boxes": [
-                [name, box.tolist()]
-                for name, row, box in zip(names, rows, stated.objects.boxes, strict=True)
-                if row >= 0
-            ],
-        }
-        if sample.is_asked:
-            record["question"] = record["sent"]
-            record["objects"] = [name for name, row in zip(names, rows, strict=True) if row >= 0]
-        for number, choice in enumerate(choices):
-            laid = self.writer.pair([piece.id for piece in query], [piece.id for piece in choice])
-            yield TextExample(
-                laid,
-                text.looks_at,
-                record,
-                VCRTargets(None if text.truth is None else np.float32(number == text.truth.number)),
-                region_of_token=self._regions_of_words(laid, query, choice),
-            )
-
-    def _regions_of_words(self, laid: LaidText, query: list[Piece], choice: list[Piece]) -> np.ndarray | None:
-        """int64 [L]; None: words carry no region."""
-        if not self.config.ground_words:
-            return None
-        if self.config.ground_at == "word_number":
-            return rows_by_word_number(laid, query, choice)
-        return laid.place([piece.row for piece in (*query, *choice)])
-
-    def _names(
-        self, text: ChoiceText, objects: AnnotatedObjects, candidates: Sequence[int] | None, draw: Draw
-    ) -> tuple[list[str], list[int]]:
-        """What each object of the question is called in front, and the row of its box (-1 = it has none)."""
-        people, start = self.config.people_names, 0
-        if self.writer.training and self.config.turn_names:
-            # the third draw: the first two decide about the image
-            start = int(draw(text.index).random(3)[2] * len(people))
-        kept = range(len(objects)) if candidates is None else candidates
-        names, rows = list(objects.names), [-1] * len(objects)
-        called = names_of([objects.names[number] for number in kept], people, start)
-        for row, (number, name) in enumerate(zip(kept, called, strict=True)):
-            names[number], rows[number] = name, row
-        if self.config.names_by == "mention":
-            said = [token for sentence in text.query for token in sentence]
-            called = names_by_mention(said, objects.names, people, {})
-            names = [called.get(number, name) for number, name in enumerate(objects.names)]
-        return names, rows
-
-    def _names_in_choices(self, text: ChoiceText, objects: AnnotatedObjects, names: list[str]) -> list[list[str]]:
-        """What each object is called in each of the choices."""
-        if self.config.names_by == "box":
-            return [names] * len(text.choices)
-        said = {number for sentence in text.query for token in sentence if isinstance(token, list) for number in token}
-        known, people = {number: names[number] for number in said}, self.config.people_names
-        restarts = self.config.names_restart_in_choices
-        called = [names_by_mention(one, objects.names, people, known, restarts=restarts) for one in text.choices]
-        return [[own.get(number, name) for number, name in enumerate(names)] for own in called]
-
-    def _pieces(
-        self, text: ChoiceText, names: list[str], in_choices: list[list[str]], rows: list[int]
-    ) -> tuple[list[Piece], list[list[Piece]]]:
-        """Wordpieces of what stands in front, and of the four choices, cut to their limit."""
-        join_word, limit = self.config.join_word, self.config.max_pieces
-
-        def encode(sentence: Sentence, names: list[str], first_word: int = 0) -> list[Piece]:
-            if self.writer.is_blank:
-                return []
-            return encode_sentence(sentence, names, rows, self.writer.tokenizer, join_word, first_word)
-
-        front, words = [], 0
-        for sentence in text.query:
-            front.append([] if self.config.blank_question else encode(sentence, names, words))
-            words += number_of_words(sentence, join_word)
-        choices = [encode(*named) for named in zip(text.choices, in_choices, strict=True)]
-        if self.config.cut == "longer":
-            cut = cut_answers if len(front) == 1 else cut_rationales
-            cut(*front, choices, limit)
-        query = [piece for sentence in front for piece in sentence]
-        if self.config.cut == "choice":
-            cut_choices(query, choices, limit)
-        return query, choices
 
 
 class VCRTask(Task):
@@ -269,6 +91,17 @@ class VCRTask(Task):
         """How sentences are put into words was an option of the reader."""
         options = data.setdefault("config", {})
         task.update({key: options.pop(key) for key in MOVED if key in options})
+
+    @classmethod
+    def upgrade_rules(cls, task: dict[str, Any], given: frozenset[str]) -> None:
+        if task.get("cut") == "choice":
+            task |= {"cut": "fronts", "cut_choices_only": True}
+        switch = "names_restart_in_choices"
+        if task.get("names_by") == "mention" and switch not in task and not given & {switch, "names_by"}:
+            raise UserError(
+                f"`names_by: mention` of this run may mean two rules, because {switch} is not set; set it to true for "
+                "a run that was saved before there was this setting (two people might share a name), or else to false."
+            )
 
     @classmethod
     def own_words(cls, config: VCRConfig) -> Iterable[str]:
@@ -337,21 +170,24 @@ class VCRTask(Task):
         check_masks(self.config.mask_size, detector)
 
     def forward(self, batch: Batch, regions: TextRegions, encoded: EncoderOutput) -> TaskOutput:
-        """Score the four choices of U questions.
+        """Score the four choices of U questions; texts that have phrases only are no questions.
 
         Returns:
             `logits` float32 [U, 4]; the loss `choice` if the batch has labels (count: choices with "sigmoid", questions
-            with "softmax"), and with it `region_class`, already weighted (count: regions of all texts).
+            with "softmax"), and with it `region_class`, already weighted (count: regions of all choices).
 
         Raises:
-            ValueError: texts that do not come in fours, or a class beyond `num_classes`.
+            ValueError: texts with a target that do not come in fours, or a class beyond `num_classes`.
         """
-        if len(batch) % CHOICES:
-            raise UserError(f"VCR's texts come in fours, one per choice; this batch has {len(batch)} texts.")
-        logits = at_least_float32(self.head(encoded.summary)).view(-1, CHOICES)
+        targets = batch.targets or VCRTargets()
+        number = len(batch) if targets.known is None else int(targets.known.sum())
+        if number % CHOICES:
+            raise UserError(f"VCR's texts come in fours, one per choice; this batch has {number} texts.")
+        scores = at_least_float32(self.head(targets.with_target(encoded.summary)))
+        logits = scores.view(number // CHOICES, CHOICES)
         losses = {}
-        if batch.targets is not None and batch.targets.is_right is not None:
-            losses["choice"] = self._choice_loss(logits, batch.targets.is_right.view(-1, CHOICES))
+        if targets.is_right is not None:
+            losses["choice"] = self._choice_loss(logits, targets.with_target(targets.is_right).view_as(logits))
             if self.region_classifier is not None:
                 losses["region_class"] = self._region_loss(batch, regions, encoded.regions)
         return TaskOutput(losses=losses, logits=logits)
@@ -364,8 +200,10 @@ class VCRTask(Task):
         return Loss(total=total, count=total.new_tensor(float(len(logits))).detach())
 
     def _region_loss(self, batch: Batch, regions: TextRegions, states: Float[Tensor, "M R E"]) -> Loss:
-        """Every region of every text counts, the whole image as class 0."""
+        """Every region of every choice counts, the whole image as class 0."""
         kept = regions.attend
+        if batch.targets.known is not None:
+            kept = kept & batch.targets.known[:, None]
         classes = regions.gather(batch.region_labels.classes, fill=-1)[kept] + 1
         if len(classes) and int(classes.max()) >= self.config.num_classes:
             raise UserError(
@@ -379,15 +217,18 @@ class VCRTask(Task):
     def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """One record per question: what its texts share plus `probabilities` (four, softmax) and `choice`.
 
-        What they share has `named_boxes`, a list of [name, box in pixels of the original image].
+        What they share has `named_boxes`, a list of [name, box in pixels of the original image]. Phrases
+        (`grounded`) are those of the question with the chosen answer. A text that has phrases only keeps its record.
 
         As in the official code it is a softmax, whichever loss was trained.
         """
         probabilities = output.task.logits.softmax(dim=1).tolist()
         best = output.task.logits.argmax(dim=1).tolist()
-        return [
-            {**record, "probabilities": shares, "choice": choice}
-            for record, shares, choice in zip(batch.records[::CHOICES], probabilities, best, strict=True)
+        others = [record for record in batch.records if record.get(ONLY_PHRASES)]
+        own = [record for record in batch.records if not record.get(ONLY_PHRASES)]
+        return others + [
+            {**own[CHOICES * number + choice], "probabilities": shares, "choice": choice}
+            for number, (shares, choice) in enumerate(zip(probabilities, best, strict=True))
         ]
 
     def correct(self, record: dict[str, Any]) -> float | None:

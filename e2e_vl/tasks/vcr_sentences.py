@@ -68,10 +68,23 @@ def names_by_mention(
     return called
 
 
+def said_words(sentence: Sentence, names: Sequence[str], join_word: str | None = "and") -> list[tuple[str, int]]:
+    """The words of the sentence, objects replaced by their names, each with the object that it names (-1 = none)."""
+    words: list[tuple[str, int]] = []
+    for token in sentence:
+        if isinstance(token, str):
+            words.append((token, -1))
+            continue
+        for position, index in enumerate(token):
+            if position and join_word:
+                words.append((join_word, -1))
+            words.append((names[index], index))
+    return words
+
+
 def plain_text(sentence: Sentence, names: Sequence[str], join_word: str | None = "and") -> str:
     """The sentence in words, objects replaced by their names."""
-    joint = f" {join_word} " if join_word else " "
-    return " ".join(t if isinstance(t, str) else joint.join(names[o] for o in t) for t in sentence)
+    return " ".join(word for word, _ in said_words(sentence, names, join_word))
 
 
 def encode_sentence(
@@ -90,19 +103,10 @@ def encode_sentence(
         join_word: between several objects, naming none; None leaves it out (R2C).
         first_word: number of the sentence's first word.
     """
-    words: list[tuple[str, int]] = []
-    for token in sentence:
-        if isinstance(token, str):
-            words.append((token, -1))
-            continue
-        for position, index in enumerate(token):
-            if position and join_word:
-                words.append((join_word, -1))
-            words.append((names[index], rows[index]))
     pieces = []
-    for number, (word, row) in enumerate(words, start=first_word):
+    for number, (word, named) in enumerate(said_words(sentence, names, join_word), start=first_word):
         ids = tokenizer.convert_tokens_to_ids(tokenizer.tokenize(word))
-        pieces += [Piece(piece, row, number) for piece in ids]
+        pieces += [Piece(piece, rows[named] if named >= 0 else -1, number) for piece in ids]
     return pieces
 
 
@@ -132,7 +136,8 @@ def rows_by_word_number(laid: LaidText, *texts: Sequence[Piece]) -> Int64[np.nda
 def cut_choices(front: Sequence[Piece], choices: list[list[Piece]], limit: int) -> None:
     """Cut what stands in front + choice to `limit` wordpieces, in place: the choice loses its first pieces.
 
-    (The official VisualBERT code, which means to cut the front too, but takes the length of a pair for its length.)
+    (A mistake of the official VisualBERT code, which means to cut the front too, as `e2e_vl.layout.cut_fronts` does,
+    but takes the length of a pair for its length.)
 
     Raises:
         ValueError: what stands in front is too long by itself.

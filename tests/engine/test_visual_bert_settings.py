@@ -95,7 +95,8 @@ def test_task(name):
     elif name.startswith("flickr30k/"):
         assert (task.head_size, task.num_heads, task.loss_per, task.phrase_state) == (64, 1, "text", "last")
     else:
-        assert (task.names_by, task.ground_at, task.cut, task.join_word) == ("mention", "word_number", "choice", None)
+        assert (task.names_by, task.ground_at, task.cut, task.join_word) == ("mention", "word_number", "fronts", None)
+        assert task.cut_choices_only
         assert task.names_restart_in_choices
         assert (task.max_pieces, task.loss, task.region_loss_weight, task.dropout) == (
             MAX_LENGTH - 3,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from detector.structures import ImageBatch
+from detector.structures import ImageBatch, Loss
 from e2e_vl.layout import TextWriter
 from e2e_vl.samples import Question, RightAnswer, SampleText, ScoredAnswers
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextBatch, TextRegions
@@ -73,6 +74,27 @@ def test_the_softmax_loss_leaves_out_answers_that_are_not_listed():
     output = run(make_task(loss="softmax"), make_batch("no", "purple"))
     torch.testing.assert_close(output.losses["gqa"].mean, F.cross_entropy(output.logits[:1], torch.tensor([1])))
     assert output.losses["gqa"].count == 1
+
+
+def test_the_softmax_loss_times_the_number_of_answers():
+    """Computed by hand: five equal logits cost log 5, and with one logit of log 4 its answer costs log 2."""
+    batch = make_batch("no", "purple")
+    logits = torch.zeros(2, 5)
+    logits[1, 0] = math.log(4)  # the first answer; the sum of the exponentials is 8
+
+    def loss_of(**config) -> Loss:
+        return make_task(loss="softmax_times_answers", **config)._loss(logits, batch.targets)
+
+    without, first = loss_of(), loss_of(unlisted_is_first=True)
+    assert (without.total.item(), without.count.item()) == (pytest.approx(5 * 1.6094379), 1)
+    assert (first.total.item(), first.count.item()) == (pytest.approx(5 * (1.6094379 + 0.6931472)), 2)
+    assert first.mean.item() == pytest.approx(5.7564627)
+    output = run(make_task(loss="softmax_times_answers"), batch)
+    torch.testing.assert_close(output.losses["gqa"].mean, 5 * F.cross_entropy(output.logits[:1], torch.tensor([1])))
+    [record, _] = predict(make_task(loss="softmax_times_answers"), batch, logits)
+    assert record["score"] == pytest.approx(0.2), "a share among all answers"
+    with pytest.raises(ValueError, match=r"unlisted_is_first needs the loss softmax_times_answers, but .* 'softmax'"):
+        GQAConfig(answers=ANSWERS, loss="softmax", unlisted_is_first=True)
 
 
 def test_the_hidden_layer_may_be_wider_than_the_summary():

@@ -152,8 +152,19 @@ def test_a_truth_that_is_missing_by_mistake_is_an_error(tmp_path, name):
                 type(targets[0]).join(targets)
 
 
-def test_tasks_whose_texts_have_choices_take_no_others():
-    assert VCRTask(SIZE).wording(TextWriter(None, VLBertModel.layout)).learns_from == ()
+def test_a_task_whose_texts_have_choices(tmp_path):
+    wording = wording_of(VCRTask(SIZE), tmp_path)
+    stated = SampleText(0, "red square", {}, PHRASES, phrases=PHRASES, may_lack_target=True)
+    photo_of_it = SampleImage("7", Path("photo.jpg"))
+    [text] = word(wording, sample_of(stated, image=photo_of_it), photo())
+    assert text.targets.known is False and text.targets.is_right.dtype == np.float32
+    assert text.record["only_phrases"] is True and text.phrases.spans.tolist() == [[1, 2]]
+    for other in (
+        dataclasses.replace(stated, truth=RightChoice(0)),
+        dataclasses.replace(stated, may_lack_target=False),
+    ):
+        with pytest.raises(ValueError, match="'red square' has no four choices, so VCR has nothing to learn from it"):
+            word(wording, sample_of(other, image=photo_of_it), photo())
 
 
 def test_predictions_and_metrics_leave_them_out(tmp_path):

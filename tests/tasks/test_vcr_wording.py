@@ -147,6 +147,7 @@ def test_the_test_split_has_no_targets(tiny):
         ({"names_by": "turn"}, r"task\.config\.names_by is 'turn'"),
         ({"names_restart_in_choices": True}, r"needs the order of mention, but task\.config\.names_by is 'box'"),
         ({"cut": "front"}, r"task\.config\.cut is 'front'"),
+        ({"cut_choices_only": True}, r"needs texts that are cut at their fronts, but task\.config\.cut is 'longer'"),
     ],
 )
 def test_wrong_options(options, message):
@@ -212,8 +213,21 @@ def test_word_numbers_go_on_over_question_and_answer(tiny):
 
 
 def test_only_the_choice_is_cut(tiny):
-    texts = texts_of(tiny, cut="choice", max_pieces=9)
+    texts = texts_of(tiny, cut="fronts", cut_choices_only=True, max_pieces=9)
     assert spoken(tiny, texts[0]) == "[CLS] why is riley and chair there ? [SEP] casey . [SEP]"
     assert spoken(tiny, texts[2]) == "[CLS] why is riley and chair there ? [SEP] chair . [SEP]"
     with pytest.raises(ValueError, match="The 7 wordpieces in front of the choices are more than the limit, 6"):
-        texts_of(tiny, cut="choice", max_pieces=6)
+        texts_of(tiny, cut="fronts", cut_choices_only=True, max_pieces=6)
+
+
+def test_question_and_choice_lose_their_fronts(tiny):
+    """A question of 7 words loses none, one of 38 loses half of what is too much, each for its own choice."""
+    texts = texts_of(tiny, cut="fronts", max_pieces=9)
+    assert spoken(tiny, texts[0]) == "[CLS] why is riley and chair there ? [SEP] casey . [SEP]"
+    tiny.lines[0]["question"] = ["so"] * 6 + [[1]] + ["why"] * 31
+    texts = texts_of(tiny, cut="fronts", max_pieces=37)
+    cut, short = (tokens(text, tiny.tokenizer) for text in texts[:2])
+    assert cut == ["[CLS]", *["so"] * 4, "riley", *["why"] * 31, "[SEP]", ".", "[SEP]"]  # of 41 pieces 4, two of each
+    assert texts[0].region_of_token.tolist() == [-1] * 5 + [1] + [-1] * 34
+    assert short == ["[CLS]", *["so"] * 4, "riley", *["why"] * 31, "[SEP]", ".", "[SEP]"]  # of 40 pieces 3: 2 and 1
+    assert texts[0].record["sent"].split() == ["so"] * 6 + ["Riley"] + ["why"] * 31

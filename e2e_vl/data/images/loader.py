@@ -40,6 +40,7 @@ class ImageRules:
         with_objects: add the annotated objects, without crowds, as targets of the detection losses.
         mask_size: S, side of the instance masks of the candidate boxes; None: no masks.
         mask_at: see `instance_mask`.
+        fill_masks: objects without outlines get masks of their whole boxes, because other images have outlines.
         is_blank: every pixel is the mean colour, saved features are zero and instance masks one: the control that sees
             no image.
         blank_boxes: that control has no candidate boxes either, because their number and places tell the answer.
@@ -58,6 +59,7 @@ class ImageRules:
     with_objects: bool = False
     mask_size: int | None = None
     mask_at: str = "corners"
+    fill_masks: bool = False
     is_blank: bool = False
     blank_boxes: bool = False
     mirror_precomputed: bool = False
@@ -210,14 +212,14 @@ class ImageLoader:
         if alone:
             example.box_ids = None if objects.ids is None else tuple(objects.ids[row] for row in rows)
             example.box_classes = None if objects.classes is None else objects.classes[rows]
-            if self.rules.mask_size is not None and objects.outlines is not None:
+            if self.rules.mask_size is not None and (objects.outlines is not None or self.rules.fill_masks):
                 example.roi_masks = self._masks(image, rows, placement)
         return placement.move_and_clamp_boxes(objects.boxes[rows], objects.origin)
 
     def _masks(self, image: SampleImage, rows: Sequence[int], placement: Placement) -> np.ndarray:
-        """float32 [R, S, S]."""
+        """float32 [R, S, S]; objects without outlines are their whole boxes."""
         side, objects = self.rules.mask_size, image.objects
-        if self.rules.is_blank:  # outlines tell shapes
+        if objects.outlines is None or self.rules.is_blank:  # outlines tell shapes
             return np.ones((len(rows), side, side), dtype=np.float32)
         at = self.rules.mask_at
         masks = [instance_mask(objects.outlines[row], objects.boxes[row], side, at) for row in rows]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch.nn.functional as F
@@ -47,6 +47,9 @@ class ImageQAConfig(ObjectiveConfig):
     # `e2e_vl.data.formats.answer_files.read_answers`; the position in the list is the class
     answers: list[str] | tuple[str, ...] | str | None = None
     answer_sources: list[str] | tuple[str, ...] | None = None  # of that file, only answers of these data sets
+    # of several answers in the list, "drawn" takes one with a probability in proportion to its score, in each epoch
+    # anew (official code), and "best" the one with the highest score, of equal ones the first
+    label: Literal["drawn", "best"] = "drawn"
     head_width: int = 2  # width of the head's hidden layer, in widths of the summary
 
     def __post_init__(self) -> None:
@@ -59,7 +62,7 @@ class ImageQAConfig(ObjectiveConfig):
 
 @dataclasses.dataclass
 class DrawnAnswer(Targets):
-    """The answer that was drawn for each text."""
+    """The answer that was chosen for each text."""
 
     # class of the answer; -1: the text is no question, nobody's answer is in the list, or the image is another one
     answer: int | np.int64 | Int64[Tensor, " M"] | None = stacked()
@@ -67,9 +70,10 @@ class DrawnAnswer(Targets):
 
 @dataclasses.dataclass(frozen=True)
 class AnswerDraw(ObjectiveWording):
-    """Draws one of the answers to a question, anew in each epoch."""
+    """Chooses one of the answers to a question: draws it anew in each epoch, or takes the best one."""
 
     class_of: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    takes_best: bool = False
 
     def mask(self, draft: Draft, generator: np.random.Generator) -> None:
         """The text itself stays as it is: its answer is not in it."""
@@ -77,7 +81,11 @@ class AnswerDraw(ObjectiveWording):
             return
         scores = scores_of(draft.text.truth)
         if scores is not None:
-            answer = draw_answer(scores, self.class_of, generator)
+            if self.takes_best:
+                known = known_answers(scores, self.class_of)
+                answer = max(known, key=known.get, default=None)
+            else:
+                answer = draw_answer(scores, self.class_of, generator)
             if answer is not None:
                 draft.record["drawn_answer"] = answer
 
@@ -101,15 +109,23 @@ def scores_of(truth: Any) -> Mapping[str, float] | None:
     return None
 
 
-def draw_answer(scores: Mapping[str, float], class_of: Mapping[str, int], generator: np.random.Generator) -> str | None:
-    """One of the answers that are in the list, with a probability in proportion to its score; None if none is.
+def known_answers(scores: Mapping[str, float], class_of: Mapping[str, int]) -> dict[str, float]:
+    """Of some answers with their scores those that are in the list.
 
     Answers are spelled as in the list first (`plain_answer`). If two become the same, the score of the one that was
-    spelled otherwise counts alone, as in the official code. Nothing is drawn where there is no choice.
+    spelled otherwise counts alone, as in the official code.
     """
     spelled = {answer: score for answer, score in scores.items() if answer == plain_answer(answer)}
     spelled |= {plain_answer(answer): score for answer, score in scores.items() if answer != plain_answer(answer)}
-    known = {answer: score for answer, score in spelled.items() if answer in class_of}
+    return {answer: score for answer, score in spelled.items() if answer in class_of}
+
+
+def draw_answer(scores: Mapping[str, float], class_of: Mapping[str, int], generator: np.random.Generator) -> str | None:
+    """One of `known_answers`, with a probability in proportion to its score; None if there is none.
+
+    Nothing is drawn where there is no choice.
+    """
+    known = known_answers(scores, class_of)
     if len(known) < 2:
         return next(iter(known), None)
     shares = np.array(list(known.values()), dtype=np.float64)
@@ -132,7 +148,8 @@ class ImageQA(Objective):
         self.head = Head(width, len(self.answers), 0.0, "normal", transform=transform)
 
     def wording(self, writer: TextWriter) -> AnswerDraw:
-        return AnswerDraw(writer, {answer: number for number, answer in enumerate(self.answers)})
+        class_of = {answer: number for number, answer in enumerate(self.answers)}
+        return AnswerDraw(writer, class_of, takes_best=self.config.label == "best")
 
     def check(self, facts: DataFacts | None, detector: Detector, rule: HidingRule) -> None:
         """Raises ValueError if no text of the data has an answer that is in the list."""

@@ -235,6 +235,8 @@ def test_masks_of_the_candidates(photo):
 
 def test_masks_are_left_out_or_blank(tiny, photo):
     assert load(photo, mask_size=14).roi_masks is None, "nothing has an outline"
+    filled = load(photo, mask_size=14, fill_masks=True).roi_masks
+    assert filled.shape == (3, 14, 14) and (filled == 1).all()
     photo = with_outlines(photo, [LEFT_HALF], [SQUARE], [CORNER])
     assert load(photo).roi_masks is None
     assert load(photo, "detections+gt", detections(tiny), mask_size=14).roi_masks is None

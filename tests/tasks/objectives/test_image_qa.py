@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from e2e_vl.converter import from_dict
 from e2e_vl.samples import HumanAnswers, ReferredBox, RightAnswer, ScoredAnswers
 from e2e_vl.tasks.objectives.image_qa import DrawnAnswer, ImageQA, ImageQAConfig, draw_answer, scores_of
 from tests.tasks.objectives.tiny_objectives import SIZES, make_inputs
@@ -45,6 +46,22 @@ def test_one_answer_or_none_needs_no_draw():
     assert draw_answer({"The dog": 0.3, "horse": 1.0}, CLASS_OF, generator) == "dog"
     assert draw_answer({"horse": 1.0}, CLASS_OF, generator) is None
     assert draw_answer({}, CLASS_OF, generator) is None
+
+
+def test_the_best_answer(tokenizer):
+    """Of the answers in the list; "two" is spelled otherwise and replaces "2", and of equal ones the first counts."""
+    best = {"weight": 1.0, "answers": ANSWERS, "label": "best"}
+    cases = [
+        ({"horse": 9.0, "dog": 0.3, "a cat.": 0.9}, "cat"),
+        ({"2": 1.0, "two": 0.3, "grey": 0.9}, "gray"),
+        ({"dog": 0.6, "cat": 0.6}, "dog"),
+        ({"horse": 1.0}, None),
+    ]
+    for _ in range(5):
+        texts = worded(tokenizer, questions(*(ScoredAnswers(scores) for scores, _ in cases)), image_qa=best)
+        assert [text.record.get("drawn_answer") for text in texts] == [answer for _, answer in cases]
+    with pytest.raises(ValueError, match="label is 'worst'; it must be one of drawn, best"):
+        from_dict(ImageQAConfig, best | {"label": "worst"}, "task.config.objectives.image_qa")
 
 
 @pytest.fixture
