@@ -14,16 +14,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from detector.structures import ImageBatch
 from e2e_vl.config import RunConfig, load_config
 from e2e_vl.data.loading.requests import Request
 from e2e_vl.data_settings import SyntheticSettings
+from e2e_vl.engine.build import build_model
 from e2e_vl.engine.build_data import build_collate, build_examples
 from e2e_vl.engine.saving import load_model
 from e2e_vl.engine.train import train
-from e2e_vl.structures import ModelOutput
+from e2e_vl.structures import Batch, ModelOutput, TextBatch
 from e2e_vl.synthetic import make_scenes
 from e2e_vl.synthetic.imitated_detector import ImitatedDetectorConfig
 from e2e_vl.synthetic.scenes import SceneConfig
+from e2e_vl.tasks.objectives.masked_words import WordLabels
+from e2e_vl.tasks.pretraining import PretrainingTargets
+from e2e_vl.text import build_vocabulary, load_tokenizer
 from tests.weights.starts import replaced
 
 ROOT = Path(__file__).parents[2]
@@ -250,3 +255,53 @@ def test_hidden_regions(one_thing, tmp_path):
     )
     found = learned(config)
     assert found["masked_regions"][1] < 0.4 and found["masked_regions"][0] > 0.7, found
+
+
+def corpus_batch(lines: list[list[int]], mask: int, generator: torch.Generator) -> Batch:
+    """64 lines of a corpus with a fifth of their wordpieces masked, beside an image that no text looks at."""
+    ids = torch.zeros(64, max(map(len, lines)), dtype=torch.int64)
+    for row, line in enumerate(torch.randint(len(lines), (64,), generator=generator).tolist()):
+        ids[row, : len(lines[line])] = torch.tensor(lines[line])
+    is_masked = (torch.rand(ids.shape, generator=generator) < 0.2) & (ids > mask)  # special tokens come first
+    size = torch.full((1, 2), 32)
+    return Batch(
+        images=ImageBatch(torch.zeros(1, 3, 32, 32), size, size, ["blank.jpg"]),
+        boxes=[torch.tensor([[4.0, 4.0, 28.0, 28.0]])],
+        texts=TextBatch(ids.masked_fill(is_masked, mask), torch.zeros_like(ids), ids > 0),
+        looks_at=torch.full((64, 1), -1),
+        targets=PretrainingTargets({"masked_text": WordLabels(torch.where(is_masked, ids, -1))}),
+    )
+
+
+def test_words_of_texts_without_images(tmp_path):
+    """VL-BERT on other lines of the corpus than it was trained on; its most frequent word is a tenth of all."""
+    make_scenes(tmp_path / "data", scenes={"train": 300}, formats=["corpus"])
+    lines = [line for line in (tmp_path / "data/corpus/corpus.doc").read_text().splitlines() if line]
+    build_vocabulary(lines, tmp_path / "vocab.txt")
+    tokenizer = load_tokenizer(tmp_path / "vocab.txt")
+    ids = [tokenizer(line)["input_ids"][:24] for line in lines]
+    masked_text = "task.config.objectives={masked_text: {weight: 1.0}}"
+    start = "encoder.config={embedding_init_std: 0.08, initializer_range: 0.08}"
+    torch.manual_seed(0)
+    config = with_vl_bert(tmp_path / "data", tmp_path / "run", masked_text, start)
+    model = build_model(config, vocab_size=len(tokenizer)).train()
+    optimizer = torch.optim.Adam([one for one in model.parameters() if one.requires_grad], lr=2e-3)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(250):
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1, (step + 1) / 20)
+        [loss] = model(corpus_batch(ids[100:], tokenizer.mask_token_id, generator)).losses.values()
+        optimizer.zero_grad()
+        loss.mean.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    right, truths = 0, []
+    with torch.no_grad():
+        for _ in range(4):
+            batch = corpus_batch(ids[:100], tokenizer.mask_token_id, generator)
+            details = model.eval()(batch).task.details
+            right += int(details["masked_text_right"].sum())
+            labels = batch.targets.parts["masked_text"].labels
+            truths += labels[labels >= 0].tolist()
+    share = Counter(truths).most_common(1)[0][1] / len(truths)
+    assert share < 0.15 and right / len(truths) > 0.35, (right / len(truths), share)
