@@ -34,8 +34,9 @@ def match(
         zeros = torch.zeros(num_candidates, dtype=torch.int64, device=iou.device)
         return zeros, torch.full_like(zeros, labels[0], dtype=torch.int8)
     best, matched = iou.max(dim=0)
-    interval = torch.bucketize(best, best.new_tensor(thresholds), right=True)
-    label = torch.tensor(labels, dtype=torch.int8, device=iou.device)[interval]
+    label = torch.full_like(matched, labels[0], dtype=torch.int8)
+    for threshold, value in zip(thresholds, labels[1:], strict=True):  # no tensor of constants: a GPU would wait for it
+        label.masked_fill_(best >= threshold, value)
     if allow_low_quality:
         label[(iou == iou.max(dim=1, keepdim=True).values).any(dim=0)] = 1
     return matched, label
