@@ -38,8 +38,10 @@ def check_choices(config: Any) -> None:
 
 def check_masks(side: int | None, detector: Detector) -> None:
     """Raises ValueError unless instance masks of this side fit the detector's maps; None: there are no masks."""
+    if side is None:
+        return
     size = detector.map_size
-    if side is not None and size is not None and side != size:
+    if size is not None and side != size:
         raise UserError(
             f"task.config.mask_size is {side}, but the detector's last RoI maps are {size} x {size}; set "
             f"task.config.mask_size={size}."

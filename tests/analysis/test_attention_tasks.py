@@ -98,7 +98,7 @@ def examples(measures: dict[str, Any]) -> dict[str, int]:
         ),
         pytest.param(
             "pretraining/visual_bert_vcr.yaml",
-            [*NARROW_R2C, *NO_START, encoder(uses_whole_image=True)],
+            [*NARROW_R2C, *NO_START, "detector.weights=null", encoder(uses_whole_image=True)],
             "gt",
             id="VisualBERT, second phase for VCR",
         ),

@@ -75,7 +75,7 @@ def trained_vqa(config: RunConfig, answers: list[str], folder: Path) -> None:
 
 def test_answers_are_written_beside_a_model_of_vqa(tool, settings, tmp_path, capsys):
     config, _ = settings
-    answers = ["yes", "<unk>", "2", "at night", "yes"]
+    answers = ["yes", "<unk>", "2", "at night", "no"]
     trained_vqa(config, answers, tmp_path / "folder")
     assert tool.main([str(tmp_path / "folder"), "--output", str(tmp_path / "vqa.model")]) == 0
     written = tmp_path / "vqa.answers.txt"

@@ -227,7 +227,7 @@ def with_vl_bert(data: Path, output: Path, *words: str) -> RunConfig:
             f"detector.config={ROOT / 'configs' / 'detector' / 'tiny.yaml'}",
             f"data.root={data}",
             f"output={output}",
-            "data.config={source: json_lines}",
+            "data.config={source: json_lines, use_corpus: false}",
             "data.files={captions: 'conceptual/{split}.json', detections: 'conceptual/{split}_frcnn.json', "
             "features: 'conceptual/{split}_frcnn.json'}",
             "data.texts_per_image=1",
