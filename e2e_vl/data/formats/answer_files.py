@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from detector.errors import UserError
-from e2e_vl.data.storage.files import read_json, require_file
+from e2e_vl.data.storage.files import read_json, read_text
 from e2e_vl.records import Number, Record, checked
 from e2e_vl.run_files import write_text
 
@@ -39,10 +39,7 @@ def read_answers(path: str | Path, sources: Collection[str] | None = None) -> li
     if path.suffix == ".json":
         answers = _answers_of_json(read_json(path, "answers"), path, sources)
     elif path.suffix == ".txt":
-        try:
-            lines = require_file(path, "answers").read_text(encoding="utf-8").split("\n")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: not a UTF-8 text file; one answer per line is expected") from error
+        lines = read_text(path, "answers").split("\n")
         answers = [line.strip().lower() for line in lines if line.strip()]
     else:
         raise UserError(f"{path}: an answer vocabulary is a .txt file, one answer per line, or a .json file")
