@@ -335,9 +335,9 @@ def setting_names(section: type = RunConfig, prefix: str = "") -> Iterator[str]:
 
 def _layers(path: Path, seen: list[Path]) -> list[tuple[Path, DictConfig]]:
     """The file and its bases, the lowest base first."""
+    own = _read(path)  # before `resolve`, which fails for links in a circle
     if path.resolve() in seen:
         raise UserError(f"{path}: `base:` leads back to the file itself.")
-    own = _read(path)
     base = own.pop("base", None)
     if base is None:
         return [(path, own)]

@@ -24,6 +24,7 @@ from e2e_vl.json_keys import has_each_key_once, repeated_key
 Found = TypeVar("Found")
 
 REMEDY = "correct the record, or copy or download the file again"
+_WHOLE = re.compile(r"[+-]?[0-9]{1,18}")
 _LARGEST = 1e9  # pixels; float32 holds every sum of two such numbers
 
 Number = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]  # a whole number of 64 bits, as arrays hold it
@@ -125,6 +126,17 @@ def parsed_json(data: bytes | str, subject: str, remedy: str = "copy or download
 def as_written(numbers: Iterable[float]) -> list[float]:
     """The numbers as a file would have them: whole ones without a point."""
     return [int(number) if number == int(number) else number for number in numbers]
+
+
+def whole_number(text: str) -> int:
+    """A whole number as files write it; `int` also takes digits of other scripts, and underscores between digits.
+
+    Raises:
+        ValueError: the text is something else, or has more than 18 digits.
+    """
+    if not _WHOLE.fullmatch(text.strip()):
+        raise ValueError(f"{cut_text(text)} is not a whole number")
+    return int(text)
 
 
 def cut_text(value: Any, limit: int = 100) -> str:

@@ -123,11 +123,13 @@ def _saved_tokenizer(folder: Path, names: Collection[str] | None = None) -> PreT
 def _read_vocabulary(path: Path) -> BertTokenizer:
     try:
         # split("\n"): other line breaks, such as U+2028, may be wordpieces
-        words = [line.rstrip("\r") for line in path.read_text(encoding="utf-8").split("\n")]
+        words = [line.rstrip("\r") for line in path.read_text(encoding="utf-8-sig").split("\n")]
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path}: not a UTF-8 text file, so not a vocabulary; one wordpiece per line is expected"
         ) from error
+    if any("\0" in word for word in words):
+        raise UserError(f"{path}: a wordpiece holds a zero byte, so this is not a vocabulary; get the file again")
     if words and not words[-1]:
         words.pop()
     vocabulary = {word: index for index, word in enumerate(words)}

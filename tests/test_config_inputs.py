@@ -111,3 +111,9 @@ def test_the_default_detector_file_is_found_too(project):
 def test_what_is_no_relative_path_stays(project, name):
     config = load_config(write(project / "run.yaml", f"{NAMES}output: x\n{DATA}, vocabulary: '{name}'}}"))
     assert config.data.vocabulary == {"${data.train_split}": "train"}.get(name, name)
+
+
+def test_a_settings_file_that_links_to_itself(tmp_path):
+    (tmp_path / "c.yaml").symlink_to("c.yaml")
+    with pytest.raises(FileNotFoundError, match=r"c\.yaml does not exist"):
+        load_config(tmp_path / "c.yaml", [])

@@ -167,6 +167,9 @@ def test_bad_vocabularies_are_named(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"vocab\.txt: not a UTF-8 text file"):
         load_tokenizer(path)
+    path.write_bytes(b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nr\0d\n")
+    with pytest.raises(ValueError, match=r"vocab\.txt: a wordpiece holds a zero byte"):
+        load_tokenizer(path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty: the folder holds neither"):
         load_tokenizer(tmp_path / "empty")

@@ -22,7 +22,7 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.converter import from_dict
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, check_boxes_source, letters_of, open_options
 from e2e_vl.data.images.candidates import BoxReader, open_boxes_of
-from e2e_vl.data.storage.files import require_file
+from e2e_vl.data.storage.files import read_text
 from e2e_vl.samples import Sample, SampleImage, SampleText, TextPool
 
 
@@ -322,6 +322,6 @@ def _kept_texts(name: str, part: PartSettings, dataset: VLDataset, root: Path) -
 
 def _read_ids(path: Path) -> set[str]:
     try:
-        return set(require_file(path, "list of image ids").read_text(encoding="utf-8").split())
+        return set(read_text(path, "image ids").split())
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a UTF-8 text file; write the list of image ids again") from error

@@ -19,7 +19,7 @@ from e2e_vl.records import Id, Name, Record
 COCO, VISUAL_GENOME, FLICKR = "coco", "vg", "flickr"
 SPACES = (COCO, VISUAL_GENOME)
 # COCO_train2014_000000581857.jpg, or 000000581857.jpg of the release of 2017
-_COCO_NAME = re.compile(r"(?:COCO_[a-z]+20\d\d_)?(\d{12})")
+_COCO_NAME = re.compile(r"(?:COCO_[a-z]+20[0-9]{2}_)?([0-9]{12})")
 # Visual Genome's photos have plain numbers, and the further ones of GQA have an n before them
 _VISUAL_GENOME_NAME = re.compile(r"n?[0-9]+")
 _VISUAL_GENOME_FOLDER = re.compile(r"VG_100K(_2)?")
@@ -158,7 +158,7 @@ def number_of_photos(images: Iterable[tuple[PhotoId, ...]]) -> int:
 
 
 def _first_words(path: Path) -> Iterator[str]:
-    with require_file(path, "list of photos").open(encoding="utf-8", errors="replace") as file:
+    with require_file(path, "list of photos").open(encoding="utf-8-sig", errors="replace") as file:
         for line in file:
             if line.strip():
                 yield line.split()[0]

@@ -182,3 +182,11 @@ def test_an_annotation_in_another_encoding(tmp_path):
     path.write_bytes('<!DOCTYPE x [<!ENTITY a "b">]><annotation/>'.encode("utf-16"))
     with pytest.raises(UserError, match="is not a UTF-8 text file"):
         read_annotation(path)
+
+
+@pytest.mark.parametrize("width", ["\uff15\uff10", "5_0", "0x32", "1e400", "9" * 5000])
+def test_numbers_that_are_not_written_as_numbers(tmp_path, width):
+    path = tmp_path / "1.xml"
+    path.write_text(XML.format(name="1").replace("<width>50", f"<width>{width}"), encoding="utf-8")
+    with pytest.raises(UserError, match=r"1\.xml: the width is .* whole number"):
+        read_annotation(path)

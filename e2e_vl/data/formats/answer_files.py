@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from detector.errors import UserError
-from e2e_vl.data.storage.files import read_json, require_file
+from e2e_vl.data.storage.files import read_json, read_text
 from e2e_vl.records import Number, Record, checked, cut_text
 from e2e_vl.run_files import write_text
 
@@ -42,10 +42,7 @@ def read_answers(path: str | Path, sources: Collection[str] | None = None) -> li
         if path.name != ANSWERS_FILE:
             _require_each_once(answers, rows, f"{path}: the entries", " (counted from 0)")
     elif path.suffix == ".txt":
-        try:
-            lines = require_file(path, "answers").read_text(encoding="utf-8").split("\n")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path}: not a UTF-8 text file; one answer per line is expected") from error
+        lines = read_text(path, "answers").split("\n")
         found = {number: line.strip().lower() for number, line in enumerate(lines, start=1) if line.strip()}
         answers = list(found.values())
         _require_each_once(answers, list(found), f"{path}: the lines", "")

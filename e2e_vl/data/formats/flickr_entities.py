@@ -21,9 +21,9 @@ from xml.etree import ElementTree
 import numpy as np
 
 from detector.errors import UserError
-from e2e_vl.data.storage.files import require_file
+from e2e_vl.data.storage.files import read_text, require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
-from e2e_vl.records import cut_text
+from e2e_vl.records import cut_text, whole_number
 
 _PHRASE = re.compile(r"\[/EN#(\d+)((?:/[^\s/\[\]]+)+)\s([^\[\]]*)\]")
 _LONGEST_ID = 64  # characters
@@ -95,11 +95,8 @@ def read_sentences(path: str | Path, errors: RecordErrors = RAISE) -> list[Entit
         FileNotFoundError: no such file.
         ValueError: no UTF-8 text, a bracket that is no phrase, or no caption. File and line are named.
     """
-    path = require_file(path, "sentences")
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a UTF-8 text file; copy or download it again") from error
+    path = Path(path).expanduser()
+    lines = read_text(path, "sentences").split("\n")
     found = []
     for number, line in enumerate(lines, start=1):
         with errors.about(f"{path}, line {number}"):
@@ -150,7 +147,7 @@ def read_annotation(path: str | Path) -> AnnotatedImage:
 
 def _whole(text: str | None, where: str, least: int = -_LARGEST) -> int:
     try:
-        number = int(text)
+        number = whole_number(text or "")
     except (TypeError, ValueError) as error:
         raise UserError(f"{where} is {cut_text(text)}; it must be a whole number, repair the file") from error
     if not least <= number <= _LARGEST:
@@ -175,7 +172,7 @@ def read_image_ids(path: str | Path, errors: RecordErrors = RAISE) -> list[str]:
         if not name:
             continue
         with errors.about(f"{path}, line {number}"):
-            if not name.isdecimal() or len(name) > _LONGEST_ID:
+            if not (name.isascii() and name.isdecimal()) or len(name) > _LONGEST_ID:
                 raise UserError(
                     f"{path}, line {number}: {cut_text(name)} is no image id such as 1000092795; one per line is "
                     "expected"

@@ -109,7 +109,7 @@ def pieces_of(path: str | Path) -> list[Path]:
     folder = path if path.is_dir() else path.with_suffix("")
     numbered = {}
     for piece in folder.glob("*.json") if folder.is_dir() else ():
-        if found := re.fullmatch(rf"{re.escape(folder.name)}_(\d+)", piece.stem):
+        if found := re.fullmatch(rf"{re.escape(folder.name)}_([0-9]+)", piece.stem):
             numbered[int(found[1])] = piece
     if not numbered:
         raise MissingFileError(
@@ -354,7 +354,7 @@ def _graph(file: EntryFile, image_id: str) -> tuple[_SceneGraph, str]:
 
 
 def _is_number(key: str) -> bool:
-    return key.isdecimal() and len(key) < 19  # 64 bits
+    return key.isascii() and key.isdecimal() and len(key) < 19  # 64 bits
 
 
 def named_boxes(record: Mapping[str, Any], file: EntryFile, where: str) -> list[list[float]]:

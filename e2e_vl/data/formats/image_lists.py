@@ -13,7 +13,7 @@ import numpy as np
 
 from detector.errors import UserError
 from e2e_vl.data.formats.coco import read_instances
-from e2e_vl.data.storage.files import checked_records, corners_of, read_json, require_file
+from e2e_vl.data.storage.files import checked_records, corners_of, read_json, read_text, require_file
 from e2e_vl.file_names import inside, name_of, require_distinct
 from e2e_vl.records import Box, FourNumbers, Id, Name, Number, Record, Score, checked
 
@@ -103,10 +103,7 @@ def _of_coco(source: Path, root: Path) -> list[ListedImage]:
 
 
 def _of_lines(source: Path, root: Path) -> list[ListedImage]:
-    try:
-        lines = source.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source}: the list of images is not a text file with one path per line") from error
+    lines = read_text(source, "paths of images").split("\n")
     return [ListedImage(_id(Path(line.strip())), root / line.strip()) for line in lines if line.strip()]
 
 

@@ -22,7 +22,7 @@ from e2e_vl.data.storage.record_table import RecordTable
 from e2e_vl.records import Number, Record, Words, decoded
 
 LABELS = ("False", "True")  # as they are written; the index is the class
-_IDENTIFIER = re.compile(r"\w+-\d+-\d+-\d+")  # it names files of images
+_IDENTIFIER = re.compile(r"\w+-[0-9]+-[0-9]+-[0-9]+")  # it names files of images
 
 
 class _PairLine(Record):
@@ -105,7 +105,7 @@ def _parse(line: bytes, where: str) -> PairStatement:
     if not _IDENTIFIER.fullmatch(record.identifier):
         raise UserError(f"{where}: the identifier is not split-set-pair-sentence, such as dev-850-2-0; repair the line")
     directory = None if record.directory is None else str(record.directory)
-    if directory is not None and not directory.isdecimal():
+    if directory is not None and not (directory.isascii() and directory.isdecimal()):
         raise UserError(f"{where}: directory is {directory!r}; it must be a number")
     synset, family = (None if text is None else sys.intern(text) for text in (record.synset, record.family))
     return PairStatement(record.identifier, record.sentence, record.label, directory, synset, family)

@@ -19,7 +19,7 @@ import numpy as np
 from detector.errors import MissingFileError, UserError
 from e2e_vl.data.formats.caption_sources import CaptionSource
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
-from e2e_vl.data.storage.files import read_json
+from e2e_vl.data.storage.files import read_json, require_file
 from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
 from e2e_vl.data.storage.tar_headers import check_tar
 from e2e_vl.records import Count, Record
@@ -65,6 +65,8 @@ class ShardCaptions(CaptionSource):
         self.shards = sorted(self.path.glob("*.tar") if self.path.is_dir() else self.path.parent.glob(self.path.name))
         if not self.shards:
             raise MissingFileError(f"{self.path}: no shards (*.tar) there; check data.files.shards")
+        for shard in self.shards:
+            require_file(shard, "shard")  # a pipe would be waited for without end
         self._files = OpenFiles(limit=64)
         self._indices = [
             ArrayFile(cached_index([shard], Path(cache), _VERSION, lambda s=shard: _rows(s), _COLUMNS), self._files)

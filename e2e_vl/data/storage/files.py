@@ -27,6 +27,30 @@ def require_file(path: str | Path, what: str) -> Path:
     return path
 
 
+def read_text(path: str | Path, what: str) -> str:
+    """The content of a UTF-8 text file, without the mark of UTF-8 that some editors put before it.
+
+    Args:
+        what: names the content in errors.
+
+    Raises:
+        MissingFileError: there is no such file.
+        UserError: it is not UTF-8, or holds zero bytes, as files do that were cut off or are no text.
+    """
+    path = require_file(path, what)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: the file of the {what} is not a UTF-8 text file; copy or download it again"
+        ) from error
+    if "\0" in text:
+        raise UserError(
+            f"{path}: the file of the {what} is not a text file, as it holds zero bytes; copy or download it again"
+        )
+    return text
+
+
 def read_json(path: str | Path, what: str, kind: type[Found] = Any) -> Found:
     """Read a JSON file; a missing or broken one is named in the error, and one that is not of this kind.
 

@@ -55,3 +55,15 @@ def test_answer_files_that_are_none(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         read_answers(tmp_path / name)
+
+
+def test_texts_of_other_editors(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffYes\r\nno\r\n".encode())
+    assert read_answers(path) == ["yes", "no"]
+    path.write_bytes(b"yes\nn\0o\n")
+    with pytest.raises(ValueError, match=r"a\.txt: the file of the answers is not a text file, as it holds zero bytes"):
+        read_answers(path)
+    path.write_bytes("yes\n".encode("utf-16"))
+    with pytest.raises(ValueError, match=r"a\.txt: the file of the answers is not a UTF-8 text file"):
+        read_answers(path)

@@ -86,3 +86,8 @@ def test_boxes_of_instances(tmp_path: Path):
     found = read_given_boxes(tmp_path / "i.json")
     assert found["1"].ids.tolist() == [11, 10] and found["2"].boxes.shape == (0, 4)
     assert np.array_equal(found["1"].boxes, [[1, 1, 3, 4], [0, 0, 4, 4]])
+
+
+def test_a_list_of_other_editors(tmp_path: Path):
+    (tmp_path / "list.txt").write_bytes("\ufeffb.jpg\r\nc.jpg\n".encode())
+    assert [image.id for image in list_images(tmp_path / "list.txt")] == ["b", "c"]

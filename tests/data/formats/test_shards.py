@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import pickle
 import tarfile
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from detector.errors import UserError
 from detector.images import ResizeRule
 from e2e_vl.data.formats.shards import ShardCaptions
 from e2e_vl.data.images.reading import read_image
@@ -197,3 +199,10 @@ def test_a_caption_in_another_encoding(tmp_path):
     path = write(tmp_path / "cc" / "0.tar", [("a.jpg", b"i"), ("a.txt", "Hütte".encode("latin-1"))])
     with pytest.raises(ValueError, match=r"0.tar: the caption of record a is not UTF-8"):
         make(path.parent, tmp_path).caption(0)
+
+
+@pytest.mark.parametrize("make_one", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_a_shard_that_is_not_a_file(tmp_path, make_one):
+    make_one(tmp_path / "00000.tar")
+    with pytest.raises(UserError, match=r"00000\.tar: cannot read the shard"):
+        make(tmp_path, tmp_path / "cache")

@@ -40,7 +40,7 @@ from e2e_vl.data.storage.files import read_json
 from e2e_vl.data.storage.index_files import OpenFiles, one_process
 from e2e_vl.data.storage.lmdb_pages import DamagedLmdbError, find_values
 from e2e_vl.file_names import id_of, inside, name_of
-from e2e_vl.records import Record, checked, parsed_json
+from e2e_vl.records import Record, checked, parsed_json, whole_number
 from e2e_vl.run_files import write_text
 
 logger = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ def parse_row(line: str) -> RegionFeatures:
     if names is None:
         raise ValueError(f"it has {len(cells)} columns, expected 6 (bottom-up attention) or 10 (LXMERT)")
     row = dict(zip(names, cells, strict=True))
-    number = int(row["num_boxes"])
+    number = whole_number(row["num_boxes"])
     if number < 0:
         raise ValueError(f"it has {number} boxes")
     features = _array(row["features"], np.float32)
@@ -282,7 +282,7 @@ def parse_row(line: str) -> RegionFeatures:
     is_lxmert = "img_id" in row
     return RegionFeatures(
         image_id=row[names[0]],
-        image_size=(int(row["img_h" if is_lxmert else "image_h"]), int(row["img_w" if is_lxmert else "image_w"])),
+        image_size=tuple(whole_number(row[f"{'img' if is_lxmert else 'image'}_{side}"]) for side in "hw"),
         boxes=boxes.reshape(-1, 4),
         features=features.reshape(number, -1 if number else 0),
         **{field: _array(row[name], OPTIONAL[field]) for name, field in LXMERT_FIELDS.items() if is_lxmert},
