@@ -70,7 +70,8 @@ from e2e_vl.tasks.objectives.relationship import Relationship, RelationshipConfi
 from e2e_vl.tasks.phrase_head import PhraseHead
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
 from e2e_vl.tasks.refcoco import ReferringConfig, ReferringTask
-from e2e_vl.tasks.vcr import VCRConfig, VCRTask
+from e2e_vl.tasks.vcr import VCRTask
+from e2e_vl.tasks.vcr_wording import VCRConfig
 from e2e_vl.tasks.vqa import VQAConfig, VQATask
 from e2e_vl.weights.base import WeightAdapter
 from e2e_vl.weights.bert import BertStart

@@ -42,7 +42,9 @@ def abilities(encoder: Encoder) -> set[Ability]:
 
 def test_every_ability_ends_a_sentence():
     for ability in Ability:
-        with pytest.raises(ValueError, match=re.escape(f"The task needs an encoder with {ability.value}; choose")):
+        needed = f"The task needs an encoder with {ability.value}"
+        sentence = f"{needed}; this one reads no words and has no layers, so choose"
+        with pytest.raises(ValueError, match=re.escape(sentence)):
             NoEncoder(NoEncoderConfig()).require(ability, "The task")
 
 
