@@ -130,7 +130,7 @@ def parse_with_spacy(texts: Iterable[str], model: str) -> Parses:
         pipeline = spacy.load(model, exclude=["ner", "lemmatizer"])
     except ImportError as error:
         raise UserError(
-            "Parsing needs the package spacy; install it (pip install spacy), or give a CoNLL-U file of parses."
+            'Parsing needs spaCy; install it with pip install "e2e-vl[parse]", or give a CoNLL-U file of parses.'
         ) from error
     except OSError as error:
         raise UserError(

@@ -83,5 +83,5 @@ def test_spacy_parses_each_text_once(monkeypatch):
     with pytest.raises(ValueError, match=r"no model 'missing'; install it \(python -m spacy download missing\)"):
         parse_with_spacy(["a"], "missing")
     monkeypatch.setitem(sys.modules, "spacy", None)
-    with pytest.raises(ValueError, match=r"needs the package spacy; install it"):
+    with pytest.raises(ValueError, match="needs spaCy; install it with pip install"):
         parse_with_spacy(["a"], "small")
