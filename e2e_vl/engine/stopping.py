@@ -93,7 +93,7 @@ def let_workers_die() -> None:
 
 @contextlib.contextmanager
 def all_or_none(accelerator: Accelerator, on_fault: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """A fault on any process (files, numbers, workers, memory) ends all: one raises it, the others leave silently.
+    """A fault on any process (files, numbers, workers, memory, code) ends all: one raises it, the others say nothing.
 
     Args:
         on_fault: called on every process before it leaves.
@@ -101,7 +101,7 @@ def all_or_none(accelerator: Accelerator, on_fault: Callable[[], object] = lambd
     caught: Exception | None = None
     try:
         yield
-    except (ValueError, OSError, ArithmeticError, RuntimeError, MemoryError) as error:
+    except Exception as error:
         if is_lost_process(error):  # who is gone hears nothing
             raise
         caught = error

@@ -36,7 +36,7 @@ from e2e_vl.engine.loss_sums import total_loss
 from e2e_vl.engine.optim import build_optimizer, build_schedule
 from e2e_vl.engine.run import Run, build_eval_data, build_run
 from e2e_vl.engine.step_memory import MemoryGuard, StepStart, StepUndoneError
-from e2e_vl.engine.stopping import StopRequest, exit_status, faults_as_sentences, let_workers_die
+from e2e_vl.engine.stopping import StopRequest, all_or_none, exit_status, faults_as_sentences, let_workers_die
 from e2e_vl.engine.summary import end_text, finished_text, parameter_counts, start_text
 from e2e_vl.engine.trackers import installed_trackers, start_trackers, track_pictures, without_constants
 from e2e_vl.run_files import RunLog
@@ -381,25 +381,26 @@ class _Training:
         except EvaluationStoppedError as stopped:
             self._stop(stopped.args[0])
         compares = max_images == self.eval_images  # only evaluations of the same images do
-        self.log.write(self.step, "eval" if compares else "final", metrics)
-        if compares:
-            self._track(metrics)
-        if compares and self.best.judge(self.step, metrics):
-            if self.accelerator.is_main_process:
+        before = self.best.position()  # a run that goes on judges this step again
+        with all_or_none(self.accelerator, lambda: self._save(best=before)):
+            self.log.write(self.step, "eval" if compares else "final", metrics)
+            if compares:
+                self._track(metrics)
+            if compares and self.best.judge(self.step, metrics) and self.accelerator.is_main_process:
                 self.best.write(lambda folder: saving.save_model(folder, *self._own))
-            self.accelerator.wait_for_everyone()
         return metrics
 
     def _track(self, values: dict[str, float | None]) -> None:
         self.accelerator.log(without_constants(self.config, values), step=self.step)
 
-    def _save(self) -> None:
+    def _save(self, best: dict[str, Any] | None = None) -> None:
         """Save a checkpoint of this step, unless there is one; a resumed run does what follows it, evaluation too."""
         if self.saved_step == self.step:
             return
         folder = self.output / "checkpoints" / f"step_{self.step:08d}"
         place = position.place_after(self.step + self.ahead, self.sampler)
-        kept = {**{name: getattr(self, name) for name in POSITION}, "place": place, "best": self.best.position()}
+        kept = {name: getattr(self, name) for name in POSITION}
+        kept |= {"place": place, "best": best or self.best.position()}
         keep = self.config.train.keep_checkpoints
         checkpoints.save_state(self.accelerator, folder, *self._own, self.optimizer, position=kept, keep=keep)
         self.best.checkpoint, self.saved_step = folder, self.step
