@@ -102,8 +102,7 @@ class CaptionDataset(VLDataset):
         self.looks_at = (0,) if use_images else ()
         if instances is not None:
             self.class_names = instances.class_names
-            self._instance_ids = {str(image_id): image_id for image_id in instances.images}
-            missing = [name for name in self.image_ids() if name not in self._instance_ids]
+            missing = [name for name in self.image_ids() if instances.images.id_written(name) is None]
             if missing:
                 raise UserError(
                     f"{instances.path}: image {missing[0]} and {len(missing) - 1} more are not listed; use the "
@@ -193,7 +192,7 @@ class CaptionDataset(VLDataset):
         """The annotated or detected objects of an image; None if no file has any."""
         name = self.source.name(group)
         if self.instances is not None:
-            return self.instances.objects(self._instance_ids[name])
+            return self.instances.objects(self.instances.images.id_written(name))
         if self.metadata is None:
             return None
         file = self.metadata / self.source.image(group).with_suffix(".json").name

@@ -43,12 +43,9 @@ class CocoDetectionDataset(VLDataset):
     ) -> None:
         self.images_root = Path(images_root).expanduser()
         self.instances = instances
-        self.images = list(self.instances.images.values())
-        self.groups = [
-            [index]
-            for index, image in enumerate(self.images)
-            if keep_empty_images or not all(one.is_crowd for one in self.instances.by_image[image.id])
-        ]
+        self.images = self.instances.images.rows
+        has_objects = self.instances.annotations.has_objects()
+        self.groups = [[index] for index in range(len(self.images)) if keep_empty_images or has_objects[index]]
         if not self.groups:
             raise UserError(f"{self.instances.path} has no {'images' if keep_empty_images else 'images with objects'}")
         self.parts = [{}]

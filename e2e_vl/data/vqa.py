@@ -57,7 +57,7 @@ class VQAPart:
         """Raises ValueError unless the instances file lists all images."""
         if self.instances is None:
             return
-        known = self.instances.images
+        known = set(self.instances.images)
         missing = [image_id for image_id in self.questions.image_ids if image_id not in known]
         if missing:
             raise UserError(

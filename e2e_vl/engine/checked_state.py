@@ -108,3 +108,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer, *, has_stepped: bool) -> N
                 raise UserError(f"{what} has the shape {list(tensor.shape)}, expected {list(parameter.shape)}")
             if not_finite({name: tensor}):
                 raise UserError(f"{what} is NaN or infinite")
+
+
+def has_random_state(device: torch.device, states: dict[str, Any]) -> bool:
+    """Whether the random state that a device has now is one of those that were loaded; always for the CPU.
+
+    (Accelerate goes on without a word where the states of devices do not fit the devices.)
+
+    Args:
+        states: of a random_states file.
+    """
+    if device.type == "cpu":
+        return True
+    own = torch.get_device_module(device).get_rng_state(device)
+    return any(torch.equal(own, one) for one in states.get(f"torch_{device.type}_manual_seed", ()))

@@ -33,7 +33,7 @@ from detector.plain_json import read_plain_json
 from detector.yaml_text import parse_yaml, read_yaml
 from e2e_vl.config import VERSION, RunConfig, differences, load_config, saved_version
 from e2e_vl.detector_yaml import read_detector_config
-from e2e_vl.engine.checked_state import check_files, check_optimizer, checked_position
+from e2e_vl.engine.checked_state import check_files, check_optimizer, checked_position, has_random_state
 from e2e_vl.engine.earlier_rules import rules_of
 from e2e_vl.engine.failed_step import not_finite
 from e2e_vl.engine.saving import save_model
@@ -172,6 +172,12 @@ def load_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, folde
         accelerator.load_state(str(state))
         if not torch.equal(torch.get_rng_state(), random_states["torch_manual_seed"]):
             raise UserError("the random states are damaged")
+        if not has_random_state(accelerator.device, random_states):
+            logger.warning(
+                "%s has no random state of %s, since other devices saved it; dropout and sampled regions will not be "
+                "the same as without the stop.",
+                *(folder, accelerator.device),
+            )
         # gradients that overflowed in every step so far are a reason not to have moments
         check_optimizer(optimizer, has_stepped=position["step"] > 0 and accelerator.scaler is None)
     except pickle.UnpicklingError as error:

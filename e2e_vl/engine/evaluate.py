@@ -83,7 +83,11 @@ def evaluate_splits(
                 should_stop=should_stop,
                 on_fault=on_fault,
             )
-            scores = on_main(accelerator, functools.partial(metrics_of, run.model.task, records)) | counted(unreadable)
+            with all_or_none(accelerator, on_fault):
+                scores = on_main(accelerator, functools.partial(metrics_of, run.model.task, records))
+                if show is not None and accelerator.is_main_process:
+                    show(records, name)
+            scores |= counted(unreadable)
             if losses is not None:
                 scores |= losses.score(config)
             metrics.update(named_metrics(scores, split, boxes))
@@ -91,8 +95,6 @@ def evaluate_splits(
                 ending = f"{name_of(split, flat=True)}_{boxes}.json"
                 write_predictions(inside(output, f"predictions_{ending}"), records, run.model.task)
                 write_unreadable(inside(output, f"unreadable_{ending}"), unreadable)
-            if show is not None and accelerator.is_main_process:
-                show(records, name)
     return metrics
 
 
@@ -163,7 +165,8 @@ def evaluate(
     if unreadable is not None:
         unreadable += sorted(gather_object(own_unreadable), key=lambda one: one.texts)
         _tell(unreadable, name, accelerator)
-    on_main(accelerator, lambda: _check_complete(records, groups, unreadable or [], name))
+    with all_or_none(accelerator, on_fault):
+        on_main(accelerator, lambda: _check_complete(records, groups, unreadable or [], name))
     return records
 
 

@@ -1,14 +1,18 @@
-"""Losses of a run: how they are weighted, and their means over a whole split."""
+"""Losses of a run: how they are weighted, their sum in a step, and their means over a whole split."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from detector.errors import UserError
 from detector.structures import Loss
 from e2e_vl.config import RunConfig
+from e2e_vl.model import VisionLanguageModel
 from e2e_vl.tasks.phrase_head import TAGS
 
 LOSS = "loss"  # metric of an evaluation that sums the losses, of which less is better
@@ -34,6 +38,39 @@ def detection_weights(config: RunConfig, names: Collection[str]) -> dict[str, fl
             f"detector.loss_weights names '{unknown[0]}'; the losses of this detector are {', '.join(names)}."
         )
     return {name: settings.loss_weight * settings.loss_weights.get(name, 1.0) for name in names}
+
+
+def total_loss(
+    accelerator: Accelerator,
+    config: RunConfig,
+    model: VisionLanguageModel,
+    losses: tuple[dict[str, Loss], dict[str, Loss]],
+    logged: dict[str, Tensor],
+    micro_batches: int,
+) -> Tensor:
+    """Weighted sum of all losses, each divided by the number of its items on *all* processes.
+
+    Args:
+        losses: of the task and of the detector, for one micro-batch of this process.
+        logged: gets the losses, added up over the micro-batches of a step.
+        micro_batches: of each step.
+    """
+    task_losses, detection_losses = losses
+    every = {**task_losses, **detection_losses}
+    weights = task_weights(config, task_losses) | detection_weights(config, detection_losses)
+    names = sorted(every)
+    sums = torch.stack([torch.stack([every[name].total.detach().float(), every[name].count.float()]) for name in names])
+    everywhere = accelerator.reduce(sums, reduction="sum")
+    if model.phrase_head is not None:
+        model.phrase_head.learned_from(dict(zip(names, everywhere[:, 1], strict=True)))
+    total = torch.zeros((), device=sums.device)
+    for name, (loss_sum, count) in zip(names, everywhere, strict=True):
+        divisor = count.clamp(min=1) * micro_batches
+        # DDP averages gradients over processes, hence the factor
+        total = total + weights[name] * every[name].total * accelerator.num_processes / divisor
+        logged[name] = logged.get(name, 0) + loss_sum / divisor
+        logged["loss"] = logged.get("loss", 0) + weights[name] * loss_sum / divisor
+    return total
 
 
 class LossSums:

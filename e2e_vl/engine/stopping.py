@@ -93,7 +93,7 @@ def let_workers_die() -> None:
 
 @contextlib.contextmanager
 def all_or_none(accelerator: Accelerator, on_fault: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """A fault on any process (files, numbers, workers, memory) ends all: one raises it, the others leave silently.
+    """A fault on any process (files, numbers, workers, memory, code) ends all: one raises it, the others say nothing.
 
     Args:
         on_fault: called on every process before it leaves.
@@ -101,7 +101,7 @@ def all_or_none(accelerator: Accelerator, on_fault: Callable[[], object] = lambd
     caught: Exception | None = None
     try:
         yield
-    except (ValueError, OSError, ArithmeticError, RuntimeError, MemoryError) as error:
+    except Exception as error:
         if is_lost_process(error):  # who is gone hears nothing
             raise
         caught = error
@@ -139,8 +139,7 @@ def _sentence(error: Exception, accelerator: Accelerator, where: str) -> Excepti
         return DiskError(f"the disk or a quota is full{place}; make room. {where}")
     if not isinstance(error, RuntimeError | MemoryError):
         return None
-    is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in text for word in NO_MEMORY)
-    if is_memory:
+    if is_out_of_memory(error):
         return MemoryError(
             f"out of memory on {accelerator.device} ({text[:160] or 'no details'}); raise train.accumulate, lower "
             f"data.texts_per_image, or set train.activation_checkpointing=true. {where}"
@@ -160,6 +159,13 @@ def _sentence(error: Exception, accelerator: Accelerator, where: str) -> Excepti
 def is_lost_process(error: BaseException) -> bool:
     """Whether another process of the run is gone."""
     return isinstance(error, torch.distributed.DistError) or any(word in str(error) for word in PEER_IS_GONE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was too little memory, of the device or of the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in NO_MEMORY)
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -22,10 +22,9 @@ from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from detector.structures import Loss
 from e2e_vl.command_line import StoppedRunError
 from e2e_vl.config import RunConfig, save_config
-from e2e_vl.data.loading.batches import DATA_ERRORS, BatchLoader
+from e2e_vl.data.loading.batches import BatchLoader
 from e2e_vl.engine import checkpoints, failed_step, gradients, position, saving
 from e2e_vl.engine.agreement import Agreement
 from e2e_vl.engine.beginning import build_sampler, look_ahead_together
@@ -33,10 +32,11 @@ from e2e_vl.engine.best import BestModel
 from e2e_vl.engine.default_settings import part_defaults
 from e2e_vl.engine.evaluate import EvaluationStoppedError, evaluate_splits
 from e2e_vl.engine.launch import make_accelerator
-from e2e_vl.engine.loss_sums import detection_weights, task_weights
+from e2e_vl.engine.loss_sums import total_loss
 from e2e_vl.engine.optim import build_optimizer, build_schedule
 from e2e_vl.engine.run import Run, build_eval_data, build_run
-from e2e_vl.engine.stopping import StopRequest, exit_status, faults_as_sentences, let_workers_die
+from e2e_vl.engine.step_memory import MemoryGuard, StepStart, StepUndoneError
+from e2e_vl.engine.stopping import StopRequest, all_or_none, exit_status, faults_as_sentences, let_workers_die
 from e2e_vl.engine.summary import end_text, finished_text, parameter_counts, start_text
 from e2e_vl.engine.trackers import installed_trackers, start_trackers, track_pictures, without_constants
 from e2e_vl.run_files import RunLog
@@ -122,6 +122,8 @@ class _Training:
         self.step = self.images_seen = 0
         self.saved_step = 0  # of the newest checkpoint
         self.ahead = 0  # steps of today's size to the place in the data, less the steps that were made
+        self.start = StepStart(run.model, accelerator.device)
+        self.memory = MemoryGuard(accelerator, self.agreement, run.model)
         self.check = gradients.NumberCheck(scaled=accelerator.scaler is not None)
         self.seconds_training = 0.0
         self.steps_summed, self.loss_sums = 0, {}  # since the last logged step
@@ -186,7 +188,7 @@ class _Training:
                 self._evaluate_if_due()  # as the run did after the checkpoint
             since = time.perf_counter()
             for micro_batches in self._steps():
-                values = self._update(micro_batches)
+                values = self._step(micro_batches)
                 stopped = int(values.pop("stop", self.stop.number or 0))  # as all processes know it
                 self.step += 1
                 self.images_seen += self.config.train.images_per_batch
@@ -255,7 +257,7 @@ class _Training:
         while True:
             try:
                 batch = next(batches, None)
-            except (*DATA_ERRORS, RuntimeError):
+            except Exception:  # also a mistake in a data set of one's own, which keeps its traceback
                 self._leave_on_faults(failed=True)
                 raise
             if batch is None:
@@ -275,6 +277,18 @@ class _Training:
         if standing.first_failed != self.accelerator.process_index:
             raise SystemExit(2)
 
+    def _step(self, micro_batches: list[Batch]) -> dict[str, float]:
+        """`_update`; where a process has too little memory for it, all save the last step and leave."""
+        try:
+            return self._update(micro_batches)
+        except StepUndoneError as undone:
+            error = undone.error
+        # here the step itself holds no memory any more
+        self.start.put_back()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._save()
+        raise SystemExit(2) if error is None else error
+
     def _update(self, micro_batches: list[Batch]) -> dict[str, float]:
         """One optimiser step; returns the (weighted) losses that were minimised and the gradient norm.
 
@@ -284,19 +298,18 @@ class _Training:
             ValueError: a loss or a gradient is NaN or infinite; `failed_step/` has the batches.
         """
         self.model.train()
-        random_state = torch.get_rng_state()
+        self.start.take()
         logged: dict[str, Tensor] = {}
         own: list[dict[str, Tensor]] = []  # losses of each micro-batch of this process
         try:
             for number, batch in enumerate(micro_batches):
                 is_last = number == len(micro_batches) - 1
                 with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model):
-                    task_losses, detection_losses = self.model(batch.to(self.accelerator.device))
-                    loss = self._total_loss(task_losses, detection_losses, logged, len(micro_batches))
-                    own.append({name: one.total.detach() for name, one in (task_losses | detection_losses).items()})
-                    self.accelerator.backward(loss)
+                    self._learn(batch, logged, own, len(micro_batches), shares=is_last and not self.memory.is_alone)
+            if self.memory.is_alone:
+                self.memory.agree()
         except FloatingPointError as error:  # of the detector
-            self._refuse([str(error).partition(" are ")[0]], micro_batches, own, random_state, alone=True)
+            self._refuse([str(error).partition(" are ")[0]], micro_batches, own, alone=True)
         logged[gradients.NORM] = gradients.clip(
             self.accelerator, list(self.model.parameters()), self.config.train.clip_norm
         )
@@ -306,45 +319,34 @@ class _Training:
         numbers = torch.stack([value.float() for value in logged.values()]).tolist()
         values = dict(zip(logged, numbers, strict=True))
         if bad := self.check.bad(values):
-            self._refuse(bad, micro_batches, own, random_state)
+            self._refuse(bad, micro_batches, own)
         self.rates = {f"lr_{group['name']}": group["lr"] for group in self.optimizer.param_groups}
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
         return values
 
-    def _refuse(self, bad: list[str], batches: list[Batch], own: list, random_state: Tensor, *, alone: bool = False):
+    def _learn(self, batch: Batch, logged: dict[str, Tensor], own: list, micro_batches: int, *, shares: bool) -> None:
+        """Gradients of one micro-batch.
+
+        Args:
+            shares: processes exchange the gradients meanwhile, so none can leave before the others do.
+        """
+        if self.memory.error is None:
+            with self.memory:
+                losses = self.model(batch.to(self.accelerator.device))
+        self.memory.agree()
+        loss = total_loss(self.accelerator, self.config, self.built.model, losses, logged, micro_batches)
+        own.append({name: one.total.detach() for part in losses for name, one in part.items()})
+        with contextlib.nullcontext() if shares else self.memory:
+            self.accelerator.backward(loss)
+
+    def _refuse(self, bad: list[str], batches: list[Batch], own: list, *, alone: bool = False):
         """Keep and tell what is known of a step whose numbers are not finite."""
         folder = self.output / failed_step.FOLDER
-        failed = failed_step.FailedStep(folder, self.step + 1, bad, batches, own, random_state)
+        failed = failed_step.FailedStep(folder, self.step + 1, bad, batches, own, self.start.random_state)
         advice = checkpoints.newest_in_words(self.output)
         failed_step.refuse(failed, self.accelerator, self.built.model, self.optimizer, advice=advice, alone=alone)
-
-    def _total_loss(
-        self,
-        task_losses: dict[str, Loss],
-        detection_losses: dict[str, Loss],
-        logged: dict[str, Tensor],
-        micro_batches: int,
-    ) -> Tensor:
-        """Weighted sum of all losses, each divided by the number of its items on *all* processes."""
-        losses = {**task_losses, **detection_losses}
-        weights = task_weights(self.config, task_losses) | detection_weights(self.config, detection_losses)
-        names = sorted(losses)
-        sums = torch.stack(
-            [torch.stack([losses[name].total.detach().float(), losses[name].count.float()]) for name in names]
-        )
-        everywhere = self.accelerator.reduce(sums, reduction="sum")
-        if self.built.model.phrase_head is not None:
-            self.built.model.phrase_head.learned_from(dict(zip(names, everywhere[:, 1], strict=True)))
-        total = torch.zeros((), device=sums.device)
-        for name, (loss_sum, count) in zip(names, everywhere, strict=True):
-            divisor = count.clamp(min=1) * micro_batches
-            # DDP averages gradients over processes, hence the factor
-            total = total + weights[name] * losses[name].total * self.accelerator.num_processes / divisor
-            logged[name] = logged.get(name, 0) + loss_sum / divisor
-            logged["loss"] = logged.get("loss", 0) + weights[name] * loss_sum / divisor
-        return total
 
     def _is_due(self, every_epochs: float) -> bool:
         return every_epochs > 0 and (self.step + self.ahead) % max(round(every_epochs * self.steps_per_epoch), 1) == 0
@@ -379,25 +381,26 @@ class _Training:
         except EvaluationStoppedError as stopped:
             self._stop(stopped.args[0])
         compares = max_images == self.eval_images  # only evaluations of the same images do
-        self.log.write(self.step, "eval" if compares else "final", metrics)
-        if compares:
-            self._track(metrics)
-        if compares and self.best.judge(self.step, metrics):
-            if self.accelerator.is_main_process:
+        before = self.best.position()  # a run that goes on judges this step again
+        with all_or_none(self.accelerator, lambda: self._save(best=before)):
+            self.log.write(self.step, "eval" if compares else "final", metrics)
+            if compares:
+                self._track(metrics)
+            if compares and self.best.judge(self.step, metrics) and self.accelerator.is_main_process:
                 self.best.write(lambda folder: saving.save_model(folder, *self._own))
-            self.accelerator.wait_for_everyone()
         return metrics
 
     def _track(self, values: dict[str, float | None]) -> None:
         self.accelerator.log(without_constants(self.config, values), step=self.step)
 
-    def _save(self) -> None:
+    def _save(self, best: dict[str, Any] | None = None) -> None:
         """Save a checkpoint of this step, unless there is one; a resumed run does what follows it, evaluation too."""
         if self.saved_step == self.step:
             return
         folder = self.output / "checkpoints" / f"step_{self.step:08d}"
         place = position.place_after(self.step + self.ahead, self.sampler)
-        kept = {**{name: getattr(self, name) for name in POSITION}, "place": place, "best": self.best.position()}
+        kept = {name: getattr(self, name) for name in POSITION}
+        kept |= {"place": place, "best": best or self.best.position()}
         keep = self.config.train.keep_checkpoints
         checkpoints.save_state(self.accelerator, folder, *self._own, self.optimizer, position=kept, keep=keep)
         self.best.checkpoint, self.saved_step = folder, self.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import multiprocessing
@@ -16,6 +17,7 @@ from e2e_vl.commands import train as tool
 from e2e_vl.data.loading import batches
 from e2e_vl.engine import train as training
 from e2e_vl.engine.agreement import Agreement
+from e2e_vl.engine.best import BestModel
 from e2e_vl.tasks.refcoco import ReferringTask
 from tests.campaign.disturbed import CONFIG, SETTINGS, differences, run_disturbed, train_disturbed
 
@@ -81,6 +83,45 @@ def test_a_dead_worker_of_one_process_loses_nothing(words, tmp_path):
     more = ["data.workers=1", "train.max_steps=4"]
     options = {"victim": 0, "moment": 1, "sentence": "a data worker died"}
     assert fail([*words, *more], [EVALUATION], tmp_path, kill_workers_later, **options) == "step_00000003"
+
+
+def spoil_predictions() -> None:
+    """In the next evaluation the task has a mistake."""
+    ReferringTask.predict = lambda *arguments: {}["no such key"]
+
+
+def spoil_metrics() -> None:
+    ReferringTask.metrics = lambda *arguments: {}["no such key"]
+
+
+def fill_disk() -> None:
+    """The model of this evaluation cannot be written as the best one."""
+
+    def full(self, save):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    BestModel.write = full
+
+
+@pytest.mark.parametrize("disturb", [spoil_predictions, spoil_metrics])
+def test_a_mistake_in_an_evaluation_loses_no_step(words, undisturbed, tmp_path, disturb):
+    """In the evaluation after step 3, which has no checkpoint of its own; the mistake keeps its traceback."""
+    command = functools.partial(tool.main, ["--config", str(CONFIG), *words, f"output={tmp_path / 'run'}"])
+    ended = run_disturbed(command, [EVALUATION], tmp_path, processes=2, victim=0, moment=1, disturb=disturb)
+    assert ended.statuses == [1, 2] and "KeyError: 'no such key'" in ended.texts[0], ended.texts
+    assert "Traceback" not in ended.texts[1] and "lost the others" not in ended.texts[1], ended.texts
+    assert max(path.name for path in (tmp_path / "run").glob("checkpoints/*")) == "step_00000003"
+    again = train_disturbed([*words, f"output={tmp_path / 'run'}", "--resume"], tmp_path, processes=2)
+    assert again.statuses == [0, 0], again.texts
+    assert differences(tmp_path / "run", undisturbed) == []
+
+
+def test_a_best_model_that_cannot_be_written_is_judged_again(words, undisturbed, tmp_path):
+    options = {"victim": 0, "moment": 1, "sentence": "the disk or a quota is full"}
+    assert fail(words, [EVALUATION], tmp_path, fill_disk, **options) == "step_00000003"
+    again = train_disturbed([*words, f"output={tmp_path / 'run'}", "--resume"], tmp_path, processes=2)
+    assert again.statuses == [0, 0], again.texts
+    assert differences(tmp_path / "run", undisturbed) == []
 
 
 def test_a_fault_before_the_first_step_ends_all(words, tmp_path):

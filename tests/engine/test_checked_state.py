@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from detector.errors import UserError
 from e2e_vl.engine.bert_adam import BertAdam
-from e2e_vl.engine.checked_state import check_files, check_optimizer, checked_position
+from e2e_vl.engine.checked_state import check_files, check_optimizer, checked_position, has_random_state
 from e2e_vl.engine.optim import OfficialAdamW
 
 GOOD = {
@@ -104,3 +105,15 @@ def test_positions_stay_as_they_are():
 def test_positions_that_cannot_be_are_refused(change: dict, message: str):
     with pytest.raises(UserError, match=rf"^step\.json: {message}.*get the file again"):
         checked_position(GOOD | change, Path("step.json"))
+
+
+def test_the_random_state_of_a_device_is_looked_for(monkeypatch):
+    device = torch.device("cuda", 1)
+    states = [torch.tensor([number], dtype=torch.uint8) for number in range(3)]
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda one: SimpleNamespace(get_rng_state=lambda asked: states[asked.index])
+    )
+    assert has_random_state(device, {"torch_cuda_manual_seed": states})
+    assert not has_random_state(device, {"torch_cuda_manual_seed": [states[0]]})
+    assert not has_random_state(device, {"torch_manual_seed": states[1]}), "saved on the CPU"
+    assert has_random_state(torch.device("cpu"), {})

@@ -15,7 +15,8 @@ from detector.yaml_text import read_yaml
 from e2e_vl.text import build_vocabulary
 from measuring import ROOT
 
-REFERRING = {"images": 19_992, "boxes": 49_856, "texts": 141_564}  # RefCOCO+, all splits
+# RefCOCO+, all splits; the instances have all annotations of the images, of which a quarter is referred to
+REFERRING = {"images": 19_992, "boxes": 196_737, "referred": 49_856, "texts": 141_564}
 # images and texts of each split
 QUESTIONS = {"train": (82_783, 443_757), "val": (40_504, 214_354)}  # VQA v2
 GRAPH_QUESTIONS = {"train_balanced": (72_140, 943_000), "val_balanced": (10_234, 132_062)}  # GQA
@@ -29,7 +30,7 @@ BROKEN_EVERY = 10_000  # records between two that are broken
 
 def _write_expressions(folder: Path, share: float) -> None:
     draw = random.Random(0)
-    images, boxes, texts = (int(number * share) for number in REFERRING.values())
+    images, boxes, referred, texts = (int(number * share) for number in REFERRING.values())
     names = [f"COCO_train2014_{number:012d}.jpg" for number in range(images)]
     _touch(folder / "images", names)
     annotations = [
@@ -60,9 +61,9 @@ def _write_expressions(folder: Path, share: float) -> None:
             "ann_id": number,
             "image_id": number % images,
             "split": splits[number % images % len(splits)],
-            "sentences": sentences[number::boxes],
+            "sentences": sentences[number::referred],
         }
-        for number in range(boxes)
+        for number in range(referred)
     ]
     (folder / "refs.p").write_bytes(pickle.dumps(refs, protocol=2))
     build_vocabulary([" ".join(WORDS)], folder / "vocab.txt")

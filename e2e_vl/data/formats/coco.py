@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,16 @@ import numpy as np
 from msgspec import Meta, field
 
 from detector.errors import UserError
-from e2e_vl.data.storage.files import checked_records, corners_of, read_json
+from e2e_vl.data.formats.coco_arrays import (
+    AnnotationRow,
+    AnnotationsByImage,
+    CocoAnnotation,
+    CocoAnnotations,
+    CocoImage,
+    CocoImages,
+)
+from e2e_vl.data.storage.files import checked_records, corners_of
+from e2e_vl.data.storage.json_rows import read_json_rows
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.file_names import shown
 from e2e_vl.records import Box, Id, Name, Record, Side, Words, as_written
@@ -53,43 +62,23 @@ class _NamedRow(Record):
     name: Words
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CocoImage:
-    """One row of `images`."""
-
-    id: int
-    file_name: str
-    width: int  # pixels of the stored image
-    height: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CocoAnnotation:
-    """One row of `annotations`."""
-
-    id: int
-    image_id: int
-    category_id: int  # as in the file
-    class_index: int  # 0 .. K-1, by sorted category id
-    box: tuple[float, float, float, float]  # xyxy, continuous, pixels of the stored image
-    is_crowd: bool
-    attributes: tuple[int, ...] = ()  # 0 .. number of attributes - 1, by sorted attribute id
-    area: float | None = None  # of its mask, pixels of the stored image; None where the file does not say
-
-
 @dataclasses.dataclass(frozen=True)
 class CocoInstances:
-    """Images, annotations and classes of one file."""
+    """Images, annotations and classes of one file, in flat arrays."""
 
     path: Path
-    images: dict[int, CocoImage]  # by image id, in file order
-    annotations: dict[int, CocoAnnotation]  # by annotation id, in file order
-    by_image: dict[int, list[CocoAnnotation]]  # every image id has a (maybe empty) list, in file order
+    images: CocoImages  # by image id, in file order
+    annotations: CocoAnnotations  # by annotation id, in file order
     category_ids: list[int]  # sorted; the position is the class index
     class_names: list[str]  # K names
     attribute_names: list[str]  # empty unless the file has a top-level list `attributes`
     # annotations with empty boxes that were left out: what is wrong with each, by its id
     dropped: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def by_image(self) -> Mapping[int, list[CocoAnnotation]]:
+        """Every image id with a (maybe empty) list of its annotations, in file order."""
+        return AnnotationsByImage(self.images, self.annotations)
 
     def sample_image(self, image_id: int, file: Path) -> SampleImage:
         """The facts about an image, which lies in `file`."""
@@ -112,7 +101,10 @@ class CocoInstances:
 
     def boxes(self, image_id: int) -> np.ndarray:
         """float64 [R, 4]: all annotated boxes of an image (crowds too), xyxy in pixels of the stored image."""
-        return np.array([annotation.box for annotation in self.by_image[image_id]], dtype=np.float64).reshape(-1, 4)
+        row = self.images.row(image_id)
+        if row is None:
+            raise KeyError(image_id)
+        return self.annotations.boxes_of(row)
 
 
 def read_instances(path: str | Path, *, drop_empty_boxes: bool = False, errors: RecordErrors = RAISE) -> CocoInstances:
@@ -132,62 +124,61 @@ def read_instances(path: str | Path, *, drop_empty_boxes: bool = False, errors: 
             empty, inverted, not finite or outside its image; the file and the record are named.
     """
     path = Path(path).expanduser()
-    content = read_json(path, "instances", _InstancesFile)
+    content = read_json_rows(path, "instances", _InstancesFile, "annotations")
     category_ids, class_names = _names(content.categories, f"{path}: category", errors)
     attribute_ids, attribute_names = _names(content.attributes, f"{path}: attribute", errors)
     class_of = {category: index for index, category in enumerate(category_ids)}
     attribute_of = {attribute: index for index, attribute in enumerate(attribute_ids)}
 
     rows = checked_records(_InstancesImage, content.images, f"{path}: image", "id", unique="image ids", errors=errors)
-    images = {row.id: CocoImage(row.id, row.file_name, row.width, row.height) for _, row in rows}
+    images = CocoImages(CocoImage(row.id, row.file_name, row.width, row.height) for _, row in rows)
     as_texts: dict[str, int | str] = {}
     for one in images:
         if as_texts.setdefault(str(one), one) != one:
             with errors.about(f"{path}: image {one}"):
                 raise UserError(f"{path}: image {one} is listed twice, as a number and as a text; ids must be unique")
-    annotations: dict[int, CocoAnnotation] = {}
-    by_image: dict[int, list[CocoAnnotation]] = {image_id: [] for image_id in images}
+    sizes = {image.id: (row, image.width, image.height) for row, image in enumerate(images.rows)}
     dropped: dict[int, str] = {}
-    what, unique = f"{path}: annotation", "annotation ids"
-    for where, row in checked_records(_InstanceRow, content.annotations, what, "id", unique=unique, errors=errors):
-        with errors:
-            if row.image_id not in images:
-                raise UserError(f"{where} belongs to image {row.image_id}, which is not in the file's images")
-            if row.category_id not in class_of:
-                raise UserError(f"{where} has category {row.category_id}, which is not in the file's categories")
-            if drop_empty_boxes and (row.bbox[2] <= 0 or row.bbox[3] <= 0):
-                dropped[row.id] = _reason(row, where)
-                continue
-            annotation = _annotation(row, where, images[row.image_id], class_of, attribute_of)
-            annotations[annotation.id] = annotation
-            by_image[annotation.image_id].append(annotation)
+
+    def found() -> Iterator[AnnotationRow]:
+        what, unique = f"{path}: annotation", "annotation ids"
+        for where, row in checked_records(_InstanceRow, content.annotations, what, "id", unique=unique, errors=errors):
+            one = None
+            with errors:
+                if row.image_id not in sizes:
+                    raise UserError(f"{where} belongs to image {row.image_id}, which is not in the file's images")
+                if row.category_id not in class_of:
+                    raise UserError(f"{where} has category {row.category_id}, which is not in the file's categories")
+                if drop_empty_boxes and (row.bbox[2] <= 0 or row.bbox[3] <= 0):
+                    dropped[row.id] = _reason(row, where)
+                    continue
+                one = _annotation(row, where, sizes[row.image_id], class_of, attribute_of)
+            if one is not None:
+                yield one
+
+    annotations = CocoAnnotations(found(), images, category_ids)
     if dropped:
         logger.warning("%s: left out %d annotations with empty boxes: %s", path, len(dropped), [*dropped])
-    names = (category_ids, class_names, attribute_names)
-    return CocoInstances(path, images, annotations, by_image, *names, dropped)
+    return CocoInstances(path, images, annotations, category_ids, class_names, attribute_names, dropped)
 
 
 def _annotation(
-    row: _InstanceRow, where: str, image: CocoImage, class_of: dict[int, int], attribute_of: dict[int, int]
-) -> CocoAnnotation:
+    row: _InstanceRow,
+    where: str,
+    image: tuple[int, int, int],
+    class_of: dict[int, int],
+    attribute_of: dict[int, int],
+) -> AnnotationRow:
+    """What is kept of an annotation of an image, of which row, width and height are given."""
     box = corners_of(row.bbox, where)
-    if box[0] >= image.width or box[1] >= image.height or box[2] <= 0 or box[3] <= 0:
-        raise UserError(
-            f"{where}: the box {as_written(row.bbox)} lies outside its {image.width} x {image.height} image"
-        )
+    number, width, height = image
+    if box[0] >= width or box[1] >= height or box[2] <= 0 or box[3] <= 0:
+        raise UserError(f"{where}: the box {as_written(row.bbox)} lies outside its {width} x {height} image")
     unknown = [attribute for attribute in row.attribute_ids if attribute not in attribute_of]
     if unknown:
         raise UserError(f"{where} has attribute {unknown[0]}, which is not in the file's attributes")
-    return CocoAnnotation(
-        id=row.id,
-        image_id=row.image_id,
-        category_id=row.category_id,
-        class_index=class_of[row.category_id],
-        box=box,
-        is_crowd=bool(row.iscrowd),
-        attributes=tuple([attribute_of[attribute] for attribute in row.attribute_ids]),
-        area=row.area,
-    )
+    attributes = [attribute_of[attribute] for attribute in row.attribute_ids]
+    return AnnotationRow(row.id, number, class_of[row.category_id], box, bool(row.iscrowd), attributes, row.area)
 
 
 def object_labels(annotations: Sequence[CocoAnnotation], num_attributes: int) -> tuple[np.ndarray, np.ndarray | None]:

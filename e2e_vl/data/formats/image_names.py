@@ -48,7 +48,8 @@ def instances_image(instances: CocoInstances, image_id: str, file: Path) -> Samp
 
 def require_instances(instances: CocoInstances, image_ids: Iterable[str]) -> None:
     """Raises ValueError unless the instances list all images."""
-    missing = [name for name in image_ids if not _NUMBER.fullmatch(name) or int(name) not in instances.images]
+    known = set(instances.images)
+    missing = [name for name in image_ids if not _NUMBER.fullmatch(name) or int(name) not in known]
     if missing:
         raise UserError(
             f"{instances.path}: has no image {missing[0]} and {len(set(missing)) - 1} more of the texts; use the "

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import logging
 import tarfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError
 from e2e_vl.data.formats.caption_sources import CaptionSource
@@ -27,9 +29,9 @@ from e2e_vl.samples import EncodedImage
 
 logger = logging.getLogger(__name__)
 
-_VERSION = "shard 2"
+_VERSION = "shard 3"
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
-_COLUMNS = 4  # offset and size of the image, offset and size of the caption
+_COLUMNS = 6  # offset, size and CRC-32 of the image, and of the caption
 _BLOCK = 512  # bytes of a tar header
 _CHUNK = 1 << 20
 
@@ -45,6 +47,9 @@ class ShardCaptions(CaptionSource):
     webdataset itself only streams shards, in an order of its own with a buffer to shuffle, so it knows neither epochs
     that every text is seen once in, nor how to resume in the middle, nor how to give several processes equal shares.
     (Its random-access part `wids` is gone since version 1.0.) The standard library's `tarfile` tells the offsets.
+
+    The format has no checksums of contents, so the index has them: making it reads every byte once, and an image or a
+    caption whose bytes change later is refused.
 
     Args:
         shards: a folder (all its `*.tar`) or a pattern such as `cc3m/0000*.tar`.
@@ -70,7 +75,7 @@ class ShardCaptions(CaptionSource):
         self._files = OpenFiles(limit=64)
         self._indices = [
             ArrayFile(cached_index([shard], Path(cache), _VERSION, lambda s=shard: _rows(s), _COLUMNS), self._files)
-            for shard in self.shards
+            for shard in tqdm(self.shards, desc="indices of shards", unit=" shards", delay=1, leave=False)
         ]
         # the first row of an index counts what is left out
         self._records = ConsecutiveGroups([len(index) - 1 for index in self._indices])
@@ -91,7 +96,7 @@ class ShardCaptions(CaptionSource):
 
     def caption(self, text: int) -> str:
         shard, row = self._find(text)
-        data = self._files.read(shard, int(row[2]), int(row[3]))
+        data = self._content(shard, row[3:], "caption", text)
         try:
             return data.decode("utf-8").strip()
         except UnicodeDecodeError as error:
@@ -104,7 +109,18 @@ class ShardCaptions(CaptionSource):
 
     def image(self, group: int) -> EncodedImage:
         shard, row = self._find(group)
-        return EncodedImage(self._files.read(shard, int(row[0]), int(row[1])), f"{shard}: {self._member(group)}")
+        return EncodedImage(self._content(shard, row[:3], "image", group), f"{shard}: {self._member(group)}")
+
+    def _content(self, shard: Path, place: np.ndarray, what: str, record: int) -> bytes:
+        """What lies at a place of offset, size and CRC-32."""
+        offset, size, checksum = map(int, place)
+        data = self._files.read(shard, offset, size)
+        if zlib.crc32(data) != checksum:
+            raise UserError(
+                f"{shard}: the {what} of record {self.name(record)} is not as it was when the index of the file was "
+                "made (its checksum differs); get the file again"
+            )
+        return data
 
     def _find(self, record: int) -> tuple[Path, np.ndarray]:
         shard = self._records.of_text(record)
@@ -121,8 +137,8 @@ class ShardCaptions(CaptionSource):
 
 
 def _rows(shard: Path) -> Iterator[np.ndarray]:
-    """int64 [1 + n, 4]: the counts of records without image and without caption, then the complete records."""
-    rows: list[tuple[int, int, int, int]] = []
+    """int64 [1 + n, 6]: the counts of records without image and without caption, then the complete records."""
+    rows: list[tuple[int, ...]] = []
     without_image = without_caption = 0
     check_tar(shard, _REMEDY)
     try:
@@ -134,7 +150,7 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
                 elif caption is None or not tar.extractfile(caption).read().strip():
                     without_caption += 1
                 else:
-                    rows.append((image.offset_data, image.size, caption.offset_data, caption.size))
+                    rows.append((*_place(tar, image), *_place(tar, caption)))
             tar.fileobj.seek(tar.offset)
             # tarfile also stops, without a word, at a header in the middle that it cannot read
             end = tar.fileobj.read(_BLOCK)
@@ -148,7 +164,18 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
         raise UserError(f"{shard}: the tar file {what}; {_REMEDY}")
     if is_joined:
         raise UserError(f"{shard}: the file goes on after the end of the tar file, so records would be lost; split it.")
-    yield np.array([(without_image, without_caption, 0, 0), *rows], dtype=np.int64)
+    yield np.array([(without_image, without_caption, 0, 0, 0, 0), *rows], dtype=np.int64)
+
+
+def _place(tar: tarfile.TarFile, member: tarfile.TarInfo) -> tuple[int, int, int]:
+    """Offset, size and CRC-32 of a member's content."""
+    tar.fileobj.seek(member.offset_data)
+    checksum, left = 0, member.size
+    while left and (data := tar.fileobj.read(min(left, _CHUNK))):
+        checksum, left = zlib.crc32(data, checksum), left - len(data)
+    if left:
+        raise EOFError("it is shorter than its members")
+    return member.offset_data, member.size, checksum
 
 
 _REMEDY = "run img2dataset again, it writes unfinished shards anew, or remove the file"

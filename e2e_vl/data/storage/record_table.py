@@ -79,11 +79,35 @@ class RecordTable(_Records[Record]):
 
 
 def text_column(texts: Iterable[str]) -> Sequence[str]:
-    """A list of texts, as `RecordTable` keeps them."""
+    """A list of texts, or of other values that are all of one kind, as `RecordTable` keeps them."""
     builder = _Builder()
     for text in texts:
         builder.append(text)
     return builder.finished()
+
+
+class RowsById:
+    """The row of each of some ids, which are whole numbers of 64 bits or texts, in flat arrays.
+
+    Args:
+        ids: in the order of their rows; each is there once.
+    """
+
+    def __init__(self, ids: Iterable[int | str]) -> None:
+        numbers: dict[int, int] = {}
+        texts: dict[str, int] = {}
+        for row, one in enumerate(ids):
+            (texts if isinstance(one, str) else numbers)[one] = row
+        parts = [(kind, sorted(kind)) for kind in (numbers, texts)]
+        self._rows = [array("q", map(kind.__getitem__, ordered)) for kind, ordered in parts]
+        self._ids = array("q", parts[0][1]), text_column(parts[1][1])
+
+    def row(self, one: int | str) -> int | None:
+        """The row of an id; None where it is unknown."""
+        is_text = isinstance(one, str)
+        known = self._ids[is_text]
+        place = bisect.bisect_left(known, one)
+        return self._rows[is_text][place] if place < len(known) and known[place] == one else None
 
 
 class JoinedRecords(_Records[Record]):

@@ -195,6 +195,35 @@ def test_tar_files_one_after_the_other_in_one_file(tmp_path):
         make(path.parent, tmp_path)
 
 
+@pytest.mark.parametrize("what", ["image", "caption"])
+def test_a_bit_that_flips_after_the_index_was_made(tmp_path, what):
+    path = write(tmp_path / "cc" / "0.tar", [*record("a", "one", b"pixels"), *record("b", "two", b"others")])
+    source, status = make(path.parent, tmp_path), path.stat()
+    content = bytearray(path.read_bytes())
+    content[content.index({"image": b"others", "caption": b"two"}[what])] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # as where the disk is to blame
+    for one in (source, make(path.parent, tmp_path)):
+        assert (one.caption(0), one.image(0).content) == ("one", b"pixels")
+        with pytest.raises(UserError, match=rf"0\.tar: the {what} of record b is not as it was .* get the file again"):
+            getattr(one, what)(1)
+
+
+def test_a_file_that_is_cut_off_while_it_is_in_use(tmp_path):
+    path = write(tmp_path / "cc" / "0.tar", [*record("a", "one"), *record("b", "two", b"i" * 30_000)])
+    source = make(path.parent, tmp_path)
+    os.truncate(path, 20_000)
+    assert source.caption(0) == "one"
+    with pytest.raises(UserError, match=r"0\.tar: the image of record b is not as it was"):
+        source.image(1)
+
+
+def test_a_large_member_is_read_in_parts(tmp_path):
+    content = os.urandom(3 << 20)
+    write(tmp_path / "cc" / "0.tar", record("a", "one", content))
+    assert make(tmp_path / "cc", tmp_path).image(0).content == content
+
+
 def test_a_caption_in_another_encoding(tmp_path):
     path = write(tmp_path / "cc" / "0.tar", [("a.jpg", b"i"), ("a.txt", "Hütte".encode("latin-1"))])
     with pytest.raises(ValueError, match=r"0.tar: the caption of record a is not UTF-8"):

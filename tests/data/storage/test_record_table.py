@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import pickle
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 
-from e2e_vl.data.storage.record_table import ChosenRecords, JoinedRecords, RecordTable, TextGroups, text_column
+from e2e_vl.data.storage.record_table import (
+    ChosenRecords,
+    JoinedRecords,
+    RecordTable,
+    RowsById,
+    TextGroups,
+    text_column,
+)
+from tests.forked_memory import SMAPS, growth_in_a_fork
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +64,15 @@ def test_equal_texts_are_kept_once():
     assert many - one < 4 * 1000 + 100
 
 
+def test_ids_lead_to_their_rows():
+    ids = [7, "7", -(2**63), 2**63 - 1, "b", "", 0, "half \ud83d"]
+    rows = RowsById(iter(ids))
+    assert [rows.row(one) for one in ids] == list(range(len(ids)))
+    assert [rows.row(one) for one in (8, -1, 10**400, "8", "a", "0")] == [None] * 6
+    assert RowsById([]).row(0) is None
+    assert pickle.loads(pickle.dumps(rows)).row("b") == 4
+
+
 def test_parts_and_choices_of_records():
     joined = JoinedRecords([RecordTable(Note, NOTES[:1]), [], NOTES[1:]])
     assert list(joined) == NOTES == [joined[row] for row in range(4)]
@@ -80,32 +95,15 @@ def test_texts_are_grouped_by_their_image_in_the_order_of_first_mention():
     assert TextGroups([]) == []
 
 
-def unshared_kib() -> int:
-    lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
-
-
-def growth_in_a_fork(records) -> int:
-    """KiB of pages that a forked process no longer shares once it has looked at all records."""
-    reading, writing = os.pipe()
-    process = os.fork()
-    if not process:
-        before = unshared_kib()
-        for record in records:
-            assert record.number >= 0
-        os.write(writing, json.dumps(unshared_kib() - before).encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as file:
-        grown = json.loads(file.read())
-    os.waitpid(process, 0)
-    return grown
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").is_file(), reason="only Linux tells the unshared pages")
+@pytest.mark.skipif(not SMAPS.is_file(), reason="only Linux tells the unshared pages")
 def test_a_forked_worker_does_not_copy_the_records():
     notes = [Note(1000 + number, f"question {number}", (f"answer {number % 99}",) * 3) for number in range(60_000)]
     table = RecordTable(Note, notes)
-    copied, shared = growth_in_a_fork(notes), growth_in_a_fork(table)
+
+    def look(records):
+        for record in records:
+            assert record.number >= 0
+
+    copied, shared = (growth_in_a_fork(partial(look, records)) for records in (notes, table))
     assert copied > 5_000, "a list of objects is copied, so the measurement can tell"
     assert shared < copied / 5
