@@ -34,6 +34,7 @@ from PIL import (
 
 from detector.boxes import Array
 from detector.errors import MissingFileError, UserError
+from detector.image_parts import check_parts
 from detector.structures import ImageBatch
 
 Pixels = UInt8[np.ndarray, "height width 3"]
@@ -43,7 +44,6 @@ MAX_PIXELS = 2**29  # of one file, about 23000 x 23000; decoded pixels take 4 by
 # of some KB does not take some GiB. A JPEG of one colour has about 250 pixels per byte.
 SMALL = 2**26
 PIXELS_PER_BYTE = 300
-MOST_SCANS = 100  # of a progressive JPEG, each of which visits all pixels; cameras and editors write about 10
 
 # The formats that are read, by what a file holds and not by its name. PIL knows forty more, and one of them starts a
 # program for what a file says (EPS).
@@ -74,7 +74,6 @@ _DAMAGED = (
     *(OSError, SyntaxError, ValueError, TypeError, LookupError, EOFError, struct.error, zlib.error),
     Image.DecompressionBombError,  # of a frame that is larger than the picture
 )
-_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])")  # of a JPEG, with a length behind it
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ def load_image(path: str | Path, channel_order: str = "BGR") -> Pixels:
     Raises:
         MissingFileError: the file does not exist.
         UserError: the file is empty, damaged, cut off, not an image, or has more than `MAX_PIXELS` pixels, more pixels
-            than so few bytes hold, or more than `MOST_SCANS` scans.
+            than so few bytes hold, or more scans or parts than real images (see `detector/image_parts.py`).
     """
     return _to_array(_read(path), channel_order)
 
@@ -315,10 +314,7 @@ def _open(stream: io.BufferedIOBase, name: str, max_pixels: int) -> Image.Image:
     reader = next((reader for signature, reader in _READERS if signature.match(start)), None)
     if reader is None:
         raise UnidentifiedImageError("no known format")
-    if reader is JpegImagePlugin.JpegImageFile:
-        if _count_scans(stream.read()) > MOST_SCANS:
-            raise UserError(f"Image {name} has more than {MOST_SCANS} scans, which take very long; save it anew.")
-        stream.seek(0)
+    check_parts(stream, name, reader.format)
     image = reader(stream)
     pixels = image.width * image.height
     if pixels > max_pixels:
@@ -332,15 +328,6 @@ def _open(stream: io.BufferedIOBase, name: str, max_pixels: int) -> Image.Image:
             "it smaller first."
         )
     return image
-
-
-def _count_scans(content: bytes) -> int:
-    """The scans of a JPEG file, at most one beyond the limit; a thumbnail and what follows the picture do not count."""
-    scans, at = 0, 2
-    while scans <= MOST_SCANS and (found := _MARKER.search(content, at)) and found[1] != b"\xd9":
-        scans += found[1] == b"\xda"
-        at = found.end() + int.from_bytes(content[found.end() : found.end() + 2], "big")
-    return scans
 
 
 def _to_rgb(image: Image.Image, name: str) -> Image.Image:

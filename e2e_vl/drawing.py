@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ PALETTE: tuple[Colour, ...] = (
 )
 GREEN, BLUE, RED = (0, 160, 60), (0, 80, 200), (220, 30, 30)  # RGB: the truth, a right answer, a wrong answer
 SHORTEST, LONGEST = 480, 1280  # the long side of a picture, pixels: smaller images are enlarged, larger ones shrunk
+MOST_CHARACTERS = 1000  # of a label; a longer one would cover the picture
 _MIN_SIDE = 160  # a very thin image gets a margin, so that labels have room
 _MARGIN = (235, 235, 235)
 _GAP = 12  # pixels between images side by side
@@ -70,7 +72,7 @@ def draw_boxes(
     Args:
         image: uint8 [h, w, 3]; it is not changed.
         boxes: [R, 4] xyxy in pixels of `image`; the first box is drawn last, on top, and its label is placed first.
-        labels: R texts; an empty text is left out.
+        labels: R texts; an empty text is left out, and of a long one the first `MOST_CHARACTERS` stay.
         colours: R colours in the image's own channel order; None = the colours of `PALETTE` in turn.
         title: a text above the picture.
         dashed: whether the outline of each of the R boxes is dashed; None = no outline is.
@@ -94,7 +96,7 @@ def draw_boxes(
     width, height = (max(side, _MIN_SIDE) for side in content.size)
     scale = np.array(content.size) / (image.shape[1], image.shape[0])
     placed = np.round(boxes * np.tile(scale, 2)).clip(0, np.tile(content.size, 2)).astype(int)
-    made, font = _fitting_labels(texts, width, height)
+    made, font = _fitting_labels([_shortened(text) for text in texts], width, height)
     places, leftover = _place_all(made, placed, width, height)
     below, bottom = _rows(leftover, width, height)
 
@@ -221,8 +223,9 @@ def _wrap(text: str, width: int, font: ImageFont.FreeTypeFont) -> str:
         if lines and font.getlength(joined) <= width:
             lines[-1] = joined
             continue
-        while len(word) > 1 and font.getlength(word) > width:
-            fitting = next(n for n in range(len(word) - 1, 0, -1) if n == 1 or font.getlength(word[:n]) <= width)
+        while len(word) > 1 and (len(word) > width or font.getlength(word) > width):
+            lengths = range(1, min(len(word) - 1, max(width, 1)) + 1)  # a character takes a pixel or more
+            fitting = max(bisect.bisect_right(lengths, width, key=lambda n: font.getlength(word[:n])), 1)
             lines.append(word[:fitting])
             word = word[fitting:]
         lines.append(word)
@@ -239,6 +242,10 @@ def _fitting_labels(texts: Sequence[str], width: int, height: int) -> tuple[list
         if size == _FONT_SIZES[0] or covered <= _LABEL_SHARE * width * height:
             return labels, font
         size -= 1
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
 
 
 def _label(text: str, width: int, font: ImageFont.FreeTypeFont) -> _Label:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
 
-from e2e_vl.drawing import LONGEST, PALETTE, SHORTEST, draw_boxes, mark_colours
+from e2e_vl.drawing import LONGEST, MOST_CHARACTERS, PALETTE, SHORTEST, draw_boxes, mark_colours
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
@@ -163,3 +164,19 @@ def test_no_phrase_has_the_colour_of_the_answer():
         assert colours[:answers] == list(PALETTE[:answers])
         assert all(one != other for one, other in itertools.pairwise(colours))
     assert mark_colours(1, 7) == list(PALETTE), "as without phrases"
+
+
+@pytest.mark.parametrize("text", ["x" * 30_000, "long " * 6000, "é" * 30_000, "\u0301" * 30_000])
+def test_a_very_long_label_is_shortened(text: str):
+    """It takes no more time than one of the most characters, and is drawn as that one with dots behind it."""
+    image = np.full((300, 400, 3), 128, np.uint8)
+    start = time.process_time()
+    drawn = draw_boxes(image, [[10, 10, 90, 90]], labels=[text])
+    assert time.process_time() - start < 3
+    assert np.array_equal(drawn, draw_boxes(image, [[10, 10, 90, 90]], labels=[text[:MOST_CHARACTERS] + "..."]))
+
+
+def test_a_very_long_title_without_spaces_is_broken_in_a_short_time():
+    start = time.process_time()
+    drawn = draw_boxes(np.full((300, 400, 3), 128, np.uint8), [], title="x" * 30_000)
+    assert time.process_time() - start < 3 and drawn.shape[0] > 3000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +94,41 @@ def frequent_answers(most_frequent: Mapping[Any, str], min_count: int, spell: Ca
 def official_lines(task: Task) -> str:
     """A task's answers as the text file of official code, one per line in the order of their classes.
 
+    Lines of an official file that the task spells alike are one answer with several classes, of which the first counts;
+    they are written as different lines again ("t shirt", then "t-shirt"), since `read_answers` refuses equal ones.
+
     Raises:
-        ValueError: an answer that such a file cannot hold: an empty one, or one that is read back as another (lines are
-            stripped and lower-cased, and the task spells them as official code does).
+        ValueError: an answer that such a file cannot hold: an empty one, one that is read back as another (lines are
+            stripped and lower-cased, and the task spells them as official code does), or one that is there several
+            times and that no other line is read as.
     """
+    used: dict[str, int] = {}  # line -> number of its answer
     for number, answer in enumerate(task.answers):
-        line = answer.strip().lower()
-        if len(line.splitlines()) != 1 or task.official_answer(line) != answer:
+        own = answer.strip().lower()
+        if len(own.splitlines()) != 1 or task.official_answer(own) != answer:
             raise UserError(
                 f"Answer {number} is {answer!r}, which an official answer vocabulary (one answer per line) cannot "
                 "hold; train with a list without it, task.config.answers."
             )
-    return "".join(f"{answer}\n" for answer in task.answers)
+        lines = (one for one in _spellings(own) if one not in used and task.official_answer(one) == answer)
+        line = next(lines, None)
+        if line is None:
+            raise UserError(
+                f"Answers {used[own]} and {number} are both {answer!r}, which an official answer vocabulary holds once "
+                "only; train with a list that has it once, task.config.answers."
+            )
+        used[line] = number
+    return "".join(f"{line}\n" for line in used)
+
+
+def _spellings(line: str) -> Iterator[str]:
+    """The line, then lines that official code may read as the same answer: with a hyphen, or with periods at the end.
+
+    Official code deletes the first 32 periods that no digit follows.
+    """
+    yield line
+    if " " in line:
+        yield line.replace(" ", "-")
+        yield line.replace(" ", "-", 1)
+    for number in range(1, 33):
+        yield line + "." * number

@@ -19,7 +19,13 @@ from e2e_vl.metric_names import MetricName
 from e2e_vl.report.changed_settings import changed_settings
 from e2e_vl.report.curves import draw_curves
 from e2e_vl.report.metric_tables import metric_tables
-from e2e_vl.report.prediction_lists import Prediction, PredictionLists, list_predictions, phrase_line
+from e2e_vl.report.prediction_lists import (
+    Prediction,
+    PredictionLists,
+    check_predictions,
+    list_predictions,
+    phrase_line,
+)
 from e2e_vl.run_files import errors_naming, read_log, read_plain_json, read_settings_text, write_text
 from e2e_vl.tasks.base import PredictionWords, Task
 
@@ -61,6 +67,9 @@ def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Ma
 
     Returns:
         The path of the report.
+
+    Raises:
+        UserError: a file of the run is damaged, or a prediction lacks what the task's predictions hold.
     """
     metrics = read_plain_json(run_dir / "metrics.json")
     curves = draw_curves(read_log(run_dir / "log.jsonl"))
@@ -115,6 +124,7 @@ def _section(path: Path, config: RunConfig, task: Task) -> Section:
     split, _, boxes = path.stem.removeprefix("predictions_").rpartition("_")
     known = {source.value: source.metric_suffix.replace("_", " ") for source in BoxSource.for_evaluation()}
     records = read_plain_json(path, list, max_bytes=MAX_PREDICTIONS)
+    check_predictions(records, task, path)
     with errors_naming(path):
         lists = list_predictions(records, task, config.eval.report_pictures, config.seed)
     return Section(f"{id_of(split)}, {known.get(boxes, boxes)}", lists)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from e2e_vl.records import checked
 from e2e_vl.tasks.base import PredictionWords, Records, Task, box_in_words, with_target
+from e2e_vl.tasks.prediction_records import PredictionRecord
+from e2e_vl.wording import ONLY_PHRASES
 
 OUTCOMES = ("wrong", "partly right", "right", "without a label")
 MOST_MISTAKES = 8  # rows of the list of frequent mistakes
@@ -51,6 +56,26 @@ class PredictionLists:
     # family or type -> of wrong predictions whose text has a second phrase: how often those phrases are all right
     grounded: dict[str, Counter[str]]
     others: list[Sampled]  # partly right, right and unlabelled predictions, where there are any
+
+
+def check_predictions(records: Sequence[Any], task: Task, path: Path) -> None:
+    """Refuse a file of predictions that does not hold what a report reads.
+
+    Args:
+        records: the list in the file.
+        task: declares what its predictions hold.
+        path: of the file, for errors.
+
+    Raises:
+        UserError: a prediction lacks a key, or has a value that cannot be; the sentence names file and prediction.
+    """
+    kind = task.prediction_record
+    for number, record in enumerate(records, start=1):
+        has_phrases_only = isinstance(record, dict) and record.get(ONLY_PHRASES) is True
+        checked(
+            *(PredictionRecord if has_phrases_only else kind, record, f"{path}: prediction {number}"),
+            remedy="get the run again, or remove the file",
+        )
 
 
 def list_predictions(records: Records, task: Task, number: int, seed: int) -> PredictionLists:

@@ -22,6 +22,7 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import DataFacts, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.tasks.heads import Sizes
+from e2e_vl.tasks.prediction_records import PredictionRecord
 from e2e_vl.wording import ONLY_PHRASES, Wording
 
 CLEARLY_NAMED = 0.5  # least score of a phrase that names one region clearly
@@ -169,6 +170,7 @@ class Task(nn.Module, abc.ABC):
     # a second text segment starts as a copy of the first, which alone was trained before (official VL-BERT code)
     copies_first_segment: ClassVar[bool] = False
     renamed: ClassVar[Mapping[str, str]] = {}  # prefixes of parameter names in models that were saved before -> now
+    prediction_record: type[PredictionRecord] = PredictionRecord  # what reports need of a prediction in a file
     # properties where they follow from the config
     needs: tuple[Ability, ...] = ()  # what the encoder must be able to do
     answers: Sequence[str] = ()  # the list that a part of it chooses from; it is saved with the model

@@ -24,10 +24,12 @@ from detector.interface import Detector
 from e2e_vl.drawing import BLUE, GREEN, RED, Colour, draw_boxes
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
+from e2e_vl.records import FourNumbers, Id, Number, Record, Score
 from e2e_vl.samples import Categories, DataFacts, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions
 from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.base import PredictionWords, Records, Task
+from e2e_vl.tasks.prediction_records import PredictionRecord, check_lengths
 from e2e_vl.wording import Draw, Wording
 
 
@@ -61,11 +63,34 @@ class DetectionWording(Wording):
         yield TextExample(self.writer.single(()), text.looks_at, self.record(text, images), targets)
 
 
+class TrueObject(Record):
+    """An annotated object in a prediction."""
+
+    box: FourNumbers
+    category_id: Number
+    category: str
+    is_crowd: bool
+
+
+class DetectionPrediction(PredictionRecord, kw_only=True):
+    """A prediction in a file: the detections of one image, best score first."""
+
+    image_id: Id
+    boxes: tuple[FourNumbers, ...]
+    scores: tuple[Score, ...]
+    category_ids: tuple[Number, ...]
+    objects: tuple[TrueObject, ...]
+
+    def __post_init__(self) -> None:
+        check_lengths(boxes=self.boxes, scores=self.scores, category_ids=self.category_ids)
+
+
 class DetectionTask(Task):
     """No head and no loss of its own: both are the detector's, and so the losses are `Regions.losses`."""
 
     predicts_classes = True
     answers_questions = False
+    prediction_record = DetectionPrediction
 
     def __init__(self, hidden_size: int, config: DetectionConfig | None = None):
         super().__init__()

@@ -28,12 +28,14 @@ from e2e_vl.evaluation.flickr30k import first_hit, phrase_metrics, right_candida
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
 from e2e_vl.phrases import wordpieces_of
+from e2e_vl.records import Count, FourNumbers, Score
 from e2e_vl.samples import PhraseBoxes, Question, Sample, SampleText
 from e2e_vl.structures import Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Ragged, Targets, nested, ragged
 from e2e_vl.tasks.base import PredictionWords, Records, Task, box_in_words, check_choices
 from e2e_vl.tasks.heads import NewLayers, start_head
 from e2e_vl.tasks.phrase_head import overlapping, pointing_loss
+from e2e_vl.tasks.prediction_records import PredictionRecord, check_lengths
 from e2e_vl.wording import Draw, Wording
 
 _BRACKETS = re.compile(r"\[([^\[\]]+)\]")  # phrases in a user's text
@@ -114,10 +116,29 @@ def first_occurrence(words: str, span: tuple[int, int]) -> tuple[int, int]:
     return span
 
 
+class Flickr30KPrediction(PredictionRecord, kw_only=True):
+    """A prediction in a file; what has an entry for each phrase, and None where the truth is unknown."""
+
+    sent: str
+    phrases: tuple[str, ...]
+    boxes: tuple[FourNumbers | None, ...]
+    scores: tuple[Score, ...]
+    ranks: tuple[Count | None, ...] | None = None
+    phrase_types: tuple[tuple[str, ...], ...] | None = None
+    gt_boxes: tuple[tuple[FourNumbers, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        names = ("phrases", "boxes", "scores", "ranks", "phrase_types", "gt_boxes")
+        check_lengths(**{name: getattr(self, name) for name in names})
+        if self.ranks is not None and None in (self.phrase_types, self.gt_boxes):
+            raise ValueError("there are 'ranks', but no 'phrase_types' or 'gt_boxes'")
+
+
 class Flickr30KTask(Task):
     """A share of attention per region for each phrase; the region with the largest is the answer."""
 
     writes_submission = True
+    prediction_record = Flickr30KPrediction
     example_call = '"photo.jpg", "[a man] in [a red shirt]"'
 
     def __init__(self, hidden_size: int, config: Flickr30KConfig | None = None):

@@ -9,6 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -19,11 +20,13 @@ from detector.structures import Loss
 from e2e_vl.attention import attention_to_regions
 from e2e_vl.evaluation.gqa import belongs, gqa_metrics, grounding, is_hit, write_submission
 from e2e_vl.layout import TextWriter
+from e2e_vl.records import Score
 from e2e_vl.samples import RightAnswer, ScoredAnswers
 from e2e_vl.structures import Batch, ModelOutput
 from e2e_vl.tasks.base import PredictionWords, Records
 from e2e_vl.tasks.choice import AnswerConfig, AnswerTargets, AnswerTask, AnswerWording
 from e2e_vl.tasks.heads import NewLayers
+from e2e_vl.tasks.prediction_records import PredictionRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +86,22 @@ def right_answer(truth: Any) -> str | None:
     return truth.answer if isinstance(truth, RightAnswer) else None
 
 
+class GQAPrediction(PredictionRecord, kw_only=True):
+    """A prediction in a file."""
+
+    question: str
+    prediction: str
+    score: Score
+    answer: str | None = None
+    is_balanced: bool = msgspec.field(name="isBalanced", default=True)
+    types: dict[str, str] = msgspec.field(default_factory=dict)
+
+
 class GQATask(AnswerTask):
     """A score per possible answer, see `AnswerTask`; the scores of the official script."""
 
     loss_name = "gqa"
+    prediction_record = GQAPrediction
     predicted = "prediction"  # as in the official files, where "answer" is the truth
 
     @property

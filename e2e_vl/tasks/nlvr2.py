@@ -25,11 +25,13 @@ from e2e_vl.drawing import draw_side_by_side
 from e2e_vl.evaluation.nlvr2 import truth_metrics, write_submission
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
+from e2e_vl.records import Score
 from e2e_vl.samples import Question, RightChoice, Sample, SampleText
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.targets import Targets, stacked
 from e2e_vl.tasks.base import PredictionWords, Records, Task, check_choices, check_dropout
 from e2e_vl.tasks.heads import Head, NewLayers, Sizes, Transform
+from e2e_vl.tasks.prediction_records import PredictionRecord
 from e2e_vl.wording import Draw, Wording
 
 LABELS = ("False", "True")  # as the official files write the classes
@@ -77,10 +79,21 @@ class NLVR2Wording(Wording):
         yield TextExample(laid, text.looks_at, self.record(text, images, laid) | {"file_names": names}, targets)
 
 
+class NLVR2Prediction(PredictionRecord, kw_only=True):
+    """A prediction in a file."""
+
+    sent: str
+    prediction: Literal["True", "False"]
+    score: Score
+    label: str | None = None
+    file_names: tuple[str, ...]
+
+
 class NLVR2Task(Task):
     """Two classes, or one score, from the summary."""
 
     writes_submission = True
+    prediction_record = NLVR2Prediction
     blind_without_boxes = True  # the numbers of boxes say how many things there are
     needs = (Ability.SUMMARY_OF_SINGLE, Ability.IMAGE_PAIRS)
     example_call = '("left.jpg", "right.jpg"), "both images show a dog"'

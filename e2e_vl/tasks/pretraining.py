@@ -28,6 +28,7 @@ from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_c
 from e2e_vl.tasks.drawn_choices import ChoiceDraw, ChoiceTextsConfig, given_pieces, with_pieces
 from e2e_vl.tasks.heads import Sizes, Transform, start_head
 from e2e_vl.tasks.objectives.base import MASK, Draft, Objective, ObjectiveWording, WordHead
+from e2e_vl.tasks.prediction_records import PredictionRecord, found_items
 from e2e_vl.text import word_pieces
 from e2e_vl.wording import Draw, Wording
 
@@ -302,6 +303,10 @@ class PretrainingTask(Task):
             "relationship": {"weight": task.pop("relationship", 0.0), "probability": exchange or 0.5},
         }
         data["skip_broken"] = options.pop("skip_broken", False)
+
+    @property
+    def prediction_record(self) -> type[PredictionRecord]:
+        return found_items(self.objectives)
 
     def wording(self, writer: TextWriter) -> PretrainingWording:
         writer.require_room(writer.layout.single)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from e2e_vl.drawing import BLUE, GREEN, PALETTE, RED, draw_boxes
 from e2e_vl.evaluation.refexp import CONVENTIONS, referring_metrics, write_submission
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.layout import TextWriter
+from e2e_vl.records import FourNumbers, Score, Side
 from e2e_vl.samples import Question, ReferredBox, Sample, SampleText
 from e2e_vl.structures import (
     Batch,
@@ -48,6 +50,7 @@ from e2e_vl.tasks.base import (
     phrase_marks,
 )
 from e2e_vl.tasks.heads import Head, NewLayers, Transform
+from e2e_vl.tasks.prediction_records import PredictionRecord
 from e2e_vl.wording import Draw, Wording
 
 OTHER_COLOURS = PALETTE[3:]  # of phrases: no green, blue or red
@@ -114,6 +117,19 @@ class ReferringWording(Wording):
         yield TextExample(laid, text.looks_at, record, targets)
 
 
+class ReferringPrediction(PredictionRecord, kw_only=True):
+    """A prediction in a file; `box` is None where there was no region."""
+
+    sent: str
+    box: FourNumbers | None
+    score: Score
+    gt_box: FourNumbers
+    candidate_boxes: tuple[FourNumbers, ...]
+    image_size: tuple[Side, Side]  # (height, width)
+    category: str | None = None
+    detector_class: str | None = msgspec.field(name="class", default=None)
+
+
 class ReferringTask(Task):
     """A score per region; the highest real region is the answer, padding never.
 
@@ -121,6 +137,7 @@ class ReferringTask(Task):
     """
 
     points_at_box = True
+    prediction_record = ReferringPrediction
     example_call = '"photo.jpg", "the small red circle"'
     writes_submission = True
     starts_from = HeadStart(copies={"masked_regions.transform.": "head.transform."}, random=("head.output.",))

@@ -25,15 +25,33 @@ from detector.structures import Loss
 from e2e_vl.drawing import draw_boxes
 from e2e_vl.evaluation.vcr import CHOICES, join_predictions, joint_metrics, write_submission
 from e2e_vl.layout import TextWriter
+from e2e_vl.records import Count, FourNumbers, Score
 from e2e_vl.samples import ChoiceText, DataFacts, Question, Sample
 from e2e_vl.structures import Ability, Batch, EncoderOutput, ModelOutput, TaskOutput, TextRegions, at_least_float32
 from e2e_vl.tasks.base import HeadStart, PredictionWords, Records, Task, check_masks
 from e2e_vl.tasks.heads import Head, Sizes, Transform
+from e2e_vl.tasks.prediction_records import PredictionRecord, check_lengths
 from e2e_vl.tasks.vcr_sentences import PERSON, read_sentence
 from e2e_vl.tasks.vcr_wording import VCRConfig, VCRTargets, VCRWording
 from e2e_vl.wording import ONLY_PHRASES
 
 MOVED = ("people_names", "turn_names", "join_word", "ground_words", "max_pieces", "mask_size", "blank_question")
+
+
+class VCRPrediction(PredictionRecord, kw_only=True):
+    """A prediction in a file."""
+
+    sent: str
+    choices: tuple[str, ...]
+    probabilities: tuple[Score, ...]
+    choice: Count
+    label: Count | None
+    named_boxes: tuple[tuple[str, FourNumbers], ...]
+
+    def __post_init__(self) -> None:
+        check_lengths(choices=self.choices, probabilities=self.probabilities)
+        if max(self.choice, self.label or 0) >= len(self.choices):
+            raise ValueError(f"there are {len(self.choices)} choices, and 'choice' or 'label' is another one")
 
 
 class VCRTask(Task):
@@ -45,6 +63,7 @@ class VCRTask(Task):
     boxes=["person:10,20,80,200", "person:90,30,160,210"],
     choices=["[1] told a joke", "[0] is tired", "it is raining", "[1] has left"]"""
     writes_submission = True
+    prediction_record = VCRPrediction
     second_run = ("data.config.condition_on=each",)  # rationales, given each of the four answers
     second_run_option = "--rationale-run"
     copies_first_segment = True

@@ -25,9 +25,11 @@ from e2e_vl.evaluation.vqa import (
     write_submission,
 )
 from e2e_vl.layout import TextWriter
+from e2e_vl.records import Score
 from e2e_vl.samples import HumanAnswers, ScoredAnswers
 from e2e_vl.tasks.base import PredictionWords, Records
 from e2e_vl.tasks.choice import AnswerConfig, AnswerTargets, AnswerTask, AnswerWording, PossibleAnswers
+from e2e_vl.tasks.prediction_records import PredictionRecord
 from e2e_vl.text import mirror_words
 
 
@@ -91,10 +93,23 @@ class AnswerList(PossibleAnswers):
         return known.most_common(1)[0][0] if known else -1
 
 
+class VQAPrediction(PredictionRecord, kw_only=True):
+    """A prediction in a file."""
+
+    question: str
+    answer: str
+    score: Score
+    answers: tuple[str, ...] | None = None
+    answer_scores: dict[str, float] | None = None
+    multiple_choice_answer: str | None = None
+    question_type: str | None = None
+
+
 class VQATask(AnswerTask):
     """A score per possible answer, see `AnswerTask`; the official accuracy."""
 
     loss_name = "vqa"
+    prediction_record = VQAPrediction
 
     def make_list(self, answers: Sequence[str]) -> AnswerList:
         return AnswerList(answers, normalised=self.config.normalised_targets)

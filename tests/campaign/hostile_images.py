@@ -78,6 +78,34 @@ def _tiff(*entries: tuple[int, int, int, int]) -> bytes:
     return b"II*\0" + struct.pack("<IH", 8, len(entries)) + rows + b"\0" * 4
 
 
+def _with(kind: str, before: bytes, unit: bytes, number: int) -> Builder:
+    """An image in which `unit` stands so many times before the last `before`."""
+
+    def build(folder: Path, canary: Path) -> Path:
+        content = image_bytes(kind)
+        at = content.rindex(before)
+        (folder / "photo.jpg").write_bytes(content[:at] + unit * number + content[at:])
+        return folder / "photo.jpg"
+
+    return build
+
+
+def _tiff_of_strips(folder: Path, canary: Path) -> Path:
+    """Two million strips, all at the same place."""
+    number, start = 2_000_000, 8 + 2 + 12 * 7 + 4
+    head = _tiff(
+        *((256, 4, 1, 4), (257, 4, 1, number), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1)),
+        *((273, 4, number, start), (278, 4, 1, 1)),
+    )
+    (folder / "photo.tif").write_bytes(head + struct.pack("<I", start) * number)
+    return folder / "photo.tif"
+
+
+def _bmp_of_runs(width: int, height: int, runs: bytes) -> bytes:
+    head = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, len(runs), 0, 0, 256, 0) + bytes(1024)
+    return b"BM" + struct.pack("<IHHI", 14 + len(head) + len(runs), 0, 0, 14 + len(head)) + head + runs
+
+
 IMAGES: dict[str, Builder] = {
     "empty": written("photo.jpg", b""),
     "eps": _eps,
@@ -118,6 +146,23 @@ IMAGES: dict[str, Builder] = {
     "tiff_of_gigapixels": written("photo.tif", _tiff((256, 4, 1, 1 << 30), (257, 4, 1, 1 << 30), (273, 4, 1, 8))),
     "tiff_with_long_entries": written("photo.tif", _tiff(*((256 + n, 4, 0x7FFFFFFF, 8) for n in range(300)))),
     "tiff_in_a_circle": written("photo.tif", _tiff((256, 4, 1, 4), (257, 4, 1, 4))[:-4] + struct.pack("<I", 8)),
+    "jpeg_of_fill_bytes": _with("JPEG", b"\xff\xda", b"\xff", 30_000_000),
+    "jpeg_of_fill_bytes_in_its_scan": _with("JPEG", b"\xff\xd9", b"\xff", 30_000_000),
+    "jpeg_of_empty_comments": _with("JPEG", b"\xff\xda", b"\xff\xfe\0\2", 7_500_000),
+    "jpeg_of_restarts": _with("JPEG", b"\xff\xda", b"\xff\xd0", 15_000_000),
+    "jpeg_of_exif_segments": _with("JPEG", b"\xff\xdb", b"\xff\xe1\x04\x00Exif\0\0" + bytes(1016), 29_000),
+    "png_of_empty_chunks": written("photo.png", png(40, 30, zlib.compress(bytes(3630)), _chunk(b"abCd", b"") * 2**21)),
+    "png_of_packed_profiles": written(
+        "photo.png", png(40, 30, zlib.compress(bytes(3630)), _chunk(b"iCCP", b"a\0\0" + _zeros(1 << 20)) * 9999)
+    ),
+    "gif_of_tiny_blocks": _with("GIF", b",\0\0\0\0", b"!\xfe" + b"\1a" * 9_000_000 + b"\0", 1),
+    "gif_of_filling": _with("GIF", b",\0\0\0\0", b"\0", 30_000_000),
+    "tiff_of_strips": _tiff_of_strips,
+    "tiff_of_rationals": written(
+        "photo.tif", _tiff((256, 4, 1, 4), (257, 4, 1, 4), (700, 5, 3_000_000, 60)) + bytes(24_000_000)
+    ),
+    "bmp_of_tiny_runs": written("photo.bmp", _bmp_of_runs(6000, 2500, b"\1\1" * 9_000_000)),
+    "bmp_of_short_rows": written("photo.bmp", _bmp_of_runs(2**28, 1, b"\1\1\0\0" * 99)),
     "ppm": written("photo.ppm", b"P6 2 2 255\n" + bytes(12)),
     "jpeg2000": written("photo.jpg", b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(200)),
     "psd": written("photo.jpg", b"8BPS\0\1" + bytes(6) + struct.pack(">HIIHH", 3, 30_000, 30_000, 8, 3) + bytes(99)),

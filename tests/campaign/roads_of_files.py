@@ -106,7 +106,6 @@ class Road:
     read: Callable[[Path], None]
     is_binary: bool = False  # its archives, indices and stores are damaged, too
     unheard: tuple[str, ...] = ()  # files that a library opens, without a word to Python
-    trusted: str = ""  # beginnings of names of files that stay whole
 
 
 class NonsenseError(AssertionError):
@@ -164,8 +163,7 @@ def opened_files(road: Road, root: Path) -> list[Path]:
     _OPENED.watch(None)
     opened |= {root / name for name in road.unheard}
     left_out = IMAGES if road.is_binary else BINARY
-    found = sorted(path for path in opened if path.suffix not in left_out and path.is_file())
-    return [path for path in found if not (road.trusted and path.name.startswith(road.trusted))]
+    return sorted(path for path in opened if path.suffix not in left_out and path.is_file())
 
 
 class _Opened:

@@ -38,8 +38,7 @@ def _roads() -> Iterator[Road]:
     yield Road("log of a run that goes on", None, lambda root: _log_that_goes_on(root / RUN))
     yield Road("settings of a run", None, lambda root: require(is_run(root / RUN) in (True, False), ""))
     yield Road("settings as a config", None, lambda root: load_config(root / RUN / "config.yaml"))
-    # a report is written by the run that has just written the predictions; no other program reads these
-    yield Road("report of a run", None, _report, trusted="predictions_")
+    yield Road("report of a run", None, _report)
     yield Road("model of a run", None, lambda root: _model(root / RUN))
     yield Road("trained model", None, _trained_model)
     yield Road("model of a checkpoint", None, lambda root: _model(_checkpoint(root) / "model"))

@@ -7,6 +7,8 @@ import types
 
 import pytest
 
+from detector.errors import UserError
+from e2e_vl.data.formats.answer_files import read_answers
 from e2e_vl.engine import answer_lists
 from e2e_vl.engine.answer_lists import frequent_answers, official_lines, possible_answers
 from e2e_vl.evaluation.vqa import vocabulary_answer
@@ -50,3 +52,28 @@ def test_lines_that_are_read_back_as_another_answer_are_refused():
     assert official_lines(VQATask(4, VQAConfig(answers=["<unk>", "at night"]))) == "<unk>\nat night\n"
     plain = types.SimpleNamespace(answers=["t - shirt"], official_answer=StatementTask.official_answer)
     assert official_lines(plain) == "t - shirt\n"
+
+
+OFFICIAL = "<unk>\nt shirt\nt-shirt\nyes\nt/shirt\nu.s.\nus\nred, white\n"
+
+
+def test_answers_that_are_spelled_alike_are_written_as_lines_that_are_read_back(tmp_path):
+    """An official file may have several lines that its code reads as one answer; each keeps its class."""
+    (tmp_path / "official.txt").write_text(OFFICIAL)
+    answers = [VQATask.official_answer(line) for line in read_answers(tmp_path / "official.txt")]
+    assert len(set(answers)) == len(answers) - 3
+    task = VQATask(4, VQAConfig(answers=answers))
+    lines = official_lines(task)
+    assert lines == "<unk>\nt shirt\nt-shirt\nyes\nt shirt.\nus\nus.\nred white\n"
+    (tmp_path / "again.txt").write_text(lines)
+    again = [VQATask.official_answer(line) for line in read_answers(tmp_path / "again.txt")]
+    assert again == answers
+    assert VQATask(4, VQAConfig(answers=again)).answer_list.class_of == task.answer_list.class_of
+    assert official_lines(VQATask(4, VQAConfig(answers=again))) == lines
+
+
+@pytest.mark.parametrize(("task", "answer"), [(StatementTask, "yes"), (VQATask, "<unk>")])
+def test_an_answer_that_a_file_cannot_hold_twice_is_refused(task, answer):
+    twice = types.SimpleNamespace(answers=["no", answer, answer], official_answer=task.official_answer)
+    with pytest.raises(UserError, match=rf"Answers 1 and 2 are both '{answer}', .* task\.config\.answers"):
+        official_lines(twice)

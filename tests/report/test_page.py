@@ -16,6 +16,7 @@ from e2e_vl.config import EvalSettings, RunConfig, save_config
 from e2e_vl.report.page import PICTURE_AREA, TEMPLATE, write_report
 from e2e_vl.run_files import RunLog, write_json
 from e2e_vl.tasks.base import PredictionWords
+from e2e_vl.tasks.prediction_records import PredictionRecord
 
 ROOT = Path(__file__).parents[2]
 IMAGE = re.compile(r'<img[^>]* src="data:image/(png|jpeg);base64,([^"]+)">')
@@ -68,6 +69,8 @@ def run(tmp_path: Path) -> Path:
 
 class FakeTask:
     """Draws a large dark red picture of every prediction with a `box`."""
+
+    prediction_record = PredictionRecord
 
     def draw(self, record: dict) -> np.ndarray | None:
         if record.get("lost"):
