@@ -99,7 +99,8 @@ def test_cutting_moves_spans_with_their_wordpieces(mark):
 def test_wordpieces_know_which_of_them_go_on_with_a_word(tmp_path):
     """Words end where the tokenizer ends them: at white space, punctuation and Chinese characters."""
     tokenizer = make_tokenizer(tmp_path, "the star")
-    for text in ("the redstar, don't $5 re-do", "星形 star星", "the\u200bstar", "é e\u0301 star\tstar\n🙂", "...", "star"):
+    texts = ("the redstar, don't $5 re-do", "星形 star星", "the\u200bstar", "é e\u0301 star\tstar\n🙂", "...", "star")
+    for text in texts:
         example, _ = marked(tokenizer, SampleText(0, text, {}))
         words = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).word_ids
         expected = [False] + [one == other for one, other in itertools.pairwise(words)]
@@ -110,6 +111,4 @@ def test_wordpieces_know_which_of_them_go_on_with_a_word(tmp_path):
 
 def test_punctuation_is_known(tmp_path):
     example, _ = marked(make_tokenizer(tmp_path, "the star"), SampleText(0, "(the star)!", {}))
-    assert join_phrases([example.phrases]).is_punctuation().tolist() == [
-        [False, True, False, False, True, True, False]
-    ]
+    assert join_phrases([example.phrases]).is_punctuation().tolist() == [[False, True, False, False, True, True, False]]

@@ -200,7 +200,8 @@ def tags_of_words(tags: Float[Tensor, "M L 3"], continues: Bool[Tensor, "M L"]) 
         continues: wordpieces of the same word as the one before.
     """
     each = tags.log_softmax(dim=2)
-    first = torch.where(continues, each[..., INSIDE], each[..., FIRST])  # only the first piece of a word begins a phrase
+    # only the first wordpiece of a word begins a phrase
+    first = torch.where(continues, each[..., INSIDE], each[..., FIRST])
     each = torch.stack([each[..., 0], each[..., INSIDE], first], dim=2)
     word = (~continues).cumsum(dim=1) - 1  # the first wordpiece continues nothing
     sums = torch.zeros_like(each).scatter_add(1, word[..., None].expand_as(each), each)

@@ -339,6 +339,17 @@ def test_an_empty_text_is_refused(model, records):
         model.ask(records[0]["file_name"], "  ")
 
 
+def test_half_of_a_character_is_refused(model, records):
+    with pytest.raises(ValueError, match="has half of a character"):
+        model.ask(records[0]["file_name"], "the \ud83d star")
+
+
+def test_a_very_long_unknown_word_is_shortened_in_the_warning(model, records):
+    with pytest.warns(UserWarning, match=r"lacks q{18}\.\.\.q{18};"):
+        answer = model.ask(records[0]["file_name"], "q" * 2000)
+    assert answer.unknown_words == ("q" * 2000,)
+
+
 def test_the_encoder_is_known_to_transformers(trained_run):
     encoder = AutoModel.from_pretrained(trained_run.path / "model" / "encoder")
     assert isinstance(encoder, VLBertModel)

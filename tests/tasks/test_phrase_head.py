@@ -247,10 +247,8 @@ def test_tags_are_those_of_whole_words(scores, continues, tags):
 
 
 def test_found_phrases_have_no_punctuation_at_their_ends():
-    phrases = dataclasses.replace(
-        make_phrases(spans=((), ()), boxes=((), ())),
-        words=['"a star".', "!?"],
-        places=torch.tensor([[[0, 0], [0, 1], [1, 2], [3, 7], [7, 8], [8, 9]], [[0, 0], [0, 1], [1, 2], *[[0, 0]] * 3]]),
-    )
+    places = [[[0, 0], [0, 1], [1, 2], [3, 7], [7, 8], [8, 9]], [[0, 0], [0, 1], [1, 2], [0, 0], [0, 0], [0, 0]]]
+    none = make_phrases(spans=((), ()), boxes=((), ()))
+    phrases = dataclasses.replace(none, words=['"a star".', "!?"], places=torch.tensor(places))
     inside = torch.tensor([0.0, 1, 0]).expand(2, 6, 3)
     assert found_spans(inside, phrases) == [[(2, 4)], []]
