@@ -262,10 +262,9 @@ class TrainedModel(
             warnings.warn(about_boxes, stacklevel=3)
         unknown = sorted({word for one in answers for word in one.unknown_words})
         if unknown:
+            named = ", ".join(map(shortened, unknown))
             warnings.warn(
-                f"The vocabulary of {self.source} lacks {', '.join(map(shortened, unknown))}; the model reads such words "
-                "as unknown.",
-                stacklevel=3,
+                f"The vocabulary of {self.source} lacks {named}; the model reads such words as unknown.", stacklevel=3
             )
 
     def require_boxes(self) -> None:
