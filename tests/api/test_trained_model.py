@@ -219,6 +219,17 @@ def test_hidden_regions_and_masked_words_of_a_pretraining_run(pretraining_run):
         model.ask(image, "a red circle")
 
 
+def test_an_answer_does_not_depend_on_the_images_that_are_asked_about_beside_it(model, records):
+    """An image that is padded to the size of another one has other edges for a detector."""
+    photo = Image.open(records[0]["file_name"]).convert("RGB")
+    wide, tall = photo.resize((2 * photo.width, photo.height)), photo.resize((photo.width, 2 * photo.height))
+    asked = [photo, wide, photo.rotate(180), tall, photo]
+    for one, other in zip(model.ask(asked, "the star"), (model.ask(image, "the star") for image in asked), strict=True):
+        assert one.boxes.shape == other.boxes.shape
+        assert one.boxes == pytest.approx(other.boxes, abs=1e-3) and one.box == pytest.approx(other.box, abs=1e-3)
+        assert one.score == pytest.approx(other.score, abs=1e-4)
+
+
 def test_threads_get_the_same_answers(model, records):
     questions = [(record["file_name"], record["sent"]) for record in records[:8]]
     alone = [model.ask(*question).box for question in questions]
