@@ -10,6 +10,8 @@ Shape legend: see `e2e_vl/structures.py`; and here
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import unicodedata
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,6 +36,23 @@ class PhraseBatch(Movable):
     boxes: Ragged  # [boxes, 4]: a list per phrase, empty where it names no box or none is known
     is_complete: Bool[Tensor, " M"]  # all phrases of the text are listed
 
+    def continues_word(self) -> Bool[Tensor, "M L"]:
+        """Wordpieces of the same word as the one before; words end where BERT's tokenizer ends them."""
+        found = torch.zeros(self.places.shape[:2], dtype=torch.bool)
+        for row, (text, places) in enumerate(zip(self.words, self.places.tolist(), strict=True)):
+            for position, ((before, end), (start, after)) in enumerate(itertools.pairwise(places), start=1):
+                if end > before and after > start:
+                    found[row, position] = start < end or not _ends_word(text, end, start)
+        return found.to(self.places.device)
+
+    def is_punctuation(self) -> Bool[Tensor, "M L"]:
+        """Wordpieces of the texts that are punctuation, and nothing else."""
+        found = [
+            [end > first and all(map(_is_mark, text[first:end])) for first, end in places]
+            for text, places in zip(self.words, self.places.tolist(), strict=True)
+        ]
+        return torch.tensor(found, device=self.places.device).reshape(self.places.shape[:2])
+
     def cut(self, index: Int64[Tensor, "M L"], attend: Bool[Tensor, "M L"]) -> PhraseBatch:
         """A copy for shortened texts; `index` holds the old position of each wordpiece that stays.
 
@@ -45,6 +64,25 @@ class PhraseBatch(Movable):
         spans = torch.stack([torch.minimum(first, end - 1), end], dim=1)
         places = self.places.take_along_dim(index[..., None], dim=1) * attend[..., None]
         return dataclasses.replace(self, places=places, spans=Ragged(spans, self.spans.counts))
+
+
+def _ends_word(text: str, end: int, start: int) -> bool:
+    """Whether a word ends at `end`, where the next wordpiece begins at `start`, at or behind it.
+
+    BERT splits at white space, and at both sides of each punctuation mark and each Chinese character; characters that
+    it drops, such as a zero-width space, end no word.
+    """
+    apart = any(one.isspace() for one in text[end:start])
+    return apart or _stands_alone(text[end - 1]) or _stands_alone(text[start])
+
+
+def _stands_alone(one: str) -> bool:
+    is_sign = one.isascii() and not one.isalnum()  # such as $, which Unicode does not call punctuation
+    return is_sign or _is_mark(one) or unicodedata.name(one, "").startswith("CJK ")
+
+
+def _is_mark(one: str) -> bool:
+    return unicodedata.category(one).startswith("P")
 
 
 def join_phrases(texts: Sequence[TextPhrases]) -> PhraseBatch:

@@ -226,3 +226,14 @@ def unknown_words(text: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         if (is_spelled or tokenizer.unk_token in tokens) and any(letter.isalpha() for letter in word):
             found.append(word)
     return list(dict.fromkeys(found))
+
+
+def has_half_character(text: str) -> bool:
+    """Whether a text has a lone surrogate, which no tokenizer reads and no file in UTF-8 holds."""
+    return any("\ud800" <= one <= "\udfff" for one in text)
+
+
+def shortened(word: str, longest: int = 40) -> str:
+    """A word as messages name it: the middle of a very long one is left out."""
+    half = (longest - 3) // 2
+    return word if len(word) <= longest else f"{word[:half]}...{word[-half:]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -93,3 +94,21 @@ def test_cutting_moves_spans_with_their_wordpieces(mark):
     assert cut.places[0, 1:4].tolist() == batch.places[0, 1:4].tolist()
     all_kept = batch.cut(torch.arange(length)[None], torch.ones(1, length, dtype=torch.bool))
     assert torch.equal(all_kept.spans.values, batch.spans.values)
+
+
+def test_wordpieces_know_which_of_them_go_on_with_a_word(tmp_path):
+    """Words end where the tokenizer ends them: at white space, punctuation and Chinese characters."""
+    tokenizer = make_tokenizer(tmp_path, "the star")
+    texts = ("the redstar, don't $5 re-do", "星形 star星", "the\u200bstar", "é e\u0301 star\tstar\n🙂", "...", "star")
+    for text in texts:
+        example, _ = marked(tokenizer, SampleText(0, text, {}))
+        words = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).word_ids
+        expected = [False] + [one == other for one, other in itertools.pairwise(words)]
+        batch = join_phrases([example.phrases])
+        assert batch.continues_word().tolist() == [[False, *expected, False]], text
+    assert "redstar" not in tokenizer.get_vocab()
+
+
+def test_punctuation_is_known(tmp_path):
+    example, _ = marked(make_tokenizer(tmp_path, "the star"), SampleText(0, "(the star)!", {}))
+    assert join_phrases([example.phrases]).is_punctuation().tolist() == [[False, True, False, False, True, True, False]]

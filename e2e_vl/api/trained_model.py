@@ -44,7 +44,7 @@ from e2e_vl.model import VisionLanguageModel
 from e2e_vl.run_files import is_shared_model
 from e2e_vl.samples import Question, Sample
 from e2e_vl.structures import Batch, ModelOutput
-from e2e_vl.text import unknown_words
+from e2e_vl.text import has_half_character, shortened, unknown_words
 from e2e_vl.whole_files import whole_parts, write_json
 
 
@@ -262,9 +262,9 @@ class TrainedModel(
             warnings.warn(about_boxes, stacklevel=3)
         unknown = sorted({word for one in answers for word in one.unknown_words})
         if unknown:
+            named = ", ".join(map(shortened, unknown))
             warnings.warn(
-                f"The vocabulary of {self.source} lacks {', '.join(unknown)}; the model reads such words as unknown.",
-                stacklevel=3,
+                f"The vocabulary of {self.source} lacks {named}; the model reads such words as unknown.", stacklevel=3
             )
 
     def require_boxes(self) -> None:
@@ -321,7 +321,7 @@ class TrainedModel(
             )
 
     def _require_answers(self, questions: Sequence[Question]) -> None:
-        """Raises ValueError if the model does not answer texts about images, or if a text is empty."""
+        """Raises ValueError if the model does not answer texts about images, or if a text is empty or no text."""
         if not self.network.task.answers_questions:
             raise UserError(
                 f"{self.source} was trained for the task '{self.settings.task.name}', which does not answer a text; "
@@ -335,6 +335,10 @@ class TrainedModel(
             )
         if not all(question.text.strip() or question.hidden is not None for question in questions):
             raise UserError("The text is empty; write what to ask or to look for.")
+        for question in questions:
+            for text in (question.text, *question.choices, question.answer or ""):
+                if has_half_character(text):
+                    raise UserError(f"The text {text!r:.200} has half of a character; write the whole one.")
 
     @classmethod
     def from_folder(cls, folder: str | Path, device: str | torch.device | None = None) -> TrainedModel:

@@ -61,8 +61,9 @@ def reply_to(
 ) -> list[list[Reply] | Exception]:
     """Answer all questions of all samples, with one detector pass per sample (two in a pre-training run).
 
-    The samples take the road of the data: they are loaded, worded and joined into batches of `eval.images_per_batch`
-    samples, as in evaluation, so that the same questions get the same answers.
+    The samples take the road of the data: they are loaded, worded and joined into batches of at most
+    `eval.images_per_batch` samples, as in evaluation. Samples in a batch follow each other and have images of one size,
+    so that no answer depends on what else is asked: where images are padded, a detector sees other edges.
 
     Args:
         samples: each a user's (`Sample.is_asked`); those with and without annotated objects are not mixed.
@@ -78,28 +79,38 @@ def reply_to(
     collate = build_collate(config, model)
     together = config.eval.images_per_batch if model.task.answers_together else 1
     answers: list[list[Reply] | Exception] = []
-    for start in range(0, len(samples), together):
-        examples: list[Example] = []
-        open_answers: list[tuple[Sample, list[Reply]]] = []
-        for sample in samples[start : start + together]:
-            try:
-                example = read(sample)
-            except (ValueError, OSError) as error:
-                if not keep_going:
-                    raise
-                answers.append(error)
-                continue
-            examples.append(example)
-            open_answers.append((sample, []))
-            answers.append(open_answers[-1][1])
-        if not examples:
-            continue
-        batch = collate(examples).to(next(model.parameters()).device)
+    waiting: list[tuple[Example, int, list[Reply]]] = []  # with the number of questions
+
+    def answer_waiting() -> None:
+        if not waiting:
+            return
+        batch = collate([example for example, *_ in waiting]).to(next(model.parameters()).device)
         with torch.no_grad():
             replies = iter([*_replies(model, tokenizer, model(batch, output_attentions=True))])
-        for sample, replies_of_sample in open_answers:
-            replies_of_sample += itertools.islice(replies, len(sample.texts))
+        for _, number, own in waiting:
+            own += itertools.islice(replies, number)
+        waiting.clear()
+
+    for sample in samples:
+        try:
+            example = read(sample)
+        except (ValueError, OSError) as error:
+            if not keep_going:
+                raise
+            answers.append(error)
+            continue
+        if len(waiting) == together or (waiting and _canvas(example) != _canvas(waiting[0][0])):
+            answer_waiting()
+        own: list[Reply] = []
+        waiting.append((example, len(sample.texts), own))
+        answers.append(own)
+    answer_waiting()
     return answers
+
+
+def _canvas(example: Example) -> tuple[int, ...]:
+    """Height and width that hold all images of an example."""
+    return tuple(map(max, zip(*(image.pixels.shape[:2] for image in example.images), strict=True)))
 
 
 def look_at(

@@ -24,6 +24,16 @@ _CSS = """
 .gradio-container {max-width: 1500px !important}
 #problem {border-left: 4px solid #c0392b; padding: 0.4em 0.8em}
 #words .token {margin: 2px; padding: 1px 5px; border: 1px solid #bbb; border-radius: 4px; cursor: pointer}
+/* the label and the buttons of a picture stand above it, where they cover nothing of a thin photo */
+#regions .image-container, #picture .image-container, #picture-after .image-container
+    {padding-top: 2.4em; box-sizing: border-box}
+/* texts are as high as what they say, in windows of any width */
+#answer textarea, #answer-after textarea, #boxes textarea, #boxes-after textarea, #phrases textarea
+    {field-sizing: content; height: auto !important; min-height: 3.2em; max-height: 16em}
+@media (max-width: 640px) {
+    .pair {flex-direction: column !important}
+    .pair > * {width: 100% !important}
+}
 """
 
 
@@ -62,12 +72,12 @@ def build_page(explorer: Explorer, limits: Limits, title: str) -> "gradio.Blocks
                 text = gr.Textbox(label="Phrase or question", max_length=LONGEST_TEXT, max_lines=1, elem_id="text")
                 ask = gr.Button("Ask", variant="primary", elem_id="ask")
                 problem = gr.Markdown(visible=False, elem_id="problem")
-                with gr.Row():
+                with gr.Row(elem_classes="pair"):
                     answer = gr.Textbox(label="Answer", lines=2, max_lines=8, elem_id="answer")
                     answer_after = gr.Textbox(
                         label="Answer with hidden regions", lines=2, max_lines=8, elem_id="answer-after"
                     )
-                with gr.Row():
+                with gr.Row(elem_classes="pair"):
                     boxes = gr.Textbox(
                         label="Boxes: x1, y1, x2, y2 in pixels of the photo", max_lines=8, elem_id="boxes"
                     )
@@ -90,7 +100,7 @@ def build_page(explorer: Explorer, limits: Limits, title: str) -> "gradio.Blocks
                     elem_id="regions",
                 )
                 hidden = gr.Dropdown([], multiselect=True, label="Hidden regions", elem_id="hidden")
-        with gr.Row():
+        with gr.Row(elem_classes="pair"):
             shape = {"interactive": False, "format": "png", "buttons": ["fullscreen", "download"]}
             picture = gr.Image(label="Answer", elem_id="picture", **shape)
             picture_after = gr.Image(label="Answer with hidden regions", elem_id="picture-after", **shape)

@@ -69,8 +69,7 @@ class PhraseHead(nn.Module):
         tags = at_least_float32(self.tags(states.text))
         spans, is_stated = stated.spans, slice(None)
         if not self.training:
-            words = is_word(stated)
-            found = find_spans(tags.argmax(dim=2), words) if self.finds_phrases else whole_spans(words)
+            found = found_spans(tags, stated) if self.finds_phrases else whole_spans(is_word(stated))
             spans = with_found(stated, found)
             is_stated = stated.spans.counts[spans.owner] > 0
         log_shares = self.point(spans, regions, states)
@@ -180,6 +179,43 @@ def tagging_loss(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> Loss:
 def is_word(phrases: PhraseBatch) -> Bool[Tensor, "M L"]:
     """Wordpieces of the texts as written; special ones and those of other texts are not."""
     return phrases.places[..., 1] > 0
+
+
+def found_spans(tags: Float[Tensor, "M L 3"], phrases: PhraseBatch) -> list[list[tuple[int, int]]]:
+    """The phrases of each text that the tags say: whole words, without punctuation at either end.
+
+    (A phrase that ends inside a word names nothing, and where no text of the training ends with a mark, its state says
+    nothing.)
+    """
+    spans = find_spans(tags_of_words(tags, phrases.continues_word()), is_word(phrases))
+    marks = phrases.is_punctuation().tolist()
+    trimmed = ([_without_marks(span, own) for span in found] for found, own in zip(spans, marks, strict=True))
+    return [[span for span in found if span[0] < span[1]] for found in trimmed]
+
+
+def tags_of_words(tags: Float[Tensor, "M L 3"], continues: Bool[Tensor, "M L"]) -> Int64[Tensor, "M L"]:
+    """The most probable tags among those that take each word as a whole.
+
+    Args:
+        continues: wordpieces of the same word as the one before.
+    """
+    each = tags.log_softmax(dim=2)
+    # only the first wordpiece of a word begins a phrase
+    first = torch.where(continues, each[..., INSIDE], each[..., FIRST])
+    each = torch.stack([each[..., 0], each[..., INSIDE], first], dim=2)
+    word = (~continues).cumsum(dim=1) - 1  # the first wordpiece continues nothing
+    sums = torch.zeros_like(each).scatter_add(1, word[..., None].expand_as(each), each)
+    best = sums.argmax(dim=2).gather(1, word)
+    return best.masked_fill(continues & (best == FIRST), INSIDE)
+
+
+def _without_marks(span: tuple[int, int], is_mark: list[bool]) -> tuple[int, int]:
+    first, end = span
+    while first < end and is_mark[first]:
+        first += 1
+    while first < end and is_mark[end - 1]:
+        end -= 1
+    return first, end
 
 
 def find_spans(tags: Int64[Tensor, "M L"], is_real: Bool[Tensor, "M L"]) -> list[list[tuple[int, int]]]:

@@ -68,7 +68,7 @@ class ReferringConfig:
     plus_one: bool = True  # that IoU counts inclusive pixels, (x2 - x1 + 1) * (y2 - y1 + 1)
     positive_weight: float = 1.0  # factor on the binary loss of positive regions
     # the box of the whole image is a candidate like every other. False: it is neither trained nor predicted, unless a
-    # text has no other region.
+    # text has no other region and that is no miss.
     whole_image_can_win: bool = True
     # a text without any region counts as a wrong answer (`box` None) instead of an error; for a detector that may find
     # nothing
@@ -179,6 +179,8 @@ class ReferringTask(Task):
         if self.config.whole_image_can_win:
             return regions.attend
         others = regions.attend & ~regions.is_whole_image
+        if self.config.no_region_is_miss:
+            return others
         return torch.where(others.any(dim=1, keepdim=True), others, regions.attend)
 
     def positive_regions(self, regions: TextRegions, referred: Float[Tensor, "M 4"]) -> Bool[Tensor, "M R"]:

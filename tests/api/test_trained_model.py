@@ -219,6 +219,17 @@ def test_hidden_regions_and_masked_words_of_a_pretraining_run(pretraining_run):
         model.ask(image, "a red circle")
 
 
+def test_an_answer_does_not_depend_on_the_images_that_are_asked_about_beside_it(model, records):
+    """An image that is padded to the size of another one has other edges for a detector."""
+    photo = Image.open(records[0]["file_name"]).convert("RGB")
+    wide, tall = photo.resize((2 * photo.width, photo.height)), photo.resize((photo.width, 2 * photo.height))
+    asked = [photo, wide, photo.rotate(180), tall, photo]
+    for one, other in zip(model.ask(asked, "the star"), (model.ask(image, "the star") for image in asked), strict=True):
+        assert one.boxes.shape == other.boxes.shape
+        assert one.boxes == pytest.approx(other.boxes, abs=1e-3) and one.box == pytest.approx(other.box, abs=1e-3)
+        assert one.score == pytest.approx(other.score, abs=1e-4)
+
+
 def test_threads_get_the_same_answers(model, records):
     questions = [(record["file_name"], record["sent"]) for record in records[:8]]
     alone = [model.ask(*question).box for question in questions]
@@ -337,6 +348,17 @@ def test_bad_images_are_one_sentence(model, image):
 def test_an_empty_text_is_refused(model, records):
     with pytest.raises(ValueError, match="text is empty"):
         model.ask(records[0]["file_name"], "  ")
+
+
+def test_half_of_a_character_is_refused(model, records):
+    with pytest.raises(ValueError, match="has half of a character"):
+        model.ask(records[0]["file_name"], "the \ud83d star")
+
+
+def test_a_very_long_unknown_word_is_shortened_in_the_warning(model, records):
+    with pytest.warns(UserWarning, match=r"lacks q{18}\.\.\.q{18};"):
+        answer = model.ask(records[0]["file_name"], "q" * 2000)
+    assert answer.unknown_words == ("q" * 2000,)
 
 
 def test_the_encoder_is_known_to_transformers(trained_run):

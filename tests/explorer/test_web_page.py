@@ -186,8 +186,10 @@ def test_a_visitor_drops_a_photo_asks_and_hides_a_region(tab, address, asked):
 
 
 def test_nothing_is_cut_off(tab, address, asked, tmp_path):
-    """No label, answer or control of the page is wider than the place that it has, for photos of any shape."""
-    for number, size in enumerate([(60, 600), (600, 60), (16, 12), (800, 600)]):
+    """No label, answer or control of the page is larger than the place that it has, for photos of any shape."""
+    shapes = [((60, 600), 1400), ((600, 60), 1400), ((16, 12), 1400), ((800, 600), 1400), ((600, 60), 400)]
+    for number, (size, window) in enumerate(shapes):
+        tab.resize(window, 1000)
         file = tmp_path / f"photo{number}.jpg"  # a PNG file of the largest one would be above the limit
         Image.open(asked.file).resize(size).save(file)
         tab.go(address)
@@ -202,7 +204,14 @@ def test_nothing_is_cut_off(tab, address, asked, tmp_path):
         cut = "[...document.querySelectorAll('textarea, input, label span, .token, #ask')].filter(one => "
         cut += "one.clientWidth && one.scrollWidth > one.clientWidth + 1).map(one => one.outerHTML.slice(0, 300))"
         assert (found := tab.run(cut)) == [], found
+        low = "[...document.querySelectorAll('textarea')].filter(one => one.clientWidth && one.clientHeight < 200 "
+        low += "&& one.scrollHeight > one.clientHeight + 1).map(one => one.value)"
+        assert (found := tab.run(low)) == [], found
         for name in ("regions", "picture"):
+            covering = f"[...document.querySelectorAll('#{name} label, #{name} .icon-button-wrapper')]"
+            covering += ".map(one => one.getBoundingClientRect().bottom)"
+            top = f"document.querySelector('#{name} img').getBoundingClientRect().top"
+            assert max(tab.run(covering)) <= tab.run(top), "nothing covers a thin photo"
             x, _, width, height = tab.place(f"document.querySelector('#{name} img')")
             left, _, outer_width, outer_height = tab.place(f"document.querySelector('#{name}')")
             assert x >= left - 1 and x + width <= left + outer_width + 1 and height <= outer_height + 1

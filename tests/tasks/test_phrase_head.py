@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -25,8 +26,10 @@ from e2e_vl.tasks.phrase_head import (
     INSIDE,
     PhraseHead,
     find_spans,
+    found_spans,
     grounding_metrics,
     load_head,
+    tags_of_words,
     with_phrases,
     with_short_phrases,
 )
@@ -225,3 +228,27 @@ def test_a_text_without_regions_points_at_nothing():
     assert second == {}  # such as a text of a corpus, of which nothing is predicted
     for record in (first, with_short_phrases(first)):
         assert [(phrase["box"], phrase["score"]) for phrase in record["grounded"]] == [(None, 0.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("scores", "continues", "tags"),
+    [
+        # the second word has two pieces, of which the second one alone would end the phrase
+        ([[0, 0, 3], [0, 2, 0], [1, 0, 0]], [0, 0, 1], [FIRST, INSIDE, INSIDE]),
+        ([[0, 0, 3], [0, 1, 0], [2, 0, 0]], [0, 0, 1], [FIRST, 0, 0]),
+        # the second piece alone would begin another phrase
+        ([[0, 0, 3], [0, 0.1, 0], [0, 0, 3]], [0, 1, 1], [FIRST, INSIDE, INSIDE]),
+        ([[0, 0, 3], [0, 0, 1], [0, 0, 3]], [0, 0, 0], [FIRST, FIRST, FIRST]),
+    ],
+)
+def test_tags_are_those_of_whole_words(scores, continues, tags):
+    found = tags_of_words(torch.tensor([scores], dtype=torch.float32), torch.tensor([continues], dtype=torch.bool))
+    assert found.tolist() == [tags]
+
+
+def test_found_phrases_have_no_punctuation_at_their_ends():
+    places = [[[0, 0], [0, 1], [1, 2], [3, 7], [7, 8], [8, 9]], [[0, 0], [0, 1], [1, 2], [0, 0], [0, 0], [0, 0]]]
+    none = make_phrases(spans=((), ()), boxes=((), ()))
+    phrases = dataclasses.replace(none, words=['"a star".', "!?"], places=torch.tensor(places))
+    inside = torch.tensor([0.0, 1, 0]).expand(2, 6, 3)
+    assert found_spans(inside, phrases) == [[(2, 4)], []]

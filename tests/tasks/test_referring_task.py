@@ -197,6 +197,19 @@ def test_whole_image_is_the_answer_where_there_is_nothing_else():
     assert predictions[1]["box"] == [10, 120, 20, 180]
 
 
+def test_the_whole_image_is_no_answer_where_no_region_is_a_miss():
+    task = make_task(whole_image_can_win=False, no_region_is_miss=True)
+    batch, regions, text_regions = make_batch(boxes=([], BOXES[1]))
+    for loss in ("binary", "softmax"):
+        states = encoded(text_regions)
+        found = make_task(whole_image_can_win=False, no_region_is_miss=True, loss=loss)(batch, text_regions, states)
+        assert torch.isfinite(found.losses["referring"].total)
+    predictions = task.predict(batch, scored(task, batch, regions, text_regions, [[9, 1, 2, 0.0]] * 3))
+    assert (predictions[0]["box"], predictions[0]["score"], predictions[0]["candidate_boxes"]) == (None, 0, [])
+    assert task.answer_lines(predictions[0]) == ["nothing: there is no region to choose from"]
+    assert predictions[1]["box"] == [10, 120, 20, 180]
+
+
 def test_an_object_as_large_as_the_image_stays_a_candidate():
     task = make_task(whole_image_can_win=False)
     _, _, text_regions = make_batch(boxes=([WHOLE[0], BOXES[0][0]], BOXES[1]))
