@@ -110,12 +110,9 @@ def read_parses(path: str | Path) -> Parses:
     """The parses of a CoNLL-U file.
 
     Raises:
-        FileNotFoundError, ValueError: see `read_conllu`; or no sentence in it.
+        FileNotFoundError, ValueError: see `read_conllu`.
     """
-    parses = Parses.of(read_conllu(path), str(path))
-    if not parses.by_text:
-        raise UserError(f"{path}: there is no sentence in the file; parse the captions first")
-    return parses
+    return Parses.of(read_conllu(path), str(path))
 
 
 def parse_with_spacy(texts: Iterable[str], model: str) -> Parses:

@@ -189,7 +189,16 @@ def _sidecar(text: str) -> Builder:
     return build
 
 
+def _emptied(folder: Path, canary: Path) -> Path:
+    """A file of 0 bytes beside which an index says that these are all."""
+    text = '{"stamp": {}, "index": {"bytes": 0, "offsets": {}, "checksums": []}}'
+    _sidecar(text)(folder, canary).write_bytes(b"")
+    return folder / "f.tsv"
+
+
 STORES: dict[str, Builder] = {
+    "tsv_empty": written("f.tsv", b""),
+    "tsv_empty_with_an_index": _emptied,
     "tsv_without_lines": written("f.tsv", b"1" * 5_000_000),
     "tsv_with_many_boxes": store("tsv", "f.tsv", lambda c: c.replace(b"\t2\t", b"\t" + b"9" * 4000 + b"\t", 1)),
     "tsv_with_negative_boxes": store("tsv", "f.tsv", lambda c: c.replace(b"\t2\t", b"\t-2\t")),

@@ -39,12 +39,12 @@ def read_conllu(path: str | Path) -> Iterator[list[ParsedWord]]:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: no UTF-8 text, a line that is no word, numbers out of order, or governors that are no tree. File and
-            line are named.
+        ValueError: no UTF-8 text, a line that is no word, numbers out of order, or governors that are no tree (file and
+            line are named); or there is no sentence in the file.
     """
     path = require_file(path, "parses")
     rows: list[tuple[int, list[str]]] = []
-    number = 0
+    number = sentences = 0
     try:
         with path.open(encoding="utf-8", newline="\n") as file:
             for number, line in enumerate(file, start=1):
@@ -52,12 +52,15 @@ def read_conllu(path: str | Path) -> Iterator[list[ParsedWord]]:
                 if line.strip() and not line.startswith("#"):
                     rows.append((number, line.split("\t")))
                 elif rows and not line.strip():
+                    sentences += 1
                     yield _sentence(path, rows)
                     rows = []
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a UTF-8 text file behind line {number}; copy or write it again") from error
     if rows:
         yield _sentence(path, rows)
+    elif not sentences:
+        raise UserError(f"{path}: there is no sentence in the file; parse the captions first")
 
 
 def _sentence(path: Path, rows: list[tuple[int, list[str]]]) -> list[ParsedWord]:

@@ -98,3 +98,11 @@ def test_a_file_that_is_missing_or_no_text(tmp_path):
     path.write_bytes(b"# caf\xe9\n")
     with pytest.raises(ValueError, match="not a UTF-8 text file"):
         list(read_conllu(path))
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# sent_id = 1\n\n"])
+def test_a_file_without_a_sentence_is_refused(tmp_path, text):
+    path = tmp_path / "parses.conllu"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"parses\.conllu: there is no sentence in the file; parse the captions first"):
+        list(read_conllu(path))

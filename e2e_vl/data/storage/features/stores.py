@@ -104,7 +104,7 @@ def open_features(path: str | Path) -> FeatureStore:
 
     Raises:
         MissingFileError: nothing there.
-        UserError: not such a file, or the package that reads it is not installed.
+        UserError: not such a file, one without any image, or the package that reads it is not installed.
     """
     path = Path(path).expanduser()
     if path.is_dir():
@@ -114,7 +114,10 @@ def open_features(path: str | Path) -> FeatureStore:
     kinds = {".tsv": TsvStore, ".h5": Hdf5Store, ".hdf5": Hdf5Store, ".lmdb": LmdbStore}
     if path.suffix not in kinds:
         raise UserError(f"{path}: region features are a folder of .npz files or end in {', '.join(kinds)}")
-    return kinds[path.suffix](path)
+    store = kinds[path.suffix](path)
+    if not store.ids:
+        raise UserError(f"{path}: there is no image in the file; copy or extract it again")
+    return store
 
 
 def sidecar(path: Path) -> Path:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from detector.errors import UserError
 from e2e_vl.data.storage.features import stores
 from e2e_vl.data.storage.features.record import OPTIONAL, RegionFeatures, save_npz
 from e2e_vl.data.storage.features.stores import TSV_COLUMNS, TsvStore, open_features, sidecar
@@ -245,3 +246,14 @@ def test_an_index_that_is_made_here_has_checksums(tmp_path: Path, records, monke
     path.write_bytes(whole[:place] + b"4" + whole[place + 1 :])  # the height, 30 before
     with pytest.raises(ValueError, match="image 42 is not as it was written"):
         open_features(path)["42"]
+
+
+@pytest.mark.parametrize("layout", FILES)
+def test_a_file_without_any_image_is_refused(tmp_path: Path, layout: str):
+    """The file beside a TSV file of 0 bytes may say so itself, or be missing."""
+    path = tmp_path / FILES[layout]
+    write_features(layout, path, [], STAMP, num_bytes=1000)
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"{path.name}: .*again"):
+            open_features(path)
+        sidecar(path).unlink(missing_ok=True)
