@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from detector.errors import MissingFileError, UserError
+from detector.user_paths import user_path
 from detector.yaml_text import SUFFIX, PlainLoader, read_yaml
 
 MAX_FILES = 50  # that a config is made of
@@ -138,7 +139,7 @@ def merge_bases(
             raise UserError(
                 f"{folder}: _BASE_ is {base[:80]!r}; it must be the path of a YAML file, whose name ends in {SUFFIX}."
             )
-        merged = _merge(merged, load_tree(folder / Path(base).expanduser(), chain, loaded))
+        merged = _merge(merged, load_tree(folder / user_path(base), chain, loaded))
     return _merge(merged, tree)
 
 

@@ -86,6 +86,12 @@ class PlainLoader(yaml.SafeLoader):
     def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
         return super().construct_yaml_float(_short(node))
 
+    def construct_yaml_str(self, node: yaml.ScalarNode) -> str:
+        text = super().construct_yaml_str(node)
+        if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise _problem("a text has a zero byte or half of a character", node.start_mark)
+        return text
+
     def construct_unread(self, node: yaml.Node) -> None:
         raise _problem("a value has a tag that is not read; write a plain value", node.start_mark)
 
@@ -93,6 +99,7 @@ class PlainLoader(yaml.SafeLoader):
         **{tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag in _TAGS},
         f"{_TAG}int": construct_yaml_int,
         f"{_TAG}float": construct_yaml_float,
+        f"{_TAG}str": construct_yaml_str,
         None: construct_unread,
     }
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = _recognised(yaml.SafeLoader.yaml_implicit_resolvers)

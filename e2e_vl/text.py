@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 
 from detector.errors import MissingFileError, UserError
 from detector.plain_json import read_plain_json
+from detector.user_paths import user_path
 from e2e_vl.run_files import looks_like_hub_name
 from e2e_vl.tokenizer_files import check_tokenizer, require_each_number
 from e2e_vl.whole_files import write_text
@@ -45,7 +46,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
         ValueError: the vocabulary lacks a special token, or the folder, or what the hub has under the name, holds no
             tokenizer or one that is not like BERT's (`check_tokenizer`).
     """
-    path = Path(name_or_path).expanduser()
+    path = user_path(name_or_path)
     if path.is_file():
         return _read_vocabulary(path)
     if path.is_dir():

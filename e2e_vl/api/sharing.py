@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path, PureWindowsPath
+from pathlib import PureWindowsPath
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from detector.user_paths import user_path
 from e2e_vl.config import INPUTS, RunConfig
 from e2e_vl.run_files import looks_like_hub_name
 from e2e_vl.tasks.base import Task
@@ -100,7 +101,7 @@ def without_paths(settings: RunConfig) -> RunConfig:
 
 
 def _name(path: str) -> str:
-    is_on_hub = looks_like_hub_name(path) and not Path(path).expanduser().exists()
+    is_on_hub = looks_like_hub_name(path) and not user_path(path).exists()
     return path if is_on_hub else PureWindowsPath(path).name
 
 

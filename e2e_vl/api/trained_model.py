@@ -18,6 +18,7 @@ from detector.errors import MissingFileError, UserError
 from detector.images import ResizeRule
 from detector.plain_json import read_plain_json
 from detector.selection_rule import SelectionRule
+from detector.user_paths import user_path
 from e2e_vl.api.devices import chosen_device
 from e2e_vl.api.inputs import (
     ImageFile,
@@ -397,7 +398,7 @@ class TrainedModel(
 def load(source: str | Path, device: str | torch.device | None = None) -> TrainedModel:
     """Load a run directory, a saved model folder, or a model of the Hugging Face hub; see `e2e_vl.load`."""
     if not is_shared_model(source):
-        return TrainedModel.from_folder(Path(source).expanduser(), device)
+        return TrainedModel.from_folder(user_path(source), device)
     chosen_device(device)  # before the download
     try:
         folder = snapshot_download(str(source))

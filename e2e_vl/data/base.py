@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from detector.errors import UserError
+from detector.user_paths import user_path
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.converter import check_keys, from_dict
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
@@ -196,7 +197,7 @@ class DataFiles:
         check_keys(known, settings.files, "data.files", who=settings.name)
         self.errors = errors
         self.shared = SharedReads() if shared is None else shared
-        self.root = Path(settings.root).expanduser()
+        self.root = user_path(settings.root)
         self.settings = settings
 
     def __contains__(self, key: str) -> bool:

@@ -23,6 +23,7 @@ from typing import Literal
 from torch.utils.data import ConcatDataset
 
 from detector.errors import MissingFileError, UserError
+from detector.user_paths import user_path
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, coco_image_set, split_names
 from e2e_vl.data.formats.caption_sources import CaptionSource, CocoCaptions, JoinedCaptions
@@ -242,4 +243,4 @@ def _corpus(files: DataFiles, options: CaptionOptions, split: str) -> ConcatData
 
 def _index_folder(files: DataFiles, options: CaptionOptions) -> Path:
     """Where indices of large files are kept."""
-    return files.root / "index" if options.cache is None else Path(options.cache).expanduser()
+    return files.root / "index" if options.cache is None else user_path(options.cache)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from detector.errors import UserError
+from detector.user_paths import user_path
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants
 from e2e_vl.data.formats.coco import CocoAnnotation, CocoInstances, read_instances
@@ -41,7 +42,7 @@ class CocoDetectionDataset(VLDataset):
         *,
         keep_empty_images: bool = True,
     ) -> None:
-        self.images_root = Path(images_root).expanduser()
+        self.images_root = user_path(images_root)
         self.instances = instances
         self.images = self.instances.images.rows
         has_objects = self.instances.annotations.has_objects()

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from detector.errors import MissingFileError, UserError
+from detector.user_paths import user_path
 from e2e_vl.data.base import DataFiles, NoOptions, VLDataset, Wants, group_texts
 from e2e_vl.data.formats.flickr_entities import (
     AnnotatedImage,
@@ -54,7 +55,7 @@ class RefCOCODataset(VLDataset):
         split: str,
         phrases: NounPhrases | None = None,
     ) -> None:
-        self.images_root = Path(images_root).expanduser()
+        self.images_root = user_path(images_root)
         self.refer = refer
         self.instances = refer.instances
         self.expressions = self.refer.in_split(split)

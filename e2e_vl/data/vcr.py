@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from detector.errors import UserError
+from detector.user_paths import user_path
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.data.base import DataFiles, VLDataset, Wants, group_texts
 from e2e_vl.data.formats.vcr_files import CHOICES, CLASS_NAMES, VCRFile, VCRQuestion, read_metadata
@@ -91,7 +92,7 @@ class VCRDataset(VLDataset):
         training: bool = False,
         errors: RecordErrors = RAISE,
     ) -> None:
-        self.images_root = Path(images_root).expanduser()
+        self.images_root = user_path(images_root)
         self.questions = questions
         self.settings = options or VCROptions()
         self.class_names = self.settings.class_names

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from detector.errors import UserError
+from detector.user_paths import user_path
 from e2e_vl.config import RunConfig
 from e2e_vl.data.base import VLDataset, open_options
 from e2e_vl.data.formats.answer_files import read_answers
@@ -28,8 +29,8 @@ def answers_path(config: RunConfig) -> Path | None:
     """The file that gives the answers; None where they are a list in the settings, or are built."""
     given = config.task.config.get("answers")
     if given is None and "answers" in config.data.files:
-        return Path(config.data.root).expanduser() / config.data.files["answers"]
-    return Path(given).expanduser() if isinstance(given, str) else None
+        return user_path(config.data.root) / config.data.files["answers"]
+    return user_path(given) if isinstance(given, str) else None
 
 
 def possible_answers(

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from detector.errors import UserError
 from detector.images import ResizeRule
 from detector.plain_json import read_plain_json
+from detector.user_paths import user_path
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.config import DetectorSettings, RunConfig
 from e2e_vl.converter import check_keys, from_dict
@@ -48,7 +49,7 @@ def make_synthetic_data(config: RunConfig) -> None:
                 "drawn; add it."
             )
     make_scenes(
-        Path(config.data.root).expanduser(),
+        user_path(config.data.root),
         scenes=synthetic.scenes,
         seed=synthetic.seed,
         config=from_dict(SceneConfig, synthetic.config.get("scene", {}), "data.synthetic.config.scene"),
@@ -60,7 +61,7 @@ def make_synthetic_data(config: RunConfig) -> None:
 
 def is_drawn(config: RunConfig) -> bool:
     """Whether the data set that `data.synthetic` describes is complete, so that nothing is left to draw."""
-    stamp = Path(config.data.root).expanduser() / STAMP
+    stamp = user_path(config.data.root) / STAMP
     if not stamp.is_file():
         return False
     formats = config.data.synthetic.formats

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError
 
 from detector.errors import MissingFileError
+from detector.user_paths import user_path
 from e2e_vl.text import looks_like_hub_name
 
 FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", "vocab.txt")  # one of which a model has
@@ -16,7 +15,7 @@ PATIENCE = 10  # seconds
 
 def is_on_hub(name: str) -> bool:
     """Whether a name of weights or of a vocabulary is to be looked up on the hub; nothing is asked there."""
-    return not Path(name).expanduser().exists() and looks_like_hub_name(name)
+    return not user_path(name).exists() and looks_like_hub_name(name)
 
 
 def check_hub_name(name: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from detector.errors import MissingFileError, UserError
+from detector.user_paths import user_path
 from detector.whole_writer import write_text
 
 _LABELS = ("False", "True")  # as they are written
@@ -90,7 +91,7 @@ def read_predictions(path: str | Path) -> dict[str, str]:
         FileNotFoundError: no such file.
         ValueError: a line without a comma, such as a blank one.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     if not path.is_file():
         raise MissingFileError(f"{path}: there is no such file of predictions; check the path")
     found: dict[str, str] = {}

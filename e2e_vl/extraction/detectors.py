@@ -13,6 +13,7 @@ from detector.errors import MissingFileError, UserError
 from detector.faster_rcnn import TwoStageDetector
 from detector.images import ResizeRule
 from detector.named_weights import NamedWeights, known_weights, resolve_weights
+from detector.user_paths import user_path
 from detector.vocabulary import read_vocabulary
 from detector.weight_files import find_weights
 from e2e_vl.config import load_config
@@ -100,7 +101,7 @@ def find_detector(
         return _published_detector(
             published, config, published.name, backend=backend or "builtin", max_proposals=max_proposals
         )
-    path = published.expanduser()
+    path = user_path(published)
     same_name = known_weights(path)
     if config is None and path.is_file() and same_name is not None and not same_name.unsupported:
         return _published_detector(same_name, None, path, backend=backend or "builtin", max_proposals=max_proposals)

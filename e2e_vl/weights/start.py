@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 from detector.checkpoint import LoadReport, load_weights
 from detector.errors import MissingFileError, UserError
 from detector.plain_json import read_plain_json
+from detector.user_paths import user_path
 from detector.weight_files import read_tensors
 from detector.yaml_text import read_yaml
 from e2e_vl.config import VERSION
@@ -304,7 +305,7 @@ def check_vocabulary(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> No
     Raises:
         ValueError: the run that the weights come from had another vocabulary, perhaps of the same size.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     places = [path / "model", path]  # a run, a model folder
     places += [part.parent for part in (path, path.parent) if part.name == "encoder"]  # its part, the part's file
     folder = next((place / "tokenizer" for place in places if (place / "tokenizer").is_dir()), None)
@@ -340,7 +341,7 @@ def find_part(name: str, part: str) -> Path:
     Raises:
         FileNotFoundError: there is none.
     """
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_file():
         return path
     if not path.exists() and looks_like_hub_name(name):

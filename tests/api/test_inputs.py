@@ -104,6 +104,10 @@ def truncated() -> Image.Image:
         (lambda: np.zeros((4, 4, 2), dtype=np.uint8), "must be uint8"),
         (lambda: np.zeros((0, 4), dtype=np.uint8), "must be uint8"),
         (lambda: 7, "not int"),
+        (lambda: np.broadcast_to(np.zeros((1, 1, 3), dtype=np.uint8), (10**6, 10**6, 3)), "limit is 536870912 pixels"),
+        (lambda: "a\0.jpg", "zero byte"),
+        (lambda: "https://example.org/a.jpg", "an address and not a path"),
+        (lambda: "~nobody-of-this-name/a.jpg", "knows no home folder"),
     ],
 )
 def test_bad_images_are_one_sentence(make, message):
@@ -152,6 +156,7 @@ def test_forms_of_boxes(boxes):
         ([["a", 2, 3, 4]], r"must be numbers \[R, 4\]"),
         ([[1, 2, 1, 4]], "box 0"),
         ([[1, 2, float("nan"), 4]], "box 0"),
+        ([[1, 2, 10**400, 4]], r"must be numbers \[R, 4\]"),
     ],
 )
 def test_what_is_no_box(boxes, message):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from detector.errors import UserError
+from detector.user_paths import user_path
 from e2e_vl.data.storage.files import read_json, read_text
 from e2e_vl.records import Number, Record, checked, cut_text
 from e2e_vl.run_files import write_text
@@ -36,7 +37,7 @@ def read_answers(path: str | Path, sources: Collection[str] | None = None) -> li
         ValueError: another suffix or content, no answers, classes that are not 0, 1, 2, ..., or an answer that is
             listed twice. (A model's own list, `answers.json`, may have such: a task spells the lines of text files.)
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     if path.suffix == ".json":
         rows, answers = _answers_of_json(read_json(path, "answers"), path, sources)
         if path.name != ANSWERS_FILE:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from detector.errors import UserError
+from detector.user_paths import user_path
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.data.storage.files import checked_records, read_json
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
@@ -97,8 +98,8 @@ class CocoCaptions(CaptionSource):
     """
 
     def __init__(self, captions_file: str | Path, images_root: str | Path, errors: RecordErrors = RAISE) -> None:
-        self.path = Path(captions_file).expanduser()
-        self.images_root = Path(images_root).expanduser()
+        self.path = user_path(captions_file)
+        self.images_root = user_path(images_root)
         content = read_json(self.path, "captions", _CaptionsFile)
         what, unique = f"{self.path}: image", "image ids"
         found = checked_records(_CaptionedRow, content.images, what, "id", unique=unique, errors=errors)

@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Meta, field
 
 from detector.errors import UserError
+from detector.user_paths import user_path
 from e2e_vl.data.formats.coco_arrays import (
     AnnotationRow,
     AnnotationsByImage,
@@ -123,7 +124,7 @@ def read_instances(path: str | Path, *, drop_empty_boxes: bool = False, errors: 
         ValueError: invalid JSON, a missing key, a duplicate id, an unknown image, category or attribute, a box that is
             empty, inverted, not finite or outside its image; the file and the record are named.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     content = read_json_rows(path, "instances", _InstancesFile, "annotations")
     category_ids, class_names = _names(content.categories, f"{path}: category", errors)
     attribute_ids, attribute_names = _names(content.attributes, f"{path}: attribute", errors)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from detector.errors import UserError
+from detector.user_paths import user_path
 from e2e_vl.data.storage.files import checked_records, corners_of, read_json
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.records import Box, Id, Record, Score
@@ -46,7 +47,7 @@ class DetectionsFile:
     """
 
     def __init__(self, path: str | Path, errors: RecordErrors = RAISE) -> None:
-        self.path = Path(path).expanduser()
+        self.path = user_path(path)
         rows = read_json(self.path, "detections")
         if isinstance(rows, dict) and "dets" in rows:
             raise UserError(

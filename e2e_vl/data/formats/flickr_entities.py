@@ -21,6 +21,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from detector.errors import UserError
+from detector.user_paths import user_path
 from e2e_vl.data.storage.files import read_text, require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.records import cut_text, whole_number
@@ -95,7 +96,7 @@ def read_sentences(path: str | Path, errors: RecordErrors = RAISE) -> list[Entit
         FileNotFoundError: no such file.
         ValueError: no UTF-8 text, a bracket that is no phrase, or no caption. File and line are named.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     lines = read_text(path, "sentences").split("\n")
     found = []
     for number, line in enumerate(lines, start=1):

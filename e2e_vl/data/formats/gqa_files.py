@@ -18,6 +18,7 @@ import numpy as np
 from msgspec import convert, field
 
 from detector.errors import MissingFileError, UserError
+from detector.user_paths import user_path
 from e2e_vl.data.storage.files import corners_of
 from e2e_vl.data.storage.index_files import OpenFiles
 from e2e_vl.data.storage.json_entries import json_entries, read_entry
@@ -103,7 +104,7 @@ def pieces_of(path: str | Path) -> list[Path]:
     Raises:
         FileNotFoundError: neither is there.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     if path.is_file():
         return [path]
     folder = path if path.is_dir() else path.with_suffix("")
@@ -272,7 +273,7 @@ class EntryFile:
     """
 
     def __init__(self, path: str | Path, what: str, errors: RecordErrors = RAISE) -> None:
-        self.path, self.what = Path(path).expanduser(), what
+        self.path, self.what = user_path(path), what
         self._files = OpenFiles()
         numbers, starts, sizes = (array(kind) for kind in "QQI")
         for entry in json_entries(self.path, what):

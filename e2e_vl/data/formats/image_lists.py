@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from detector.errors import UserError
+from detector.user_paths import user_path
 from e2e_vl.data.formats.coco import read_instances
 from e2e_vl.data.storage.files import checked_records, corners_of, read_json, read_text, require_file
 from e2e_vl.file_names import inside, name_of, require_distinct
@@ -69,13 +70,13 @@ def list_images(source: str | Path, root: str | Path | None = None) -> list[List
         ValueError: no image at all, two images with one id or with ids that differ in upper and lower case only, an
             id that a TSV file or the name of a file cannot hold, or a `file_name` that leads out of the root.
     """
-    source = Path(source).expanduser()
+    source = user_path(source)
     if source.is_dir():
         paths = sorted(path for path in source.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())
         images = [ListedImage(_id(path.relative_to(source)), path) for path in paths]
     else:
         require_file(source, "list of images")
-        root = Path(root).expanduser() if root is not None else source.parent
+        root = user_path(root) if root is not None else source.parent
         images = _of_coco(source, root) if source.suffix == ".json" else _of_lines(source, root)
     if not images:
         raise UserError(f"{source}: there are no images; known suffixes are {', '.join(IMAGE_SUFFIXES)}")
@@ -120,7 +121,7 @@ def read_given_boxes(path: str | Path) -> dict[str, GivenBoxes]:
     Raises:
         FileNotFoundError, ValueError: see `read_instances`; or a detection without a key, or with a bad box.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     content = read_json(path, "boxes")
     if not isinstance(content, list):
         instances = read_instances(path, drop_empty_boxes=True)

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from msgspec import Meta, field
 
 from detector.errors import UserError
+from detector.user_paths import user_path
 from e2e_vl.data.storage.files import checked_records, read_json, require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.file_names import require_name
@@ -110,7 +111,7 @@ def read_image_sentences(
         FileNotFoundError: no such file.
         ValueError: no such JSON, an image that is listed twice, labels that do not fit the sentences, or no sentence.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     found: dict[str, list[SourcedSentence]] = {}
     for where, row in _records(_SentencesRow, path, "sentences", "img_id", "image ids", errors):
         own: list[SourcedSentence] = []

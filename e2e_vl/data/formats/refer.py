@@ -16,6 +16,7 @@ from typing import Any
 
 from detector.errors import UserError
 from detector.pickle_scan import check_pickle
+from detector.user_paths import user_path
 from e2e_vl.data.formats.coco import read_instances
 from e2e_vl.data.storage.files import checked_records, read_json, require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
@@ -67,7 +68,7 @@ class ReferFiles:
     """
 
     def __init__(self, refs_file: str | Path, instances_file: str | Path, errors: RecordErrors = RAISE) -> None:
-        self.path = Path(refs_file).expanduser()
+        self.path = user_path(refs_file)
         self.instances = read_instances(instances_file, drop_empty_boxes=True, errors=errors)
         self.expressions = RecordTable(Expression, self._read(errors))  # in file order
 
@@ -149,7 +150,7 @@ def read_refs(path: str | Path) -> list[Any]:
         FileNotFoundError: no such file.
         ValueError: the pickle tries to run code, the file is broken or does not hold a list.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     content = read_json(path, "refs") if path.suffix == ".json" else _read_plain_pickle(path)
     if not isinstance(content, list):
         raise UserError(f"{path}: holds a {type(content).__name__}, expected a list of refs")

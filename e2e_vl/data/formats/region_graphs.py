@@ -34,6 +34,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from detector.errors import UserError
+from detector.user_paths import user_path
 from e2e_vl.data.storage.files import checked_records
 from e2e_vl.data.storage.json_entries import json_items
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
@@ -194,7 +195,7 @@ def read_region_graphs(path: str | Path, errors: RecordErrors = RAISE) -> Region
         FileNotFoundError: no such file.
         ValueError: no such JSON, a record that lacks something, or a region that is there twice.
     """
-    path, lost = Path(path).expanduser(), Counter()
+    path, lost = user_path(path), Counter()
     name = partial(_named_by_words, lost=lost)
     found = RegionPhrases(path, _described(_RegionGraph, path, "region graphs", name, errors))
     if lost:
@@ -210,7 +211,7 @@ def read_region_boxes(path: str | Path, errors: RecordErrors = RAISE) -> RegionP
         FileNotFoundError: no such file.
         ValueError: no such JSON, a record that lacks something, or a region that is there twice.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     return RegionPhrases(path, _described(_Description, path, "region descriptions", _named_as_a_whole, errors))
 
 

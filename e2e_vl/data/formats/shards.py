@@ -19,6 +19,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError
+from detector.user_paths import user_path
 from e2e_vl.data.formats.caption_sources import CaptionSource
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.data.storage.files import read_json, require_file
@@ -66,7 +67,7 @@ class ShardCaptions(CaptionSource):
     """
 
     def __init__(self, shards: str | Path, cache: str | Path) -> None:
-        self.path = Path(shards).expanduser()
+        self.path = user_path(shards)
         self.shards = sorted(self.path.glob("*.tar") if self.path.is_dir() else self.path.parent.glob(self.path.name))
         if not self.shards:
             raise MissingFileError(f"{self.path}: no shards (*.tar) there; check data.files.shards")

@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import field
 
 from detector.errors import UserError
+from detector.user_paths import user_path
 from e2e_vl.data.storage.files import checked_records, require_file
 from e2e_vl.data.storage.json_entries import json_members
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
@@ -133,11 +134,11 @@ def read_questions(
         ValueError: invalid JSON, a missing key, a question listed twice, files of other questions, or answers that are
             no strings; file and question are named.
     """
-    path = require_file(Path(questions_file).expanduser(), "questions")
+    path = require_file(user_path(questions_file), "questions")
     annotated, row_of = None, {}
     if annotations_file is not None:
         with errors.about(str(annotations_file)):
-            annotated = _read_annotations(Path(annotations_file).expanduser(), errors)
+            annotated = _read_annotations(user_path(annotations_file), errors)
             row_of = {number: row for row, number in enumerate(annotated.column("question_id"))}
     is_asked = bytearray(len(row_of))
     rows = array("q")

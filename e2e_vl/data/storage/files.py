@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from msgspec import convert
 
 from detector.errors import MissingFileError, UserError
+from detector.user_paths import user_path
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.shared_reads import collection_paused
 from e2e_vl.records import MISFITS, REMEDY, FourNumbers, as_written, checked, cut_text, parsed_json
@@ -20,7 +21,7 @@ _NAMES = frozenset((int, str))
 
 def require_file(path: str | Path, what: str) -> Path:
     """Return the path if it is a file; `what` names its content in the error."""
-    path = Path(path).expanduser()
+    path = user_path(path)
     if not path.is_file():
         found = "it is a folder" if path.is_dir() else "there is no such file"
         raise MissingFileError(f"{path}: cannot read the {what}, {found}; check the path in the data config")

@@ -34,6 +34,7 @@ from msgspec import Meta
 from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError
+from detector.user_paths import user_path
 from e2e_vl.data.storage.features.hdf5_checks import check_datasets, check_starts
 from e2e_vl.data.storage.features.record import OPTIONAL, RegionFeatures, as_column, check_record, load_npz
 from e2e_vl.data.storage.files import read_json
@@ -106,7 +107,7 @@ def open_features(path: str | Path) -> FeatureStore:
         MissingFileError: nothing there.
         UserError: not such a file, one without any image, or the package that reads it is not installed.
     """
-    path = Path(path).expanduser()
+    path = user_path(path)
     if path.is_dir():
         return NpzStore(path)
     if not path.is_file():
