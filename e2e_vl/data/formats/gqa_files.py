@@ -137,7 +137,7 @@ def _indexed(record: Any, where: str) -> _IndexedQuestion:
         found = convert(record, _IndexedQuestion)
     except MISFITS:
         check_question(record, where)
-        raise
+        return checked(_IndexedQuestion, record, where)  # a key that an unanswered question need not have
     is_whole = found.answer is None or (found.types is not None and found.groups is not None)
     if not (is_whole and found.question.strip() and found.image_id.strip()):
         check_question(record, where)

@@ -77,6 +77,7 @@ def test_steps_that_only_read_the_answer_do_not_count():
         (question(1, "a", 3), r"answer is 3, expected a text"),
         (question(1, "a", types={"semantic": "a"}), r"question 9: types has no 'structural'"),
         (question(1, "a", groups={}), r"question 9: groups has no 'global'"),
+        (question(1, "a", None, groups="x"), r"question 9: groups is 'x', expected"),
         (question(1, "a", None), r"question 9 has no answer, unlike the first"),
     ],
 )
