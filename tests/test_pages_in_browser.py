@@ -155,3 +155,7 @@ def some_overlays(folder: Path) -> list[Overlay]:
 @pytest.mark.parametrize("window", WINDOWS)
 def test_nothing_of_an_analysis_is_cut_off(tab, analysis, window):
     check_page(tab, analysis, window)
+    # smaller ones could not be read, so that a narrow window scrolls them
+    for name, least in (("figure", 450), ("figure.many", 900)):
+        shown = tab.run(f"[...document.querySelectorAll('img.{name}')].map(one => [one.width, one.naturalWidth])")
+        assert shown and all(width >= min(least, natural) - 1 for width, natural in shown), shown

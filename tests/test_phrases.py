@@ -52,6 +52,13 @@ def test_phrases_are_wordpieces_and_boxes_of_the_resized_image(mark, tokenizer):
         np.testing.assert_allclose(found, image.placement.move_boxes(stated).astype(np.float32))
 
 
+def test_a_mark_right_behind_a_phrase_is_no_part_of_it(mark):
+    """The comma begins at the character at which the phrase ends."""
+    text = SampleText(0, "the star,a circle", {}, phrases=PhraseBoxes(((0, 8), (9, 17)), BOXES))
+    example, _ = mark(text)
+    assert example.phrases.spans.tolist() == [[1, 3], [4, 6]]
+
+
 def test_a_text_without_stated_phrases_has_none_and_nobody_asks_costs_nothing(mark):
     example, _ = mark(SampleText(0, WORDS, {}))
     assert len(example.phrases.spans) == 0 and not example.phrases.is_complete

@@ -1,4 +1,4 @@
-"""What README, docs/python_api.md, docs/your_own_data.md and the notebook show runs: Python and commands, in order.
+"""What README, pages of docs/ and the notebook show runs: Python and commands, in order.
 
 Commands run with less data and fewer steps than they say; a placeholder such as DETECTOR stands for a file made here.
 """
@@ -153,6 +153,16 @@ def test_the_page_about_python(folder: Path, placeholders: dict[str, str], train
     (folder / "runs" / "demo_refcoco").symlink_to(trained_run.path)
     names, commands = run_page("docs/python_api.md", placeholders)
     assert names["answer"].box is not None and commands == 1
+
+
+def test_the_python_of_the_page_about_the_explorer(folder: Path, trained_run: SimpleNamespace) -> None:
+    (folder / "runs").mkdir()
+    (folder / "runs" / "demo_refcoco").symlink_to(trained_run.path)
+    names: dict = {}
+    for kind, block in blocks_of("docs/explorer.md"):
+        if kind == "python":  # its command opens a page and waits
+            exec(compile(block, "docs/explorer.md", "exec"), names)
+    assert names["picture"].ndim == 3 and names["hidden"].hidden == (0, 3)
 
 
 def test_the_page_about_own_data(folder: Path, placeholders: dict[str, str]) -> None:

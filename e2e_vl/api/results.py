@@ -76,7 +76,7 @@ class Answer(Picture):
     lines: list[str]  # all of this in words
     boxes: np.ndarray  # float32 [R, 4], the candidate boxes that the answer was made from
     box_images: np.ndarray  # int64 [R], which of the `images` each of them lies in
-    box_names: list[str]  # R names: what was detected, or what the user called the box; "" where it is unknown
+    box_names: list[str]  # R names: what was detected, or in VCR what the user called the box; "" where it is unknown
     attention: np.ndarray | None  # float32 [R], how much the answer looks at each; None: the task points at a box
     unknown_words: tuple[str, ...]  # of the text, the choices and the given answer: the vocabulary lacks them
     pointed: list[tuple[str, list[float]]]  # labels and boxes that the answer points at; empty for most tasks

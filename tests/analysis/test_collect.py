@@ -117,8 +117,10 @@ def test_the_measures_of_a_text():
     assert entities.baseline("chance") == pytest.approx(1 / 3) and entities.baseline(LARGEST) == 0
     amod = found.sums[MeasureKey("g", RELATIONS, "amod")]
     assert amod.examples == 2 and amod.accuracy.item() == 0.5  # "star" is right, "red" is not
+    assert amod.mean_attention.item() == pytest.approx((0.3 + 1.0) / 2)
     prep = found.sums[MeasureKey("g", RELATIONS, "prep")]
     assert prep.examples == 2 and prep.accuracy.item() == 0.5  # "on" looks at the star; the star not at "on"
+    assert prep.mean_attention.item() == pytest.approx((1.0 + 0.3) / 2)
     assert found.sums[MeasureKey("g", RELATIONS, ALL)].examples == 5  # pobj: "it" to "on", whose phrase is counted
     assert found.sums[MeasureKey("g", DEPENDENCIES)].examples == 6
     assert found.labels("g", RELATIONS, choices) == ["amod", "prep", "pobj"]

@@ -87,6 +87,19 @@ def test_pictures_show_what_the_head_word_attends_to(tmp_path):
     assert ["50 %" in one.note for one in last] == [True, True]
 
 
+def test_pictures_are_of_the_chosen_layer_and_head(tmp_path):
+    """Two layers of three heads, each with another share of attention on the regions."""
+    graphs = {"joint": AttentionGraph((0, 1))}
+    text = seen(str(tmp_path / "no.png"), (9, 9), "x")
+    maps = np.zeros((2, 3, 4, 4), np.float16)
+    maps[:, :, 1, 2] = [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]
+    text = dataclasses.replace(text, maps={"joint": maps})
+    chosen = [ChosenHead("joint", layer, head) for layer in (0, 1) for head in (0, 1, 2)]
+    found = draw_overlays(tmp_path / "out", dataclasses.replace(results(), graphs=graphs), [text], chosen)
+    assert [one.note.partition(" %")[0] for one in found] == ["10", "20", "30", "40", "50", "60"]
+    assert [one.title.rpartition(" ")[2] for one in found] == ["1-1", "1-2", "1-3", "2-1", "2-2", "2-3"]
+
+
 def test_an_image_that_is_missing_is_said_on_the_page(tmp_path):
     overlays = draw_overlays(tmp_path / "out", results(), [seen(str(tmp_path / "no.png"), (9, 9), "x")], [])
     region = next(one for one in overlays if one.graph == "joint")

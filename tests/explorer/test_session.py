@@ -81,6 +81,13 @@ def test_attention_of_a_word_and_of_a_region(explorer, asked, record):
             asked.with_map(step, head)
 
 
+def test_items_have_the_names_of_their_words_and_regions(asked):
+    seen, first = asked.before, len(asked.before.words)
+    assert seen.item_name(1) == f"2: {seen.words[1]}"
+    for row in range(len(seen)):
+        assert seen.item_name(first + row) == seen.region_name(row) == f"region {row} {seen.names[row]}"
+
+
 def test_nothing_changes_when_nothing_is_hidden(explorer, asked):
     """The same regions are given the second time, so they must have the same features."""
     again = explorer._look(asked.photo, asked.before.answer.text, asked.before, ())
