@@ -153,6 +153,30 @@ def is_name_pattern(pattern: str, *fields: str) -> bool:
     return kinds <= {(field, None) for field in fields} and all(_WIDTH.fullmatch(spec or "") for _, _, spec, _ in found)
 
 
+def given_path(name: str | Path, what: str) -> Path:
+    """A path as a user names it, with `~` for a home folder; whether there is a file is left to the reader.
+
+    Args:
+        what: begins the message.
+
+    Raises:
+        UserError: no file can have this name, its links lead to each other, or `~name` is nobody's home.
+    """
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+        path.resolve()
+    except RuntimeError:
+        reason = "its links lead to each other, or ~ stands before the name of nobody"
+    except ValueError:  # a zero byte, half of a character
+        reason = "no file can have this name"
+    except OSError as error:
+        reason = (error.strerror or type(error).__name__).lower()
+    else:
+        return path
+    raise UserError(f"{what} {shown(str(name))} cannot be looked for ({reason}); give another path.")
+
+
 def shown(text: object) -> str:
     """A text from a file for a message: one line without control characters, cut off where it is long."""
     written = repr(text)

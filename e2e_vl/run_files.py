@@ -13,6 +13,7 @@ from msgspec import Meta
 from detector.errors import MissingFileError, UserError
 from detector.plain_json import parse_plain_json
 from detector.plain_json import read_plain_json as read_plain_json  # reports find it here
+from e2e_vl.file_names import given_path
 from e2e_vl.records import Count, Record, checked
 from e2e_vl.whole_files import json_text, without_nan, write_text
 from e2e_vl.whole_files import write_json as write_json  # readers and reports find it here
@@ -128,7 +129,7 @@ def is_shared_model(source: str | Path) -> bool:
     Raises:
         FileNotFoundError: it is a path without a trained model.
     """
-    path = Path(source).expanduser()
+    path = given_path(source, "The run")
     if not path.exists() and "/" in str(source) and looks_like_hub_name(str(source)):
         return True
     model_folder(path)

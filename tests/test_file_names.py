@@ -9,7 +9,7 @@ from pathlib import Path, PureWindowsPath
 import pytest
 
 from detector.errors import UserError
-from e2e_vl.file_names import LONGEST_PART, id_of, inside, is_name_pattern, name_of, require_distinct, shown
+from e2e_vl.file_names import LONGEST_PART, given_path, id_of, inside, is_name_pattern, name_of, require_distinct, shown
 
 PLAIN = [
     "12",
@@ -170,3 +170,13 @@ def test_patterns_of_names():
 
 def test_what_is_shown_is_short_and_one_line():
     assert shown("a\nb") == "'a\\nb'" and len(shown("x" * 10_000)) < 100
+
+
+def test_a_path_that_no_file_can_have(tmp_path: Path):
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("a\0b", "\ud800", "x" * 300, "x/" * 3000, "~nobody-of-this-name/x", tmp_path / "loop"):
+        with pytest.raises(UserError, match=r"The file .* cannot be looked for .*; give another path") as told:
+            given_path(name, "The file")
+        assert "\n" not in str(told.value) and len(str(told.value)) < 250
+    assert given_path(tmp_path / "not there", "x") == tmp_path / "not there"
+    assert given_path("~", "x") == Path.home()

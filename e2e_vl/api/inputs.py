@@ -18,6 +18,7 @@ from detector.boxes import check_boxes
 from detector.errors import UserError
 from detector.images import FORMATS, MAX_PIXELS
 from e2e_vl.data.formats.user_boxes import read_boxes
+from e2e_vl.file_names import given_path
 from e2e_vl.samples import AnnotatedObjects, EncodedImage
 
 ImageInput = str | Path | bytes | np.ndarray | Image.Image
@@ -44,7 +45,7 @@ def image_file(image: ImageInput) -> ImageFile:
         ValueError: something else, or an image that is damaged, empty or of a kind that no file could have.
     """
     if isinstance(image, str | Path):
-        return Path(image).expanduser()
+        return given_path(image, "Image")
     if isinstance(image, bytes):
         return EncodedImage(image, "(the bytes given)")
     if isinstance(image, np.ndarray):
@@ -54,6 +55,7 @@ def image_file(image: ImageInput) -> ImageFile:
                 "An image array must be uint8, [height, width, 3] in RGB, [height, width, 4] in RGBA or [height, width]"
                 f" in grey, not {image.dtype} {list(image.shape)}."
             )
+        _check_pixels(image.shape[1], image.shape[0])  # before it is copied: a view may be larger than its memory
         image = Image.fromarray(image)
     if not isinstance(image, Image.Image):
         raise UserError(
@@ -86,10 +88,14 @@ def _check_unread(image: Image.Image) -> None:
             f"Image {_IN_MEMORY} was opened from a file of the format {image.format}, which is not read here; give "
             f"one of {', '.join(FORMATS)}, or call its load() before."
         )
-    if image.width * image.height > MAX_PIXELS:
+    _check_pixels(image.width, image.height)
+
+
+def _check_pixels(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
         raise UserError(
-            f"Image {_IN_MEMORY} has {image.width} x {image.height} pixels; the limit is {MAX_PIXELS} pixels, so make "
-            "it smaller first."
+            f"Image {_IN_MEMORY} has {width} x {height} pixels; the limit is {MAX_PIXELS} pixels, so make it smaller "
+            "first."
         )
 
 
@@ -214,8 +220,13 @@ def given_boxes(boxes: Any, origin: str) -> AnnotatedObjects | None:
         found = read_boxes([str(boxes)] if isinstance(boxes, str | Path) else boxes, origin)
         return require_some(found)
     try:
-        array = np.asarray(boxes, dtype=np.float64)
-    except (ValueError, TypeError, RuntimeError) as error:  # rows of different lengths, no numbers, a tensor with grad
+        array = np.asarray(boxes, dtype=np.float64)  # fails for rows of different lengths, or a tensor with grad
+    except (
+        ValueError,
+        TypeError,
+        RuntimeError,
+        OverflowError,
+    ) as error:  # rows of different lengths, no numbers, a tensor with grad
         raise UserError(f"{origin} must be numbers [R, 4], one row x1, y1, x2, y2 per box.") from error
     array = array[None] if array.shape == (4,) else array
     if array.ndim == 3:

@@ -12,6 +12,7 @@ from detector.errors import MissingFileError, UserError
 from e2e_vl.data.formats.vcr_files import read_polygons
 from e2e_vl.data.storage.array_files import read_npz
 from e2e_vl.data.storage.files import read_json
+from e2e_vl.file_names import given_path
 from e2e_vl.records import FourNumbers, checked
 from e2e_vl.samples import AnnotatedObjects
 
@@ -29,7 +30,7 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObject
         FileNotFoundError, ValueError: no such file, another content, or a box without area; names the box.
     """
     if len(words) == 1 and "," not in words[0]:
-        path = Path(words[0]).expanduser()
+        path = given_path(words[0], source)
         if not path.is_file():
             raise MissingFileError(f"{source}: {path} is no file; name one with boxes, or write x1,y1,x2,y2.")
         return _read_file(path)
