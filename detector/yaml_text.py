@@ -18,6 +18,7 @@ MAX_BYTES = 1 << 19
 MAX_DEPTH = 50  # values in values
 MAX_VALUES = 20_000  # an alias (`*name`) counts as many as it stands for
 LONGEST_NUMBER = 60  # characters
+_NO_TEXT = re.compile("[\ud800-\udfff]")  # halves of characters, which no UTF-8 file can hold
 SUFFIX = ".yaml"  # of every file that another settings file names
 
 _TAG = "tag:yaml.org,2002:"
@@ -79,6 +80,12 @@ class PlainLoader(yaml.SafeLoader):
                     raise _problem("found duplicate key", key.start_mark)
                 seen.add(found)
         return super().construct_mapping(node, deep=deep)
+
+    def construct_scalar(self, node: yaml.Node) -> Any:
+        text = super().construct_scalar(node)
+        if _NO_TEXT.search(text):
+            raise _problem("a text holds half of a character, by an escape", node.start_mark)
+        return text
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         return super().construct_yaml_int(_short(node))
