@@ -273,7 +273,9 @@ def load_config(
         missing = OmegaConf.missing_keys(merged)
         if not missing:
             check_resolved(OmegaConf.to_container(merged, resolve=True, enum_to_str=True))
-            return OmegaConf.to_object(merged)
+            found = OmegaConf.to_object(merged)
+            OmegaConf.structured(found)  # as it will be saved: a list may have come into a mapping of texts
+            return found
     except OmegaConfBaseException as error:
         raise UserError(f"{path}: setting '{error.full_key}' cannot be used: {_reason(error)}.") from error
     except ValueError as error:  # from the dataclass that it is about

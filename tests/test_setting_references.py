@@ -195,6 +195,7 @@ HOSTILE = {
     "base: ${seed}": "`base:` is '${seed}'; it must be the name of a file",
     "base: ???": "`base:` is '???'; it must be the name of a file",
     "data: {files: [a]}": "setting 'data.files' must be a mapping, {key: value}; write it so",
+    "data: {name: refcoco, root: x, files: {images: [null]}}": "setting 'data.files.images' cannot be used",
     "eval: {boxes: {a: 1}}": "setting 'eval.boxes' must be a list, [a, b]; write it so",
     'output: "a\\0b"': "output holds a zero byte",
     'output: "\\ud800"': "a text holds half of a character",
