@@ -5,6 +5,8 @@ Only these become one sentence on the command line; every other error is a fault
 
 from __future__ import annotations
 
+import re
+
 LONGEST_LINE = 2000  # characters
 
 
@@ -12,12 +14,13 @@ class UserError(ValueError):
     """A file, a record or a setting is wrong; the message is a whole sentence which says what to do.
 
     A line of more than `LONGEST_LINE` characters, which a damaged file may put into it, is shown without its middle:
-    the file stands at the beginning and the remedy at the end. A list of problems has a line for each.
+    the file stands at the beginning and the remedy at the end. A list of problems has a line for each. Characters that
+    would act on a terminal, or that no file can hold, are shown as escapes.
     """
 
     def __str__(self) -> str:
         text = str(self.args[0]) if self.args else ""
-        return "\n".join(map(_without_middle, text.split("\n")))
+        return "\n".join(map(_without_middle, printable(text).split("\n")))
 
 
 class DiskError(OSError):
@@ -34,3 +37,22 @@ class MissingFileError(UserError, FileNotFoundError):
 def _without_middle(line: str) -> str:
     half = LONGEST_LINE // 2
     return line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
+
+
+def printable(text: str) -> str:
+    """A text with escapes for control characters, signs that turn the writing direction, and halves of characters.
+
+    Line feeds stay; `in_one_line` shows these as escapes, too.
+    """
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def in_one_line(text: str) -> str:
+    """A text of a user in a message: its line breaks are shown as escapes."""
+    return printable(text).replace("\n", "\\n")
+
+
+# control characters but for tabs and line feeds, separators of lines, signs of direction, surrogates, no characters
+_UNPRINTABLE = re.compile(
+    "[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def read_plain_json(
     if not path.is_file():
         raise MissingFileError(f"{path}: no such file; get the whole folder again.")
     with path.open("rb") as file:
-        content = file.read(max_bytes + 1)
+        # `read` takes as much memory as it is asked for, before it knows how much there is
+        content = file.read(min(max_bytes, os.fstat(file.fileno()).st_size) + 1)
     if len(content) > max_bytes:
         raise UserError(f"{path} has more than {max_bytes} bytes, too many for such a file; get the file again.")
     found = parse_plain_json(content, f"{path}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import numbers
 from dataclasses import dataclass
 
 from detector.errors import UserError
+
+LARGEST = 1e300  # of a number of settings
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,12 @@ class SelectionRule:
     max_regions: int = 100
 
     def __post_init__(self) -> None:
+        given = {"min_score": self.min_score, "min_regions": self.min_regions, "max_regions": self.max_regions}
+        for name, value in given.items():
+            if not isinstance(value, numbers.Real) or not abs(value) <= LARGEST:
+                raise UserError(f"{self.where}: {name} {value!r:.50} must be a finite number.")
         if not 0 <= self.min_regions <= self.max_regions or self.max_regions < 1:
             raise UserError(
                 f"{self.where}: min_regions {self.min_regions} and max_regions {self.max_regions} must satisfy "
                 "0 <= min_regions <= max_regions and max_regions >= 1."
             )
-        if not math.isfinite(self.min_score):
-            raise UserError(f"{self.where}: min_score {self.min_score} must be a finite number.")

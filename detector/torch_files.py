@@ -23,6 +23,7 @@ from detector.zip_directory import DamagedZipError, Member, find_directory, read
 
 MOST_RECORDS = 1 << 18  # storages of a file
 LONGEST_PICKLE = 1 << 28  # bytes
+MOST_DIMENSIONS = 64  # of a tensor, as in numpy: torch takes minutes for one of 100,000
 SMALL = 1 << 26  # bytes that the tensors of every file may take ...
 TENSORS_PER_BYTE = 16  # ... and that they may take per byte of the file: one storage may belong to several tensors
 _DAMAGED = (  # what a damaged pickle raises
@@ -189,6 +190,8 @@ def _bytes_of_tensor(storage: Any, offset: Any, size: Any, stride: Any, item_byt
         or len(size) != len(stride)
     ):
         raise DamagedPickleError("it has a tensor without a storage or a shape")
+    if len(size) > MOST_DIMENSIONS:
+        raise DamagedPickleError(f"it has a tensor of {len(size)} dimensions; {MOST_DIMENSIONS} are the most")
     count = math.prod(size)
     last = offset + sum((number - 1) * step for number, step in zip(size, stride, strict=True))
     if count and (last + 1) * item_bytes > storage.items * storage.item_bytes:

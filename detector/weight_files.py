@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from detector.config_groups import NORM_EPS
 from detector.download import cached_weights, remedy
-from detector.errors import MissingFileError, UserError
+from detector.errors import MissingFileError, UserError, in_one_line
 from detector.named_weights import NamedWeights, known_weights, resolve_weights, similar_names
 from detector.pickles import load_arrays
-from detector.torch_files import DamagedTorchFileError, ForbiddenGlobalError, check_torch_file
+from detector.plain_json import has_half_characters
+from detector.torch_files import MOST_DIMENSIONS, DamagedTorchFileError, ForbiddenGlobalError, check_torch_file
 
 # Where the detector is in a folder: a saved detector, a saved model, a run directory, a Detectron2 output directory.
 WEIGHTS_NAME = "model.safetensors"
+_LONGEST = 1 << 62  # of a dimension
+_MOST_TENSORS = 1 << 16  # of a file
 IN_FOLDERS = (WEIGHTS_NAME, f"detector/{WEIGHTS_NAME}", f"model/detector/{WEIGHTS_NAME}", "model_final.pth")
 
 
@@ -50,7 +54,10 @@ def read_weights(path: str | Path) -> WeightsFile:
     path = find_weights(path)
     if path.suffix == ".safetensors":
         try:
-            return WeightsFile(path, load_file(path))
+            check_safetensors(path)
+            return WeightsFile(path, _checked(load_file(path), path))
+        except UserError:
+            raise
         except (SafetensorError, OSError, MemoryError, ValueError) as error:
             raise _unreadable(path, error) from error
     is_pickle = path.suffix == ".pkl" and not zipfile.is_zipfile(path)  # torch writes zip archives
@@ -67,18 +74,48 @@ def read_weights(path: str | Path) -> WeightsFile:
         tensors = {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in state.items()}
     except (TypeError, ValueError) as error:  # numbers in another order of bytes, or of a kind that torch lacks
         raise _unreadable(path, error) from error
+    return WeightsFile(path, _checked(tensors, path), heuristics, norm_eps)
+
+
+def check_safetensors(path: Path) -> None:
+    """Look at the shapes that a `.safetensors` file states, before torch makes tensors of them.
+
+    Raises:
+        ValueError: a tensor has more dimensions than numpy knows, or one of them is longer than torch can count; or
+            there are very many tensors, or two of one name.
+        SafetensorError, OSError: the file is damaged, or cannot be read.
+    """
+    with safe_open(path, framework="pt"), path.open("rb") as file:  # the first one refuses what is no such file
+        length = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(length), object_pairs_hook=list)
+    if len(entries) > _MOST_TENSORS or len({name for name, _ in entries}) < len(entries):
+        raise ValueError(f"it has more than {_MOST_TENSORS} tensors, or one name twice")
+    for name, entry in entries:
+        shape = next((value for key, value in entry if key == "shape"), ())
+        if len(shape) > MOST_DIMENSIONS or any(size >= _LONGEST for size in shape):
+            raise ValueError(f"{in_one_line(name)[:100]} has a shape that no tensor has")
+
+
+def _checked(tensors: dict[Any, Any], path: Path) -> dict[str, Tensor]:
+    """The same tensors; raises UserError for names or values of another kind."""
     for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, Tensor) or not _is_plain(value):
             raise UserError(
                 f"{path}: expected a state dict of tensors, bare or under the key `model`; {name!r} is not a tensor: "
                 f"{remedy(path)}."
             )
-    return WeightsFile(path, tensors, heuristics, norm_eps)
+        if has_half_characters(name, name):
+            raise UserError(f"{path}: the name {name!r} of a tensor holds half of a character: {remedy(path)}.")
+    return tensors
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it has numbers of its own; sparse, quantised and meta tensors may claim any size."""
-    return tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    """Whether it has numbers of its own; sparse, quantised and meta tensors may claim any size.
+
+    Two numbers of 4 bits in a byte are no numbers that torch could turn into others.
+    """
+    is_packed = str(tensor.dtype).startswith("torch.float4")
+    return tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized and not is_packed
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ MAX_BYTES = 1 << 19
 MAX_DEPTH = 50  # values in values
 MAX_VALUES = 20_000  # an alias (`*name`) counts as many as it stands for
 LONGEST_NUMBER = 60  # characters
+_NO_TEXT = re.compile("[\ud800-\udfff]")  # halves of characters, which no UTF-8 file can hold
 SUFFIX = ".yaml"  # of every file that another settings file names
 
 _TAG = "tag:yaml.org,2002:"
@@ -80,17 +81,17 @@ class PlainLoader(yaml.SafeLoader):
                 seen.add(found)
         return super().construct_mapping(node, deep=deep)
 
+    def construct_scalar(self, node: yaml.Node) -> Any:
+        text = super().construct_scalar(node)
+        if _NO_TEXT.search(text):
+            raise _problem("a text holds half of a character, by an escape", node.start_mark)
+        return text
+
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         return super().construct_yaml_int(_short(node))
 
     def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
         return super().construct_yaml_float(_short(node))
-
-    def construct_yaml_str(self, node: yaml.ScalarNode) -> str:
-        text = super().construct_yaml_str(node)
-        if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise _problem("a text has a zero byte or half of a character", node.start_mark)
-        return text
 
     def construct_unread(self, node: yaml.Node) -> None:
         raise _problem("a value has a tag that is not read; write a plain value", node.start_mark)
@@ -99,7 +100,6 @@ class PlainLoader(yaml.SafeLoader):
         **{tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag in _TAGS},
         f"{_TAG}int": construct_yaml_int,
         f"{_TAG}float": construct_yaml_float,
-        f"{_TAG}str": construct_yaml_str,
         None: construct_unread,
     }
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = _recognised(yaml.SafeLoader.yaml_implicit_resolvers)

@@ -20,13 +20,13 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from detector.choices import EXPECTED_PARTS
-from detector.errors import MissingFileError, UserError
+from detector.errors import MissingFileError, UserError, in_one_line
 from detector.yaml_text import SUFFIX, parse_yaml, read_yaml
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.converter import check_choice, check_numbers, nearest
 from e2e_vl.data_settings import DataSettings
 from e2e_vl.file_names import shown
-from e2e_vl.setting_references import check_references, check_resolved, check_targets
+from e2e_vl.setting_references import check_references, check_resolved, check_targets, misplaced
 from e2e_vl.whole_files import write_text
 
 VERSION = 2  # layout of the settings
@@ -273,7 +273,9 @@ def load_config(
         missing = OmegaConf.missing_keys(merged)
         if not missing:
             check_resolved(OmegaConf.to_container(merged, resolve=True, enum_to_str=True))
-            return OmegaConf.to_object(merged)
+            found = OmegaConf.to_object(merged)
+            OmegaConf.structured(found)  # as it will be saved: a list may have come into a mapping of texts
+            return found
     except OmegaConfBaseException as error:
         raise UserError(f"{path}: setting '{error.full_key}' cannot be used: {_reason(error)}.") from error
     except ValueError as error:  # from the dataclass that it is about
@@ -338,7 +340,9 @@ def _layers(path: Path, seen: list[Path]) -> list[tuple[Path, DictConfig]]:
     own = _read(path)  # before `resolve`, which fails for links in a circle
     if path.resolve() in seen:
         raise UserError(f"{path}: `base:` leads back to the file itself.")
-    base = own.pop("base", None)
+    base = OmegaConf.to_container(own, resolve=False).get("base")
+    if "base" in own:
+        del own["base"]
     if base is None:
         return [(path, own)]
     if not isinstance(base, str) or not base.endswith(SUFFIX) or "\0" in base or "${" in base:
@@ -400,16 +404,17 @@ def _found(name: str, folder: Path) -> str:
 def _with_overrides(config: DictConfig, words: list[str]) -> DictConfig:
     """The settings with the words of a command line, each `key=value`."""
     for word in words:
+        name = in_one_line(word)
         if "=" not in word or word.startswith("="):
-            raise UserError(f"Command line: '{word}' is not of the form key=value, such as train.lr=1e-5.")
+            raise UserError(f"Command line: '{name}' is not of the form key=value, such as train.lr=1e-5.")
         key, _, value = word.partition("=")
-        content = parse_yaml(value, f"Command line: the value in '{word}'")
+        content = parse_yaml(value, f"Command line: the value in '{name}'")
         check_references({key: content}, "Command line")
         try:
             layer = OmegaConf.from_dotlist([word])
         except (YAMLError, ValueError, OmegaConfBaseException) as error:
-            raise UserError(f"Command line: the value in '{word}' cannot be read: {_reason(error)}.") from error
-        config = _merge(config, layer, f"Command line ({word})")
+            raise UserError(f"Command line: the value in '{name}' cannot be read: {_reason(error)}.") from error
+        config = _merge(config, layer, f"Command line ({name})")
     return config
 
 
@@ -419,10 +424,16 @@ def _merge(config: DictConfig, layer: DictConfig, source: str) -> DictConfig:
     except ConfigKeyError as error:
         near = nearest(str(error.full_key), setting_names())
         hint = f"; did you mean '{near}'?" if near else "; see the classes in e2e_vl/config.py."
-        raise UserError(f"{source}: there is no setting '{error.full_key}'{hint}") from error
+        raise UserError(f"{source}: there is no setting '{in_one_line(str(error.full_key))}'{hint}") from error
     except OmegaConfBaseException as error:
         setting = f"setting '{error.full_key}'" if error.full_key else "a setting"
         raise UserError(f"{source}: {setting} cannot be used: {_reason(error)}.") from error
+    except TypeError:  # OmegaConf's for a list in the place of a mapping, or a mapping in the place of a list
+        values = (OmegaConf.to_container(one, resolve=False) for one in (config, layer))
+        found = misplaced(*values)
+        if found is None:
+            raise
+        raise UserError(f"{source}: setting '{found[0]}' must be {found[1]}; write it so.") from None
 
 
 def _reason(error: Exception) -> str:

@@ -14,6 +14,7 @@ from detector.errors import MissingFileError, UserError
 from detector.plain_json import parse_plain_json
 from detector.plain_json import read_plain_json as read_plain_json  # reports find it here
 from detector.user_paths import user_path
+from detector.yaml_text import MAX_BYTES
 from e2e_vl.records import Count, Record, checked
 from e2e_vl.whole_files import json_text, without_nan, write_text
 from e2e_vl.whole_files import write_json as write_json  # readers and reports find it here
@@ -83,9 +84,15 @@ def _log_line(line: str, where: str) -> dict[str, Any]:
 
 
 def read_settings_text(path: Path) -> str:
-    """The text of a run's settings; raises UserError if it is not UTF-8."""
+    """The text of a run's settings; raises UserError if it is no file, is too large for settings, or is not UTF-8."""
+    if not path.is_file():  # a pipe would be waited for without end
+        raise MissingFileError(f"{path}: no such settings file; get the whole run again.")
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise UserError(f"{path} is not a settings file: it has more than {MAX_BYTES} bytes; get the file again.")
     try:
-        return path.read_text(encoding="utf-8")
+        return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start}); get the file again.") from error
 
@@ -129,7 +136,7 @@ def is_shared_model(source: str | Path) -> bool:
     Raises:
         FileNotFoundError: it is a path without a trained model.
     """
-    path = user_path(source)
+    path = user_path(source, "The run")
     if not path.exists() and "/" in str(source) and looks_like_hub_name(str(source)):
         return True
     model_folder(path)

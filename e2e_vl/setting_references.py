@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from detector.errors import UserError
+from detector.plain_json import has_half_characters
+from detector.user_paths import user_path
 
 LONGEST = 1000  # characters of a text that is referred to
 MOST = 1000  # references in all settings of a run
@@ -56,12 +58,16 @@ def check_targets(content: Mapping[str, Any]) -> None:
 
 
 def check_resolved(content: Any) -> None:
-    """Check that no resolved text would be taken for a reference when the settings are saved and read again.
+    """Check that all resolved texts can be saved, and that none would be taken for a reference when it is read again.
 
     Raises:
-        UserError: some text does.
+        UserError: some text does, or holds half of a character, or begins with the `~` of nobody.
     """
     for key, value in _texts(content):
+        if "\0" in value or has_half_characters(value, value):  # the latter in a path of bytes that are not UTF-8
+            raise UserError(f"{key} holds a zero byte or bytes that are not UTF-8; rename the file.")
+        if value.startswith("~"):
+            user_path(value, key)
         if "${" in value:
             raise UserError(f"{key} becomes a text with '${{'; write it without references.")
 
@@ -87,7 +93,20 @@ def _value_of(content: Any, reference: str) -> Any:
         if isinstance(content, Mapping):
             content = content.get(name)
         elif isinstance(content, list):
-            content = content[int(name)] if name.isdigit() and int(name) < len(content) else None
+            content = content[int(name)] if name.isdecimal() and int(name) < len(content) else None
         else:
             return None
     return content
+
+
+def misplaced(values: Any, others: Any, name: str = "") -> tuple[str, str] | None:
+    """Name of the first setting that is a list in one and a mapping in the other, and what it must be."""
+    if isinstance(values, list) and isinstance(others, dict):
+        return name, "a list, [a, b]"
+    if not isinstance(values, dict):
+        return None
+    if isinstance(others, list):
+        return name, "a mapping, {key: value}"
+    common = [key for key in others if key in values] if isinstance(others, dict) else []
+    found = (misplaced(values[key], others[key], f"{name}.{key}" if name else str(key)) for key in common)
+    return next((one for one in found if one is not None), None)

@@ -104,6 +104,8 @@ def find_damage(folder: Path) -> str | None:
         return f"its {CHECKSUMS} is missing or damaged"
     for name, (path, expected) in items.items():
         try:
+            if path.exists() and not path.is_file():  # a pipe would be waited for, a device read, without end
+                return f"{name} is not a file"
             if _digest(path) != expected:
                 return f"{name} is not as it was written"
         except OSError as error:

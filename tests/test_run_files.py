@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from detector.errors import UserError
-from e2e_vl.run_files import check_output, read_log
+from e2e_vl.run_files import check_output, read_log, read_settings_text
 
 
 @pytest.mark.parametrize("part", ["metrics.json", "log.jsonl", "model/config.yaml", "encoder/model.safetensors"])
@@ -74,3 +74,18 @@ def test_a_log_is_a_file(tmp_path: Path):
     lines = [{"step": 1, "kind": "train", "loss": None, "not_finite": ["loss"]}, {"step": 2, "kind": "eval", "a": 1}]
     (tmp_path / "good.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_log(tmp_path / "good.jsonl") == lines
+
+
+def test_settings_are_a_file_of_their_size(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    for make, message in (
+        (lambda: None, "no such settings file"),
+        (lambda: os.mkfifo(path), "no such settings file"),
+        (lambda: path.symlink_to("/dev/zero"), "no such settings file"),
+        (lambda: path.write_bytes(b" " * (1 << 20)), "it has more than 524288 bytes"),
+        (lambda: path.write_bytes(b"\xff"), "is not UTF-8 text"),
+    ):
+        path.unlink(missing_ok=True)
+        make()
+        with pytest.raises(UserError, match=message):
+            read_settings_text(path)

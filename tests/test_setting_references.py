@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -188,3 +189,43 @@ def test_many_bases(tmp_path: Path, base: Path):
 def test_a_version_that_is_no_number(version: str, tmp_path: Path):
     with pytest.raises(UserError, match="version is not a whole number"):
         saved_version(write(tmp_path / "a.yaml", f"version: {version}\nseed: 1\n"))
+
+
+HOSTILE = {
+    "base: ${seed}": "`base:` is '${seed}'; it must be the name of a file",
+    "base: ???": "`base:` is '???'; it must be the name of a file",
+    "data: {files: [a]}": "setting 'data.files' must be a mapping, {key: value}; write it so",
+    "data: {name: refcoco, root: x, files: {images: [null]}}": "setting 'data.files.images' cannot be used",
+    "eval: {boxes: {a: 1}}": "setting 'eval.boxes' must be a list, [a, b]; write it so",
+    'output: "a\\0b"': "output holds a zero byte",
+    'output: "\\ud800"': "a text holds half of a character",
+    '"\\udc80": 1': "a text holds half of a character",
+    "output: ~nobody-of-this-name/x": "output '~nobody-of-this-name/x' cannot be looked for",
+    'train: {lr: "\\x1b[31m"}': "Value '\\x1b[31m' of type 'str'",
+    "eval: {boxes: [gt, '${eval.boxes.²}']}": "eval.boxes",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_settings_are_one_sentence(text: str, tmp_path: Path):
+    others = [line for line in MINIMAL.splitlines() if line.partition(":")[0] != text.partition(":")[0]]
+    path = write(tmp_path / "hostile.yaml", "\n".join([*others, text]))
+    with pytest.raises(UserError) as told:
+        load_config(path)
+    assert HOSTILE[text] in str(told.value) and str(path) in str(told.value)
+    assert str(told.value).isprintable()
+
+
+def test_words_with_line_breaks_are_one_sentence(base: Path):
+    for word in ("seed=|\n  x", "a\nb", "output=a\n b: c", "data.files=[a]", "\nseed=1", "eval.boxes={a: \n1}"):
+        with pytest.raises(UserError, match="Command line") as told:
+            load_config(base, [word])
+        assert str(told.value).isprintable()
+
+
+def test_paths_of_bytes_that_are_not_utf8(tmp_path: Path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    (folder / "data").mkdir(parents=True)
+    path = write(folder / "a.yaml", MINIMAL.replace("data/x", "data"))
+    with pytest.raises(UserError, match=r"data\.root holds a zero byte or bytes that are not UTF-8; rename"):
+        load_config(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,17 @@ def test_what_a_killed_process_leaves_is_cleared_away(folder, monkeypatch, momen
     assert sorted(one.name for one in folder.iterdir()) == (
         ["c.txt"] if moment == "after" else ["b.txt", "checksums.json", "deep"]
     )
+
+
+def test_what_is_no_file_is_not_opened(tmp_path):
+    for number, make in enumerate((os.mkfifo, Path.mkdir)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "x").write_text("x")
+        write_checksums(folder)
+        (folder / "x").unlink()
+        make(folder / "x")
+        assert find_damage(folder) == "x is not a file"
 
 
 def test_every_kind_of_damage_is_found(folder):

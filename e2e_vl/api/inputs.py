@@ -45,7 +45,7 @@ def image_file(image: ImageInput) -> ImageFile:
         ValueError: something else, or an image that is damaged, empty or of a kind that no file could have.
     """
     if isinstance(image, str | Path):
-        return user_path(image)
+        return user_path(image, "Image")
     if isinstance(image, bytes):
         return EncodedImage(image, "(the bytes given)")
     if isinstance(image, np.ndarray):
@@ -55,7 +55,7 @@ def image_file(image: ImageInput) -> ImageFile:
                 "An image array must be uint8, [height, width, 3] in RGB, [height, width, 4] in RGBA or [height, width]"
                 f" in grey, not {image.dtype} {list(image.shape)}."
             )
-        _check_pixels(image.shape[1], image.shape[0])
+        _check_pixels(image.shape[1], image.shape[0])  # before it is copied: a view may be larger than its memory
         image = Image.fromarray(image)
     if not isinstance(image, Image.Image):
         raise UserError(

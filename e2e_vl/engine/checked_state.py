@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from detector.errors import UserError
 from detector.torch_files import DamagedTorchFileError, check_torch_file
+from detector.weight_files import check_safetensors
 from e2e_vl.engine.failed_step import not_finite
 from e2e_vl.records import Count, Record, checked
 
@@ -78,6 +79,10 @@ def check_files(state: Path) -> None:
             raise UserError(f"{path.name}: {error}") from error
     if not (state / WEIGHTS).is_file():  # without it, Accelerate looks for a pickle
         raise UserError(f"the weights are missing: there is no {WEIGHTS}")
+    try:
+        check_safetensors(state / WEIGHTS)
+    except ValueError as error:
+        raise UserError(f"{WEIGHTS}: {error}") from error
     with safe_open(state / WEIGHTS, framework="pt") as file:
         names = file.keys()
         for name in names:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
+import stat
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,6 +14,7 @@ from typing import Self
 from detector.errors import UserError
 
 NAME = ".lock"
+_NO_LOCK = "is a link, or not a file that a training made; remove it."
 
 
 class RunLock:
@@ -24,7 +27,7 @@ class RunLock:
         folder: the run directory, which is made.
 
     Raises:
-        ValueError: another process holds it, or the folder cannot be one.
+        ValueError: another process holds it, the folder cannot be one, or its lock is a link or no file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -36,7 +39,7 @@ class RunLock:
             raise UserError(f"{self.path.parent} is a file; choose another `output`, a directory for the run.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         while self._handle is None:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            handle = self._open()
             try:
                 fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -53,6 +56,20 @@ class RunLock:
         os.ftruncate(self._handle, 0)
         os.write(self._handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
         return self
+
+    def _open(self) -> int:
+        """The opened file; a link, or a second name of another file, would have that one overwritten."""
+        try:
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise UserError(f"{self.path} {_NO_LOCK}") from error
+            raise
+        found = os.fstat(handle)
+        if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
+            return handle
+        os.close(handle)
+        raise UserError(f"{self.path} {_NO_LOCK}")
 
     def _is_at_its_place(self, handle: int) -> bool:
         try:

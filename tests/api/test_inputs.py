@@ -10,7 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
+from detector.errors import UserError
 from detector.images import ResizeRule, decode_resized, load_image
+from detector.selection_rule import SelectionRule
 from e2e_vl.api.inputs import as_answers, as_choices, as_lists, content_key, given_boxes, image_file, stamp_of
 
 RULE = ResizeRule(40, 60)
@@ -105,9 +107,9 @@ def truncated() -> Image.Image:
         (lambda: np.zeros((0, 4), dtype=np.uint8), "must be uint8"),
         (lambda: 7, "not int"),
         (lambda: np.broadcast_to(np.zeros((1, 1, 3), dtype=np.uint8), (10**6, 10**6, 3)), "limit is 536870912 pixels"),
-        (lambda: "a\0.jpg", "zero byte"),
+        (lambda: "a\0.jpg", "no file can have this name"),
         (lambda: "https://example.org/a.jpg", "an address and not a path"),
-        (lambda: "~nobody-of-this-name/a.jpg", "knows no home folder"),
+        (lambda: "~nobody-of-this-name/a.jpg", "before an unknown name"),
     ],
 )
 def test_bad_images_are_one_sentence(make, message):
@@ -213,3 +215,24 @@ def test_an_opened_file_of_a_strange_format_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(type(image), "load", lambda self: pytest.fail("it would start a program"))
     with pytest.raises(ValueError, match=r"was opened from a file of the format EPS, which is not read here"):
         image_file(image)
+
+
+def test_hostile_arrays_paths_and_boxes(tmp_path):
+    endless = np.broadcast_to(np.zeros(3, np.uint8), (1 << 20, 1 << 20, 3))
+    with pytest.raises(UserError, match=r"has 1048576 x 1048576 pixels; the limit is"):
+        image_file(endless)
+    for name in ("a\0b", "\ud800", "x" * 300, "~nobody-of-this-name", tmp_path / "loop"):
+        (tmp_path / "loop").unlink(missing_ok=True)
+        (tmp_path / "loop").symlink_to("loop")
+        for read in (image_file, lambda name: given_boxes(name, "boxes")):
+            with pytest.raises(UserError, match=r"cannot be looked for .*; give another path"):
+                read(name)
+    with pytest.raises(UserError, match=r"boxes must be numbers \[R, 4\]"):
+        given_boxes([[0, 0, 10**400, 5]], "boxes")
+
+
+@pytest.mark.parametrize("value", [None, "x", float("nan"), float("inf"), 10**400])
+@pytest.mark.parametrize("name", ["min_score", "min_regions", "max_regions"])
+def test_numbers_of_regions(name, value):
+    with pytest.raises(UserError, match=f"Selection rule: {name} .* must be a finite number"):
+        SelectionRule(**{name: value})

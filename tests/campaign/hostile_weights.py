@@ -155,6 +155,9 @@ _WHOLE = torch_bytes({"w": torch.arange(7.0)})
 _SIZES = b"K\x00K\x07\x85q\x08K\x01\x85q\t"  # offset 0, shape [7], stride [1]
 
 
+_MANY = b"(" + b"K\x01" * 100_000 + b"t"  # dimensions, of which torch makes a tensor in minutes
+
+
 def _sizes(offset: bytes, size: bytes, stride: bytes) -> bytes:
     return offset + size + b"\x85q\x08" + stride + b"\x85q\t"
 
@@ -200,6 +203,7 @@ TORCH: dict[str, Builder] = {
     "storage_of_terabytes": _torch(b"cpuq\x06K\x07", b"cpuq\x06" + _long(HUGE)),
     "storage_a_little_too_long": _torch(b"cpuq\x06K\x07", b"cpuq\x06K\x09"),
     "storage_of_negative_size": _torch(b"cpuq\x06K\x07", b"cpuq\x06" + _long(-1)),
+    "shape_of_many_dimensions": _torch(_SIZES, b"K\x00" + _MANY + _MANY),
     "shape_of_terabytes": _torch(_SIZES, _sizes(b"K\x00", _long(HUGE), b"K\x01")),
     "expanded_to_terabytes": _torch(_SIZES, _sizes(b"K\x00", _long(HUGE), b"K\x00")),
     "offset_outside": _torch(_SIZES, _sizes(b"M\xff\xff", b"K\x07", b"K\x01")),
@@ -216,6 +220,7 @@ TORCH: dict[str, Builder] = {
         b"c__builtin__\nset\n](Nq\x00" + b"h\x00h\x00\x86q\x00" * 64 + b"e\x85R."
     ),
     "two_directories_and_code": _evil_pickle(b"cos\nsystem\nX\x04\0\0\0true\x85R."),
+    "name_of_half_a_character": written("w.pth", torch_bytes({"w\ud800": torch.zeros(1)})),
     "code": _torch_code,
     "code_of_python": _torch_pickle(b"\x80\x02cos\nsystem\nX\x04\0\0\0true\x85R."),
     "old_code": code("w.pth", 2),
@@ -247,6 +252,13 @@ SAFETENSORS: dict[str, Builder] = {
     "negative_offsets": _safetensors(_entry([7], [-28, 0])),
     "unknown_type": _safetensors(_entry([7], [0, 28], "OBJECT")),
     "cut_off": _safetensors(_entry([7], [0, 28]), b"\0" * 20),
+    "many_dimensions": _safetensors(_entry([1] * 100_000, [0, 4]), b"\0" * 4),
+    "dimension_that_overflows": _safetensors(_entry([0, (1 << 64) - 1], [0, 0]), b""),
+    "many_tensors": _safetensors({f"w{n}": _entry([0], [0, 0])["w"] for n in range(70_000)}, b""),
+    "name_twice": _safetensors(
+        (json.dumps(_entry([7], [0, 28]))[:-1] + "," + json.dumps(_entry([7], [0, 28]))[1:]).encode()
+    ),
+    "packed_numbers": _safetensors(_entry([56], [0, 28], "F4")),
 }
 
 

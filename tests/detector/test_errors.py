@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from detector.errors import LONGEST_LINE, MissingFileError, UserError
+from detector.errors import LONGEST_LINE, MissingFileError, UserError, in_one_line
 
 
 def test_a_missing_file_is_both_a_users_error_and_a_file_that_is_not_found():
@@ -21,3 +21,9 @@ def test_a_long_value_of_a_damaged_file_loses_its_middle():
 def test_a_list_of_many_problems_stays_whole():
     problems = "\n".join(f"  {number}. f{number}.json: there is no such file" for number in range(500))
     assert str(UserError(problems)) == problems and len(problems) > LONGEST_LINE
+
+
+def test_signs_that_act_on_a_terminal_are_escapes():
+    told = str(UserError("a\0b\x1b[31m\u202ec\ud800.json\u2028: no\tfile\nb"))
+    assert told == "a\\x00b\\x1b[31m\\u202ec\\ud800.json\\u2028: no\tfile\nb"
+    assert in_one_line("a\nb\r") == "a\\nb\\r" and in_one_line("Größe 中 😀") == "Größe 中 😀"

@@ -28,8 +28,6 @@ FAULTS = [
     ("[" + "1," * 100_000 + "]", f"there are more than {MAX_VALUES} values"),
     ("a: &x [1, *x]", "an alias stands inside of its own anchor"),
     ("a: *secret", "found undefined alias"),
-    ('a: "secret\\0"', "a text has a zero byte or half of a character"),
-    ('{"secret\\ud800": 1}', "a text has a zero byte or half of a character"),
     ("a: !!python/object/apply:os.system [secret]", "a value has a tag that is not read"),
     ("a: !!python/name:os.system", "a value has a tag that is not read"),
     ("a: !!timestamp secret", "a value has a tag that is not read"),

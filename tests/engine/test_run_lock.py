@@ -58,3 +58,23 @@ def test_a_lock_file_that_was_removed_meanwhile_is_made_anew(tmp_path, monkeypat
     monkeypatch.setattr("e2e_vl.engine.run_lock.fcntl.lockf", late)
     with RunLock(tmp_path):
         assert removed and (tmp_path / ".lock").exists()
+
+
+@pytest.mark.parametrize("kind", ["symlink", "link", "fifo", "mkdir"])
+def test_a_lock_that_is_something_else_is_refused_and_nothing_is_overwritten(tmp_path, kind):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "other").write_text("kept")
+    lock = tmp_path / "run" / ".lock"
+    make = {
+        "symlink": lambda: lock.symlink_to(tmp_path / "other"),
+        "link": lambda: os.link(tmp_path / "other", lock),
+        "fifo": lambda: os.mkfifo(lock),
+        "mkdir": lock.mkdir,
+    }
+    make[kind]()
+    with (
+        pytest.raises(ValueError, match=r"run/\.lock is a link, or not a file that a training made; remove it"),
+        RunLock(lock.parent),
+    ):
+        pass
+    assert (tmp_path / "other").read_text() == "kept" and lock.exists()

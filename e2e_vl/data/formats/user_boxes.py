@@ -30,7 +30,7 @@ def read_boxes(words: Sequence[str], source: str = "--boxes") -> AnnotatedObject
         FileNotFoundError, ValueError: no such file, another content, or a box without area; names the box.
     """
     if len(words) == 1 and "," not in words[0]:
-        path = user_path(words[0])
+        path = user_path(words[0], source)
         if not path.is_file():
             raise MissingFileError(f"{source}: {path} is no file; name one with boxes, or write x1,y1,x2,y2.")
         return _read_file(path)
