@@ -240,10 +240,11 @@ def assert_gradients_near(golden: Golden, part: str, model: nn.Module, inputs: d
     def find(official: str) -> str:
         return official if official in inputs else our_name(official)
 
+    norms, zero = golden.meta["grad_norms"][part], golden.meta["zero_gradients"][part]
     for prefix in ("grad.", "grad64."):
         for name, recorded in golden.part(part, prefix).items():
-            assert_near(gradients[find(name)], recorded, f"{part}.{prefix}{name}")
-    norms, zero = golden.meta["grad_norms"][part], golden.meta["zero_gradients"][part]
+            if name not in zero:  # rounding errors, see below
+                assert_near(gradients[find(name)], recorded, f"{part}.{prefix}{name}")
     assert set(gradients) - set(inputs) == {find(name) for name in (*norms, *zero) if not name.startswith("in.")}
     for name, norm in norms.items():
         if find(name) in gradients:  # norms of inputs that no check differentiates are recorded too
