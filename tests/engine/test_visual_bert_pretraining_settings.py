@@ -61,6 +61,7 @@ def test_batch_rate_and_schedule(name):
     assert (train.clip_norm, train.clip_tensor_norm) == (None, 1.0)
     assert (train.decay_norm_and_bias, train.decay_bn_scales) == (False, True)
     assert (train.mixed_precision, train.patience) == ("no", 3)
+    assert config.eval.every_epochs == (8 if name == "vcr" else 1)  # the one official epoch of VCR is 8 here
     assert config.data.boxes.max_precomputed == regions
 
 
