@@ -289,14 +289,16 @@ class AnswerTask(Task):
     def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """Add to each record the answer, its `score` and `top_answers` [[answer, score], ...], best first.
 
-        Scores are sigmoids of the logits; with the losses on a softmax, shares among all answers.
+        Scores are sigmoids of the logits; with the losses on a softmax, shares among all answers. Of answers with equal
+        logits the first of the list is the best, as in the arg-max of the official codes.
         """
         logits = output.task.logits
         shares = logits.sigmoid() if self.config.loss == "binary" else logits.softmax(dim=1)
         is_barred = not self.config.unknown_can_win
         unknown = torch.tensor([is_barred and answer == UNKNOWN for answer in self.answers], device=logits.device)
         number = min(self.config.top_answers, len(self.answers) - int(unknown.sum()))
-        best = logits.masked_fill(unknown, -torch.inf).topk(number, dim=1).indices
+        ranked = logits.masked_fill(unknown, -torch.inf).sort(dim=1, descending=True, stable=True)
+        best = ranked.indices[:, :number]
         predictions = []
         for record, *found in zip(batch.records, best.tolist(), shares.gather(1, best).tolist(), strict=True):
             top = [[self.answers[answer], score] for answer, score in zip(*found, strict=True)]

@@ -234,7 +234,7 @@ class Flickr30KTask(Task):
         """
         regions, spans = output.text_regions, batch.targets.spans
         boxes = regions.original_boxes(batch.images.scales).detach().cpu().double().numpy()
-        shares = output.task.logits.detach().exp().cpu().double().numpy()
+        shares = output.task.logits.detach().cpu().double().exp().numpy()  # in float32 small shares would all be 0
         kept = (output.task.logits > -torch.inf).cpu().numpy()
         predictions, phrase = [], 0
         for text, (record, count) in enumerate(zip(batch.records, spans.counts.tolist(), strict=True)):

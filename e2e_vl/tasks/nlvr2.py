@@ -142,10 +142,10 @@ class NLVR2Task(Task):
 
     def predict(self, batch: Batch, output: ModelOutput) -> Records:
         """Add to each record `prediction` ("True" or "False"), its `score`, and `true`, the probability of "True"."""
-        shares = output.task.logits.softmax(dim=1).tolist()
+        logits = output.task.logits
+        best, shares = logits.argmax(dim=1).tolist(), logits.softmax(dim=1).tolist()
         predictions = []
-        for record, (false, true) in zip(batch.records, shares, strict=True):
-            is_true = true > false
+        for record, is_true, (false, true) in zip(batch.records, best, shares, strict=True):
             answer = {"prediction": LABELS[is_true], "score": max(true, false), "true": true}
             predictions.append(record | answer)
         return predictions

@@ -61,6 +61,7 @@ def test_batch_rate_and_schedule(name):
     assert (train.clip_norm, train.clip_tensor_norm) == (None, 1.0)
     assert (train.decay_norm_and_bias, train.decay_bn_scales) == (False, True)
     assert (train.mixed_precision, train.patience) == ("no", 3)
+    assert config.eval.every_epochs == (8 if name == "vcr" else 1)  # the one official epoch of VCR is 8 here
     assert config.data.boxes.max_precomputed == regions
 
 
@@ -324,3 +325,54 @@ def test_fine_tuning_of_the_ablation():
     assert config.data.boxes == pretraining.data.boxes and config.data.files == pretraining.data.files
     changed = {line for line in differences(pretraining.train, config.train) if not line.startswith("keep_best")}
     assert changed == {"lr: 5e-05 -> 2e-05"}
+
+
+# Mistakes of the official code -> what is right
+MISTAKES = {
+    "cut_pairs": ("fronts_too_much", ("ends", "fronts")),
+    "answer": ("letters", ("words", "left_out")),
+    "drawn": ("in_turn", ("random",)),
+    "question": ("in_turn", ("both", "answer", "rationale")),
+    "names_restart_in_choices": (True, (False,)),
+    "cut_choices_only": (True, (False,)),
+    "ground_at": ("word_number", ("pieces",)),
+}
+PAPER = ROOT / "configs/visual_bert_paper"
+
+
+def settings_in(part: Any) -> list[tuple[str, Any]]:
+    """Names and values at every depth of nested settings."""
+    if not isinstance(part, dict):
+        return []
+    return [pair for name, value in part.items() for pair in [(name, value), *settings_in(value)]]
+
+
+def is_for_visual_bert(path: Path) -> bool:
+    return "visual_bert" in path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", sorted(PAPER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_paper_has_no_mistake_of_the_official_code(path):
+    config = load(path)
+    found = settings_in(config.task.config) + settings_in(config.data.config)
+    stated = [(name, value) for name, value in found if name in MISTAKES]
+    assert stated
+    assert all(value in MISTAKES[name][1] for name, value in stated), stated
+    if config.task.name == "vcr":
+        assert {name for name, _ in stated} >= {"names_restart_in_choices", "cut_choices_only", "ground_at"}
+
+
+def test_mistakes_are_on_only_where_the_official_code_is_followed():
+    """From pixels and in drawn runs nothing of the official code is to be repeated."""
+    official = {"pretraining", "vcr", "visual_bert_ablation"}
+    seen = set()
+    for path in sorted((ROOT / "configs").rglob("*.yaml")):
+        folder = path.relative_to(ROOT / "configs").parts[0]
+        if not is_for_visual_bert(path) or folder == "analysis" or path.stem == "visual_bert_common":
+            continue
+        config = load(path)
+        found = settings_in(config.task.config) + settings_in(config.data.config)
+        on = {name for name, value in found if name in MISTAKES and value == MISTAKES[name][0]}
+        assert not on or folder in official, (path, on)
+        seen |= on
+    assert seen == set(MISTAKES)

@@ -12,6 +12,7 @@ import pytest
 # so that their asserts say what they compared
 pytest.register_assert_rewrite(
     *(f"tests.parity.{path.stem}" for path in Path(__file__).parent.glob("*_checks.py")),
+    "tests.parity.evaluation_common",
     "tests.parity.visual_bert_common",
     "tests.parity.lxmert_common",
     "tests.parity.vl_bert_common",

@@ -11,11 +11,12 @@ import pytest
 
 from e2e_vl.data.formats.flickr_entities import AnnotatedImage, read_annotation, read_sentences
 from e2e_vl.evaluation.flickr30k import RECALLS, first_hit, phrase_metrics, recalls, right_candidates
+from tests.parity.evaluation_common import folder_of, read_optional
 
 
 @pytest.fixture(scope="module")
 def entities_folder(golden_root: Path) -> Path:
-    return golden_root / "evaluation" / "flickr30k"
+    return folder_of(golden_root, "flickr30k")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def load(folder: Path, name: str) -> Any:
 
 
 def test_entities_phrases_of_every_sentence(entities_folder, images):
-    for name, recorded in load(entities_folder, "expected_parse.json")["images"].items():
+    for name, recorded in read_optional(entities_folder, "expected_parse.json")["images"].items():
         sentences = read_sentences(entities_folder / "Sentences" / f"{name}.txt")
         assert [sentence.words for sentence in sentences] == [row["sentence"] for row in recorded["sentences"]]
         for sentence, row in zip(sentences, recorded["sentences"], strict=True):
@@ -69,7 +70,7 @@ def test_entities_phrases_of_every_sentence(entities_folder, images):
 
 def test_entities_boxes_of_every_image(entities_folder, images):
     """The official parser counts pixels from 0, the file from 1."""
-    for name, recorded in load(entities_folder, "expected_parse.json")["images"].items():
+    for name, recorded in read_optional(entities_folder, "expected_parse.json")["images"].items():
         annotated, expected = images[name], recorded["annotation_zero_based"]
         assert annotated.size == (expected["height"], expected["width"])
         chains = {chain for _, names in zip(annotated.boxes, annotated.names, strict=True) for chain in names}

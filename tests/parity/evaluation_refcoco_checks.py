@@ -11,11 +11,12 @@ import pytest
 from e2e_vl.data.formats.detections import DetectionsFile
 from e2e_vl.data.formats.refer import ReferFiles, read_refs
 from e2e_vl.evaluation.refexp import box_iou, referring_metrics
+from tests.parity.evaluation_common import folder_of
 
 
 @pytest.fixture(scope="module")
 def refcoco(golden_root: Path) -> dict:
-    root = golden_root / "evaluation" / "refcoco"
+    root = folder_of(golden_root, "refcoco")
     refs_file = next(root.glob("*/refs(*).p"))
     detections_file = next(root.glob("detections/*/*_dets.json"))
     return {
@@ -116,4 +117,6 @@ def test_refcoco_splits_follow_the_refer_api(refcoco):
 
 def test_refcoco_python_2_pickle_holds_the_same_as_its_json(refcoco):
     as_json = refcoco["refs_file"].with_suffix(".json")
+    if not as_json.exists():
+        pytest.skip(f"the set has no {as_json.name}; it is optional")
     assert read_refs(refcoco["refs_file"]) == read_refs(as_json)

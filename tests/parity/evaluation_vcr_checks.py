@@ -12,11 +12,12 @@ from e2e_vl.data.formats.vcr_files import VCRFile, read_metadata
 from e2e_vl.data.vcr import relevant_objects
 from e2e_vl.evaluation.vcr import Submission, write_submission
 from tests.leaderboard import read_leaderboard, score
+from tests.parity.evaluation_common import folder_of
 
 
 @pytest.fixture(scope="module")
 def root(golden_root: Path) -> Path:
-    return golden_root / "evaluation" / "vcr"
+    return folder_of(golden_root, "vcr")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,8 @@ def expected(root: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def questions(root: Path) -> VCRFile:
-    return VCRFile(root / "val.jsonl")
+    [path] = root.glob("*.jsonl")
+    return VCRFile(path)
 
 
 @pytest.fixture(scope="module")

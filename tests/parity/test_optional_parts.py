@@ -33,7 +33,7 @@ PARTS = {  # what is removed -> the checks that read it
         "late_fusion.safetensors": ("visual_bert_encoder", "visual_bert_optimiser", "visual_bert_keys"),
         "training.safetensors": ("visual_bert_optimiser",),
         "optim.safetensors": ("visual_bert_adam", "visual_bert_optimiser"),
-        "data.json": ("visual_bert_data", "visual_bert_vcr_text"),
+        "data.json": ("visual_bert_data", "visual_bert_task_rules", "visual_bert_vcr_text"),
         "official_state_keys.json": ("visual_bert_keys",),
     },
 }

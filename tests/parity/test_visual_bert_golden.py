@@ -10,5 +10,6 @@ from tests.parity.visual_bert_finetuning_checks import *  # noqa: F403
 from tests.parity.visual_bert_keys_checks import *  # noqa: F403
 from tests.parity.visual_bert_optimiser_checks import *  # noqa: F403
 from tests.parity.visual_bert_pretraining_checks import *  # noqa: F403
+from tests.parity.visual_bert_task_rules_checks import *  # noqa: F403
 from tests.parity.visual_bert_vcr_detector_checks import *  # noqa: F403
 from tests.parity.visual_bert_vcr_text_checks import *  # noqa: F403

@@ -16,8 +16,10 @@ CASES = ("linear", "constant")
 @pytest.mark.parametrize("name", CASES)
 def test_every_update_of_bert_adam(visual_golden, name, resumed):
     visual_golden.require("optim.safetensors")
-    recorded, options = visual_golden.part("optim", f"{name}."), visual_golden.meta["configs"]["optim"]
-    case = options.get(name, options)
+    options = visual_golden.meta["configs"]["optim"]
+    if name != CASES[0] and name not in options:
+        pytest.skip(f"the set has no case {name} of the optimiser; it is optional")
+    recorded, case = visual_golden.part("optim", f"{name}."), options.get(name, options)
     run = Recorded(visual_golden, case, options["max_grad_norm_per_tensor"])
     for step in range(options["steps"]):
         if resumed and step == options["steps"] // 2:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,37 +23,13 @@ from e2e_vl.samples import HumanAnswers, RightChoice, Sample, SampleText
 from e2e_vl.tasks.heads import Sizes
 from e2e_vl.tasks.objectives.masked_words import mask_words
 from e2e_vl.tasks.pretraining import PretrainingConfig, PretrainingTask
-from e2e_vl.text import load_tokenizer
 from tests.parity import visual_bert_common as common
+from tests.parity.visual_bert_common import part_of
 
 visual_golden = common.visual_golden
+data_rules, rules_tokenizer = common.data_rules, common.rules_tokenizer
 DEVIATIONS = 5  # standard deviations by which two shares of draws may differ
 MASKED = 0.15  # of the wordpieces; the official settings are those of every set
-
-
-@pytest.fixture(scope="module")
-def caption_rules(visual_golden) -> dict[str, Any]:
-    visual_golden.require("data.json")
-    return json.loads((visual_golden.folder / "data.json").read_text(encoding="utf-8"))
-
-
-@pytest.fixture(scope="module")
-def caption_tokenizer(
-    caption_rules: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> PreTrainedTokenizerBase:
-    file = tmp_path_factory.mktemp("vocabulary") / "vocab.txt"
-    file.write_text("".join(f"{word}\n" for word in caption_rules["vocab"]), encoding="utf-8")
-    return load_tokenizer(file)
-
-
-def part_of(caption_rules: dict[str, Any], *keys: str) -> Any:
-    """A part of the rules that a set need not have."""
-    found: Any = caption_rules
-    for key in keys:
-        if key not in found:
-            pytest.skip(f"the set has no {'.'.join(keys)} in data.json; it is optional")
-        found = found[key]
-    return found
 
 
 class Draws:
@@ -77,7 +52,7 @@ class Draws:
 
 
 def worded(
-    caption_tokenizer: PreTrainedTokenizerBase,
+    rules_tokenizer: PreTrainedTokenizerBase,
     text: SampleText,
     draws: Draws | np.random.Generator,
     objectives: dict[str, Any],
@@ -87,26 +62,26 @@ def worded(
     """One text as the settings of VisualBERT's pre-training word it."""
     settings = {"masked_text": 0.0, "masked_regions": 0.0} | objectives
     settings["masked_words"] = {"weight": 1.0, "whole_words": False} | settings.get("masked_words", {})
-    made = build_objectives(settings, Sizes(8, len(caption_tokenizer)))
-    task = PretrainingTask(8, PretrainingConfig(vocab_size=len(caption_tokenizer), cut_pairs="fronts_too_much"), made)
-    wording = task.wording(TextWriter(caption_tokenizer, VisualBertEncoder.layout, training=True))
+    made = build_objectives(settings, Sizes(8, len(rules_tokenizer)))
+    task = PretrainingTask(8, PretrainingConfig(vocab_size=len(rules_tokenizer), cut_pairs="fronts_too_much"), made)
+    wording = task.wording(TextWriter(rules_tokenizer, VisualBertEncoder.layout, training=True))
     sample = Sample((), (dataclasses.replace(text, looks_at=()),), pool=pool, own=list(own))
     [example] = wording(sample, (), lambda _: draws)
     assert not getattr(draws, "numbers", None), "not all recorded draws were made"
     return example
 
 
-def assert_text(example: TextExample, recorded: dict[str, Any], caption_tokenizer: PreTrainedTokenizerBase) -> None:
-    assert caption_tokenizer.convert_ids_to_tokens(example.laid.input_ids) == recorded["tokens"]
+def assert_text(example: TextExample, recorded: dict[str, Any], rules_tokenizer: PreTrainedTokenizerBase) -> None:
+    assert rules_tokenizer.convert_ids_to_tokens(example.laid.input_ids) == recorded["tokens"]
     assert example.laid.segment_ids.tolist() == recorded["token_type_ids"]
 
 
 # Length
 
 
-def test_pretraining_cutting_of_pairs(caption_rules, caption_tokenizer):
-    for one in part_of(caption_rules, "truncate_pair"):
-        writer = TextWriter(caption_tokenizer, VisualBertEncoder.layout, max_length=one["max_seq_length"])
+def test_pretraining_cutting_of_pairs(data_rules, rules_tokenizer):
+    for one in part_of(data_rules, "truncate_pair"):
+        writer = TextWriter(rules_tokenizer, VisualBertEncoder.layout, max_length=one["max_seq_length"])
         laid = writer.pair([5] * one["len_a"], [6] * one["len_b"], "fronts_too_much")
         first, second = (laid.source[laid.source >= 0][laid.segment_ids[laid.source >= 0] == part] for part in (0, 1))
         assert (len(first), len(second)) == (one["kept_a"], one["kept_b"]), one
@@ -114,14 +89,14 @@ def test_pretraining_cutting_of_pairs(caption_rules, caption_tokenizer):
         if one["kept_b"]:
             assert second[0] - one["len_a"] == one["first_b"]
         else:
-            assert laid.segment_ids.max() == 0 and laid.input_ids.tolist().count(caption_tokenizer.sep_token_id) == 1
+            assert laid.segment_ids.max() == 0 and laid.input_ids.tolist().count(rules_tokenizer.sep_token_id) == 1
         assert len(laid.input_ids) <= one["max_seq_length"]
         assert laid.num_cut == one["len_a"] + one["len_b"] - one["kept_a"] - one["kept_b"]
 
 
-def test_pretraining_cutting_of_single_texts(caption_rules, caption_tokenizer):
-    one = part_of(caption_rules, "truncate_single")
-    laid = TextWriter(caption_tokenizer, VisualBertEncoder.layout, max_length=one["max_seq_length"]).single(
+def test_pretraining_cutting_of_single_texts(data_rules, rules_tokenizer):
+    one = part_of(data_rules, "truncate_single")
+    laid = TextWriter(rules_tokenizer, VisualBertEncoder.layout, max_length=one["max_seq_length"]).single(
         [5] * one["len_a"]
     )
     kept = laid.source[laid.source >= 0].tolist()
@@ -131,16 +106,9 @@ def test_pretraining_cutting_of_single_texts(caption_rules, caption_tokenizer):
 # Captions
 
 
-def numbers_of(caption_rules: dict[str, Any], caption: str) -> list[int]:
-    """Which captions have these wordpieces, written without [CLS] and [SEP]."""
-    captions = caption_rules["coco"]["captions"]
-    joined = caption.replace(" ##", "")
-    return [one["id"] for one in captions if one["caption"].lower() == joined]
-
-
-def own_captions(caption_rules: dict[str, Any], number: int) -> list[int]:
-    captions = {one["id"]: one for one in caption_rules["coco"]["captions"]}
-    return [one["id"] for one in captions.values() if one["image_id"] == captions[number]["image_id"]]
+def own_captions(captions: list[dict[str, Any]], row: int) -> list[int]:
+    """Rows of the captions of the same image."""
+    return [index for index, one in enumerate(captions) if one["image_id"] == captions[row]["image_id"]]
 
 
 OBJECTIVE = {
@@ -150,19 +118,25 @@ OBJECTIVE = {
 }
 
 
-def test_pretraining_captions_of_an_image_and_of_others(caption_rules, caption_tokenizer):
-    captions = [one["caption"] for one in part_of(caption_rules, "coco", "captions")]
-    for one in caption_rules["coco"]["pairs"]:
-        number, is_match = one["caption"], one["label"]
-        own = own_captions(caption_rules, number)
+def test_pretraining_captions_of_an_image_and_of_others(data_rules, rules_tokenizer):
+    recorded = part_of(data_rules, "coco", "captions")
+    captions = [one["caption"] for one in recorded]
+    pieces = [rules_tokenizer.tokenize(caption) for caption in captions]
+    rows = {one["id"]: row for row, one in enumerate(recorded)}
+    for one in part_of(data_rules, "coco", "pairs"):
+        number, is_match = rows[one["caption"]], one["label"]
+        own = own_captions(recorded, number)
         parts = [
-            " ".join(pieces)
-            for is_end, pieces in itertools.groupby(one["tokens"][1:], lambda token: token == "[SEP]")
+            list(part)
+            for is_end, part in itertools.groupby(one["tokens"][1:], lambda token: token == "[SEP]")
             if not is_end
         ]
         draws = Draws()  # nothing is exchanged
         judged = parts[-1]
-        candidates = [index for index in numbers_of(caption_rules, judged) if (index in own) == (is_match != 0)]
+        candidates = [row for row, words in enumerate(pieces) if words == judged and (row in own) == (is_match != 0)]
+        if one["mode"] == "two_sentence":
+            candidates = [row for row in candidates if row != number]  # never the same caption twice
+        assert candidates, one
         if is_match == 0:
             draws = Draws(0.0, candidates[:1])
         elif one["mode"] == "two_sentence":
@@ -170,16 +144,17 @@ def test_pretraining_captions_of_an_image_and_of_others(caption_rules, caption_t
             draws = Draws(1.0, [others.index(candidates[0])])
         text = SampleText(number, captions[number], {})
         relationship = OBJECTIVE[one["mode"]]
-        example = worded(caption_tokenizer, text, draws, {"relationship": relationship}, captions, own)
-        assert_text(example, one, caption_tokenizer)
+        example = worded(rules_tokenizer, text, draws, {"relationship": relationship}, captions, own)
+        assert_text(example, one, rules_tokenizer)
         label = example.targets.parts.get("relationship")
         assert (None if label is None else int(label.is_match)) == is_match, one
 
 
-def test_pretraining_how_often_captions_fit(caption_rules, caption_tokenizer):
+def test_pretraining_how_often_captions_fit(data_rules, rules_tokenizer):
     """Both modes are drawn half and half; the number of draws is recorded with them."""
-    captions = [one["caption"] for one in part_of(caption_rules, "coco", "captions")]
-    for mode, counts in part_of(caption_rules, "coco", "counts").items():
+    recorded = part_of(data_rules, "coco", "captions")
+    captions = [one["caption"] for one in recorded]
+    for mode, counts in part_of(data_rules, "coco", "counts").items():
         fits = {name: count for name, count in counts.items() if "same image: True" in name}
         total = sum(counts.values())
         assert all(f"label: {'None' if OBJECTIVE[mode] == 0.0 else int(name in fits)}" in name for name in counts)
@@ -187,9 +162,9 @@ def test_pretraining_how_often_captions_fit(caption_rules, caption_tokenizer):
         for index in range(draws):
             number = index % len(captions)
             text = SampleText(number, captions[number], {})
-            own = own_captions(caption_rules, number)
+            own = own_captions(recorded, number)
             relationship = OBJECTIVE[mode]
-            example = worded(caption_tokenizer, text, generator, {"relationship": relationship}, captions, own)
+            example = worded(rules_tokenizer, text, generator, {"relationship": relationship}, captions, own)
             found += example.record.get("is_match", True)
         share = sum(fits.values()) / total
         spread = np.sqrt(max(share * (1 - share), 0.0) * (1 / total + 1 / draws))
@@ -199,18 +174,18 @@ def test_pretraining_how_often_captions_fit(caption_rules, caption_tokenizer):
 # Masking
 
 
-def test_pretraining_how_often_wordpieces_are_masked(caption_rules, caption_tokenizer):
-    recorded = part_of(caption_rules, "masking")
-    count, unused = 60_000, len(caption_tokenizer) + 7  # a wordpiece that no random entry is
+def test_pretraining_how_often_wordpieces_are_masked(data_rules, rules_tokenizer):
+    recorded = part_of(data_rules, "masking")
+    count, unused = 60_000, len(rules_tokenizer) + 7  # a wordpiece that no random entry is
     ids, labels = mask_words(
         [[unused]] * count,
         np.random.default_rng(0),
-        mask_id=caption_tokenizer.mask_token_id,
-        vocab_size=len(caption_tokenizer),
+        mask_id=rules_tokenizer.mask_token_id,
+        vocab_size=len(rules_tokenizer),
         probability=MASKED,
     )
     chosen = labels >= 0
-    number, entry = int(chosen.sum()), 1 / len(caption_tokenizer)  # [MASK] and the word itself may be random entries
+    number, entry = int(chosen.sum()), 1 / len(rules_tokenizer)  # [MASK] and the word itself may be random entries
     assert recorded["label_is_the_original"] and (labels[chosen] == unused).all()
     assert recorded["changed_without_label"] == 0 and (ids[~chosen] == unused).all()
 
@@ -219,52 +194,62 @@ def test_pretraining_how_often_wordpieces_are_masked(caption_rules, caption_toke
 
     labelled = int(recorded["tokens"] * recorded["labelled"])
     assert_share(chosen.mean(), recorded["labelled"], recorded["tokens"], count)
-    assert_share((ids[chosen] == caption_tokenizer.mask_token_id).mean(), recorded["masked"], labelled, number)
+    assert_share((ids[chosen] == rules_tokenizer.mask_token_id).mean(), recorded["masked"], labelled, number)
     assert_share((ids[chosen] == unused).mean(), recorded["unchanged"] - 0.1 * entry, labelled, number)
-    special = np.isin(ids[chosen], [caption_tokenizer.cls_token_id, caption_tokenizer.sep_token_id])
-    assert special.any() == recorded["special_tokens_as_replacement"]
+    specials = [rules_tokenizer.cls_token_id, rules_tokenizer.sep_token_id]
+    few = max(*specials, rules_tokenizer.mask_token_id) + 1  # of so few entries, special ones are surely drawn
+    ids, labels = mask_words(
+        [[unused]] * count,
+        np.random.default_rng(0),
+        mask_id=rules_tokenizer.mask_token_id,
+        vocab_size=few,
+        probability=MASKED,
+    )
+    assert np.isin(ids[labels >= 0], specials).any()
+    if not recorded["special_tokens_as_replacement"]:  # by chance, in a large vocabulary
+        assert 0.1 * labelled * len(specials) * entry < 2 * DEVIATIONS
 
 
 # Task-specific texts
 
 
-def test_pretraining_questions_with_an_answer(caption_rules, caption_tokenizer):
-    for one in part_of(caption_rules, "vqa", "examples"):
+def test_pretraining_questions_with_an_answer(data_rules, rules_tokenizer):
+    for one in part_of(data_rules, "vqa", "examples"):
         question = " ".join(one["question_tokens"])
         recorded = one["pre_train"]
         for words in (question, f"{question}?"):  # the official files of questions have the mark, their tokens do not
             text = SampleText(0, words, {}, HumanAnswers(("none of them", one["answer"])))
             settings = {"masked_words": {"answer": "letters"}, "relationship": 0.0}
-            example = worded(caption_tokenizer, text, Draws(numbers=[1]), settings)
-            assert_text(example, recorded, caption_tokenizer)
+            example = worded(rules_tokenizer, text, Draws(numbers=[1]), settings)
+            assert_text(example, recorded, rules_tokenizer)
             assert ("relationship" in example.targets.parts) == recorded["has_sentence_label"]
 
 
-def test_pretraining_sentences_about_two_images(caption_rules, caption_tokenizer):
-    found = [one for one in part_of(caption_rules, "nlvr2", "examples") if one["pretraining"]]
+def test_pretraining_sentences_about_two_images(data_rules, rules_tokenizer):
+    found = [one for one in part_of(data_rules, "nlvr2", "examples") if one["pretraining"]]
     if not found:
         pytest.skip("the set has no NLVR2 text of pre-training; it is optional")
     for one in found:
         text = SampleText(0, one["item"]["sentence"], {}, RightChoice(one["label"]), looks_at=())
         settings = {"relationship": {"weight": 1.0, "texts": "stated"}}
-        example = worded(caption_tokenizer, text, Draws(), settings)
-        assert_text(example, one, caption_tokenizer)
+        example = worded(rules_tokenizer, text, Draws(), settings)
+        assert_text(example, one, rules_tokenizer)
         assert int(example.targets.parts["relationship"].is_match) == one["sentence_label"]
 
 
-def test_pretraining_captions_of_flickr30k(caption_rules, caption_tokenizer):
+def test_pretraining_captions_of_flickr30k(data_rules, rules_tokenizer):
     """Every wordpiece of the caption, and nothing else; phrases do not matter here."""
-    for one in part_of(caption_rules, "flickr", "entries"):
-        example = worded(caption_tokenizer, SampleText(0, one["sentence"], {}), Draws(), {"relationship": 0.0})
-        assert caption_tokenizer.convert_ids_to_tokens(example.laid.input_ids) == one["tokens"]
+    for one in part_of(data_rules, "flickr", "entries"):
+        example = worded(rules_tokenizer, SampleText(0, one["sentence"], {}), Draws(), {"relationship": 0.0})
+        assert rules_tokenizer.convert_ids_to_tokens(example.laid.input_ids) == one["tokens"]
         assert not example.laid.segment_ids.any()
 
 
-def test_pretraining_which_text_of_a_question_is_read(caption_rules):
+def test_pretraining_which_text_of_a_question_is_read(data_rules):
     """`complete_shuffle` gives a question the same of its eight texts always: four answers, then four rationales."""
     reader = VCRDataset.__new__(VCRDataset)
     reader.settings = VCROptions(question="in_turn")
-    for one in part_of(caption_rules, "vcr", "shuffled_index"):
+    for one in part_of(data_rules, "vcr", "shuffled_index"):
         item, which = one["index"] // 8, one["which"]
         assert one["item"] == item
         assert reader._is_answer(item) == (which < 4)

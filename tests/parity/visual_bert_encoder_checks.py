@@ -68,6 +68,16 @@ def run_recorded(encoder: VisualBertEncoder, case: common.Case) -> tuple[dict[st
     return layers, {"pooled": output.summary, **maps}
 
 
+def test_every_recorded_case_is_compared(visual_golden):
+    cases = {name.split(".")[0] for name in visual_golden["encoder"]}
+    assert cases and cases <= set(CASES)
+    cases = {name.split(".")[0] for name in visual_golden[common.INPUTS] if name.endswith(".out")}
+    assert cases and cases <= {*CASES, "aligned_long"}
+    if (visual_golden.folder / "late_fusion.safetensors").exists():
+        cases = {name.split(".")[0] for name in visual_golden["late_fusion"] if name.endswith(".sequence")}
+        assert cases and cases <= set(LATE)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_encoder(visual_golden, name):
     recorded = visual_golden.part("encoder", f"{name}.")

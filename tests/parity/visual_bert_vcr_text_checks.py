@@ -8,12 +8,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from detector.detector_config import DetectorConfig
 from detector.images import ResizeRule
@@ -30,26 +28,14 @@ from e2e_vl.layout import TextWriter
 from e2e_vl.samples import AnnotatedObjects, ChoiceText, RightChoice, SampleImage
 from e2e_vl.tasks.vcr import VCRConfig, VCRTask
 from e2e_vl.tasks.vcr_sentences import Piece, cut_choices, plain_text
-from e2e_vl.text import load_tokenizer
 from tests.parity import visual_bert_common as common
+from tests.parity.visual_bert_common import part_of
 from tests.tasks.wordings import sample_of, tokens, word
 
 visual_golden = common.visual_golden
+data_rules, rules_tokenizer = common.data_rules, common.rules_tokenizer
 ROOT = Path(__file__).parents[2]
 KINDS = ("answer", "rationale")
-
-
-@pytest.fixture(scope="module")
-def recorded(visual_golden) -> dict[str, Any]:
-    visual_golden.require("data.json")
-    return json.loads((visual_golden.folder / "data.json").read_text("utf-8"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(recorded, tmp_path_factory) -> PreTrainedTokenizerBase:
-    file = tmp_path_factory.mktemp("vocabulary") / "vocab.txt"
-    file.write_text("\n".join(recorded["vocab"]) + "\n", encoding="utf-8")
-    return load_tokenizer(file)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +43,8 @@ def settings() -> RunConfig:
     return load_config(ROOT / "configs/vcr/visual_bert_q2a.yaml", ["data.root=DATA"])
 
 
-def texts_of(recorded, tokenizer, settings, kind: str) -> list[TextExample]:
-    item, boxes = recorded["vcr"]["item"], recorded["vcr"]["boxes_used"]
+def texts_of(data_rules, rules_tokenizer, settings, kind: str) -> list[TextExample]:
+    item, boxes = part_of(data_rules, "vcr", "item"), part_of(data_rules, "vcr", "boxes_used")
     is_answer = kind == "answer"
     query = [item["question"]] if is_answer else [item["question"], item["answer_choices"][item["answer_label"]]]
     label = item["answer_label" if is_answer else "rationale_label"]
@@ -69,17 +55,17 @@ def texts_of(recorded, tokenizer, settings, kind: str) -> list[TextExample]:
     objects = AnnotatedObjects(corners, "recorded", names=tuple(item["objects"]))
     image = SampleImage("7", Path("photo.jpg"), objects=objects, candidates=tuple(boxes))
     config = from_dict(VCRConfig, dict(settings.task.config), "task.config")
-    wording = VCRTask(8, config).wording(TextWriter(tokenizer, VisualBertEncoder.layout, training=True))
+    wording = VCRTask(8, config).wording(TextWriter(rules_tokenizer, VisualBertEncoder.layout, training=True))
     return word(wording, sample_of(text, image=image), epoch=3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_and_places_of_named_objects(recorded, tokenizer, settings, kind):
-    found = texts_of(recorded, tokenizer, settings, kind)
-    theirs = recorded["vcr"]["alignment"][kind]
+def test_texts_and_places_of_named_objects(data_rules, rules_tokenizer, settings, kind):
+    found = texts_of(data_rules, rules_tokenizer, settings, kind)
+    theirs = part_of(data_rules, "vcr", "alignment", kind)
     assert len(found) == len(theirs)
     for ours, one in zip(found, theirs, strict=True):
-        assert tokens(ours, tokenizer) == one["tokens"]
+        assert tokens(ours, rules_tokenizer) == one["tokens"]
         assert ours.laid.input_ids.tolist() == one["input_ids"]
         assert ours.laid.segment_ids.tolist() == one["token_type_ids"]
         assert bool(ours.targets.is_right) == one["is_correct"]
@@ -90,23 +76,23 @@ def test_texts_and_places_of_named_objects(recorded, tokenizer, settings, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_people_have_recorded_names(recorded, tokenizer, settings, kind):
-    found = texts_of(recorded, tokenizer, settings, kind)[0].record
-    said = recorded["vcr"][kind]
+def test_people_have_recorded_names(data_rules, rules_tokenizer, settings, kind):
+    found = texts_of(data_rules, rules_tokenizer, settings, kind)[0].record
+    said = part_of(data_rules, "vcr", kind)
     assert found["sent"] == " ".join(said["context"])
     assert found["choices"] == [plain_text(choice, []) for choice in said["choices"]]
 
 
-def test_boxes_of_all_texts(recorded):
-    item = recorded["vcr"]["item"]
+def test_boxes_of_all_texts(data_rules):
+    item = part_of(data_rules, "vcr", "item")
     sentences = [item["question"], *item["answer_choices"], *item["rationale_choices"]]
-    assert list(relevant_objects(item["objects"], sentences)) == recorded["vcr"]["boxes_used"]
+    assert list(relevant_objects(item["objects"], sentences)) == part_of(data_rules, "vcr", "boxes_used")
 
 
 @pytest.mark.parametrize(("kind", "objects"), [("answer", "r2c_all_texts"), ("answer", "r2c"), ("rationale", "r2c")])
-def test_boxes_of_a_question(recorded, tmp_path, kind, objects):
+def test_boxes_of_a_question(data_rules, tmp_path, kind, objects):
     """`add_all_features` off is "r2c"."""
-    item = recorded["vcr"]["item"]
+    item = part_of(data_rules, "vcr", "item")
     line = {**item, "annot_id": "val-0", "img_fn": "a.png", "metadata_fn": "a.json", "movie": "film"}
     (tmp_path / "val.jsonl").write_text(json.dumps(line) + "\n")
     names = tuple(dict.fromkeys(item["objects"]))
@@ -125,13 +111,13 @@ def test_boxes_of_a_question(recorded, tmp_path, kind, objects):
             }
         )
     )
-    vcr = recorded["vcr"]
-    expected = vcr["boxes_used"] if objects == "r2c_all_texts" else vcr["add_all_features_off"][kind]
+    keys = ("boxes_used",) if objects == "r2c_all_texts" else ("add_all_features_off", kind)
+    expected = part_of(data_rules, "vcr", *keys)
     assert list(dataset.sample(group).images[0].candidates) == expected
 
 
-def test_the_choice_alone_is_cut(recorded):
-    for case in recorded["truncate_vcr"]:
+def test_the_choice_alone_is_cut(data_rules):
+    for case in part_of(data_rules, "truncate_vcr"):
         front = [Piece(number, -1, number) for number in range(case["len_a"])]
         choice = [Piece(number, -1, number) for number in range(case["len_b"])]
         cut_choices(front, [choice], case["max_seq_length"] - 3)
@@ -140,14 +126,14 @@ def test_the_choice_alone_is_cut(recorded):
         assert case["first_b"] == (choice[0].id if choice else None)
 
 
-def test_images_on_their_canvas(recorded, settings):
+def test_images_on_their_canvas(data_rules, settings):
     """Images higher than the canvas allows are resized by another rule here; VCR's are wide."""
     resize = settings.data.resize
     rule = ResizeRule(resize.short_edge[-1], resize.long_edge, resize.rounding)
     config = DetectorConfig.from_yaml(ROOT / "configs/detector/r2c_R_50.yaml")
     network = R2CNetwork(config, NetworkSizes(8, (1, 1, 1, 1), (8, 8, 8, 8))).eval()
     black = torch.tensor([-m / s for m, s in zip(config.input.pixel_mean, config.input.pixel_std, strict=True)])
-    for case in recorded["vcr_image"]:
+    for case in part_of(data_rules, "vcr_image"):
         left, top, right, bottom = case["window"]
         size = (bottom - top, right - left)
         if case["width"] >= case["height"]:
@@ -162,8 +148,8 @@ def test_images_on_their_canvas(recorded, settings):
         assert torch.equal(pixels[0][:, outside], black[:, None].expand(3, int(outside.sum())))
 
 
-def test_masks_of_objects(recorded, settings):
-    case = recorded["vcr_mask"]
+def test_masks_of_objects(data_rules, settings):
+    case = part_of(data_rules, "vcr_mask")
     outlines = [np.array(polygon) for polygon in case["polygons"]]
     at = settings.task.config["mask_at"]
     mask = instance_mask(outlines, np.array(case["box"][:4]), len(case["mask"]), at)

@@ -238,3 +238,12 @@ def test_a_user_puts_phrases_in_brackets(tokenizer, tmp_path):
     assert task.question(Question(tmp_path / "a.jpg", "a shirt")).texts[0].facts["phrases"] == ["a shirt"]
     with pytest.raises(ValueError, match="takes neither choices"):
         task.question(Question(tmp_path / "a.jpg", "a", choices=("b",)))
+
+
+def test_small_shares_keep_their_order():
+    """In float32 they would all be zero, and the first region would win."""
+    task, batch = make_task(), make_batch(SECOND, spans=SPANS[1:])
+    output = run(task, batch)
+    output.task.logits = torch.tensor([[-200.0, -190.0, -150.0, 0.0]])
+    [found] = task.predict(batch, output)
+    assert found["ranks"] == [1]

@@ -119,3 +119,11 @@ def test_the_picture_shows_both_images(tmp_path):
     assert (picture[:, 5] == 40).all() and (picture[:, width - 5] == 200).all()
     left = int((picture[height // 2, :, 0] == 40).sum())
     assert left / height == pytest.approx(1.5, abs=0.02)
+
+
+def test_logits_decide_where_their_shares_are_equal():
+    batch = make_batch(1)
+    logits = torch.tensor([[1e-9, 2e-9]])
+    assert len(set(logits.softmax(dim=1)[0].tolist())) == 1
+    [found] = make_task().predict(batch, ModelOutput(TaskOutput({}, logits), None, None, None, batch))
+    assert found["prediction"] == "True"

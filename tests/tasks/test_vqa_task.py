@@ -242,3 +242,14 @@ def test_the_unknown_answer_wins_only_where_it_may():
         output, _ = run(task, batch)
         scored = ModelOutput(TaskOutput({}, logits), output.regions, output.text_regions, output.encoded, batch)
         assert [record["answer"] for record in task.predict(batch, scored)] == expected
+
+
+def test_the_first_of_equal_answers_wins():
+    task = make_task(answers=[f"answer {number}" for number in range(40)], top_answers=3)
+    logits = torch.zeros(2, 40)
+    logits[1, [30, 7, 12]] = 1.0
+    batch = make_batch(None, None, targets=VQATargets())
+    found = task.predict(batch, ModelOutput(TaskOutput({}, logits), None, None, None, batch))
+    assert [record["answer"] for record in found] == ["answer 0", "answer 7"]
+    top = [[answer for answer, _ in record["top_answers"]] for record in found]
+    assert top == [["answer 0", "answer 1", "answer 2"], ["answer 7", "answer 12", "answer 30"]]
