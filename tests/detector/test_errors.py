@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from detector.errors import LONGEST_LINE, MissingFileError, UserError
+import pytest
+
+from detector.errors import LONGEST_LINE, MissingFileError, UserError, first_line
 
 
 def test_a_missing_file_is_both_a_users_error_and_a_file_that_is_not_found():
@@ -21,3 +23,17 @@ def test_a_long_value_of_a_damaged_file_loses_its_middle():
 def test_a_list_of_many_problems_stays_whole():
     problems = "\n".join(f"  {number}. f{number}.json: there is no such file" for number in range(500))
     assert str(UserError(problems)) == problems and len(problems) > LONGEST_LINE
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("no route", "no route"),
+        ("\nno route\nTraceback ...", "no route"),
+        ("", "ConnectionError"),
+        (" \n", "ConnectionError"),
+    ],
+)
+def test_the_first_line_of_an_error_is_never_empty(said: str, expected: str):
+    assert first_line(ConnectionError(said)) == expected
+    assert first_line(ConnectionError()) == "ConnectionError"
