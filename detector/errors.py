@@ -34,6 +34,11 @@ class MissingFileError(UserError, FileNotFoundError):
     """
 
 
+def first_line(error: BaseException) -> str:
+    """What another library says went wrong, as a part of a sentence; its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def _without_middle(line: str) -> str:
     half = LONGEST_LINE // 2
     return line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"

@@ -14,7 +14,7 @@ from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 
-from detector.errors import MissingFileError, UserError
+from detector.errors import MissingFileError, UserError, first_line
 from detector.plain_json import read_plain_json
 from detector.user_paths import user_path
 from e2e_vl.run_files import looks_like_hub_name
@@ -71,10 +71,9 @@ def _hub_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         folder = Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # errors of the connection are of a library that depends on huggingface_hub's version
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise MissingFileError(
-            f"{name}: neither a local file or folder nor a tokenizer that could be loaded from the hub ({reason}); "
-            "check the name and the connection, or give a local vocab.txt"
+            f"{name}: neither a local file or folder nor a tokenizer that could be loaded from the hub "
+            f"({first_line(error)}); check the name and the connection, or give a local vocab.txt"
         ) from error
     if (folder / "tokenizer.json").is_file() or (folder / "tokenizer_config.json").is_file():
         tokenizer = _saved_tokenizer(folder, HUB_FILES)  # the cache may have more of the model

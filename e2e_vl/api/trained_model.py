@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import ModelCard, ModelHubMixin, snapshot_download
 from transformers import PreTrainedTokenizerBase
 
-from detector.errors import MissingFileError, UserError
+from detector.errors import MissingFileError, UserError, first_line
 from detector.images import ResizeRule
 from detector.plain_json import read_plain_json
 from detector.selection_rule import SelectionRule
@@ -405,7 +405,7 @@ def load(source: str | Path, device: str | torch.device | None = None) -> Traine
     except (OSError, ValueError) as error:  # no such model, no connection, or offline
         raise MissingFileError(
             f"{source}: neither a local folder nor a model that could be loaded from the hub "
-            f"({str(error).splitlines()[0]}); check the name and the connection, or give a run directory."
+            f"({first_line(error)}); check the name and the connection, or give a run directory."
         ) from error
     return TrainedModel.from_folder(folder, device)
 

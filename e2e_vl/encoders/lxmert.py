@@ -207,7 +207,7 @@ class LxmertEncoder(Encoder):
         """
         passes = ImagePasses.of(regions, self.config.image_slots)
         maps = AttentionMaps(texts, passes) if output_attentions else None
-        words = self.encode_words(texts, passes, maps)
+        words = self.encode_words(texts, maps)
         biases = self.biases(regions, passes)
         objects = self.encode_regions(texts, regions, passes, maps, biases)
         words, objects, between = self.encode_together(words, objects, texts, passes, maps, biases, inner_layer)
@@ -230,9 +230,7 @@ class LxmertEncoder(Encoder):
         is_pair = attend[:, :, None] & attend[:, None]
         return self.relative_geometry(passes.split(regions.boxes), passes.split(regions.image_sizes), is_pair)
 
-    def encode_words(
-        self, texts: TextBatch, passes: ImagePasses, maps: AttentionMaps | None = None
-    ) -> Float[Tensor, "M L E"]:
+    def encode_words(self, texts: TextBatch, maps: AttentionMaps | None) -> Float[Tensor, "M L E"]:
         """Through the layers over words, which do not depend on images."""
         words = self.embeddings(texts)
         for layer in self.encoder.layer:

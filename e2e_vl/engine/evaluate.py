@@ -144,9 +144,7 @@ def evaluate(
     )
     was_training = model.training
     model.eval()
-    if accelerator.num_processes > 1:  # batch statistics of the main process count, as when the model is saved
-        for buffer in model.buffers():
-            broadcast(buffer, from_process=0)
+    _share_buffers(model, accelerator)
     records: list[dict[str, Any]] = []
     bar = tqdm(loader, desc=name, unit="batch", leave=False, delay=1, disable=not accelerator.is_local_main_process)
     with all_or_none(accelerator, on_fault), torch.no_grad(), accelerator.autocast(), bar:
@@ -168,6 +166,13 @@ def evaluate(
     with all_or_none(accelerator, on_fault):
         on_main(accelerator, lambda: _check_complete(records, groups, unreadable or [], name))
     return records
+
+
+def _share_buffers(model: VisionLanguageModel, accelerator: Accelerator) -> None:
+    """Batch statistics of the main process count, as when the model is saved."""
+    if accelerator.num_processes > 1:
+        for buffer in model.buffers():
+            broadcast(buffer, from_process=0)
 
 
 def _check_complete(

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from detector.errors import UserError
+from detector.errors import UserError, first_line
 from e2e_vl.engine.gradients import NORM
 from e2e_vl.model import VisionLanguageModel
 from e2e_vl.structures import Batch
@@ -88,7 +89,7 @@ def refuse(
         of_all = gather_object([(bool(suspects), images)])
         images = [name for has_bad, names in of_all for name in names if has_bad == any(bad for bad, _ in of_all)]
     speaks = alone or accelerator.is_main_process
-    _keep(failed, accelerator.process_index, images, model if speaks else None, optimizer)
+    problem = _keep(failed, accelerator.process_index, images, model if speaks else None, optimizer)
     bad = [name for name in failed.bad if name != NORM]  # after a loss, gradients are no news
     if not bad:
         names = _losses_without_gradient(model, failed.batches, accelerator)
@@ -97,10 +98,11 @@ def refuse(
     if not speaks:
         raise SystemExit(2)
     more = ", ..." if len(images) > SHOWN else ""
+    kept = f"are in {failed.folder}" if problem is None else f"could not be written to {failed.folder} ({problem})"
     raise UserError(
         f"{', '.join(bad)} became NaN or infinite in step {failed.step} (images {', '.join(images[:SHOWN])}{more}); "
         "lower train.lr, set train.clip_norm, or look at these images' annotations. The update was not made; its "
-        f"batch and the weights are in {failed.folder}. {advice}"
+        f"batch and the weights {kept}. {advice}"
     )
 
 
@@ -130,12 +132,15 @@ def _keep(
     images: Sequence[str],
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer,
-) -> None:
+) -> str | None:
     """Write what is kept of the step; what there is no room for is left out.
 
     Args:
         process: number of this process, which writes its batches.
         model: on the process that writes the rest; None on the others.
+
+    Returns:
+        Why not all of it could be written, or None. It is no error, because the step already is one.
     """
     folder = failed.folder
     try:
@@ -144,7 +149,7 @@ def _keep(
             content = {"batches": [_plain(batch) for batch in failed.batches], "random_state": failed.random_state}
             torch.save(content, part)
         if model is None:
-            return
+            return None
         losses = [without_nan({name: float(value) for name, value in own.items()}) for own in failed.losses]
         about = {"step": failed.step, "not_finite": failed.bad, "images": list(images), "losses": losses}
         write_json(folder / "about.json", about)
@@ -153,8 +158,9 @@ def _keep(
             save_file(tensors, part)
         with whole_file(folder / "optimizer.pt") as part:
             torch.save(optimizer.state_dict(), part)
-    except (OSError, RuntimeError):
-        return
+    except (OSError, RuntimeError, SafetensorError) as error:
+        return first_line(error)
+    return None
 
 
 def _plain(value: Any) -> Any:

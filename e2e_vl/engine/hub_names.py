@@ -5,7 +5,7 @@ from __future__ import annotations
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError
 
-from detector.errors import MissingFileError
+from detector.errors import MissingFileError, first_line
 from detector.user_paths import user_path
 from e2e_vl.text import looks_like_hub_name
 
@@ -31,8 +31,7 @@ def check_hub_name(name: str) -> None:
     except EntryNotFoundError:
         return  # there is such a model, without this file
     except Exception as error:  # errors of the connection are of a library that depends on huggingface_hub's version
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise MissingFileError(
-            f"{name}: neither a local file or folder nor a model within reach on the hub ({reason}); check the name "
-            "and the connection, or give a local file."
+            f"{name}: neither a local file or folder nor a model within reach on the hub ({first_line(error)}); check "
+            "the name and the connection, or give a local file."
         ) from error

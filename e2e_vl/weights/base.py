@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from torch import Tensor, nn
+from transformers.utils import SAFE_WEIGHTS_NAME
 
+from detector.errors import UserError
 from e2e_vl.model import VisionLanguageModel
 
 
@@ -83,3 +85,12 @@ def replace_module(name: str, names: Mapping[str, str]) -> str | None:
         if name == old or name.startswith(f"{old}."):
             return new + name.removeprefix(old)
     return None
+
+
+def require_transformers_name(path: Path) -> None:
+    """Raises UserError unless transformers finds the weights of a folder in a file of this name."""
+    if path.name != SAFE_WEIGHTS_NAME:
+        raise UserError(
+            f"{path}: transformers reads folders with a file {SAFE_WEIGHTS_NAME}; name the output "
+            f"{path.with_suffix('') / SAFE_WEIGHTS_NAME}."
+        )

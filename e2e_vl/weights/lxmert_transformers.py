@@ -14,12 +14,11 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.models.lxmert.configuration_lxmert import LxmertConfig
-from transformers.utils import SAFE_WEIGHTS_NAME
 
 from detector.errors import UserError
 from e2e_vl.encoders.lxmert import LxmertEncoder
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.weights.base import replace_module
+from e2e_vl.weights.base import replace_module, require_transformers_name
 from e2e_vl.weights.lxmert import (
     ANSWERING,
     PRETRAINING,
@@ -83,11 +82,7 @@ class TransformersLxmert(OfficialLxmert):
             ValueError: transformers has no such encoder, or the file has another name.
         """
         path = Path(path)
-        if path.name != SAFE_WEIGHTS_NAME:
-            raise UserError(
-                f"{path}: transformers reads folders with a file {SAFE_WEIGHTS_NAME}; name the output "
-                f"{path.with_suffix('') / SAFE_WEIGHTS_NAME}."
-            )
+        require_transformers_name(path)
         if not isinstance(model.encoder, LxmertEncoder):
             raise UserError(f"{path}: the encoder is a {type(model.encoder).__name__}, not LXMERT.")
         check_limits(model.encoder, path)

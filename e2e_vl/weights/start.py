@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from detector.checkpoint import LoadReport, load_weights
-from detector.errors import MissingFileError, UserError
+from detector.errors import MissingFileError, UserError, first_line
 from detector.plain_json import read_plain_json
 from detector.user_paths import user_path
 from detector.weight_files import read_tensors
@@ -371,7 +371,7 @@ def _fetch_from_hub(name: str) -> Path:
     except (OSError, ValueError) as error:
         raise MissingFileError(
             f"{name}: neither a local file or folder nor a model that could be fetched from the hub "
-            f"({str(error).splitlines()[0]}); check the name and the connection, or give a local file."
+            f"({first_line(error)}); check the name and the connection, or give a local file."
         ) from error
     return Path(found)
 

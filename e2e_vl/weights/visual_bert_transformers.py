@@ -14,12 +14,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.models.visual_bert.configuration_visual_bert import VisualBertConfig
-from transformers.utils import SAFE_WEIGHTS_NAME
 
 from detector.errors import UserError
 from e2e_vl.encoders.visual_bert import VisualBertEncoder
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module
+from e2e_vl.weights.base import ModelWeights, WeightAdapter, replace_module, require_transformers_name
 from e2e_vl.weights.visual_bert import (
     ENCODER,
     HEADS,
@@ -86,11 +85,7 @@ class TransformersVisualBert(WeightAdapter):
             ValueError: transformers has no such model, or the file has another name.
         """
         path = Path(path)
-        if path.name != SAFE_WEIGHTS_NAME:
-            raise UserError(
-                f"{path}: transformers reads folders with a file {SAFE_WEIGHTS_NAME}; name the output "
-                f"{path.with_suffix('') / SAFE_WEIGHTS_NAME}."
-            )
+        require_transformers_name(path)
         parts = parts_of(model, task_name, path, ENCODER_CONFIG)
         if model.encoder.config.bypass_transformer:
             raise UserError(f"{path}: transformers' late fusion (bypass_transformer) fails; write a .th file.")

@@ -338,6 +338,15 @@ def test_what_is_not_there_is_one_sentence(name, monkeypatch):
     assert "\n" not in str(error.value) and name in str(error.value)
 
 
+def test_a_connection_that_fails_without_a_word_is_one_sentence(monkeypatch):
+    def fail(name: str) -> str:
+        raise ConnectionError
+
+    monkeypatch.setattr(trained_model, "snapshot_download", fail)
+    with pytest.raises(FileNotFoundError, match=r"loaded from the hub \(ConnectionError\); check the name"):
+        e2e_vl.load("someone/model")
+
+
 @pytest.mark.parametrize("image", [b"no image", np.zeros((3, 4)), 7, "missing.jpg", ()])
 def test_bad_images_are_one_sentence(model, image):
     with pytest.raises((ValueError, FileNotFoundError)) as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from detector.errors import LONGEST_LINE, MissingFileError, UserError, in_one_line
+import pytest
+
+from detector.errors import LONGEST_LINE, MissingFileError, UserError, first_line, in_one_line
 
 
 def test_a_missing_file_is_both_a_users_error_and_a_file_that_is_not_found():
@@ -27,3 +29,17 @@ def test_signs_that_act_on_a_terminal_are_escapes():
     told = str(UserError("a\0b\x1b[31m\u202ec\ud800.json\u2028: no\tfile\nb"))
     assert told == "a\\x00b\\x1b[31m\\u202ec\\ud800.json\\u2028: no\tfile\nb"
     assert in_one_line("a\nb\r") == "a\\nb\\r" and in_one_line("Größe 中 😀") == "Größe 中 😀"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("no route", "no route"),
+        ("\nno route\nTraceback ...", "no route"),
+        ("", "ConnectionError"),
+        (" \n", "ConnectionError"),
+    ],
+)
+def test_the_first_line_of_an_error_is_never_empty(said: str, expected: str):
+    assert first_line(ConnectionError(said)) == expected
+    assert first_line(ConnectionError()) == "ConnectionError"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 from e2e_vl.commands import train as tool
 from e2e_vl.engine import train as training
+from e2e_vl.engine.failed_step import FailedStep, refuse
 from e2e_vl.engine.train import train
 from e2e_vl.run_files import read_log
 
@@ -66,6 +68,22 @@ def test_a_gradient_that_is_nan_is_not_applied(tiny_config, monkeypatch, clip):
     assert torch.load(kept / "optimizer.pt", weights_only=True)["state"]
     monkeypatch.setattr(training._Training, "_update", update)
     assert train(config, resume=True)["steps"] == 4
+
+
+def test_where_the_step_cannot_be_kept_the_message_says_so(tmp_path):
+    """A file is in the place of the folder, as on a disk where nothing more can be written."""
+    folder = tmp_path / "failed_step"
+    folder.write_text("")
+    batch = SimpleNamespace(images=SimpleNamespace(names=["1.jpg"]))
+    failed = FailedStep(folder, 3, ["referring"], [batch], [{"referring": torch.tensor(torch.nan)}], torch.zeros(1))
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    accelerator = SimpleNamespace(process_index=0, is_main_process=True)
+    with pytest.raises(
+        ValueError, match=r"weights could not be written to .*failed_step \(.*File exists.*\)\. Go on\.$"
+    ):
+        refuse(failed, accelerator, model, optimizer, advice="Go on.", alone=True)
+    assert folder.is_file()
 
 
 @pytest.mark.parametrize("boxes", ["gt", "online"])

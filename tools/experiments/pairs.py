@@ -57,7 +57,6 @@ NO_CELL = {("pretraining", "text_blind")}  # without words there are none to pre
 SEEDED = ("refcoco", "vqa", "nlvr2")
 SIZES = ("hidden_size", "num_attention_heads", "intermediate_size")  # that every encoder has
 DETECTOR = "detector"  # the run, and its config, that all others start from
-FIRST_SEED = 0
 
 
 class Cell(NamedTuple):

@@ -65,17 +65,6 @@ def read_json(path: str | Path, what: str, kind: type[Found] = Any) -> Found:
     return content if kind is Any else checked(kind, content, str(path))
 
 
-def checked_list(value: Any, where: str, what: str = "records") -> list[Any]:
-    """The value of a file, which must be a list.
-
-    Raises:
-        UserError: it is something else.
-    """
-    if not isinstance(value, list | tuple):
-        raise UserError(f"{where} holds a {type(value).__name__}, expected a list of {what}; {REMEDY}")
-    return list(value) if isinstance(value, tuple) else value
-
-
 def checked_records(
     kind: type[Found],
     values: Iterable[Any],

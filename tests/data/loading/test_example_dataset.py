@@ -28,7 +28,6 @@ from tests.data.roads import DOUBLE, SAME, examples, words_of
 from tests.data.tiny_readers import READERS, captions
 from tests.data.tiny_refcoco import GT_7
 
-GT_3 = [[5.5, 10, 25.75, 70]]
 ALL = SelectionRule(min_score=0.0, min_regions=0, max_regions=100)
 
 
