@@ -28,7 +28,7 @@ EXCEPTIONS = {
     ("e2e_vl/data/storage/index_files.py", "cached_index"): "the same, where the folder may turn out to be read-only",
     ("e2e_vl/data/storage/features/record.py", "save_npz"): "into a file that its caller opened",
     ("e2e_vl/run_files.py", "write"): "a line at the end of the log; half a line is left out when it is read",
-    ("e2e_vl/engine/run_lock.py", "__enter__"): "a lock, whose content nobody needs",
+    ("e2e_vl/engine/run_lock.py", "_open"): "a lock, whose content nobody needs",
     ("e2e_vl/engine/saving.py", "save_model"): "into a folder that its callers are making; each call is looked at here",
     ("e2e_vl/encoders/none.py", "save_pretrained"): "a part of `save_model`",
     ("e2e_vl/engine/checkpoints.py", "_finish"): "into the folder of `begin_folder`",
