@@ -6,10 +6,13 @@ the scenes are others than in training. `test_pretraining_training.py` has the t
 
 from __future__ import annotations
 
+import base64
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -165,25 +168,50 @@ def on_saved_features(data: Path, output: Path, objectives: str, *words: str) ->
     )
 
 
-def test_objects_attributes_and_features_of_hidden_regions(two_things, tmp_path):
+def of_hidden_regions(data: Path, output: Path) -> RunConfig:
     """LXMERT's three objectives of regions together; other regions of the same thing are seen."""
     masked = "{weight: 1.0, regions: masked}"
-    found = learned(
-        on_saved_features(
-            *(two_things, tmp_path / "run"),
-            f"object_labels: {masked}, attribute_labels: {masked}, "
-            "region_features: {weight: 40.0, average: masked}",  # a mean over 64 numbers, most of them noise
-            "task.config.region_probability=0.3",
-            "data.config.sources=[mscoco]",
-            "data.boxes.max_precomputed=12",
-            "encoder.config={x_layers: 1, initializer_range: 0.08}",
-            "train={images_per_batch: 24, max_steps: 180, lr: 2.0e-3}",
-        )
+    return on_saved_features(
+        *(data, output),
+        f"object_labels: {masked}, attribute_labels: {masked}, "
+        "region_features: {weight: 40.0, average: masked}",  # a mean over 64 numbers, most of them noise
+        "task.config.region_probability=0.3",
+        "data.config.sources=[mscoco]",
+        "data.boxes.max_precomputed=12",
+        "encoder.config={x_layers: 1, initializer_range: 0.08}",
+        "train={images_per_batch: 24, max_steps: 180, lr: 2.0e-3}",
     )
+
+
+def with_shuffled_labels(data: Path, new: Path) -> Path:
+    """A copy in which the classes and attributes of all training regions are exchanged at random."""
+    shutil.copytree(data, new)
+    path = new / "lxmert" / "train_obj36.tsv"
+    rows = [line.split("\t") for line in path.read_text().splitlines()]
+    generator = np.random.default_rng(0)
+    for column in (3, 5):  # classes, attributes
+        labels = [np.frombuffer(base64.b64decode(row[column]), dtype=np.int64) for row in rows]
+        mixed = generator.permutation(np.concatenate(labels)).reshape(len(rows), -1)
+        for row, own in zip(rows, mixed, strict=True):
+            row[column] = base64.b64encode(own.tobytes()).decode()
+    path.write_text("".join("\t".join(row) + "\n" for row in rows))
+    return new
+
+
+def test_objects_attributes_and_features_of_hidden_regions(two_things, tmp_path):
+    found = learned(of_hidden_regions(two_things, tmp_path / "run"))
     assert set(found) == {"object_labels", "attribute_labels", "region_features"}
     for name in ("object_labels", "attribute_labels"):
         assert found[name][1] < 0.45 and found[name][0] > 0.75, found
     assert found["region_features"][0] > 0.1, found  # about a quarter is not noise
+
+
+def test_shuffled_labels_teach_nothing(two_things, tmp_path):
+    """The control: the same training, in which only the labels of objects and attributes mean nothing."""
+    found = learned(of_hidden_regions(with_shuffled_labels(two_things, tmp_path / "data"), tmp_path / "run"))
+    for name in ("object_labels", "attribute_labels"):
+        assert found[name][0] < found[name][1] + 0.12, found
+    assert found["region_features"][0] > 0.1, found  # what still means something is learned beside them
 
 
 def test_answers_to_questions(one_thing, tmp_path):

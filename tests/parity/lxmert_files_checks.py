@@ -153,6 +153,8 @@ def test_boxes_and_features_of_fine_tuning(golden, rules):
 def test_targets_of_fine_tuning(golden, rules, name):
     golden.require("data")
     arrays = golden["data"]
+    if name not in (kind for kind, _ in items(rules)):
+        pytest.skip(f"the set has no items of {name}; they are optional")
     task = ANSWERING[name](read_answers(golden.folder / "data" / name / "trainval_label2ans.json"))
     by_class = read_answers(golden.folder / "data" / name / "trainval_ans2label.json")
     assert task.answers == by_class

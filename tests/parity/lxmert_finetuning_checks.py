@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from detector.structures import ImageBatch
 from e2e_vl.encoders.lxmert import LxmertEncoder
 from e2e_vl.structures import Batch, EncoderOutput, TextRegions
+from e2e_vl.tasks.gqa import GQAConfig, GQATask
 from e2e_vl.tasks.heads import Head, Transform
 from e2e_vl.tasks.vqa import VQAConfig, VQATargets, VQATask
 from e2e_vl.weights.base import ModelWeights
 from e2e_vl.weights.lxmert import official_lxmert_state
 from tests.parity import lxmert_common as common
 from tests.parity.lxmert_common import assert_gradients_near, assert_near, gradients_of, regions_of, texts_of
+from tests.parity.vl_bert_common import optional
 
 golden = common.golden
 
@@ -117,6 +119,17 @@ def test_answers(golden, name):
     assert float(loss.detach()) == pytest.approx(golden.meta["values"][name]["total"], rel=1e-4)
     if "loss.mean_bce" in recorded:
         assert_near(loss / logits.shape[1], recorded["loss.mean_bce"], f"{name}: mean_bce")
+
+
+def test_the_other_loss_of_gqa(golden):
+    """With `--mceLoss`: cross entropy times the number of answers, in which an answer outside the list is answer 0."""
+    recorded = optional(golden, "gqa", "loss.mce_option")
+    arrays, names = golden["gqa"], [f"answer {number}" for number in range(golden["gqa"]["in.target"].shape[1])]
+    config = GQAConfig(answers=names, loss="softmax_times_answers", unlisted_is_first=True)
+    target = arrays["in.target"]
+    best = torch.where(target.any(dim=1), target.argmax(dim=1), -1)
+    loss = GQATask(1, config)._loss(arrays["out.logits"], VQATargets(target, best)).mean
+    assert_near(loss, recorded, "gqa: mce_option")
 
 
 @pytest.mark.parametrize("name", ANSWERING)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import pytest
 import torch
@@ -82,8 +82,18 @@ def make_model(golden) -> VisionLanguageModel:
     model = VisionLanguageModel(detector, LxmertEncoder(config), task)
     encoder, head = common.our_weights(common.official_weights(golden, "pretrain"))
     model.encoder.load_state_dict(encoder, strict=True)
-    model.task.load_state_dict(head, strict=True)
+    missing, unused = model.task.load_state_dict(head, strict=False)
+    assert not missing
+    assert_only_of_unused_losses(golden, unused)
     return model.eval()
+
+
+def assert_only_of_unused_losses(golden, names: Collection[str]) -> None:
+    """The official model has the heads of words and of matching, whether the set has their losses or not."""
+    used = recorded_losses(golden).values()
+    allowed = {"masked_words": "word_head.", "relationship": "relationship."}
+    places = tuple(place for name, place in allowed.items() if name not in used)
+    assert all(name.startswith(places) for name in names), names
 
 
 def make_batch(golden, dtype: torch.dtype = torch.float32) -> Batch:
@@ -95,9 +105,9 @@ def make_batch(golden, dtype: torch.dtype = torch.float32) -> Batch:
     count, regions = arrays["feat_mask"].shape
     side = torch.ones(count, 2, dtype=torch.int64)
     parts: dict[str, Targets] = {
-        "masked_words": WordLabels(arrays["lm_labels"]),
-        "relationship": MatchTargets(arrays["matched_label"]),
-        "image_qa": DrawnAnswer(arrays["ans"]),
+        "masked_words": WordLabels(arrays.get("lm_labels", torch.full_like(arrays["input_ids"], -1))),
+        "relationship": MatchTargets(arrays.get("matched_label", torch.ones(count, dtype=torch.int64))),
+        "image_qa": DrawnAnswer(arrays.get("ans", torch.full((count,), -1))),
         **{name: Targets() for name in ("object_labels", "attribute_labels", "region_features")},
     }
     labels = {ours: list(arrays[theirs]) for theirs, ours in FOUND.items() if theirs in arrays}
@@ -127,8 +137,9 @@ def test_pretraining_logits_and_losses(golden):
     with torch.no_grad():
         output = model(batch)
     names, real = recorded_losses(golden), batch.texts.attend
-    words = model.task.word_head(output.encoded.text, output.encoded.word_table).detach()
-    assert_near(words[real], recorded["out.lm_logits"][real], "lm_logits")
+    if "mask_lm" in names:
+        words = model.task.word_head(output.encoded.text, output.encoded.word_table).detach()
+        assert_near(words[real], recorded["out.lm_logits"][real], "lm_logits")
     for theirs, ours in LOGITS.items():
         if theirs in names:
             logits = output.task.parts[ours]

@@ -47,7 +47,8 @@ def test_updates_of_the_whole_model(golden):
         assert_near(norm, recorded["norm_before_clip"][step].double(), f"norm {step}")
         optimizer.step()
         schedule.step()
-    ends = values_of(model)
+    unused = {name: value for name, value in golden.part("pretrain", "state.").items() if name.startswith("cls.")}
+    ends = unused | values_of(model)  # a head whose loss the set lacks stays as it is
     for name, value in golden.part("train", "end.").items():
         assert_near(ends[name], value.double(), f"end of {name}")
     norms = golden.meta["values"]["train"]["end_norms"]
