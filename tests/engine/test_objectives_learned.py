@@ -206,7 +206,7 @@ def test_objects_attributes_and_features_of_hidden_regions(two_things, tmp_path)
     assert found["region_features"][0] > 0.1, found  # about a quarter is not noise
 
 
-def test_shuffled_labels_teach_nothing(two_things, tmp_path):
+def test_shuffled_labels_are_not_learned(two_things, tmp_path):
     """The control: the same training, in which only the labels of objects and attributes mean nothing."""
     found = learned(of_hidden_regions(with_shuffled_labels(two_things, tmp_path / "data"), tmp_path / "run"))
     for name in ("object_labels", "attribute_labels"):
