@@ -429,11 +429,24 @@ def _merge(config: DictConfig, layer: DictConfig, source: str) -> DictConfig:
         setting = f"setting '{error.full_key}'" if error.full_key else "a setting"
         raise UserError(f"{source}: {setting} cannot be used: {_reason(error)}.") from error
     except TypeError:  # OmegaConf's for a list in the place of a mapping, or a mapping in the place of a list
-        values = (OmegaConf.to_container(one, resolve=False) for one in (config, layer))
-        found = misplaced(*values)
-        if found is None:
-            raise
-        raise UserError(f"{source}: setting '{found[0]}' must be {found[1]}; write it so.") from None
+        values, others = (OmegaConf.to_container(one, resolve=False) for one in (config, layer))
+        name, kind = misplaced(values, others) or (_refused(config, others), "another kind of value")
+        raise UserError(f"{source}: setting '{name}' must be {kind}; write it so.") from None
+
+
+def _refused(config: DictConfig, content: dict[str, Any], above: str = "") -> str:
+    """Name of the first setting that OmegaConf does not merge although it knows it, such as a mapping for a list that
+    has no value yet."""
+    for key, value in content.items():
+        name, layer = f"{above}.{key}" if above else str(key), value
+        for part in reversed(name.split(".")):
+            layer = {part: layer}
+        try:
+            OmegaConf.merge(config, layer)
+        except TypeError:
+            inner = isinstance(value, dict) and OmegaConf.is_dict(OmegaConf.select(config, name))
+            return _refused(config, value, name) if inner else name
+    return above
 
 
 def _reason(error: Exception) -> str:

@@ -197,6 +197,7 @@ HOSTILE = {
     "data: {files: [a]}": "setting 'data.files' must be a mapping, {key: value}; write it so",
     "data: {name: refcoco, root: x, files: {images: [null]}}": "setting 'data.files.images' cannot be used",
     "eval: {boxes: {a: 1}}": "setting 'eval.boxes' must be a list, [a, b]; write it so",
+    "data: {name: refcoco, root: x, files: {}, canvas: {a: 1}}": "setting 'data.canvas' must be another kind of value",
     'output: "a\\0b"': "output holds a zero byte",
     'output: "\\ud800"': "a text holds half of a character",
     '"\\udc80": 1': "a text holds half of a character",

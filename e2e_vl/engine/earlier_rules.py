@@ -35,8 +35,9 @@ def _upgrade_rules(content: dict[str, Any], path: Path, given: frozenset[str]) -
     if "revision" in content or not isinstance(task, dict):
         return
     try:
-        _upgrade_task(task.get("name"), task.get("config"), given)
-        choices = (task.get("config") or {}).get("choices")
+        config = task.get("config")
+        _upgrade_task(task.get("name"), config, given)
+        choices = config.get("choices") if isinstance(config, dict) else None
         if isinstance(choices, dict):  # texts that another task words
             inner = frozenset(name.removeprefix("choices.config.") for name in given)
             _upgrade_task(choices.get("task"), choices.get("config"), inner)

@@ -140,16 +140,28 @@ def saved_settings(run_dir: Path, overrides: list[str] | None = None) -> RunConf
     in_todays_words = rules_of(path, overrides or [])
     if saved_version(path) == VERSION:
         return load_config(path, overrides, upgrade=in_todays_words)
-    return load_config(path, overrides, upgrade=lambda content: _upgrade(content) or in_todays_words(content))
+
+    def upgrade(content: dict[str, Any]) -> None:
+        with errors_naming(path):
+            _upgrade(content)
+        in_todays_words(content)
+
+    return load_config(path, overrides, upgrade=upgrade)
 
 
 def _upgrade(content: dict[str, Any]) -> None:
-    """The settings of an earlier version in today's form, in place."""
-    if "task" in content and "data" in content:
-        resize = content["data"].get("resize") or {}
-        if resize.get("rounding", "detectron2") != "detectron2":  # the other one had another name
-            resize["rounding"] = "truncate"
-        task_class(content["task"]["name"]).upgrade(content["task"].setdefault("config", {}), content["data"])
+    """The settings of an earlier version in today's form, in place. Sections that are no mappings are left as they are:
+    reading them says so."""
+    task, data = content.get("task"), content.get("data")
+    if not isinstance(task, dict) or not isinstance(data, dict):
+        return
+    resize = data.get("resize")
+    rounding = resize.get("rounding") if isinstance(resize, dict) else None
+    if isinstance(rounding, str) and rounding != "detectron2":  # the other one had another name
+        resize["rounding"] = "truncate"
+    options = [section.setdefault("config", {}) for section in (task, data)]
+    if isinstance(task.get("name"), str) and all(isinstance(one, dict) for one in options):
+        task_class(task["name"]).upgrade(task["config"], data)
 
 
 def _without_start(config: RunConfig, folder: Path, overrides: list[str]) -> RunConfig:

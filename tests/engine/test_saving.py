@@ -11,7 +11,7 @@ import yaml
 
 from detector.errors import UserError
 from e2e_vl.engine import saving
-from e2e_vl.engine.saving import load_model
+from e2e_vl.engine.saving import load_model, saved_settings
 from e2e_vl.extraction.detectors import detector_of_run
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -63,6 +63,34 @@ def test_environment_variables_are_not_resolved(trained_run, tmp_path):
     change(tmp_path / "shared" / "config.yaml", output="${oc.env:HOME}")
     with pytest.raises(ValueError, match=r"has '\$\{oc.env:HOME\}'"):
         load_model(tmp_path / "shared")
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("task", None, {"a": 1}),
+        ("task", None, 5),
+        ("task", "name", None),
+        ("task", "name", "nope"),
+        ("task", "config", -1),
+        ("task", "config", [1]),
+        ("data", None, [1]),
+        ("data", None, 10**19),
+        ("data", "config", "x"),
+        ("data", "resize", [[]]),
+        ("data", "resize", {"rounding": []}),
+    ],
+)
+def test_damaged_settings_of_an_earlier_version_are_one_sentence(trained_run, tmp_path, section, key, value):
+    shutil.copytree(trained_run.path / "model", tmp_path / "shared")
+    path = tmp_path / "shared" / "config.yaml"
+    content = yaml.safe_load(path.read_text())
+    content = {name: value for name, value in content.items() if name not in ("version", "revision")}
+    content[section] = value if key is None else content[section] | {key: value}
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(UserError, match=str(path)) as told:
+        saved_settings(tmp_path / "shared")
+    assert "\n" not in str(told.value)
 
 
 @pytest.mark.parametrize(
