@@ -42,7 +42,7 @@ from e2e_vl.engine.saving import load_model, save_model, saved_settings
 from e2e_vl.extraction.detectors import RANDOM_BOXES, LoadedDetector
 from e2e_vl.extraction.settings import SHOWN
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run_files import is_shared_model
+from e2e_vl.run_files import errors_naming, is_shared_model, model_folder
 from e2e_vl.samples import Question, Sample
 from e2e_vl.structures import Batch, ModelOutput
 from e2e_vl.text import has_half_character, shortened, unknown_words
@@ -350,13 +350,10 @@ class TrainedModel(
         """
         path, device = Path(folder), chosen_device(device)
         metrics = path / "metrics.json"
-        return cls(
-            *load_model(path),
-            source=path,
-            saved=saved_settings(path),
-            metrics=read_plain_json(metrics) if metrics.is_file() else None,
-            device=device,
-        )
+        found = read_plain_json(metrics) if metrics.is_file() else None
+        parts, saved = load_model(path), saved_settings(path)
+        with errors_naming(model_folder(path) / "config.yaml"):  # what only asking needs of the settings
+            return cls(*parts, source=path, saved=saved, metrics=found, device=device)
 
     @classmethod
     def _from_pretrained(

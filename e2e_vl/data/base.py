@@ -197,7 +197,7 @@ class DataFiles:
         check_keys(known, settings.files, "data.files", who=settings.name)
         self.errors = errors
         self.shared = SharedReads() if shared is None else shared
-        self.root = user_path(settings.root)
+        self.root = user_path(settings.root, "data.root")
         self.settings = settings
 
     def __contains__(self, key: str) -> bool:

@@ -29,7 +29,7 @@ def answers_path(config: RunConfig) -> Path | None:
     """The file that gives the answers; None where they are a list in the settings, or are built."""
     given = config.task.config.get("answers")
     if given is None and "answers" in config.data.files:
-        return user_path(config.data.root) / config.data.files["answers"]
+        return user_path(config.data.root, "data.root") / config.data.files["answers"]
     return user_path(given) if isinstance(given, str) else None
 
 

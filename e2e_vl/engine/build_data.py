@@ -49,7 +49,7 @@ def make_synthetic_data(config: RunConfig) -> None:
                 "drawn; add it."
             )
     make_scenes(
-        user_path(config.data.root),
+        user_path(config.data.root, "data.root"),
         scenes=synthetic.scenes,
         seed=synthetic.seed,
         config=from_dict(SceneConfig, synthetic.config.get("scene", {}), "data.synthetic.config.scene"),
@@ -61,7 +61,7 @@ def make_synthetic_data(config: RunConfig) -> None:
 
 def is_drawn(config: RunConfig) -> bool:
     """Whether the data set that `data.synthetic` describes is complete, so that nothing is left to draw."""
-    stamp = user_path(config.data.root) / STAMP
+    stamp = user_path(config.data.root, "data.root") / STAMP
     if not stamp.is_file():
         return False
     formats = config.data.synthetic.formats

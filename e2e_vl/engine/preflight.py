@@ -235,7 +235,7 @@ def _read_data(config: RunConfig, found: Findings, shared: SharedReads, *, resum
 
 def find_files(config: RunConfig, kind: type[VLDataset], found: Findings, will_be_drawn: bool) -> None:
     """Look for the files of `data.files`; those that will be drawn need not be there yet."""
-    root = user_path(config.data.root)
+    root = user_path(config.data.root, "data.root")
     files, options = open_options(kind, config.data)
     if not root.is_dir() and not will_be_drawn:
         raise MissingFileError(f"data.root is {config.data.root}, and there is no such folder; set it to your data.")

@@ -15,6 +15,7 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from transformers import AutoModel
 
@@ -352,6 +353,16 @@ def test_bad_images_are_one_sentence(model, image):
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         model.ask(image, "the star")
     assert "\n" not in str(error.value)
+
+
+def test_a_root_that_no_folder_can_have_is_named_with_its_file(trained_run, tmp_path):
+    shutil.copytree(trained_run.path / "model", tmp_path / "model")
+    path = tmp_path / "model" / "config.yaml"
+    settings = yaml.safe_load(path.read_text())
+    settings["data"]["root"] = "x" * 300
+    path.write_text(yaml.safe_dump(settings))
+    with pytest.raises(ValueError, match=rf"{path}: data\.root 'x+\.\.\.x+' cannot be looked for \(file name too long"):
+        e2e_vl.load(tmp_path)
 
 
 def test_an_empty_text_is_refused(model, records):
