@@ -26,7 +26,7 @@ from e2e_vl.box_sources import BoxSource
 from e2e_vl.converter import check_choice, check_numbers, nearest
 from e2e_vl.data_settings import DataSettings
 from e2e_vl.file_names import shown
-from e2e_vl.setting_references import check_references, check_resolved, check_targets, misplaced
+from e2e_vl.setting_references import check_references, check_resolved, check_targets, misplaced, refused_setting
 from e2e_vl.whole_files import write_text
 
 VERSION = 2  # layout of the settings
@@ -430,23 +430,8 @@ def _merge(config: DictConfig, layer: DictConfig, source: str) -> DictConfig:
         raise UserError(f"{source}: {setting} cannot be used: {_reason(error)}.") from error
     except TypeError:  # OmegaConf's for a list in the place of a mapping, or a mapping in the place of a list
         values, others = (OmegaConf.to_container(one, resolve=False) for one in (config, layer))
-        name, kind = misplaced(values, others) or (_refused(config, others), "another kind of value")
+        name, kind = misplaced(values, others) or (refused_setting(config, others), "another kind of value")
         raise UserError(f"{source}: setting '{name}' must be {kind}; write it so.") from None
-
-
-def _refused(config: DictConfig, content: dict[str, Any], above: str = "") -> str:
-    """Name of the first setting that OmegaConf does not merge although it knows it, such as a mapping for a list that
-    has no value yet."""
-    for key, value in content.items():
-        name, layer = f"{above}.{key}" if above else str(key), value
-        for part in reversed(name.split(".")):
-            layer = {part: layer}
-        try:
-            OmegaConf.merge(config, layer)
-        except TypeError:
-            inner = isinstance(value, dict) and OmegaConf.is_dict(OmegaConf.select(config, name))
-            return _refused(config, value, name) if inner else name
-    return above
 
 
 def _reason(error: Exception) -> str:

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from detector.errors import UserError
 from detector.plain_json import has_half_characters
 from detector.user_paths import user_path
@@ -110,3 +112,18 @@ def misplaced(values: Any, others: Any, name: str = "") -> tuple[str, str] | Non
     common = [key for key in others if key in values] if isinstance(others, dict) else []
     found = (misplaced(values[key], others[key], f"{name}.{key}" if name else str(key)) for key in common)
     return next((one for one in found if one is not None), None)
+
+
+def refused_setting(config: DictConfig, content: dict[str, Any], above: str = "") -> str:
+    """Name of the first setting that OmegaConf does not merge although it knows it, such as a mapping for a list that
+    has no value yet."""
+    for key, value in content.items():
+        name, layer = f"{above}.{key}" if above else str(key), value
+        for part in reversed(name.split(".")):
+            layer = {part: layer}
+        try:
+            OmegaConf.merge(config, layer)
+        except TypeError:
+            inner = isinstance(value, dict) and OmegaConf.is_dict(OmegaConf.select(config, name))
+            return refused_setting(config, value, name) if inner else name
+    return above
