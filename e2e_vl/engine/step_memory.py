@@ -3,8 +3,8 @@
 Weights and the optimiser change at the end of a step only. Before that a step changes random states, buffers (such as
 the statistics of batch norms) and gradients, so these are what has to be put back.
 
-Several processes agree after each forward pass. There is no such moment in the last backward pass of a step, in which
-they exchange gradients, nor in the forward pass of a model whose batch norms exchange statistics. Where memory ends
+Several processes agree after each forward pass and after the last backward pass of a step, in which they exchange
+gradients (`gradient_exchange.py`). A model whose batch norms exchange statistics has no such moments. Where memory ends
 there, the process ends at once, and the others cannot save without it.
 """
 
@@ -91,9 +91,9 @@ class MemoryGuard:
 
     def __init__(self, accelerator: Accelerator, agreement: Agreement, model: nn.Module) -> None:
         self._rank, self._agreement = accelerator.process_index, agreement
-        self.is_alone = accelerator.num_processes == 1
+        is_alone = accelerator.num_processes == 1
         # where processes meet within the forward pass, who fails there cannot tell the others
-        self._can_agree = self.is_alone or not any(isinstance(part, SyncBatchNorm) for part in model.modules())
+        self._can_agree = is_alone or not any(isinstance(part, SyncBatchNorm) for part in model.modules())
         self.error: BaseException | None = None
 
     def __enter__(self) -> MemoryGuard:

@@ -31,6 +31,7 @@ from e2e_vl.engine.beginning import build_sampler, look_ahead_together
 from e2e_vl.engine.best import BestModel
 from e2e_vl.engine.default_settings import part_defaults
 from e2e_vl.engine.evaluate import EvaluationStoppedError, evaluate_splits
+from e2e_vl.engine.gradient_exchange import GradientExchange
 from e2e_vl.engine.launch import make_accelerator
 from e2e_vl.engine.loss_sums import total_loss
 from e2e_vl.engine.optim import build_optimizer, build_schedule
@@ -124,6 +125,7 @@ class _Training:
         self.ahead = 0  # steps of today's size to the place in the data, less the steps that were made
         self.start = StepStart(run.model, accelerator.device)
         self.memory = MemoryGuard(accelerator, self.agreement, run.model)
+        self.exchange = GradientExchange(self.model)
         self.check = gradients.NumberCheck(scaled=accelerator.scaler is not None)
         self.seconds_training = 0.0
         self.steps_summed, self.loss_sums = 0, {}  # since the last logged step
@@ -305,9 +307,10 @@ class _Training:
             for number, batch in enumerate(micro_batches):
                 is_last = number == len(micro_batches) - 1
                 with contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model):
-                    self._learn(batch, logged, own, len(micro_batches), shares=is_last and not self.memory.is_alone)
-            if self.memory.is_alone:
-                self.memory.agree()
+                    self._learn(batch, logged, own, len(micro_batches))
+            if self.memory.error is not None:
+                self.exchange.finish()
+            self.memory.agree()
         except FloatingPointError as error:  # of the detector
             self._refuse([str(error).partition(" are ")[0]], micro_batches, own, alone=True)
         logged[gradients.NORM] = gradients.clip(
@@ -326,19 +329,16 @@ class _Training:
         self.schedule.step()
         return values
 
-    def _learn(self, batch: Batch, logged: dict[str, Tensor], own: list, micro_batches: int, *, shares: bool) -> None:
-        """Gradients of one micro-batch.
-
-        Args:
-            shares: processes exchange the gradients meanwhile, so none can leave before the others do.
-        """
+    def _learn(self, batch: Batch, logged: dict[str, Tensor], own: list, micro_batches: int) -> None:
+        """Gradients of one micro-batch."""
         if self.memory.error is None:
             with self.memory:
                 losses = self.model(batch.to(self.accelerator.device))
         self.memory.agree()
         loss = total_loss(self.accelerator, self.config, self.built.model, losses, logged, micro_batches)
         own.append({name: one.total.detach() for part in losses for name, one in part.items()})
-        with contextlib.nullcontext() if shares else self.memory:
+        with self.memory:
+            self.exchange.begin()
             self.accelerator.backward(loss)
 
     def _refuse(self, bad: list[str], batches: list[Batch], own: list, *, alone: bool = False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 import shutil
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from detector.norms import SyncBatchNorm
+from e2e_vl import model as models
 from e2e_vl.commands import train as tool
 from e2e_vl.data.loading.example_dataset import ExampleDataset
 from e2e_vl.engine import step_memory
@@ -23,25 +25,13 @@ from e2e_vl.engine.agreement import Agreement
 from e2e_vl.engine.step_memory import MemoryGuard, StepStart, StepUndoneError
 from e2e_vl.model import VisionLanguageModel
 from tests.campaign.disturbed import CONFIG, SETTINGS, STEPS, differences, run_disturbed, train_disturbed
+from tests.end_of_memory import CUDA, EndOfMemory
 
 ROIS = "detector.loss_weight=1"  # sampled RoIs draw random numbers, too
 # checkpoints of the last step only, and two micro-batches in each step
 WORDS = [*SETTINGS, ROIS, "train.save_every_epochs=0", "train.accumulate=2", "train.images_per_batch=4"]
-CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.1 GiB"
 SENTENCE = "out of memory on cpu"
 ERRORS = [torch.OutOfMemoryError(CUDA), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
-
-
-class EndOfMemory(torch.autograd.Function):
-    """The identity, whose gradient there is no memory for."""
-
-    @staticmethod
-    def forward(context, value):
-        return value.clone()
-
-    @staticmethod
-    def backward(context, gradient):
-        raise torch.OutOfMemoryError(CUDA)
 
 
 def end_forward(error: BaseException, call: int = 1) -> None:
@@ -150,12 +140,38 @@ def test_of_two_processes_both_save_and_one_says_why(words, undisturbed, tmp_pat
     go_on(words, tmp_path, undisturbed(2), 2)
 
 
-def test_in_the_last_backward_pass_of_two_processes_all_end_and_earlier_steps_stay(words, tmp_path):
-    words = [*words, "train.accumulate=1", "train.save_every_epochs=0.6666667"]
-    ended = fail(words, tmp_path, end_backward, step=4, processes=2, victim=1)
+def deep_in_backward() -> None:
+    """In the next backward pass there is no memory once it comes to the regions' features."""
+    gather = models.gather_regions
+
+    def ending(regions, *arguments, **options):
+        features = [EndOfMemory.apply(one) for one in regions.features]
+        return gather(dataclasses.replace(regions, features=features), *arguments, **options)
+
+    models.gather_regions = ending
+
+
+LAST = ["train.accumulate=1", "train.images_per_batch=2"]  # a step of one micro-batch, whose backward pass is the last
+
+
+@pytest.fixture(scope="module")
+def undisturbed_pair(words, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed_pair")
+    ended = train_disturbed([*words, *LAST, f"output={folder / 'run'}"], folder, processes=2)
+    assert ended.statuses == [0, 0], ended.texts
+    return folder / "run"
+
+
+@pytest.mark.parametrize(("end", "victim"), [(end_backward, 1), (deep_in_backward, 0)])
+def test_in_the_last_backward_pass_who_fails_still_does_its_part(words, undisturbed_pair, tmp_path, end, victim):
+    """The other process waits for its gradients there."""
+    words = [*words, *LAST]
+    ended = fail(words, tmp_path, end, step=4, processes=2, victim=victim)
     assert ended.statuses == [2, 2], ended.texts
-    assert SENTENCE in ended.texts[1] and "lost the others" in ended.texts[0], ended.texts
-    assert saved(tmp_path) == ["step_00000002"]
+    assert SENTENCE in ended.texts[victim] and SENTENCE not in ended.texts[1 - victim], ended.texts
+    assert not any(word in text for text in ended.texts for word in ("Traceback", "lost the others")), ended.texts
+    assert saved(tmp_path) == ["step_00000003"]
+    go_on(words, tmp_path, undisturbed_pair, 2)
 
 
 def test_the_first_step_has_nothing_to_save(words, tmp_path):
