@@ -28,6 +28,8 @@ class Encoder(PreTrainedModel):
 
     layout: ClassVar[TextLayout] = TextLayout()
     abilities: ClassVar[frozenset[Ability]] = frozenset()  # what it can do with every config
+    # where transformers finds the word table [vocabulary, E], a part of `embeddings`; `get_input_embeddings` returns it
+    _input_embed_layer = "word_embeddings"
     images_setting: ClassVar[str] = "image_slots"  # field of its config that decides `max_images`
 
     @property
@@ -55,8 +57,16 @@ class Encoder(PreTrainedModel):
         """Most images that one text may look at; None: as many as the ability to tell them apart allows."""
         return None
 
+    @property
+    def abilities_by_config(self) -> Mapping[Ability, tuple[bool, str]]:
+        """What the config decides: is the encoder able to, and what makes it able, such as "with_pooler to true"."""
+        return {}
+
     def lacks(self, ability: Ability) -> str | None:
         """None if the encoder has the ability; else the remedy, such as "set encoder.config.with_pooler to true"."""
+        if (decided := self.abilities_by_config.get(ability)) is not None:
+            is_able, setting = decided
+            return None if is_able else f"set encoder.config.{setting}"
         return None if ability in self.abilities else "choose another encoder.name"
 
     def require(self, ability: Ability, who: str) -> None:

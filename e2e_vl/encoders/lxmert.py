@@ -172,26 +172,16 @@ class LxmertEncoder(Encoder):
             ),
         }
 
-    def lacks(self, ability: Ability) -> str | None:
-        """See `Encoder.lacks`."""
+    @property
+    def abilities_by_config(self) -> dict[Ability, tuple[bool, str]]:
+        """See `Encoder`."""
         config = self.config
-        wanted = {
+        return {
             Ability.HIDDEN_REGIONS: (config.hidden_region_feature, "hidden_region_feature to true"),
             Ability.HIDDEN_FEATURES: (config.hidden_region_feature, "hidden_region_feature to true"),
             Ability.NAMED_REGIONS: (config.named_regions, "named_regions to true"),
             Ability.IMAGE_PAIRS: (config.image_slots > 1, "image_slots to 2"),
         }
-        if ability not in wanted:
-            return super().lacks(ability)
-        is_able, setting = wanted[ability]
-        return None if is_able else f"set encoder.config.{setting}"
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        """The word table [vocabulary, E]; a masked-language-modelling head shares it."""
-        return self.embeddings.word_embeddings
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embeddings.word_embeddings = value
 
     def forward(
         self,

@@ -147,19 +147,10 @@ class VisualBertEncoder(Encoder):
         """See `Encoder`; one for each of `config.region_types`."""
         return len(self.config.region_types)
 
-    def lacks(self, ability: Ability) -> str | None:
-        """See `Encoder.lacks`."""
-        if ability is Ability.IMAGE_PAIRS:
-            first_two = set(self.config.region_types[:2])
-            return None if len(first_two) == 2 else "set encoder.config.region_types to [0, 1]"
-        return super().lacks(ability)
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        """The word table [vocabulary, E]; a masked-language-modelling head shares it."""
-        return self.embeddings.word_embeddings
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embeddings.word_embeddings = value
+    @property
+    def abilities_by_config(self) -> dict[Ability, tuple[bool, str]]:
+        """See `Encoder`."""
+        return {Ability.IMAGE_PAIRS: (len(set(self.config.region_types[:2])) == 2, "region_types to [0, 1]")}
 
     @property
     def num_joint_layers(self) -> int:

@@ -194,10 +194,11 @@ class VLBertModel(Encoder):
         """See `Encoder`; one graph of words and regions."""
         return {"joint": AttentionGraph(tuple(range(self.config.num_hidden_layers)))}
 
-    def lacks(self, ability: Ability) -> str | None:
-        """See `Encoder.lacks`."""
+    @property
+    def abilities_by_config(self) -> dict[Ability, tuple[bool, str]]:
+        """See `Encoder`."""
         config = self.config
-        wanted = {
+        return {
             Ability.SUMMARY_OF_SINGLE: (config.with_pooler, "with_pooler to true"),
             Ability.SUMMARY_OF_PAIR: (config.with_pooler, "with_pooler to true"),
             Ability.HIDDEN_REGIONS: (
@@ -208,17 +209,6 @@ class VLBertModel(Encoder):
             Ability.NAMED_REGIONS: (config.image_feature_on_words, "image_feature_on_words to true"),
             Ability.IMAGE_PAIRS: (config.image_slots > 1, "image_slots to 2"),
         }
-        if ability not in wanted:
-            return super().lacks(ability)
-        is_able, setting = wanted[ability]
-        return None if is_able else f"set encoder.config.{setting}"
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        """The word table [vocabulary, E]; a masked-language-modelling head shares it."""
-        return self.embeddings.word_embeddings
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embeddings.word_embeddings = value
 
     def forward(
         self,

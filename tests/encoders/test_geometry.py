@@ -126,16 +126,16 @@ def test_a_bias_learns_within_30_steps_which_regions_are_near():
 
 def test_texts_about_one_image_share_the_networks_and_get_the_same_values_and_gradients():
     torch.manual_seed(0)
-    bias = RelativeGeometryBias(num_layers=2, num_heads=2, width=16)
+    bias = RelativeGeometryBias(num_layers=2, num_heads=2, width=16).double()
     for layer in bias.output:
         torch.nn.init.normal_(layer.weight)
-    low = torch.rand(2, 3, 2) * 50
+    low = torch.rand(2, 3, 2).double() * 50
     images = torch.cat([low, low + 10], dim=-1)
-    sizes, is_pair = torch.full((5, 3, 2), 64.0), torch.rand(5, 3, 3) > 0.3
+    sizes, is_pair = torch.full((5, 3, 2), 64.0).double(), torch.rand(5, 3, 3) > 0.3
     boxes = images[[0, 1, 1, 0, 1]]
     rows = []
     bias.hidden[0].register_forward_hook(lambda _module, given, _result: rows.append(len(given[0])))
-    weights = torch.randn(2, 5, 2, 3, 3)
+    weights = torch.randn(2, 5, 2, 3, 3).double()
 
     together = torch.stack(bias(boxes, sizes, is_pair))
     found = torch.autograd.grad((together * weights).sum(), list(bias.parameters()))
