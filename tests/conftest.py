@@ -36,6 +36,7 @@ CHECKED = (
 )
 PreTrainedConfig.__no_type_check__ = True  # its constructors take more keys than their signatures say
 sys.modules["shape_checker"] = shape_checker  # the hook imports it by a plain name
+jaxtyping.jaxtyped = shape_checker.jaxtyped  # what the hook decorates with
 jaxtyping.install_import_hook(CHECKED, "shape_checker.check_shapes")
 
 

@@ -35,8 +35,24 @@ class Row:
     masks: list[Float[Tensor, "_R N"]] | None = None
 
 
+@dataclasses.dataclass
+class Settings:
+    names: list[str]
+
+
+Map = Float[Tensor, "N 3"]
+
+
 def total(x: Float[Tensor, "N 3"]) -> Float[Tensor, "RETURNED"]:
     return x.sum(dim=1)
+
+
+def named_otherwise(x: Map) -> None:
+    pass
+
+
+def first_name(settings: Settings) -> str:
+    return settings.names[0]
 """
 
 
@@ -71,6 +87,16 @@ def test_a_wrong_annotation_fails(plant: Callable[[str], ModuleType]):
     wrong = plant(PLANTED.replace("RETURNED", "N 3"))
     with pytest.raises(TypeCheckError, match=r"return value of detector\.planted_1\.total"):
         wrong.total(torch.zeros(2, 3))
+
+
+def test_only_what_names_an_array_is_decorated(plant: Callable[[str], ModuleType]):
+    """A call of a decorated function takes long, and most functions have no arrays."""
+    module = plant(PLANTED.replace("RETURNED", " N"))
+    with pytest.raises(TypeCheckError):
+        module.named_otherwise(torch.zeros(2, 4))
+    decorated = [module.total, module.named_otherwise, module.Row.__init__]
+    assert all(hasattr(function, "__wrapped__") for function in decorated)
+    assert not any(hasattr(function, "__wrapped__") for function in (module.first_name, module.Settings.__init__))
 
 
 def test_a_wrong_annotation_of_a_real_function_fails(plant: Callable[[str], ModuleType]):

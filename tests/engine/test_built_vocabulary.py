@@ -53,7 +53,8 @@ def assert_built(run: Path, expected: list[str]) -> None:
     assert (metrics["processes"], metrics["steps"]) == (PROCESSES, 1)
 
 
-def test_one_of_three_processes_builds_it(words, expected, tmp_path):
+@pytest.mark.parametrize("number", range(STARTS))
+def test_one_of_three_processes_builds_it(words, expected, tmp_path, number):
     command = functools.partial(tool.main, ["--config", str(CONFIG), *words, f"output={tmp_path / 'run'}"])
     ended = run_disturbed(command, [(build_data, "build_vocabulary")], tmp_path, processes=PROCESSES)
     assert ended.statuses == [0] * PROCESSES, ended.texts
@@ -62,17 +63,9 @@ def test_one_of_three_processes_builds_it(words, expected, tmp_path):
     assert_built(tmp_path / "run", expected)
 
 
-def test_every_start_of_three_processes_has_it(words, expected, tmp_path):
-    """Of `torchrun`, one run after the other."""
-    runs = [tmp_path / str(number) for number in range(STARTS)]
-    wait(start([(CONFIG, [*words, f"output={run}"]) for run in runs], tmp_path, "--only-train", processes=PROCESSES))
-    for run in runs:
-        assert_built(run, expected)
-
-
 @pytest.mark.campaign
 def test_many_starts_of_three_processes_have_it(words, expected, tmp_path):
-    """Each with processes of its own."""
+    """Of `torchrun`, each with processes of its own."""
     for number in range(CAMPAIGN):
         folder = tmp_path / str(number)
         folder.mkdir()

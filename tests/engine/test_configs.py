@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from pathlib import Path
 
@@ -74,13 +75,23 @@ def without_files(config: RunConfig) -> RunConfig:
     )
 
 
-@pytest.mark.parametrize("path", RUNS, ids=name_of)
-def test_the_model_of_a_run_can_be_built(path):
-    """On the meta device: every parameter has its shape, and none takes memory."""
-    missing = [] if "root" in yaml.safe_load(path.read_text()).get("data", {}) else ["data.root=DATA"]
-    config = without_files(load_config(path, missing))
-    with torch.device("meta"):
-        model = build_model(config, vocab_size=VOCABULARY)
+@pytest.fixture(scope="module", params=RUNS, ids=name_of)
+def run(request, tmp_path_factory) -> types.SimpleNamespace:
+    """`path`, `config` with data that are not there, and `model` of a run; pytest orders the tests by their run.
+
+    The model is on the meta device: every parameter has its shape, none takes memory, and there is nothing to draw.
+    """
+    with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
+        patch.chdir(ROOT)
+        for draw in ("normal_", "uniform_"):  # on this device they do nothing, slowly
+            patch.setattr(torch.Tensor, draw, lambda tensor, *more, **named: tensor)
+        config = load_config(request.param, [f"data.root={tmp_path_factory.getbasetemp() / 'nowhere'}"])
+        model = build_model(without_files(config), vocab_size=VOCABULARY)
+    return types.SimpleNamespace(path=request.param, config=config, model=model)
+
+
+def test_the_model_of_a_run_can_be_built(run):
+    config, model = run.config, run.model
     assert model.encoder.config.feature_dim == model.detector.feature_dim
     if config.encoder.name != "none":
         assert model.encoder.get_input_embeddings().weight.shape[0] == VOCABULARY
@@ -102,18 +113,15 @@ def test_the_model_of_a_run_can_be_built(path):
     assert (model.teacher is not None) == frozen_copy
 
 
-@pytest.mark.parametrize("path", RUNS, ids=name_of)
-def test_missing_data_are_named(path, tmp_path):
+def test_missing_data_are_named(run, tmp_path):
     """All options of the data are accepted, and the first file that is not there is named."""
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "red"]))
-    config = resolve(load_config(path, [f"data.root={tmp_path / 'nowhere'}"]))
-    with torch.device("meta"):
-        model = build_model(without_files(config), vocab_size=VOCABULARY)
+    config = resolve(run.config)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         build_examples(
             config,
-            model,
+            run.model,
             load_tokenizer(str(vocabulary)),
             config.data.train_split,
             boxes=config.data.boxes.train,
@@ -151,16 +159,15 @@ def test_the_ablations_differ_in_their_switches_only():
     assert all(config.train == runs["vl_bert_base_e2e"].train for config in runs.values())
 
 
-@pytest.mark.parametrize("path", RUNS, ids=name_of)
-def test_what_a_run_reads_is_drawn(path):
+load_shared = functools.cache(load_config)
+
+
+def test_what_a_run_reads_is_drawn(run):
     """The formats of its own drawn scenes; runs of configs/table4 share the formats of its detector.yaml."""
-    own = load_config(path, ["data.root=DATA"])
-    drawn = own if path.parent.name != "table4" else load_config(path.parent / "detector.yaml")
-    if drawn.data.synthetic.scenes and drawn.data.synthetic.formats is not None:
-        assert {file.partition("/")[0] for file in own.data.files.values()} <= {
-            "images",
-            *drawn.data.synthetic.formats,
-        }
+    folder = run.path.parent
+    drawn = (run.config if folder.name != "table4" else load_shared(folder / "detector.yaml")).data.synthetic
+    if drawn.scenes and drawn.formats is not None:
+        assert {file.partition("/")[0] for file in run.config.data.files.values()} <= {"images", *drawn.formats}
 
 
 @pytest.mark.parametrize("path", RUNS, ids=name_of)
