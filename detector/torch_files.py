@@ -91,8 +91,9 @@ def _refuse_others(start: bytes) -> None:
 def _check_archive(path: Path, longest: int) -> None:
     """A file of torch 1.6 or later: a zip archive of a pickle and the storages."""
     with path.open("rb") as file:
-        # torch reads the directory at the stated offset, and with bytes before the archive it may be another one
-        if find_directory(file).shift:
+        # torch reads the directory at the stated offset, and with bytes before or behind the archive it may be another
+        directory = find_directory(file)
+        if directory.shift or directory.behind:
             raise DamagedZipError("the directory of its members is not where the file says")
         members = read_members(file, MOST_RECORDS)
         content, prefix = _find_pickle(members, longest)

@@ -17,13 +17,19 @@ from typing import BinaryIO, NamedTuple
 SMALL = 1 << 26  # bytes that the members of every archive may have when unpacked ...
 RATIO = 20  # ... and that they may have per byte of the archive; numbers and texts are rarely packed better
 
-LOCAL_HEADER = 30  # bytes before the name
-_ENTRY = struct.Struct("<4s4x2H4x3L3H8xL")  # of the directory: signature, flags, method, sum, sizes, lengths, offset
-_END = struct.Struct("<4s6xH2L2x")  # of the directory: signature, entries, its bytes and its offset
-_END_64 = struct.Struct("<4s28x3Q")  # the same of archives of more than 65,535 members or 4 GiB
+LOCAL_HEADER = 30  # bytes before the name that stands before the content
+# of the directory: signature, flags, method, sum, sizes, lengths, part of a split archive, offset
+_ENTRY = struct.Struct("<4s4x2H4x3L4H6xL")
+_LOCAL = struct.Struct("<4s2x2H16x2H")  # before the content: signature, flags, method, lengths
+# of the directory: signature, two numbers of parts, entries here and in all parts, bytes, offset, bytes of the comment
+_END = struct.Struct("<4s4H2LH")
+_END_64 = struct.Struct("<4sQ4x2L4Q")  # signature, its own bytes, then the same, for 65,535 members or 4 GiB and more
 _LOCATOR_64 = struct.Struct("<4s4xQ4x")  # where that is; stands before the other one
-_LONGEST_COMMENT = 1 << 16
+_LONGEST_COMMENT = (1 << 16) - 1
+_LARGE_2, _LARGE_4 = 0xFFFF, 0xFFFFFFFF  # stand for a number that takes more than two or four bytes
 _CHUNK = 1 << 22  # bytes of the directory that are read at once
+_IS_ENCRYPTED, _IS_UTF_8 = 1, 0x800  # flags
+METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # of compression that are read
 
 
 class DamagedZipError(Exception):
@@ -37,6 +43,7 @@ class Directory(NamedTuple):
     size: int  # bytes
     count: int  # members, as the archive says
     shift: int  # bytes before the archive, which its offsets do not count
+    behind: int  # bytes behind the archive's last record: a comment, or what somebody appended
 
 
 class Entry(NamedTuple):
@@ -65,40 +72,68 @@ def find_directory(file: BinaryIO) -> Directory:
     """The directory of an open archive.
 
     Raises:
-        DamagedZipError: there is none, or it is cut off.
+        DamagedZipError: there is none, or it is cut off; it belongs to a part of a split archive; or what stands at the
+            end names two different ones, so that programs would disagree on what is in the archive.
     """
     length = file.seek(0, io.SEEK_END)
-    before = max(length - _END.size - _LONGEST_COMMENT, 0)
+    before = max(length - _LOCATOR_64.size - _END.size - _LONGEST_COMMENT, 0)
     file.seek(before)
     tail = file.read()
-    at = tail.rfind(b"PK\5\6")
-    if at < 0 or len(tail) - at < _END.size:
-        raise DamagedZipError("it has no directory of its members")
-    _, count, size, offset = _END.unpack_from(tail, at)
+    at = _find_end(tail)
+    _, *parts, own, count, size, offset, _ = _END.unpack_from(tail, at)
     end = before + at
     if at >= _LOCATOR_64.size and tail.startswith(b"PK\6\7", at - _LOCATOR_64.size):
-        _, place = _LOCATOR_64.unpack_from(tail, at - _LOCATOR_64.size)
-        if place > length - _END_64.size:
-            raise DamagedZipError("the directory of its members is cut off")
-        file.seek(place)
-        large = file.read(_END_64.size)
-        if len(large) < _END_64.size or not large.startswith(b"PK\6\6"):
-            raise DamagedZipError("the directory of its members is damaged")
-        _, count, size, offset = _END_64.unpack(large)
-        end = place
+        short = (*parts, own, count, size, offset)
+        _, end = _LOCATOR_64.unpack_from(tail, at - _LOCATOR_64.size)
+        *parts, own, count, size, offset = numbers = _read_end_64(file, end, before + at - _LOCATOR_64.size)
+        limits = (_LARGE_2,) * 4 + (_LARGE_4,) * 2
+        if any(one not in (limit, large) for one, large, limit in zip(short, numbers, limits, strict=True)):
+            raise DamagedZipError("it has two directories of its members")
+    if any(parts) or own != count:
+        raise DamagedZipError("it is one of several parts; join them first")
     shift = end - size - offset
     if shift < 0:
         raise DamagedZipError("the directory of its members is cut off")
     if count * _ENTRY.size > size:
         raise DamagedZipError(f"its directory of {size} bytes cannot name {count} members")
-    return Directory(offset + shift, size, count, shift)
+    return Directory(offset + shift, size, count, shift, len(tail) - at - _END.size)
+
+
+def _find_end(tail: bytes) -> int:
+    """Where the last record of an archive begins in its last bytes.
+
+    A comment may stand behind it, and hold what looks like such a record. So the one counts whose comment is as long as
+    it says; where there is none, since something was appended to the archive, there must be no choice either.
+    """
+    found, at = [], tail.find(b"PK\5\6")
+    while 0 <= at <= len(tail) - _END.size:
+        found.append(at)
+        at = tail.find(b"PK\5\6", at + 1)
+    exact = [at for at in found if at + _END.size + _END.unpack_from(tail, at)[-1] == len(tail)]
+    candidates = exact or found
+    if not candidates:
+        raise DamagedZipError("it has no directory of its members")
+    if len(candidates) > 1:
+        raise DamagedZipError("it has two ends, and each of them names a directory of members")
+    return candidates[0]
+
+
+def _read_end_64(file: BinaryIO, place: int, locator: int) -> tuple[int, ...]:
+    """The numbers of parts, entries, bytes and offset in the larger record, which ends where its locator begins."""
+    if place > locator - _END_64.size:
+        raise DamagedZipError("the directory of its members is cut off")
+    file.seek(place)
+    signature, size, *numbers = _END_64.unpack(file.read(_END_64.size))
+    if signature != b"PK\6\6" or place + 12 + size != locator:  # neither the signature nor the size itself count
+        raise DamagedZipError("the directory of its members is damaged")
+    return tuple(numbers)
 
 
 def read_entries(file: BinaryIO, directory: Directory) -> Iterator[Entry]:
     """What the directory says of every member, in its order.
 
     Raises:
-        DamagedZipError: the directory is damaged or cut off.
+        DamagedZipError: the directory is damaged or cut off, or holds more members than it says.
     """
     file.seek(directory.offset)
     left, window, at = directory.size, b"", 0
@@ -111,31 +146,39 @@ def read_entries(file: BinaryIO, directory: Directory) -> Iterator[Entry]:
         if len(window) - at < _ENTRY.size:
             raise DamagedZipError("the directory of its members is cut off")
         fields = _ENTRY.unpack_from(window, at)
-        signature, flags, method, checksum, packed, whole, name_length, extra_length, comment_length, header = fields
+        signature, flags, method, checksum, packed, whole, *lengths, part, header = fields
+        name_length, extra_length, comment_length = lengths
         if signature != b"PK\1\2":
             raise DamagedZipError("the directory of its members is damaged")
         first = at + _ENTRY.size
-        name = window[first : first + name_length].decode("utf-8" if flags & 0x800 else "cp437", "replace")
+        name = window[first : first + name_length].decode("utf-8" if flags & _IS_UTF_8 else "cp437", "replace")
         extra = window[first + name_length : first + name_length + extra_length]
-        whole, packed, header = _large(extra, whole, packed, header)
         at = first + name_length + extra_length + comment_length
+        if at > len(window):
+            raise DamagedZipError("the directory of its members is cut off")
+        if part not in (0, _LARGE_2):
+            raise DamagedZipError(f"{name!r} lies in another part of it")
+        whole, packed, header = _large(name, extra, whole, packed, header)
         yield Entry(name, flags, method, packed, whole, header, checksum)
+    if left or at < len(window):
+        raise DamagedZipError(f"its directory holds more than the {directory.count} members that it states")
 
 
-def _large(extra: bytes, whole: int, packed: int, header: int) -> tuple[int, int, int]:
+def _large(name: str, extra: bytes, whole: int, packed: int, header: int) -> tuple[int, int, int]:
     """Both sizes of a member and the offset of its local header, which stand apart if they take more than 32 bits."""
-    limit = 0xFFFFFFFF
-    if limit not in (whole, packed, header):
-        return whole, packed, header
+    numbers = (whole, packed, header)
+    needed = numbers.count(_LARGE_4)
     at = 0
-    while at + 4 <= len(extra):
+    while needed and at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
         if kind == 1:
-            numbers = list(struct.unpack(f"<{length // 8}Q", extra[at + 4 : at + 4 + length // 8 * 8]))
-            found = [numbers.pop(0) if value == limit and numbers else value for value in (whole, packed, header)]
+            if length < 8 * needed or at + 4 + length > len(extra):
+                raise DamagedZipError(f"{name!r} has no whole size or place")
+            large = iter(struct.unpack_from(f"<{needed}Q", extra, at + 4))
+            found = [next(large) if number == _LARGE_4 else number for number in numbers]
             return found[0], found[1], found[2]
         at += 4 + length
-    return whole, packed, header
+    return numbers
 
 
 def read_members(file: BinaryIO, most: int) -> dict[str, Member]:
@@ -159,52 +202,62 @@ def _read_members(file: BinaryIO, most: int) -> dict[str, Member]:
     directory = find_directory(file)
     if directory.count > most:
         raise DamagedZipError(f"it has {directory.count} members; at most {most} are expected")
-    entries = list(read_entries(file, directory))
     members: dict[str, Member] = {}
     names, ends = set(), []
-    for entry in entries:
+    for entry in list(read_entries(file, directory)):
         if entry.name.lower() in names:
             raise DamagedZipError(f"it names {entry.name!r} twice")
         names.add(entry.name.lower())
-        is_stored = entry.method == zipfile.ZIP_STORED
-        if not (is_stored or entry.method == zipfile.ZIP_DEFLATED) or entry.flags & 1:
-            raise DamagedZipError(f"{entry.name!r} is encrypted or compressed in a way that is not supported")
-        if is_stored and entry.packed != entry.whole:
+        check_entry(entry, directory)
+        if entry.method == zipfile.ZIP_STORED and entry.packed != entry.whole:
             raise DamagedZipError(f"{entry.name!r} has two sizes")
         header = entry.header + directory.shift
-        start = content_start(file, header, directory.offset - header)
-        if start is None or start + entry.packed > directory.offset:
+        start = content_start(file, header, entry.name, entry.method)
+        if start + entry.packed > directory.offset:
             raise DamagedZipError(f"{entry.name!r} lies outside of the file; it is cut off or damaged")
         ends.append((header, start + entry.packed))
         members[entry.name] = Member(entry.method, entry.packed, entry.whole, start, entry.checksum)
     ends.sort()
     if any(end > after for (_, end), (after, _) in itertools.pairwise(ends)):
         raise DamagedZipError("two of its members overlap")
-    for entry in entries:
-        if _local_name(file, entry.header + directory.shift, entry.flags) != entry.name:
-            raise DamagedZipError(f"{entry.name!r} has another name before its content")
     claimed, length = sum(member.whole for member in members.values()), file.seek(0, io.SEEK_END)
     if claimed > max(SMALL, RATIO * length):
         raise DamagedZipError(f"its members claim {claimed} bytes in a file of {length} bytes")
     return members
 
 
-def content_start(file: BinaryIO, header: int, room: int) -> int | None:
-    """Offset of a member's content behind its local header; None: there is no local header, or no room for it."""
-    if room < LOCAL_HEADER:
-        return None
+def check_entry(entry: Entry, directory: Directory) -> None:
+    """Check what the directory says of a member.
+
+    Raises:
+        DamagedZipError: the member is encrypted or packed in an unusual way, or does not end before the directory.
+    """
+    if entry.method not in METHODS or entry.flags & _IS_ENCRYPTED:
+        raise DamagedZipError(f"{entry.name!r} is encrypted or compressed in a way that is not supported")
+    if directory.shift + entry.header + LOCAL_HEADER + entry.packed > directory.offset:
+        raise DamagedZipError(f"{entry.name!r} lies outside of the file; it is cut off or damaged")
+
+
+def content_start(file: BinaryIO, header: int, name: str, method: int) -> int:
+    """Offset of a member's content behind its local header.
+
+    What stands there must be what the directory says: a flipped bit in one of both names would make another member of
+    it. Sizes and checksum are those of the directory, since the local ones may follow the content.
+
+    Raises:
+        DamagedZipError: there is no local header, or that of another member.
+    """
     file.seek(header)
     local = file.read(LOCAL_HEADER)
     if len(local) < LOCAL_HEADER or not local.startswith(b"PK\3\4"):
-        return None
-    return header + LOCAL_HEADER + sum(struct.unpack_from("<HH", local, 26))
-
-
-def _local_name(file: BinaryIO, header: int, flags: int) -> str:
-    """The name of a member before its content; a flipped bit in one of both names would make another array of it."""
-    file.seek(header + 26)
-    (length,) = struct.unpack("<H2x", file.read(4))
-    return file.read(length).decode("utf-8" if flags & 0x800 else "cp437", "replace")
+        raise DamagedZipError(f"{name!r} has no header before its content, or lies outside of the file")
+    _, flags, own_method, name_length, extra_length = _LOCAL.unpack(local)
+    own_name = file.read(name_length)
+    if name not in (own_name.decode(encoding, "replace") for encoding in ("utf-8", "cp437")):
+        raise DamagedZipError(f"{name!r} has another name before its content")
+    if own_method != method or flags & _IS_ENCRYPTED:
+        raise DamagedZipError(f"{name!r} is packed or encrypted in another way before its content")
+    return header + LOCAL_HEADER + name_length + extra_length
 
 
 def inflate(packed: bytes, longest: int) -> bytes:
@@ -217,11 +270,11 @@ def inflate(packed: bytes, longest: int) -> bytes:
     try:
         content = unpacker.decompress(packed, longest + 1)
     except zlib.error as error:
-        raise DamagedZipError(f"damaged ({error})") from error
+        raise DamagedZipError(f"it is damaged: {error}") from error
     if len(content) > longest:
-        raise DamagedZipError(f"damaged: it unpacks to more than {longest} bytes")
+        raise DamagedZipError(f"it unpacks to more than {longest} bytes")
     if not unpacker.eof:
-        raise DamagedZipError("cut off")
+        raise DamagedZipError("it is cut off")
     return content
 
 

@@ -49,7 +49,7 @@ def test_damaged_archives_are_refused(monkeypatch):
         refused(whole[:end])
     assert "lies outside of the file" in refused(overwritten(whole, b"PK\1\2", 42, b"\xff\xff\xff\x7f"))
     assert "lies outside of the file" in refused(overwritten(whole, b"PK\1\2", 20, b"\xff\xff\xff\x7f"))
-    assert "cannot name 65535 members" in refused(overwritten(whole, b"PK\5\6", 10, b"\xff\xff"))
+    assert "cannot name 65535 members" in refused(overwritten(whole, b"PK\5\6", 8, b"\xff\xff\xff\xff"))
     assert "checksum differs" in refused(overwritten(whole, b"PK\1\2", 16, b"\0\0\0\0"))
     assert "unpacks to more than 20 bytes" in refused(overwritten(whole, b"PK\1\2", 24, struct.pack("<I", 20)))
     assert "is not 90 bytes long" in refused(overwritten(whole, b"PK\1\2", 24, struct.pack("<I", 90)))
@@ -66,7 +66,8 @@ def test_members_that_overlap_or_share_a_name_are_refused():
         i for i in range(len(whole)) if whole.startswith(b"PK\1\2", i) and whole[i + 46 : i + 47] in b"a\xc3g"
     )
     same = whole[: second + 42] + whole[first + 42 : first + 46] + whole[second + 46 :]
-    assert "overlap" in refused(same)
+    assert "has another name before its content" in refused(same)
+    assert "overlap" in refused(overwritten(whole, b"PK\3\4", 28, b"\5\0"))
     assert "twice" in refused(whole.replace(b"c", b"A"))
 
 

@@ -10,10 +10,10 @@ Images whose download failed are not in the tar file; the statistics tell how ma
 from __future__ import annotations
 
 import logging
-import tarfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -22,18 +22,19 @@ from detector.errors import MissingFileError, UserError
 from detector.user_paths import user_path
 from e2e_vl.data.formats.caption_sources import CaptionSource
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
+from e2e_vl.data.storage.archives import LARGEST_MEMBER
 from e2e_vl.data.storage.files import read_json, require_file
 from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
-from e2e_vl.data.storage.tar_headers import check_tar
+from e2e_vl.data.storage.tar_headers import DamagedTarError, TarMember, member_at, read_members
 from e2e_vl.records import Count, Record
 from e2e_vl.samples import EncodedImage
 
 logger = logging.getLogger(__name__)
 
-_VERSION = "shard 3"
+_VERSION = "shard 4"
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
-_COLUMNS = 6  # offset, size and CRC-32 of the image, and of the caption
-_BLOCK = 512  # bytes of a tar header
+_COLUMNS = 7  # offset of the image's headers; offset, size and CRC-32 of the image, and of the caption
+_LONGEST = {"image": LARGEST_MEMBER, "caption": 1 << 20}  # bytes
 _CHUNK = 1 << 20
 
 
@@ -47,7 +48,7 @@ class ShardCaptions(CaptionSource):
 
     webdataset itself only streams shards, in an order of its own with a buffer to shuffle, so it knows neither epochs
     that every text is seen once in, nor how to resume in the middle, nor how to give several processes equal shares.
-    (Its random-access part `wids` is gone since version 1.0.) The standard library's `tarfile` tells the offsets.
+    (Its random-access part `wids` is gone since version 1.0.)
 
     The format has no checksums of contents, so the index has them: making it reads every byte once, and an image or a
     caption whose bytes change later is refused.
@@ -62,8 +63,9 @@ class ShardCaptions(CaptionSource):
 
     Raises:
         FileNotFoundError: no shard there.
-        ValueError: a file that is no tar file, is cut off or damaged; two records, images or captions with one key in
-            a shard; or not one complete record in all of them.
+        ValueError: a file that is no tar file, is cut off or damaged, or holds links or devices; two records, images or
+            captions with one key in a shard; an image or a caption that is far too large; or not one complete record
+            in all of them.
     """
 
     def __init__(self, shards: str | Path, cache: str | Path) -> None:
@@ -97,7 +99,7 @@ class ShardCaptions(CaptionSource):
 
     def caption(self, text: int) -> str:
         shard, row = self._find(text)
-        data = self._content(shard, row[3:], "caption", text)
+        data = self._content(shard, row[4:], "caption", text)
         try:
             return data.decode("utf-8").strip()
         except UnicodeDecodeError as error:
@@ -110,7 +112,7 @@ class ShardCaptions(CaptionSource):
 
     def image(self, group: int) -> EncodedImage:
         shard, row = self._find(group)
-        return EncodedImage(self._content(shard, row[:3], "image", group), f"{shard}: {self._member(group)}")
+        return EncodedImage(self._content(shard, row[1:4], "image", group), f"{shard}: {self._member(group)}")
 
     def _content(self, shard: Path, place: np.ndarray, what: str, record: int) -> bytes:
         """What lies at a place of offset, size and CRC-32."""
@@ -128,76 +130,62 @@ class ShardCaptions(CaptionSource):
         return self.shards[shard], self._indices[shard][record - self._records[shard].start + 1]
 
     def _member(self, record: int) -> str:
-        """Name of the record's image in its shard, from the header before it."""
+        """Name of the record's image in its shard, from the headers before it."""
         shard, row = self._find(record)
-        header = self._files.read(shard, int(row[0]) - _BLOCK, _BLOCK)
         try:
-            return tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
-        except tarfile.HeaderError as error:
-            raise UserError(f"{shard}: has changed while it was in use") from error
+            member = member_at(self._files[shard], int(row[0]))
+        except DamagedTarError as error:
+            raise UserError(f"{shard}: has changed while it was in use ({error}); start again") from error
+        return member.name
 
 
 def _rows(shard: Path) -> Iterator[np.ndarray]:
-    """int64 [1 + n, 6]: the counts of records without image and without caption, then the complete records."""
+    """int64 [1 + n, 7]: the counts of records without image and without caption, then the complete records."""
     rows: list[tuple[int, ...]] = []
     without_image = without_caption = 0
-    check_tar(shard, _REMEDY)
     try:
-        with tarfile.open(shard, "r:") as tar:
-            for record in _records(tar, shard, shard.stat().st_size):
+        with shard.open("rb") as file:
+            # the walk over the headers goes on behind each record, wherever its content was read
+            for record in _records(read_members(file), shard):
                 image, caption = record.get("image"), record.get("caption")
                 if image is None or image.size == 0:
                     without_image += 1
-                elif caption is None or not tar.extractfile(caption).read().strip():
+                elif caption is None or not _is_text(file, caption):
                     without_caption += 1
                 else:
-                    rows.append((*_place(tar, image), *_place(tar, caption)))
-            tar.fileobj.seek(tar.offset)
-            # tarfile also stops, without a word, at a header in the middle that it cannot read
-            end = tar.fileobj.read(_BLOCK)
-            is_joined = any(rest.strip(b"\0") for rest in iter(lambda: tar.fileobj.read(_CHUNK), b""))
-    except UserError:
-        raise
-    except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError) as error:
+                    rows.append((image.start, *_place(file, image), *_place(file, caption)))
+    except DamagedTarError as error:
         raise UserError(f"{shard}: no readable tar file ({error}); {_REMEDY}") from error
-    if end != bytes(_BLOCK):
-        what = "is cut off" if len(end) < _BLOCK else f"has a damaged header at byte {tar.offset}"
-        raise UserError(f"{shard}: the tar file {what}; {_REMEDY}")
-    if is_joined:
-        raise UserError(f"{shard}: the file goes on after the end of the tar file, so records would be lost; split it.")
-    yield np.array([(without_image, without_caption, 0, 0, 0, 0), *rows], dtype=np.int64)
+    yield np.array([(without_image, without_caption, *[0] * (_COLUMNS - 2)), *rows], dtype=np.int64)
 
 
-def _place(tar: tarfile.TarFile, member: tarfile.TarInfo) -> tuple[int, int, int]:
+def _is_text(file: BinaryIO, caption: TarMember) -> bool:
+    file.seek(caption.offset)
+    return bool(file.read(caption.size).strip())
+
+
+def _place(file: BinaryIO, member: TarMember) -> tuple[int, int, int]:
     """Offset, size and CRC-32 of a member's content."""
-    tar.fileobj.seek(member.offset_data)
+    file.seek(member.offset)
     checksum, left = 0, member.size
-    while left and (data := tar.fileobj.read(min(left, _CHUNK))):
+    while left and (data := file.read(min(left, _CHUNK))):
         checksum, left = zlib.crc32(data, checksum), left - len(data)
     if left:
-        raise EOFError("it is shorter than its members")
-    return member.offset_data, member.size, checksum
+        raise DamagedTarError("it is shorter than its members")
+    return member.offset, member.size, checksum
 
 
 _REMEDY = "run img2dataset again, it writes unfinished shards anew, or remove the file"
 
 
-def _records(tar: tarfile.TarFile, shard: Path, length: int) -> Iterator[dict[str, tarfile.TarInfo]]:
+def _records(members: Iterator[TarMember], shard: Path) -> Iterator[dict[str, TarMember]]:
     """Of each record its member under "image" and under "caption".
 
     The members of a record stand side by side and share the name up to its first dot.
     """
     key, record = None, {}
     seen: set[tuple[str, str]] = set()
-    while (member := tar.next()) is not None:
-        tar.members.clear()  # tarfile keeps a list of all it has seen
-        if not member.isreg():
-            continue
-        if not 0 <= member.size <= length - member.offset_data:
-            raise UserError(
-                f"{shard}: {member.name} claims {member.size} bytes from byte {member.offset_data} on, and the file "
-                f"has {length}; {_REMEDY}"
-            )
+    for member in members:
         folder, _, file = member.name.rpartition("/")
         stem, _, suffix = file.partition(".")
         if (folder, stem) != key:
@@ -215,6 +203,11 @@ def _records(tar: tarfile.TarFile, shard: Path, length: int) -> Iterator[dict[st
             raise UserError(
                 f"{shard}: {record[what].name} and {member.name} are two {what}s of one record; give every record a "
                 "key of its own (a key ends at the first dot of the name)"
+            )
+        if what != "other" and member.size > _LONGEST[what]:
+            raise UserError(
+                f"{shard}: the {what} {member.name} has {member.size} bytes; the limit is {_LONGEST[what]}, so leave "
+                "it out"
             )
         record[what] = member
     if key is not None:

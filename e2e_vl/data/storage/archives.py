@@ -11,6 +11,7 @@ import zlib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -19,6 +20,8 @@ from detector.errors import MissingFileError, UserError
 from detector.zip_directory import (
     LOCAL_HEADER,
     DamagedZipError,
+    Directory,
+    check_entry,
     content_start,
     find_directory,
     inflate,
@@ -27,8 +30,8 @@ from detector.zip_directory import (
 from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
 from e2e_vl.file_names import inside
 
-_VERSION = "zip 3"
-_COLUMNS = 5  # hash of the name, offset of the local header, bytes in the archive, method of compression, CRC-32
+_VERSION = "zip 4"
+_COLUMNS = 6  # hash of the name, offset of the local header, packed bytes, method of packing, CRC-32, latest end
 LARGEST_MEMBER = 1 << 28  # bytes of one unpacked image or JSON file
 _PART = 1 << 16  # rows
 
@@ -100,23 +103,27 @@ class ArchivedFiles:
         row = index[place] if place < len(index) else None
         if row is None or row[0] != wanted:
             raise MissingFileError(f"{archive}: has no member {member}; get the archive again")
-        _, header_offset, size, method, checksum = (int(value) for value in row)
         try:
-            content = self._content(archive, header_offset, size, method)
-            if zlib.crc32(content) != checksum:
-                raise DamagedZipError("not as it was packed (its checksum differs)")
-            return content
+            return self._content(archive, member, row)
         except DamagedZipError as error:
-            raise UserError(f"{archive}: the member {member} is {error}; get the archive again") from error
+            raise UserError(
+                f"{archive}: the member {member} cannot be read ({error}); get the archive again"
+            ) from error
 
-    def _content(self, archive: Path, header: int, size: int, method: int) -> bytes:
-        start = content_start(self._files[archive], header, size + LOCAL_HEADER)
-        if start is None:
-            raise DamagedZipError("damaged (it has no header of its own)")
+    def _content(self, archive: Path, member: str, row: np.ndarray) -> bytes:
+        _, header, size, method, checksum, end = map(int, row)
+        if size > LARGEST_MEMBER:
+            raise DamagedZipError(f"it has {size} bytes; {LARGEST_MEMBER} are the most")
+        start = content_start(self._files[archive], header, member, method)
+        if start + size > end:
+            raise DamagedZipError("it overlaps what comes behind it")
         data = self._files.read(archive, start, size)
         if len(data) < size:
-            raise DamagedZipError("cut off")
-        return data if method == zipfile.ZIP_STORED else inflate(data, LARGEST_MEMBER)
+            raise DamagedZipError("it is cut off")
+        content = data if method == zipfile.ZIP_STORED else inflate(data, LARGEST_MEMBER)
+        if zlib.crc32(content) != checksum:
+            raise DamagedZipError("it is not as it was packed: its checksum differs")
+        return content
 
     def _index(self, archive: Path) -> ArrayFile:
         if archive not in self._indices:
@@ -130,37 +137,39 @@ def _hash(name: str) -> int:
 
 
 def _rows(archive: Path) -> Iterator[np.ndarray]:
-    """int64 [n, 5], sorted by the hash of the name."""
-    found = array("q")
+    """int64 [n, 6], sorted by the hash of the name."""
     try:
         with archive.open("rb") as file:
             directory = find_directory(file)
-            title = f"indexing {archive.name}"
-            bar = tqdm(total=directory.count, desc=title, unit=" files", unit_scale=True, delay=1, leave=False)
-            with bar:
-                for entry in read_entries(file, directory):
-                    bar.update()
-                    if entry.name.endswith("/"):  # a folder
-                        continue
-                    if entry.method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.flags & 1:
-                        raise UserError(
-                            f"{archive}: {entry.name} is encrypted or compressed in a way that is not supported"
-                        )
-                    place = entry.header + directory.shift
-                    found.extend((_hash(entry.name), place, entry.packed, entry.method, entry.checksum))
+            rows = _found(file, directory, f"indexing {archive.name}")
+            rows = rows[rows[:, 1].argsort(kind="stable")]
+            rows[:, 5] = np.append(rows[1:, 1], directory.offset)
+            overlaps = np.flatnonzero(rows[:, 1] + LOCAL_HEADER + rows[:, 2] > rows[:, 5])
+            if len(overlaps):
+                raise DamagedZipError(f"{_name(file, directory, rows[overlaps[0]])!r} overlaps what comes behind it")
+            rows = rows[rows[:, 0].argsort(kind="stable")]
+            same = np.flatnonzero(np.diff(rows[:, 0]) == 0)
+            if len(same):
+                raise DamagedZipError(f"two members have the name {_name(file, directory, rows[same[0]])!r}")
     except (DamagedZipError, OSError, OverflowError, struct.error) as error:
         raise UserError(f"{archive}: no readable zip archive ({error}); get it again") from error
-    rows = np.frombuffer(found, dtype=np.int64).reshape(-1, _COLUMNS)
-    _check_places(rows, directory.offset, archive)
-    rows = rows[rows[:, 0].argsort(kind="stable")]
-    if (np.diff(rows[:, 0]) == 0).any():
-        raise UserError(f"{archive}: two members have one name; unpack it and name the folder instead")
     yield from np.array_split(rows, len(rows) // _PART + 1)
 
 
-def _check_places(rows: np.ndarray, end: int, archive: Path) -> None:
-    """Raises UserError if a member lies behind `end`, where the directory begins, or begins within another one."""
-    places = rows[rows[:, 1].argsort(kind="stable"), 1:3]
-    room = np.append(places[1:, 0], end) - places[:, 0] - LOCAL_HEADER
-    if (places[:, 1] > room).any() or (places[:, 1] < 0).any():
-        raise UserError(f"{archive}: members lie outside of the archive or overlap, so it is damaged; get it again")
+def _found(file: BinaryIO, directory: Directory, title: str) -> np.ndarray:
+    """int64 [n, 6], in the order of the directory; the last column is not known yet."""
+    found = array("q")
+    with tqdm(total=directory.count, desc=title, unit=" files", unit_scale=True, delay=1, leave=False) as bar:
+        for entry in read_entries(file, directory):
+            bar.update()
+            if entry.name.endswith("/"):  # a folder
+                continue
+            check_entry(entry, directory)
+            place = entry.header + directory.shift
+            found.extend((_hash(entry.name), place, entry.packed, entry.method, entry.checksum, 0))
+    return np.frombuffer(found, dtype=np.int64).reshape(-1, _COLUMNS)
+
+
+def _name(file: BinaryIO, directory: Directory, row: np.ndarray) -> str:
+    """The name of a member, which its row does not have."""
+    return next(entry.name for entry in read_entries(file, directory) if _hash(entry.name) == row[0])

@@ -24,7 +24,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
-from detector.errors import DiskError, UserError
+from detector.errors import DiskError, MissingFileError, UserError
 from e2e_vl.whole_files import take_place
 
 logger = logging.getLogger(__name__)
@@ -62,14 +62,21 @@ class OpenFiles:
         return data
 
     def __getitem__(self, path: Path) -> BinaryIO:
-        """The open file; its position is anywhere."""
+        """The open file; its position is anywhere.
+
+        Raises:
+            MissingFileError: it was removed since it was looked for.
+        """
         if self._process != os.getpid():
             self._files, self._process = {}, os.getpid()
         file = self._files.pop(path, None)
         if file is None:
             while len(self._files) >= self.limit:
                 self._files.pop(next(iter(self._files))).close()
-            file = path.open("rb", buffering=0)
+            try:
+                file = path.open("rb", buffering=0)
+            except FileNotFoundError as error:
+                raise MissingFileError(f"{path}: it was removed while in use; put it back") from error
         self._files[path] = file
         return file
 

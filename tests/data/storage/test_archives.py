@@ -32,7 +32,7 @@ def test_many_members_are_found_by_the_index(tmp_path):
         files.read("b.zip@/x")
     with zipfile.ZipFile(tmp_path / "c.zip", "w", zipfile.ZIP_LZMA) as archive:
         archive.writestr("x", "y")
-    with pytest.raises(ValueError, match=r"c.zip: x is encrypted or compressed in a way"):
+    with pytest.raises(ValueError, match=r"c.zip: .*x. is encrypted or compressed in a way"):
         files.read("c.zip@/x")
 
 
@@ -82,7 +82,7 @@ def test_a_flipped_bit_of_a_member_is_named(tmp_path, method):
     files = ArchivedFiles(tmp_path, tmp_path / "cache")
     for place in (at, at + 200, at + 399):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
-        with pytest.raises(UserError, match=r"a\.zip: the member b/second\.jpg is not as it was packed \(its checksum"):
+        with pytest.raises(UserError, match=r"a\.zip: the member b/second\.jpg .*its checksum differs"):
             files.read("a.zip@/b/second.jpg")
         assert files.read("a.zip@/b/first.jpg") == b"whole"
     path.write_bytes(whole)
