@@ -74,6 +74,11 @@ def check_numbers(
                 raise UserError(f"{prefix}{name} is {value}; it must {needed}.")
 
 
+def check_kind(kind: Any, value: Any, where: str) -> None:
+    """Raise a ValueError, which names the setting `where`, unless a value is of a kind that `from_dict` takes."""
+    _converted(kind, value, where)
+
+
 def nearest(key: str, known: Iterable[str]) -> str | None:
     """The known key that an unknown one probably means: by its spelling, its initials, its words or its section.
 

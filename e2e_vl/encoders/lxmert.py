@@ -20,11 +20,11 @@ from transformers.models.bert.modeling_bert import BertPooler
 
 from detector.errors import UserError
 from e2e_vl.encoders.base import Encoder
+from e2e_vl.encoders.field_limits import check_fields
 from e2e_vl.encoders.geometry import GEOMETRY_LAYERS, RelativeGeometryBias
 from e2e_vl.encoders.image_passes import AttentionMaps, ImagePasses
 from e2e_vl.encoders.lxmert_layers import LayerStacks, TextEmbeddings
 from e2e_vl.encoders.sequence import naming_words
-from e2e_vl.encoders.size_limits import check_sizes
 from e2e_vl.structures import (
     Ability,
     AttentionBlock,
@@ -90,10 +90,10 @@ class LxmertEncoderConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
+        check_fields(self)
         for name, (one, other) in CHOICES.items():
             if getattr(self, name) not in (one, other):
                 raise UserError(f'{name} is "{getattr(self, name)}"; it must be "{one}" or "{other}".')
-        check_sizes(self)
         if self.image_slots < 1:
             raise UserError(f"image_slots is {self.image_slots}; every text needs room for one image.")
 

@@ -14,6 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from e2e_vl.encoders.base import Encoder
+from e2e_vl.encoders.field_limits import check_fields
 from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
 
 
@@ -22,9 +23,13 @@ class NoEncoderConfig(PreTrainedConfig):
 
     model_type = "no_encoder"
 
-    vocab_size: int = 0
+    vocab_size: int = 1
     feature_dim: int = 2048
     uses_whole_image: bool = False
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        check_fields(self)
 
 
 class NoEncoder(Encoder):

@@ -23,9 +23,9 @@ from transformers.models.bert.modeling_bert import BertPooler
 from detector.errors import UserError
 from e2e_vl.encoders.base import Encoder, read_summary
 from e2e_vl.encoders.bert_layer import BertLayerWithMaps, LayersRun, run_layers
+from e2e_vl.encoders.field_limits import check_fields
 from e2e_vl.encoders.geometry import GEOMETRY_LAYERS, RelativeGeometryBias, packed_biases
 from e2e_vl.encoders.sequence import SequenceLayout
-from e2e_vl.encoders.size_limits import check_sizes
 from e2e_vl.encoders.visual_bert_embeddings import BOX_NUMBERS, VisualBertTables
 from e2e_vl.layout import CLS, MASK, SEP, Template, TextLayout
 from e2e_vl.structures import (
@@ -76,9 +76,9 @@ class VisualBertEncoderConfig(BertConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
+        check_fields(self)
         if self.region_position not in REGION_POSITIONS:
             raise UserError(f'region_position is "{self.region_position}"; it must be "official" or "paper".')
-        check_sizes(self)
         if not self.region_types or not all(0 <= row < self.type_vocab_size for row in self.region_types):
             raise UserError(
                 f"region_types is {self.region_types}; give a row of the visual segment table, 0 to "

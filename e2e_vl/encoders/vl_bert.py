@@ -20,9 +20,9 @@ from transformers.models.bert.modeling_bert import BertPooler
 from detector.errors import UserError
 from e2e_vl.encoders.base import Encoder, read_summary
 from e2e_vl.encoders.bert_layer import BertLayerWithMaps, LayersRun, attention_probabilities, run_layers
+from e2e_vl.encoders.field_limits import check_fields
 from e2e_vl.encoders.geometry import GEOMETRY_LAYERS, RelativeGeometryBias, packed_biases
 from e2e_vl.encoders.sequence import SequenceLayout
-from e2e_vl.encoders.size_limits import check_sizes
 from e2e_vl.encoders.vl_bert_embeddings import (
     HiddenRegionFeature,
     ImageSlotEmbedding,
@@ -106,12 +106,12 @@ class VLBertConfig(BertConfig):
         super().__post_init__(**kwargs)
         if self.visual_size is None:
             self.visual_size = self.hidden_size
+        check_fields(self)
         for name, (one, other) in CHOICES.items():
             if getattr(self, name) not in (one, other):
                 raise UserError(f'{name} is "{getattr(self, name)}"; it must be "{one}" or "{other}".')
-        if self.geometry_dim <= 0 or self.geometry_dim % 8:
+        if self.geometry_dim % 8:
             raise UserError(f"geometry_dim is {self.geometry_dim}; it must be a positive multiple of 8.")
-        check_sizes(self)
         if self.image_slots < 1:
             raise UserError(f"image_slots is {self.image_slots}; every text needs room for one image.")
         if self.type_vocab_size < 3:

@@ -44,6 +44,7 @@ from e2e_vl.data.vqa import VQADataset
 from e2e_vl.data_settings import ResizeSettings
 from e2e_vl.detector_yaml import read_detector_config
 from e2e_vl.encoders.base import Encoder
+from e2e_vl.encoders.field_limits import own_fields
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
 from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
@@ -324,7 +325,7 @@ def build_encoder(
     config: RunConfig, *, vocab_size: int, feature_dim: int, tell_start: TellStart = log_start
 ) -> Encoder:
     config_class, model_class = named_parts(config).encoder
-    check_keys([field.name for field in dataclasses.fields(config_class)], config.encoder.config, "encoder.config")
+    check_keys(own_fields(config_class), config.encoder.config, "encoder.config")
     fixed = [key for key in ("vocab_size", "feature_dim") if key in config.encoder.config]
     if fixed:
         raise UserError(f"encoder.config.{fixed[0]} follows from the tokenizer and the detector; leave it out.")

@@ -1,0 +1,72 @@
+"""Kinds and ranges of the fields of an encoder's settings, which may come with a saved model from anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.configuration_utils import PreTrainedConfig
+
+from detector.errors import UserError
+from e2e_vl.converter import check_kind
+
+_WIDTH = (1, 1 << 16)
+_LAYERS = 500
+# whole numbers: setting -> least and most; a field may also be None where its type says so
+_SIZES: Mapping[str, tuple[int, int]] = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "feature_dim", "visual_size"), _WIDTH),
+    **dict.fromkeys(("geometry_dim", "relative_geometry_size", "type_vocab_size"), _WIDTH),
+    **dict.fromkeys(("num_hidden_layers", "l_layers", "r_layers", "x_layers"), (0, _LAYERS)),
+    "num_attention_heads": (1, 1 << 10),
+    "vocab_size": (1, 1 << 24),
+    "max_position_embeddings": (1, 1 << 20),
+    "image_slots": (0, 1 << 10),
+}
+# numbers of any kind; beyond these, float32 makes infinite or NaN of them
+_NUMBERS: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "region_dropout_prob"), (0, 1)),
+    **dict.fromkeys(("initializer_range", "embedding_init_std"), (0, 1000)),
+    **dict.fromkeys(("visual_scale_text_init", "visual_scale_object_init"), (-1000, 1000)),
+    "layer_norm_eps": (1e-30, 1),
+}
+
+
+def own_fields(config_class: type) -> list[str]:
+    """The fields of a config class but those that transformers keeps for itself, such as `id2label`."""
+    general = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    return [field.name for field in dataclasses.fields(config_class) if field.name not in general]
+
+
+def check_fields(config: Any) -> None:
+    """Check the kinds of all fields that a config has of its own, and the ranges of its numbers.
+
+    Raises:
+        UserError: a field is not of its declared kind, such as a text in the place of true or false; a number is out of
+            range; or heads do not divide the width.
+    """
+    kinds = _kinds(type(config))
+    for name in own_fields(type(config)):
+        value, (least, most) = getattr(config, name), _SIZES.get(name, _NUMBERS.get(name, (None, None)))
+        if least is None or value is None:
+            check_kind(kinds[name], value, name)
+        elif not _is_number(value, whole=name in _SIZES) or not least <= value <= most:
+            number = "whole number" if name in _SIZES else "number"
+            raise UserError(f"{name} is {value!r}; it must be a {number} from {least} to {most}.")
+    heads = getattr(config, "num_attention_heads", 1)
+    if heads > 1 and config.hidden_size % heads:
+        raise UserError(f"hidden_size {config.hidden_size} is not a multiple of num_attention_heads {heads}.")
+
+
+def _kinds(config_class: type) -> dict[str, Any]:
+    """Declared kind of each field; those of transformers' own fields have names that only it can resolve."""
+    found: dict[str, Any] = {}
+    for one in reversed(config_class.__mro__):
+        if issubclass(one, PreTrainedConfig) and one is not PreTrainedConfig:
+            found |= inspect.get_annotations(one, eval_str=True)
+    return found
+
+
+def _is_number(value: Any, *, whole: bool) -> bool:
+    return type(value) is int or (type(value) is float and not whole)
