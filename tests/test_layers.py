@@ -60,6 +60,7 @@ BASE = (
         "records",
         "json_keys",
         "run_files",
+        "setting_kinds",
         "setting_references",
         "tokenizer_files",
         "whole_files",

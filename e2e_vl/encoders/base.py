@@ -5,17 +5,27 @@ Shape legend: see `e2e_vl/structures.py`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from detector.errors import UserError
 from e2e_vl.layout import TextLayout
 from e2e_vl.structures import Ability, AttentionGraph, EncoderOutput, TextBatch, TextRegions
+
+# fields that transformers' config classes have and no encoder here reads, or that would make a decoder of it
+UNREAD_FIELDS = frozenset(
+    {
+        *(field.name for field in dataclasses.fields(PreTrainedConfig)),
+        *("add_cross_attention", "bos_token_id", "classifier_dropout", "eos_token_id", "is_decoder", "pad_token_id"),
+        *("position_embedding_type", "tie_word_embeddings", "use_cache"),
+    }
+)
 
 
 class Encoder(PreTrainedModel):

@@ -1,11 +1,14 @@
-"""Ranges of the sizes in an encoder's settings, which may come with a saved model from anywhere."""
+"""Ranges of the numbers in an encoder's settings, which may come with a saved model from anywhere."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from transformers.activations import ACT2FN
+
 from detector.errors import UserError
+from e2e_vl.converter import nearest
 
 _WIDTH = (1, 1 << 16)
 _LAYERS = 500
@@ -19,13 +22,18 @@ _RANGES: Mapping[str, tuple[int, int]] = {
     "max_position_embeddings": (1, 1 << 20),
     "image_slots": (0, 1 << 10),
 }
+_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "region_dropout_prob", "classifier_dropout")
+_SPREADS = ("initializer_range", "embedding_init_std")  # standard deviations
+_STARTS = ("visual_scale_text_init", "visual_scale_object_init")
+_LARGEST = 100.0  # of a spread or a start; both are far below 1 in all official code
 
 
 def check_sizes(config: Any) -> None:
-    """Check all sizes that a config has.
+    """Check all sizes and other numbers that a config has, and the name of the activation.
 
     Raises:
-        UserError: a size is not a whole number, or out of range; or heads do not divide the width.
+        UserError: a size is not a whole number, or out of range; heads do not divide the width; a probability, a
+            standard deviation, a start or an epsilon with which nothing can be learned; an unknown activation.
     """
     for name, (least, most) in _RANGES.items():
         value = getattr(config, name, None)
@@ -35,3 +43,19 @@ def check_sizes(config: Any) -> None:
         raise UserError(
             f"hidden_size {config.hidden_size} is not a multiple of num_attention_heads {config.num_attention_heads}."
         )
+    for name in _DROPOUTS:
+        value = getattr(config, name, None)
+        if value is not None and not 0 <= value < 1:
+            raise UserError(f"{name} is {value}; it must be a probability, from 0 to below 1.")
+    for name, least in (*dict.fromkeys(_SPREADS, 0.0).items(), *dict.fromkeys(_STARTS, -_LARGEST).items()):
+        value = getattr(config, name, None)
+        if value is not None and not least <= value <= _LARGEST:
+            raise UserError(f"{name} is {value}; it must be a number from {least:g} to {_LARGEST:g}.")
+    epsilon = getattr(config, "layer_norm_eps", None)
+    if epsilon is not None and not 0 < epsilon < 1:
+        raise UserError(f"layer_norm_eps is {epsilon}; it must be a number above 0 and below 1, such as 1e-12.")
+    activation = getattr(config, "hidden_act", None)
+    if activation is not None and activation not in ACT2FN:
+        near = nearest(activation[:100], ACT2FN)
+        hint = f"; did you mean '{near}'?" if near else ", such as gelu or relu."
+        raise UserError(f"hidden_act is {activation[:100]!r}; it must be an activation that transformers knows{hint}")

@@ -43,7 +43,7 @@ from e2e_vl.data.visual_genome import VisualGenomeDataset
 from e2e_vl.data.vqa import VQADataset
 from e2e_vl.data_settings import ResizeSettings
 from e2e_vl.detector_yaml import read_detector_config
-from e2e_vl.encoders.base import Encoder
+from e2e_vl.encoders.base import UNREAD_FIELDS, Encoder
 from e2e_vl.encoders.lxmert import LxmertEncoder, LxmertEncoderConfig
 from e2e_vl.encoders.none import NoEncoder, NoEncoderConfig
 from e2e_vl.encoders.visual_bert import VisualBertEncoder, VisualBertEncoderConfig
@@ -324,12 +324,15 @@ def build_encoder(
     config: RunConfig, *, vocab_size: int, feature_dim: int, tell_start: TellStart = log_start
 ) -> Encoder:
     config_class, model_class = named_parts(config).encoder
-    check_keys([field.name for field in dataclasses.fields(config_class)], config.encoder.config, "encoder.config")
+    known = [field.name for field in dataclasses.fields(config_class) if field.name not in UNREAD_FIELDS]
+    check_keys(known, config.encoder.config, "encoder.config")
     fixed = [key for key in ("vocab_size", "feature_dim") if key in config.encoder.config]
     if fixed:
         raise UserError(f"encoder.config.{fixed[0]} follows from the tokenizer and the detector; leave it out.")
     try:
         encoder = model_class(config_class(vocab_size=vocab_size, feature_dim=feature_dim, **config.encoder.config))
+    except UserError as error:
+        raise UserError(f"encoder.config: {error}") from error
     except (TypeError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"encoder.config cannot be used: {reason}.") from error

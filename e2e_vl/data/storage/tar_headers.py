@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from detector.errors import UserError
+from detector.reading import reading
 
 BLOCK = 512
 LONGEST_EXTENSION = 1 << 16  # bytes of a header of extended names or times; names are a few hundred bytes long
@@ -33,7 +34,7 @@ def check_tar(path: Path, remedy: str) -> None:
     Raises:
         UserError: a member claims to be longer than the file, or has extended headers that are long, many or strange.
     """
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         problem = _find_problem(file, path.stat().st_size)
     if problem is not None:
         raise UserError(f"{path}: no readable tar file ({problem}); {remedy}")
