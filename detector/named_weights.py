@@ -23,6 +23,7 @@ from typing import Any
 from detector.config_file import flatten, load_tree
 from detector.config_groups import NORM_EPS
 from detector.errors import UserError
+from detector.user_paths import user_path
 
 PUBLISHED = Path(__file__).with_name("published")  # Detectron2 YAML files
 CLASS_LISTS = Path(__file__).with_name("class_names")  # text files, one name per line in the order of the classes
@@ -200,7 +201,7 @@ def resolve_weights(name: str | Path, table: Sequence[NamedWeights] = NAMED_WEIG
         ValueError: a name or an address that the table does not have, a shortened name of several weights, or weights
             that no detector here can load.
     """
-    path = Path(name)
+    path = Path(name) if "://" in str(name) else user_path(name)
     if path.exists():
         return path
     key = _key(name)

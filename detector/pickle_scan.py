@@ -12,6 +12,8 @@ import re
 from pathlib import Path
 from typing import NoReturn
 
+from detector.reading import reading
+
 Bytes = bytes | mmap.mmap
 
 LONGEST_NUMBER = 255  # bytes of an integer; no training needs longer ones
@@ -98,7 +100,7 @@ def check_pickle_file(path: Path) -> None:
     Raises:
         DamagedPickleError: see `check_pickle`; or the file is empty.
     """
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         if not path.stat().st_size:
             raise DamagedPickleError("it is empty")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from detector.errors import MissingFileError, UserError
+from detector.reading import reading
 
 MAX_BYTES = 1 << 24  # of a file of settings or numbers
 MAX_DEPTH = 50  # lists and objects in each other
@@ -39,7 +40,7 @@ def read_plain_json(
     path = Path(path)
     if not path.is_file():
         raise MissingFileError(f"{path}: no such file; get the whole folder again.")
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         # `read` takes as much memory as it is asked for, before it knows how much there is
         content = file.read(min(max_bytes, os.fstat(file.fileno()).st_size) + 1)
     if len(content) > max_bytes:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from detector.pickle_scan import Bytes, DamagedPickleError, check_pickle
+from detector.reading import reading
 from detector.zip_directory import DamagedZipError, Member, find_directory, read_member, read_members
 
 MOST_RECORDS = 1 << 18  # storages of a file
@@ -60,7 +61,7 @@ def check_torch_file(path: Path, *, longest_pickle: int = LONGEST_PICKLE) -> Non
         DamagedTorchFileError: it is empty, damaged, cut off or no such file, or claims more than it holds.
     """
     try:
-        with path.open("rb") as file:
+        with reading(path), path.open("rb") as file:
             start = file.read(tarfile.BLOCKSIZE)
             if start.startswith(b"PK\3\4"):
                 _check_archive(path, longest_pickle)
@@ -90,7 +91,7 @@ def _refuse_others(start: bytes) -> None:
 
 def _check_archive(path: Path, longest: int) -> None:
     """A file of torch 1.6 or later: a zip archive of a pickle and the storages."""
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         # torch reads the directory at the stated offset, and with bytes before or behind the archive it may be another
         directory = find_directory(file)
         if directory.shift or directory.behind:

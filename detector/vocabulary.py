@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from detector.errors import MissingFileError, UserError
+from detector.reading import reading
 
 
 def read_vocabulary(path: str | Path, number: int, what: str) -> tuple[str, ...]:
@@ -25,7 +26,8 @@ def read_vocabulary(path: str | Path, number: int, what: str) -> tuple[str, ...]
     if not path.is_file():
         raise MissingFileError(f"{path}: no such file of names; give a text file with a line for each of the {what}.")
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        with reading(path):
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a UTF-8 text file; give one with a line for each of the {what}.") from error
     names = tuple(line.partition(",")[0].strip() for line in lines)

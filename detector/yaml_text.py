@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import yaml
 
 from detector.errors import MissingFileError, UserError
+from detector.reading import reading
 
 MAX_BYTES = 1 << 19
 MAX_DEPTH = 50  # values in values
@@ -118,7 +119,7 @@ def read_yaml(path: str | Path, loader: type[PlainLoader] = PlainLoader) -> Any:
     path = Path(path)
     if not path.is_file():
         raise MissingFileError(f"{path}: no such settings file; check the path.")
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise UserError(f"{path} is not a settings file: it has more than {MAX_BYTES} bytes; name another file.")

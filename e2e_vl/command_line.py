@@ -56,7 +56,8 @@ def says_errors(main: Callable[..., int]) -> Callable[..., int]:
         except (*SENTENCES, OSError) as error:
             if not isinstance(error, SENTENCES) and error.errno is None:  # a library's
                 raise
-            print(f"error: {str(error) or _without_words(error)}", file=sys.stderr)
+            # as a user's error it is cut where it is long, such as a file name that is
+            print(f"error: {UserError(str(error) or _without_words(error))}", file=sys.stderr)
             return 2
 
     return wrapped

@@ -21,11 +21,13 @@ from yaml import YAMLError
 
 from detector.choices import EXPECTED_PARTS
 from detector.errors import MissingFileError, UserError, in_one_line
+from detector.user_paths import user_path
 from detector.yaml_text import SUFFIX, parse_yaml, read_yaml
 from e2e_vl.box_sources import BoxSource
 from e2e_vl.converter import check_choice, check_numbers, nearest
 from e2e_vl.data_settings import DataSettings
 from e2e_vl.file_names import shown
+from e2e_vl.setting_kinds import check_kinds
 from e2e_vl.setting_references import check_references, check_resolved, check_targets, misplaced, refused_setting
 from e2e_vl.whole_files import write_text
 
@@ -266,6 +268,7 @@ def load_config(
             content = OmegaConf.to_container(layer)
             upgrade(content)
             layer = OmegaConf.create(content)
+        check_kinds(RunConfig, OmegaConf.to_container(layer), str(file))
         merged = _merge(merged, _with_found_inputs(layer, file.parent), str(file))
     merged = _with_overrides(merged, overrides or [])
     try:
@@ -275,7 +278,7 @@ def load_config(
             check_resolved(OmegaConf.to_container(merged, resolve=True, enum_to_str=True))
             found = OmegaConf.to_object(merged)
             OmegaConf.structured(found)  # as it will be saved: a list may have come into a mapping of texts
-            return found
+            return dataclasses.replace(found, output=str(user_path(found.output, "output")))
     except OmegaConfBaseException as error:
         raise UserError(f"{path}: setting '{error.full_key}' cannot be used: {_reason(error)}.") from error
     except ValueError as error:  # from the dataclass that it is about
@@ -414,6 +417,7 @@ def _with_overrides(config: DictConfig, words: list[str]) -> DictConfig:
             layer = OmegaConf.from_dotlist([word])
         except (YAMLError, ValueError, OmegaConfBaseException) as error:
             raise UserError(f"Command line: the value in '{name}' cannot be read: {_reason(error)}.") from error
+        check_kinds(RunConfig, OmegaConf.to_container(layer), f"Command line ({name})")
         config = _merge(config, layer, f"Command line ({name})")
     return config
 

@@ -13,6 +13,7 @@ from msgspec import Meta
 from detector.errors import MissingFileError, UserError
 from detector.plain_json import parse_plain_json
 from detector.plain_json import read_plain_json as read_plain_json  # reports find it here
+from detector.reading import reading
 from detector.user_paths import user_path
 from detector.yaml_text import MAX_BYTES
 from e2e_vl.records import Count, Record, checked
@@ -67,7 +68,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
             raise UserError(f"{path} is not a file; remove it, or get the run again.")
         return []
     try:
-        *lines, _ = path.read_text(encoding="utf-8").split("\n")
+        with reading(path):
+            *lines, _ = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not JSON: byte {error.start} is not utf-8 text; get the file again.") from error
     return [_log_line(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
@@ -87,7 +89,7 @@ def read_settings_text(path: Path) -> str:
     """The text of a run's settings; raises UserError if it is no file, is too large for settings, or is not UTF-8."""
     if not path.is_file():  # a pipe would be waited for without end
         raise MissingFileError(f"{path}: no such settings file; get the whole run again.")
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise UserError(f"{path} is not a settings file: it has more than {MAX_BYTES} bytes; get the file again.")

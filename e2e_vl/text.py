@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 
 from detector.errors import MissingFileError, UserError, first_line
 from detector.plain_json import read_plain_json
+from detector.reading import reading
 from detector.user_paths import user_path
 from e2e_vl.run_files import looks_like_hub_name
 from e2e_vl.tokenizer_files import check_tokenizer, require_each_number
@@ -123,7 +124,8 @@ def _saved_tokenizer(folder: Path, names: Collection[str] | None = None) -> PreT
 def _read_vocabulary(path: Path) -> BertTokenizer:
     try:
         # split("\n"): other line breaks, such as U+2028, may be wordpieces
-        words = [line.rstrip("\r") for line in path.read_text(encoding="utf-8-sig").split("\n")]
+        with reading(path):
+            words = [line.rstrip("\r") for line in path.read_text(encoding="utf-8-sig").split("\n")]
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path}: not a UTF-8 text file, so not a vocabulary; one wordpiece per line is expected"

@@ -72,7 +72,7 @@ def test_nested_free_form_settings_are_merged(base):
         ),
         ("train.max_steps=1.5", "setting 'train.max_steps' cannot be used: Value '1.5'"),
         ("train.epochs=null", "setting 'train.epochs' cannot be used"),
-        ("train=5", "a setting cannot be used: Merge error"),
+        ("train=5", "setting .train. is 5; it must be a mapping"),
         ("eval.boxes=gt", "setting 'eval.boxes' cannot be used"),
         ("eval.boxes=[gt, magic]", "eval.boxes has 'magic'; it must be one of gt, detections, online"),
         ("train.schedule=sudden", "train.schedule is 'sudden'; it must be one of linear, cosine, constant"),

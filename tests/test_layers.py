@@ -60,6 +60,7 @@ BASE = (
         "records",
         "json_keys",
         "run_files",
+        "setting_kinds",
         "setting_references",
         "tokenizer_files",
         "whole_files",
@@ -71,7 +72,7 @@ LAYER_OF_NAME = dict.fromkeys(BASE, "base")
 LAYER_OF_NAME["__init__"] = "api"  # `e2e_vl.load`
 LAYER_OF_NAME |= {name: name for name in MAY_IMPORT if name not in ("detector", "base", "tools")}
 
-EVALUATION_EXTRA = ("detector.boxes", "detector.errors", "detector.user_paths", "detector.whole_writer")
+EVALUATION_EXTRA = tuple(f"detector.{name}" for name in ("boxes", "errors", "reading", "user_paths", "whole_writer"))
 THIRD_PARTY = {
     "detector": {
         *("torch", "torchvision", "jaxtyping", "numpy", "cv2", "PIL", "yaml", "safetensors", "pycocotools", "tqdm"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from detector.errors import UserError
+from detector.reading import reading
 from e2e_vl.data.storage.files import checked_records, read_json, require_file
 from e2e_vl.records import Id, Name, Record
 
@@ -158,7 +159,8 @@ def number_of_photos(images: Iterable[tuple[PhotoId, ...]]) -> int:
 
 
 def _first_words(path: Path) -> Iterator[str]:
-    with require_file(path, "list of photos").open(encoding="utf-8-sig", errors="replace") as file:
+    path = require_file(path, "list of photos")
+    with reading(path), path.open(encoding="utf-8-sig", errors="replace") as file:
         for line in file:
             if line.strip():
                 yield line.split()[0]

@@ -331,6 +331,8 @@ def build_encoder(
         raise UserError(f"encoder.config.{fixed[0]} follows from the tokenizer and the detector; leave it out.")
     try:
         encoder = model_class(config_class(vocab_size=vocab_size, feature_dim=feature_dim, **config.encoder.config))
+    except UserError as error:
+        raise UserError(f"encoder.config: {error}") from error
     except (TypeError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"encoder.config cannot be used: {reason}.") from error

@@ -106,7 +106,7 @@ def look_ahead(config: RunConfig, processes: int, *, resume: bool = False, looks
     _find_weights(config, found)
     vocab_size = WORDPIECES
     name = config.data.vocabulary
-    with found.noting():
+    with found.noting(f"{VOCABULARY}: "):
         if name is not None and not is_on_hub(name):
             vocab_size = len(load_tokenizer(name))
     with found.noting():
@@ -133,16 +133,16 @@ def _find_weights(config: RunConfig, found: Findings) -> None:
         with found.noting("detector.weights: "):
             find_weights(config.detector.weights)
     for setting, name in _named_models(config).items():
-        if setting != VOCABULARY and not is_on_hub(name):
-            with found.noting(f"{setting}: "):
+        with found.noting(f"{setting}: "):
+            if setting != VOCABULARY and not is_on_hub(name):
                 find_part(name, setting.partition(".")[0])
 
 
 def _ask_hub(config: RunConfig, found: Findings) -> None:
     """Look for weights and the vocabulary that can only be on the hub."""
     for setting, name in _named_models(config).items():
-        if is_on_hub(name):
-            with found.noting(f"{setting}: "):
+        with found.noting(f"{setting}: "):
+            if is_on_hub(name):
                 check_hub_name(name)
 
 

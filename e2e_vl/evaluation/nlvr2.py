@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from detector.errors import MissingFileError, UserError
+from detector.reading import reading
 from detector.user_paths import user_path
 from detector.whole_writer import write_text
 
@@ -95,7 +96,7 @@ def read_predictions(path: str | Path) -> dict[str, str]:
     if not path.is_file():
         raise MissingFileError(f"{path}: there is no such file of predictions; check the path")
     found: dict[str, str] = {}
-    with path.open(encoding="utf-8") as file:
+    with reading(path), path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             columns = line.rstrip().split(",")
             if len(columns) < 2:

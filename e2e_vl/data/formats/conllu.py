@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from detector.errors import UserError
+from detector.reading import reading
 from e2e_vl.data.storage.files import require_file
 
 COLUMNS = 10
@@ -46,7 +47,7 @@ def read_conllu(path: str | Path) -> Iterator[list[ParsedWord]]:
     rows: list[tuple[int, list[str]]] = []
     number = sentences = 0
     try:
-        with path.open(encoding="utf-8", newline="\n") as file:
+        with reading(path), path.open(encoding="utf-8", newline="\n") as file:
             for number, line in enumerate(file, start=1):
                 line = line.rstrip("\r\n")
                 if line.strip() and not line.startswith("#"):

@@ -21,6 +21,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from detector.errors import UserError
+from detector.reading import reading
 from detector.user_paths import user_path
 from e2e_vl.data.storage.files import read_text, require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
@@ -118,7 +119,8 @@ def read_annotation(path: str | Path) -> AnnotatedImage:
     """
     path = require_file(path, "annotation")
     try:
-        content = path.read_text(encoding="utf-8-sig")  # whatever encoding the file claims to have
+        with reading(path):
+            content = path.read_text(encoding="utf-8-sig")  # whatever encoding the file claims to have
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: the annotation is not a UTF-8 text file; copy or download it again") from error
     if "<!DOCTYPE" in content or "<!ENTITY" in content:  # could make the parser expand a small file to a huge one
@@ -168,7 +170,9 @@ def read_image_ids(path: str | Path, errors: RecordErrors = RAISE) -> list[str]:
     """
     path = require_file(path, "image ids")
     ids: dict[str, int] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
+    with reading(path):
+        lines = path.read_text(encoding="utf-8-sig", errors="replace").split("\n")
+    for number, line in enumerate(lines, start=1):
         name = line.strip()
         if not name:
             continue

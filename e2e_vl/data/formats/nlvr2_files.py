@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from detector.errors import UserError
+from detector.reading import reading
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import RecordTable
@@ -78,7 +79,7 @@ def read_examples(path: str | Path, errors: RecordErrors = RAISE) -> RecordTable
 def _examples(path: Path, errors: RecordErrors) -> Iterator[PairStatement]:
     seen: set[str] = set()
     has_labels: bool | None = None
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

@@ -16,6 +16,7 @@ from typing import Any
 
 from detector.errors import UserError
 from detector.pickle_scan import check_pickle
+from detector.reading import reading
 from detector.user_paths import user_path
 from e2e_vl.data.formats.coco import read_instances
 from e2e_vl.data.storage.files import checked_records, read_json, require_file
@@ -169,7 +170,8 @@ class _ForbiddenGlobalError(Exception):
 
 
 def _read_plain_pickle(path: Path) -> Any:
-    data = require_file(path, "refs").read_bytes()
+    with reading(path):
+        data = require_file(path, "refs").read_bytes()
     try:
         check_pickle(data)
         try:

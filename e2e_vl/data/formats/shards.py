@@ -19,6 +19,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError
+from detector.reading import reading
 from detector.user_paths import user_path
 from e2e_vl.data.formats.caption_sources import CaptionSource
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
@@ -144,7 +145,7 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
     rows: list[tuple[int, ...]] = []
     without_image = without_caption = 0
     try:
-        with shard.open("rb") as file:
+        with reading(shard), shard.open("rb") as file:
             # the walk over the headers goes on behind each record, wherever its content was read
             for record in _records(read_members(file), shard):
                 image, caption = record.get("image"), record.get("caption")

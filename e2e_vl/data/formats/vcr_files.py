@@ -18,6 +18,7 @@ import numpy as np
 from msgspec import Meta
 
 from detector.errors import UserError
+from detector.reading import reading
 from e2e_vl.data.storage.files import read_json, require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import text_column
@@ -116,7 +117,7 @@ class VCRFile:
         self.has_labels = False
         self.class_names: dict[str, str] = {}
         lines: list[bytes] = []
-        with self.path.open("rb") as file:
+        with reading(self.path), self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue

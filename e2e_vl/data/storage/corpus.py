@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from detector.errors import UserError
+from detector.reading import reading
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
 
@@ -72,7 +73,7 @@ def _line_starts(path: Path, what: str) -> Iterator[np.ndarray]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     position = 0  # of the chunk
     start, has_content = 0, False  # of the line that is not finished yet
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             _check_text(decoder, chunk, path, what, position)
             data = np.frombuffer(chunk, dtype=np.uint8)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from msgspec import convert
 
 from detector.errors import MissingFileError, UserError
+from detector.reading import reading
 from detector.user_paths import user_path
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.shared_reads import collection_paused
@@ -40,7 +41,8 @@ def read_text(path: str | Path, what: str) -> str:
     """
     path = require_file(path, what)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with reading(path):
+            text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path}: the file of the {what} is not a UTF-8 text file; copy or download it again"
@@ -60,7 +62,7 @@ def read_json(path: str | Path, what: str, kind: type[Found] = Any) -> Found:
         kind: a `Record`, or any type that msgspec knows.
     """
     path = require_file(path, what)
-    with collection_paused():
+    with reading(path), collection_paused():
         content = parsed_json(path.read_bytes(), f"{path}: the {what} are")
     return content if kind is Any else checked(kind, content, str(path))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from detector.errors import UserError
+from detector.reading import reading
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.index_files import OpenFiles
 from e2e_vl.json_keys import UNSURE, count_byte, may_escape_colons, repeated_key, write_again
@@ -51,7 +52,7 @@ def json_entries(path: str | Path, what: str) -> Iterator[JsonEntry]:
             found a few megabytes later.
     """
     path = require_file(path, what)
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         scanner = _Scanner(file, path, what, "object")
         yield from scanner.inside("{", scanner.entry)
 
@@ -67,7 +68,7 @@ def json_items(path: str | Path, what: str) -> Iterator[Any]:
         ValueError: no JSON, something else than a list, or a key twice in an object, which is found later.
     """
     path = require_file(path, what)
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         scanner = _Scanner(file, path, what, "list")
         yield from scanner.inside("[", scanner.item)
 
@@ -88,7 +89,7 @@ def json_members(path: str | Path, what: str, lists: Collection[str]) -> Iterato
         ValueError: no JSON, something else than an object, or a key twice in an object, which is found later.
     """
     path = require_file(path, what)
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         scanner = _Scanner(file, path, what, "object")
         scanner.expect("{")
         seen: set[str] = set()

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from detector.reading import reading
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.shared_reads import collection_paused
 from e2e_vl.json_keys import count_byte, has_each_key_once, may_escape_colons
@@ -49,7 +50,7 @@ def read_json_rows(path: str | Path, what: str, kind: type[Found], key: str) -> 
         UserError: invalid JSON, a key that an object has twice, or something else than what is declared.
     """
     path = require_file(path, what)
-    with collection_paused():
+    with reading(path), collection_paused():
         data = path.read_bytes()
         parts = _parts(data, key)
         if parts is None:

@@ -17,6 +17,8 @@ import struct
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from detector.reading import reading
+
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _PAGE = struct.Struct("<Q2xHHH")  # number of the page, flags, lower and upper bound of its free room
 _META = struct.Struct("<II")  # magic, version; address and size of the map follow
@@ -55,7 +57,7 @@ def find_values(path: Path) -> dict[bytes, Place]:
         OSError: it cannot be read.
     """
     length = path.stat().st_size
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         meta = _read_meta(file, length)
         if meta.root == _NO_PAGE:
             return {}

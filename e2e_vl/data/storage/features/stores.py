@@ -17,6 +17,7 @@ from __future__ import annotations
 import abc
 import base64
 import binascii
+import codecs
 import importlib
 import io
 import itertools
@@ -26,7 +27,7 @@ import os
 import struct
 import zlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -34,6 +35,7 @@ from msgspec import Meta
 from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError
+from detector.reading import reading
 from detector.user_paths import user_path
 from e2e_vl.data.storage.features.hdf5_checks import check_datasets, check_starts
 from e2e_vl.data.storage.features.record import OPTIONAL, RegionFeatures, as_column, check_record, load_npz
@@ -47,6 +49,7 @@ from e2e_vl.run_files import write_text
 logger = logging.getLogger(__name__)
 
 SMALL = 1 << 26  # bytes of a TSV file that is read in less than a second
+_START = 1 << 16  # bytes of a TSV file that show whether it is a text
 STAMP_NAME = "stamp.json"
 STAMP_KEY = b"__stamp__"  # in an LMDB file
 TSV_COLUMNS = {
@@ -232,12 +235,20 @@ class TsvStore(FeatureStore):
         position = 0
         title, size = f"indexing {self.path.name}", self.path.stat().st_size
         with (
+            reading(self.path),
             self.path.open("rb") as file,
             tqdm(total=size, desc=title, unit="B", unit_scale=True, delay=1, leave=False) as bar,
         ):
+            self._check_start(file)
+            position = file.tell()
             for number, line in enumerate(file, start=1):
                 bar.update(len(line))
-                image_id = line.split(b"\t", 1)[0].decode("utf-8", errors="replace")
+                try:
+                    image_id = line.split(b"\t", 1)[0].decode("utf-8")
+                except UnicodeDecodeError as error:
+                    raise UserError(
+                        f"{self.path}: the image id in line {number} is not UTF-8 text; copy or extract the file again"
+                    ) from error
                 if image_id in offsets:
                     raise UserError(
                         f"{self.path}: line {number} repeats image {image_id.strip()[:100]}; ids must be unique"
@@ -247,9 +258,19 @@ class TsvStore(FeatureStore):
                 position += len(line)
         return _Index(size, offsets, checksums)
 
+    def _check_start(self, file: BinaryIO) -> None:
+        """Stand before the first row, behind the mark of UTF-8 if there is one; refuse what is no text."""
+        start = file.read(_START)
+        if b"\0" in start:
+            raise UserError(
+                f"{self.path}: no TSV file of features, as it holds zero bytes; unpack it if it is packed, or copy or "
+                "extract the file again"
+            )
+        file.seek(len(codecs.BOM_UTF8) if start.startswith(codecs.BOM_UTF8) else 0)
+
     def read(self, image_id: str) -> RegionFeatures:
         start = self.offsets[image_id]
-        with self.path.open("rb") as file:
+        with reading(self.path), self.path.open("rb") as file:
             file.seek(start)
             line = file.readline()
         if self._checksums is not None and zlib.crc32(line) != self._checksums[np.searchsorted(self._starts, start)]:
