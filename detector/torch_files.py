@@ -20,7 +20,7 @@ import torch
 
 from detector.pickle_scan import Bytes, DamagedPickleError, check_pickle
 from detector.reading import reading
-from detector.zip_directory import DamagedZipError, Member, find_directory, read_member, read_members
+from detector.zip_directory import DamagedZipError, Member, check_member, find_directory, read_member, read_members
 
 MOST_RECORDS = 1 << 18  # storages of a file
 LONGEST_PICKLE = 1 << 28  # bytes
@@ -58,7 +58,8 @@ def check_torch_file(path: Path, *, longest_pickle: int = LONGEST_PICKLE) -> Non
 
     Raises:
         ForbiddenGlobalError: it names anything but tensors, plain containers and numbers.
-        DamagedTorchFileError: it is empty, damaged, cut off or no such file, or claims more than it holds.
+        DamagedTorchFileError: it is empty, damaged, cut off or no such file, claims more than it holds, or holds other
+            bytes than were written (where it has checksums, as since torch 1.6 unless they were switched off).
     """
     try:
         with reading(path), path.open("rb") as file:
@@ -98,7 +99,10 @@ def _check_archive(path: Path, longest: int) -> None:
             raise DamagedZipError("the directory of its members is not where the file says")
         members = read_members(file, MOST_RECORDS)
         content, prefix = _find_pickle(members, longest)
-        data = read_member(file, content)
+        has_checksums = any(member.checksum for member in members.values())  # torch can leave them out
+        data = read_member(file, content, has_checksum=has_checksums)
+        for member in members.values() if has_checksums else ():
+            check_member(file, member)  # torch itself does not
     folder = f"{prefix}/data/"
     records = {name.removeprefix(folder): one.whole for name, one in members.items() if name.startswith(folder)}
     check_pickle(data)

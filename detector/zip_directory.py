@@ -18,8 +18,8 @@ SMALL = 1 << 26  # bytes that the members of every archive may have when unpacke
 RATIO = 20  # ... and that they may have per byte of the archive; numbers and texts are rarely packed better
 
 LOCAL_HEADER = 30  # bytes before the name that stands before the content
-# of the directory: signature, flags, method, sum, sizes, lengths, part of a split archive, offset
-_ENTRY = struct.Struct("<4s4x2H4x3L4H6xL")
+# of the directory: signature, flags, method, sum, sizes, lengths, part of a split archive, attributes, offset
+_ENTRY = struct.Struct("<4s4x2H4x3L4H2x2L")
 _LOCAL = struct.Struct("<4s2x2H16x2H")  # before the content: signature, flags, method, lengths
 # of the directory: signature, two numbers of parts, entries here and in all parts, bytes, offset, bytes of the comment
 _END = struct.Struct("<4s4H2LH")
@@ -29,6 +29,7 @@ _LONGEST_COMMENT = (1 << 16) - 1
 _LARGE_2, _LARGE_4 = 0xFFFF, 0xFFFFFFFF  # stand for a number that takes more than two or four bytes
 _CHUNK = 1 << 22  # bytes of the directory that are read at once
 _IS_ENCRYPTED, _IS_UTF_8 = 1, 0x800  # flags
+_IS_FOLDER = 0x10  # attribute; torch leaves the memory of such a member as it was
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # of compression that are read
 
 
@@ -56,6 +57,7 @@ class Entry(NamedTuple):
     whole: int  # bytes when unpacked
     header: int  # offset of the local header, without the shift
     checksum: int  # CRC-32 of the unpacked content
+    attributes: int  # of a file in DOS, by which a folder is told
 
 
 class Member(NamedTuple):
@@ -146,7 +148,7 @@ def read_entries(file: BinaryIO, directory: Directory) -> Iterator[Entry]:
         if len(window) - at < _ENTRY.size:
             raise DamagedZipError("the directory of its members is cut off")
         fields = _ENTRY.unpack_from(window, at)
-        signature, flags, method, checksum, packed, whole, *lengths, part, header = fields
+        signature, flags, method, checksum, packed, whole, *lengths, part, attributes, header = fields
         name_length, extra_length, comment_length = lengths
         if signature != b"PK\1\2":
             raise DamagedZipError("the directory of its members is damaged")
@@ -159,7 +161,7 @@ def read_entries(file: BinaryIO, directory: Directory) -> Iterator[Entry]:
         if part not in (0, _LARGE_2):
             raise DamagedZipError(f"{name!r} lies in another part of it")
         whole, packed, header = _large(name, extra, whole, packed, header)
-        yield Entry(name, flags, method, packed, whole, header, checksum)
+        yield Entry(name, flags, method, packed, whole, header, checksum, attributes)
     if left or at < len(window):
         raise DamagedZipError(f"its directory holds more than the {directory.count} members that it states")
 
@@ -211,6 +213,8 @@ def _read_members(file: BinaryIO, most: int) -> dict[str, Member]:
         check_entry(entry, directory)
         if entry.method == zipfile.ZIP_STORED and entry.packed != entry.whole:
             raise DamagedZipError(f"{entry.name!r} has two sizes")
+        if entry.attributes & _IS_FOLDER and entry.packed:
+            raise DamagedZipError(f"{entry.name!r} is a folder with content")
         header = entry.header + directory.shift
         start = content_start(file, header, entry.name, entry.method)
         if start + entry.packed > directory.offset:
@@ -278,7 +282,7 @@ def inflate(packed: bytes, longest: int) -> bytes:
     return content
 
 
-def read_member(file: BinaryIO, member: Member) -> bytes:
+def read_member(file: BinaryIO, member: Member, *, has_checksum: bool = True) -> bytes:
     """The content of a member that `read_members` found.
 
     Raises:
@@ -289,6 +293,23 @@ def read_member(file: BinaryIO, member: Member) -> bytes:
     content = packed if member.method == zipfile.ZIP_STORED else inflate(packed, member.whole)
     if len(content) != member.whole:
         raise DamagedZipError(f"a member is not {member.whole} bytes long, as the archive claims")
-    if zlib.crc32(content) != member.checksum:
+    if has_checksum and zlib.crc32(content) != member.checksum:
         raise DamagedZipError("a member is not as it was written: its checksum differs")
     return content
+
+
+def check_member(file: BinaryIO, member: Member) -> None:
+    """Compare the content of a member with its checksum; what is not packed is read in parts.
+
+    Raises:
+        DamagedZipError: as `read_member`.
+    """
+    if member.method != zipfile.ZIP_STORED:
+        read_member(file, member)
+        return
+    file.seek(member.start)
+    checksum, left = 0, member.packed
+    while left and (data := file.read(min(left, _CHUNK))):
+        checksum, left = zlib.crc32(data, checksum), left - len(data)
+    if left or checksum != member.checksum:
+        raise DamagedZipError("a member is not as it was written: its checksum differs")

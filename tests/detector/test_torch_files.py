@@ -111,3 +111,38 @@ def test_functions_are_named_and_not_called(tmp_path, monkeypatch, is_zip):
     with pytest.raises(ForbiddenGlobalError, match="mkdir"):
         check_torch_file(Path("a.pth"))
     assert not Path("bomb-went-off").exists()
+
+
+def test_what_torch_reads_without_a_word_is_refused(tmp_path):
+    """A flipped bit, another place of the content, and memory that nobody wrote."""
+    whole = torch_bytes({"w": torch.arange(7.0)})
+    entry = next(
+        at for at in range(len(whole)) if whole.startswith(b"PK\1\2", at) and b"/data/0" in whole[at : at + 70]
+    )
+    header = int.from_bytes(whole[entry + 42 : entry + 46], "little")
+    content = whole.index(torch.arange(7.0).numpy().tobytes())
+    for place, change, reason in (
+        (content + 5, 1, "checksum differs"),
+        (header + 28, 4, "checksum differs"),
+        (entry + 38, 16, "a folder with content"),
+    ):
+        damaged = whole[:place] + bytes([whole[place] ^ change]) + whole[place + 1 :]
+        (tmp_path / "a.pth").write_bytes(damaged)
+        assert (
+            not torch.equal(torch.load(tmp_path / "a.pth", weights_only=True)["w"], torch.arange(7.0)) or change == 16
+        )
+        with pytest.raises(DamagedTorchFileError, match=reason):
+            check_torch_file(tmp_path / "a.pth")
+    (tmp_path / "a.pth").write_bytes(whole + b"PK\5\6")
+    with pytest.raises(DamagedTorchFileError, match="not where the file says"):
+        check_torch_file(tmp_path / "a.pth")
+
+
+def test_a_file_without_checksums_is_accepted(tmp_path):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"w": torch.arange(7.0)}, tmp_path / "a.pth")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    check_torch_file(tmp_path / "a.pth")
