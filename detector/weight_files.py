@@ -24,6 +24,7 @@ from detector.torch_files import MOST_DIMENSIONS, DamagedTorchFileError, Forbidd
 
 # Where the detector is in a folder: a saved detector, a saved model, a run directory, a Detectron2 output directory.
 WEIGHTS_NAME = "model.safetensors"
+INDEX_END = ".index.json"  # of the file in which transformers lists the parts of weights
 _LONGEST = 1 << 62  # of a dimension
 _MOST_TENSORS = 1 << 16  # of a file
 IN_FOLDERS = (WEIGHTS_NAME, f"detector/{WEIGHTS_NAME}", f"model/detector/{WEIGHTS_NAME}", "model_final.pth")
@@ -139,13 +140,31 @@ def find_weights(path: str | Path) -> Path:
     if path.is_dir():
         found = next((path / name for name in IN_FOLDERS if (path / name).is_file()), None)
         if found is None:
-            raise MissingFileError(f"{path}: holds no detector's weights; expected one of {', '.join(IN_FOLDERS)}.")
+            expected = f"expected one of {', '.join(IN_FOLDERS)}"
+            raise MissingFileError(f"{path}: holds no detector's weights{split_weights(path)}; {expected}.")
         return found
+    if path.name.endswith(INDEX_END):
+        raise UserError(f"{path}: names the files of weights{split_weights(path)}.")
     if not path.is_file():
         similar = similar_names(path)
         hint = f" Did you mean the published weights {' or '.join(similar)}?" if similar else ""
         raise MissingFileError(f"{path}: no such weights file.{hint}")
     return path
+
+
+def split_weights(path: Path) -> str:
+    """What to do with weights that transformers split over several files, as a part of a sentence; "" without them.
+
+    Args:
+        path: a folder, or the index of the files.
+    """
+    names = [path.name] if not path.is_dir() else sorted(one.name for one in path.glob(f"*{INDEX_END}"))
+    if not any(name.endswith(INDEX_END) for name in names):
+        return ""
+    return (
+        f" in one file, but parts of them ({in_one_line(names[0])}), which are not read one by one: load them with "
+        'transformers and save them by save_pretrained(DIR, max_shard_size="100GB")'
+    )
 
 
 def _load_pickle(path: Path) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import json
 import operator
 import string
 from collections.abc import Collection, Iterable
@@ -19,7 +20,7 @@ from detector.plain_json import read_plain_json
 from detector.reading import reading
 from detector.user_paths import user_path
 from e2e_vl.run_files import looks_like_hub_name
-from e2e_vl.tokenizer_files import check_tokenizer, require_each_number
+from e2e_vl.tokenizer_files import SPECIAL_NAMES, check_special_tokens, check_tokenizer, require_each_number
 from e2e_vl.whole_files import write_text
 
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
@@ -105,16 +106,23 @@ def _saved_tokenizer(folder: Path, names: Collection[str] | None = None) -> PreT
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         is_usable = tokenizer.is_fast and all(isinstance(one, int) for one in tokenizer.encode("a"))
         if is_usable:
-            # what a file says of them would cut texts off, or fill them up, wherever words are looked at
+            # what a file says of them would cut texts off, fill them up, or spell [MASK], wherever words are looked at
             tokenizer.backend_tokenizer.no_truncation()
             tokenizer.backend_tokenizer.no_padding()
+            tokenizer.split_special_tokens = tokenizer.backend_tokenizer.encode_special_tokens = False
             word_pieces("a", tokenizer)
+            made = json.loads(tokenizer.backend_tokenizer.to_str())
+            specials = {name: getattr(tokenizer, f"{name}_id") for name in SPECIAL_NAMES}
+            unknown = tokenizer.unk_token
     except BaseException as error:  # tokenizers raise nothing more special, and a panic of theirs is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     else:
         if is_usable:
+            # tokenizer_config.json may name a class that makes other steps than those in tokenizer.json
+            check_tokenizer(made, f"{folder}, read as {type(tokenizer).__name__}")
+            check_special_tokens(specials, unknown, made, str(folder))
             require_each_number(tokenizer.get_vocab().values(), str(folder))
             return tokenizer
         why = "it makes no wordpieces"

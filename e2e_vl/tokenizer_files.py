@@ -6,7 +6,7 @@ longer at each step.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -16,6 +16,7 @@ from e2e_vl.records import Count, Name, Record, checked, cut_text
 
 _NORMALIZERS = ("BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Strip", "StripAccents")
 _PRE_TOKENIZERS = ("BertPreTokenizer", "Punctuation", "Whitespace", "WhitespaceSplit")
+SPECIAL_NAMES = ("cls_token", "sep_token", "mask_token", "pad_token", "unk_token")  # attributes of a tokenizer
 _STEPS = 8  # of a sequence
 _REMEDY = "save the tokenizer again with transformers, or give a BERT-style vocab.txt"
 
@@ -110,6 +111,28 @@ def check_tokenizer(content: dict[str, Any], name: str) -> None:
     largest = max(_check_ends(file.post_processor, name), default=0)
     if largest >= len(words):
         raise UserError(f"{name}: the post_processor adds wordpiece {largest}, and there are {len(words)}; {_REMEDY}")
+
+
+def check_special_tokens(numbers: Mapping[str, int | None], unknown: str, content: dict[str, Any], name: str) -> None:
+    """Check the special wordpieces that tokenizer_config.json, or a file beside it, names.
+
+    Args:
+        numbers: of each of `SPECIAL_NAMES`; None: there is none.
+        unknown: the unknown wordpiece.
+        content: as of a tokenizer.json, checked.
+        name: begins the error.
+
+    Raises:
+        UserError: one of them is missing, two are one wordpiece, or the unknown one is not the model's.
+    """
+    missing = [one for one in SPECIAL_NAMES if numbers[one] is None]
+    if missing:
+        raise UserError(f"{name}: the tokenizer has no {', '.join(missing)}; {_REMEDY}")
+    if len(set(numbers.values())) < len(numbers):
+        raise UserError(f"{name}: two of {', '.join(SPECIAL_NAMES)} are one wordpiece; {_REMEDY}")
+    if unknown != content["model"]["unk_token"]:
+        model = cut_text(content["model"]["unk_token"])
+        raise UserError(f"{name}: unk_token is {cut_text(unknown)}, and the model in it has {model}; {_REMEDY}")
 
 
 def require_each_number(numbers: Collection[int], name: str) -> None:

@@ -241,3 +241,14 @@ def test_a_saved_tokenizer_neither_cuts_nor_fills_texts(tmp_path):
         "pad_token": "[PAD]",
     }
     assert word_pieces("a red box", load_tokenizer(write_tokenizer(tmp_path, content))) == [[5], [6], [7]]
+
+
+def test_special_wordpieces_are_never_spelled(tmp_path):
+    """Whatever tokenizer_config.json says, since [MASK] in a text is asked for."""
+    write_tokenizer(tmp_path, good_tokenizer())
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "BertTokenizer", "split_special_tokens": True})
+    )
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("a [MASK]", add_special_tokens=False) == [5, 4]
+    assert word_pieces("a [MASK]", tokenizer) == [[5], [4]]

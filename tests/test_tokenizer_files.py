@@ -5,7 +5,7 @@ import re
 import pytest
 
 from detector.errors import UserError
-from e2e_vl.tokenizer_files import check_tokenizer, require_each_number
+from e2e_vl.tokenizer_files import SPECIAL_NAMES, check_special_tokens, check_tokenizer, require_each_number
 from tests.campaign.hostile_tokenizers import WORDS, good_tokenizer
 
 
@@ -50,3 +50,14 @@ def test_numbers_have_no_gaps():
         require_each_number([0, 1, 1], "t.json")
     with pytest.raises(UserError, match="3 wordpieces have numbers up to 9, with gaps"):
         require_each_number([0, 1, 9], "t.json")
+
+
+def test_each_special_wordpiece_is_there_once():
+    numbers = dict(zip(SPECIAL_NAMES, (2, 3, 4, 0, 1), strict=True))
+    check_special_tokens(numbers, "[UNK]", good_tokenizer(), "t")
+    with pytest.raises(UserError, match=r"t: the tokenizer has no cls_token, mask_token; save"):
+        check_special_tokens(numbers | {"cls_token": None, "mask_token": None}, "[UNK]", good_tokenizer(), "t")
+    with pytest.raises(UserError, match=r"t: two of cls_token, .* are one wordpiece"):
+        check_special_tokens(numbers | {"mask_token": 3}, "[UNK]", good_tokenizer(), "t")
+    with pytest.raises(UserError, match=re.escape("t: unk_token is 'a', and the model in it has '[UNK]'")):
+        check_special_tokens(numbers | {"unk_token": 5}, "a", good_tokenizer(), "t")

@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from detector.checkpoint import LoadReport, load_weights
-from detector.errors import MissingFileError, UserError, first_line
+from detector.errors import MissingFileError, UserError, first_line, in_one_line
 from detector.plain_json import read_plain_json
 from detector.user_paths import user_path
-from detector.weight_files import read_tensors
+from detector.weight_files import read_tensors, split_weights
 from detector.yaml_text import read_yaml
 from e2e_vl.config import VERSION
 from e2e_vl.converter import from_dict
@@ -293,9 +293,9 @@ def _check_config(file: Path, encoder: nn.Module, fields: Sequence[str]) -> None
     own = encoder.config.to_dict()
     for name in fields:
         if name in theirs and name in own and theirs[name] != own[name]:
+            shown = in_one_line(f"{theirs[name]}"[:100])
             raise UserError(
-                f"{path}: {name} is {theirs[name]}, but the encoder's is {own[name]}; set encoder.config.{name} to "
-                f"{theirs[name]}."
+                f"{path}: {name} is {shown}, but the encoder's is {own[name]}; set encoder.config.{name} to {shown}."
             )
 
 
@@ -353,8 +353,8 @@ def find_part(name: str, part: str) -> Path:
             if (folder / file).is_file():
                 return folder / file
     raise MissingFileError(
-        f"{path}: holds no {PART_NAMES.get(part, part)}'s weights; give a run directory, a file, or a folder with "
-        f"{' or '.join(FILES)}."
+        f"{path}: holds no {PART_NAMES.get(part, part)}'s weights{split_weights(path)}; give a run directory, a file, "
+        f"or a folder with {' or '.join(FILES)}."
     )
 
 

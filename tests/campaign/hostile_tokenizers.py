@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from e2e_vl.text import SPECIAL_TOKENS
+from e2e_vl.tokenizer_files import SPECIAL_NAMES
 from tests.campaign.hostile_parts import Builder
 
 WORDS = (*SPECIAL_TOKENS, "a", "red", "box", "dogs")
@@ -52,6 +53,20 @@ def write_tokenizer(folder: Path, content: dict[str, Any]) -> Path:
     (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
     return folder
+
+
+def _as_config(**fields: Any) -> Builder:
+    """A good tokenizer.json beside a tokenizer_config.json that says something else."""
+
+    def build(folder: Path, canary: Path) -> Path:
+        write_tokenizer(folder, good_tokenizer())
+        names = dict(zip(SPECIAL_NAMES, ("[CLS]", "[SEP]", "[MASK]", "[PAD]", "[UNK]"), strict=True))
+        content = {"tokenizer_class": "BertTokenizer", **names, **fields}
+        (folder / "tokenizer_config.json").write_text(json.dumps(content))
+        (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Evil: pass\n")
+        return folder
+
+    return build
 
 
 def _with(**parts: Any) -> Builder:
@@ -130,4 +145,14 @@ TOKENIZERS: dict[str, Builder] = {
         }
     ),
     "steps_of_text": _with(normalizer="Lowercase"),
+    "class_of_other_steps": _as_config(tokenizer_class="GPT2Tokenizer"),
+    "class_of_other_words": _as_config(tokenizer_class="CLIPTokenizer"),
+    "class_of_no_tokenizer": _as_config(tokenizer_class="AutoTokenizer"),
+    "class_from_elsewhere": _as_config(tokenizer_class="Evil", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]}),
+    "without_mask": _as_config(mask_token=None),
+    "without_ends": _as_config(cls_token=None, sep_token=None),
+    "blank_mask": _as_config(mask_token=""),
+    "blank_unknown": _as_config(unk_token=""),
+    "two_special_ones_alike": _as_config(cls_token="[SEP]"),
+    "added_by_text": _as_config(added_tokens_decoder="x"),
 }
