@@ -8,6 +8,7 @@ change: `dataclasses.replace` makes others, and every dataclass checks itself.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import typing
 from collections.abc import Callable, Iterator
@@ -261,7 +262,7 @@ def load_config(
         UserError: an unknown key, a value of the wrong type, or settings that contradict each other; the message
             names the file and the key.
     """
-    merged = OmegaConf.structured(RunConfig)
+    merged = _defaults()
     defaults = OmegaConf.create({"detector": {"config": DetectorSettings.config}})
     for file, layer in [(Path(path), defaults), *_layers(Path(path), seen=[])]:
         if upgrade is not None:
@@ -288,12 +289,12 @@ def load_config(
 
 def check_overrides(words: list[str]) -> None:
     """Raise the ValueError that `load_config` raises for `key=value` words that no settings file can take."""
-    _with_overrides(OmegaConf.structured(RunConfig), words)
+    _with_overrides(_defaults(), words)
 
 
 def load_overrides(words: list[str]) -> dict[str, Any]:
     """Nested detector settings of `detector.key=value` words, without anything from a file."""
-    _with_overrides(OmegaConf.structured(RunConfig), words)
+    _with_overrides(_defaults(), words)
     return OmegaConf.to_container(OmegaConf.from_dotlist(words)).get("detector", {})
 
 
@@ -336,6 +337,12 @@ def setting_names(section: type = RunConfig, prefix: str = "") -> Iterator[str]:
         for inner in (kind, *typing.get_args(kind)):  # X, or the X of X | None
             if dataclasses.is_dataclass(inner):
                 yield from setting_names(inner, f"{prefix}{name}.")
+
+
+@functools.cache
+def _defaults() -> DictConfig:
+    """What no file says; read-only, as whoever merges gets a copy. To read the classes takes OmegaConf long."""
+    return OmegaConf.structured(RunConfig)
 
 
 def _layers(path: Path, seen: list[Path]) -> list[tuple[Path, DictConfig]]:

@@ -108,6 +108,27 @@ def own_log_handlers() -> Iterator[None]:
             logging.root.removeHandler(handler)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def curves_drawn_once() -> Iterator[None]:
+    """Reports of runs whose logs hold the same values, by name, share a picture of their curves.
+
+    Drawing takes as long as many steps of a tiny training. The picture itself is tested in tests/report/.
+    """
+    from e2e_vl.report import page
+
+    draw, drawn = page.draw_curves, {}
+
+    def draw_once(lines: list[dict]) -> bytes | None:
+        names = frozenset(name for line in lines for name in (line["kind"], *line))
+        if names not in drawn:
+            drawn[names] = draw(lines)
+        return drawn[names]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page, "draw_curves", draw_once)
+        yield
+
+
 @contextlib.contextmanager
 def cpu_with_one_thread() -> Iterator[None]:
     """A fresh Accelerator on the CPU, fixed random numbers, and one thread.
