@@ -60,6 +60,11 @@ def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
         raise UserError(f"{key} is '{value}'; it must be one of {', '.join(choices)}.")
 
 
+def check_kind(key: str, value: Any, kind: Any) -> None:
+    """Raise a ValueError unless the value of a setting is of a kind that `from_dict` takes for fields of this type."""
+    _converted(kind, value, key)
+
+
 def check_numbers(
     settings: object, prefix: str, *, positive: Iterable[str] = (), not_negative: Iterable[str] = ()
 ) -> None:

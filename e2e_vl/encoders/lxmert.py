@@ -90,10 +90,10 @@ class LxmertEncoderConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
+        check_sizes(self)
         for name, (one, other) in CHOICES.items():
             if getattr(self, name) not in (one, other):
                 raise UserError(f'{name} is "{getattr(self, name)}"; it must be "{one}" or "{other}".')
-        check_sizes(self)
         if self.image_slots < 1:
             raise UserError(f"image_slots is {self.image_slots}; every text needs room for one image.")
 

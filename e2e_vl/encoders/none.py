@@ -14,6 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from e2e_vl.encoders.base import Encoder
+from e2e_vl.encoders.size_limits import check_kinds
 from e2e_vl.structures import Ability, EncoderOutput, TextBatch, TextRegions
 
 
@@ -25,6 +26,10 @@ class NoEncoderConfig(PreTrainedConfig):
     vocab_size: int = 0
     feature_dim: int = 2048
     uses_whole_image: bool = False
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        check_kinds(self)
 
 
 class NoEncoder(Encoder):

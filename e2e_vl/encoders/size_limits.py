@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from transformers.activations import ACT2FN
 
 from detector.errors import UserError
-from e2e_vl.converter import nearest
+from e2e_vl.converter import check_kind, nearest
 
 _WIDTH = (1, 1 << 16)
 _LAYERS = 500
@@ -28,13 +30,30 @@ _STARTS = ("visual_scale_text_init", "visual_scale_object_init")
 _LARGEST = 100.0  # of a spread or a start; both are far below 1 in all official code
 
 
+@functools.cache
+def _own_kinds(config_class: type) -> dict[str, Any]:
+    """Fields of this project's part of a config class and their types; transformers checks those of its own part."""
+    kinds: dict[str, Any] = {}
+    for one in config_class.__mro__:
+        if one.__module__.startswith("e2e_vl."):
+            kinds = inspect.get_annotations(one, eval_str=True) | kinds
+    return kinds
+
+
+def check_kinds(config: Any) -> None:
+    """Check that the values of a config are of the kinds that its class names. Raises UserError if not."""
+    for name, kind in _own_kinds(type(config)).items():
+        check_kind(name, getattr(config, name), kind)
+
+
 def check_sizes(config: Any) -> None:
-    """Check all sizes and other numbers that a config has, and the name of the activation.
+    """Check the kinds of all values of a config, its sizes and other numbers, and the name of the activation.
 
     Raises:
-        UserError: a size is not a whole number, or out of range; heads do not divide the width; a probability, a
+        UserError: a value of another kind; a size out of range; heads that do not divide the width; a probability, a
             standard deviation, a start or an epsilon with which nothing can be learned; an unknown activation.
     """
+    check_kinds(config)
     for name, (least, most) in _RANGES.items():
         value = getattr(config, name, None)
         if value is not None and not (type(value) is int and least <= value <= most):

@@ -76,9 +76,9 @@ class VisualBertEncoderConfig(BertConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
+        check_sizes(self)
         if self.region_position not in REGION_POSITIONS:
             raise UserError(f'region_position is "{self.region_position}"; it must be "official" or "paper".')
-        check_sizes(self)
         if not self.region_types or not all(0 <= row < self.type_vocab_size for row in self.region_types):
             raise UserError(
                 f"region_types is {self.region_types}; give a row of the visual segment table, 0 to "

@@ -106,12 +106,12 @@ class VLBertConfig(BertConfig):
         super().__post_init__(**kwargs)
         if self.visual_size is None:
             self.visual_size = self.hidden_size
+        check_sizes(self)
         for name, (one, other) in CHOICES.items():
             if getattr(self, name) not in (one, other):
                 raise UserError(f'{name} is "{getattr(self, name)}"; it must be "{one}" or "{other}".')
-        if self.geometry_dim <= 0 or self.geometry_dim % 8:
+        if self.geometry_dim % 8:
             raise UserError(f"geometry_dim is {self.geometry_dim}; it must be a positive multiple of 8.")
-        check_sizes(self)
         if self.image_slots < 1:
             raise UserError(f"image_slots is {self.image_slots}; every text needs room for one image.")
         if self.type_vocab_size < 3:

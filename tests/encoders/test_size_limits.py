@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from detector.errors import UserError
 from e2e_vl.config import load_config
 from e2e_vl.encoders.lxmert import LxmertEncoderConfig
+from e2e_vl.encoders.none import NoEncoderConfig
 from e2e_vl.encoders.visual_bert import VisualBertEncoderConfig
 from e2e_vl.encoders.vl_bert import VLBertConfig
 from e2e_vl.engine.build import build_encoder
@@ -46,9 +48,26 @@ def test_numbers_of_vl_bert_alone(name: str, value: float):
         VLBertConfig(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("config", "name", "value", "kind"),
+    [
+        (VLBertConfig, "uses_whole_image", "x", "a bool"),
+        (VLBertConfig, "uses_whole_image", -1, "a bool"),
+        (VLBertConfig, "geometry_dim", None, "a int"),
+        (VLBertConfig, "visual_scale_text_init", True, "a float"),
+        (LxmertEncoderConfig, "image_slots", None, "a int"),
+        (VisualBertEncoderConfig, "region_types", 5, "a list of int"),
+        (NoEncoderConfig, "uses_whole_image", [1], "a bool"),
+    ],
+)
+def test_values_of_another_kind_are_refused(config: type, name: str, value: object, kind: str):
+    with pytest.raises(UserError, match=f"{name} is {re.escape(repr(value))}; it must be {kind}"):
+        config(**{name: value})
+
+
 def test_the_message_says_whose_setting_it_is():
     config = load_config(TINY, ["encoder.config.hidden_dropout_prob=.nan"])
-    with pytest.raises(UserError, match="encoder.config: hidden_dropout_prob is nan"):
+    with pytest.raises(UserError, match=r"encoder.config: hidden_dropout_prob is nan"):
         build_encoder(config, vocab_size=100, feature_dim=8)
 
 
