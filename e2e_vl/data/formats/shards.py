@@ -19,6 +19,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError
+from detector.reading import reading
 from detector.user_paths import user_path
 from e2e_vl.data.formats.caption_sources import CaptionSource
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
@@ -143,7 +144,7 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
     without_image = without_caption = 0
     check_tar(shard, _REMEDY)
     try:
-        with tarfile.open(shard, "r:") as tar:
+        with reading(shard), tarfile.open(shard, "r:") as tar:
             for record in _records(tar, shard, shard.stat().st_size):
                 image, caption = record.get("image"), record.get("caption")
                 if image is None or image.size == 0:
