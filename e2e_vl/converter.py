@@ -60,6 +60,11 @@ def check_choice(key: str, value: str, choices: Iterable[str]) -> None:
         raise UserError(f"{key} is '{value}'; it must be one of {', '.join(choices)}.")
 
 
+def check_kind(key: str, value: Any, kind: Any) -> None:
+    """Raise a ValueError unless the value of a setting is of a kind that `from_dict` takes for fields of this type."""
+    _converted(kind, value, key)
+
+
 def check_numbers(
     settings: object, prefix: str, *, positive: Iterable[str] = (), not_negative: Iterable[str] = ()
 ) -> None:
@@ -72,11 +77,6 @@ def check_numbers(
             value = getattr(settings, name)
             if value is not None and not (math.isfinite(value) and fits(value, 0)):
                 raise UserError(f"{prefix}{name} is {value}; it must {needed}.")
-
-
-def check_kind(kind: Any, value: Any, where: str) -> None:
-    """Raise a ValueError, which names the setting `where`, unless a value is of a kind that `from_dict` takes."""
-    _converted(kind, value, where)
 
 
 def nearest(key: str, known: Iterable[str]) -> str | None:

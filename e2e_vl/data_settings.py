@@ -101,6 +101,9 @@ class DataSettings:
     synthetic: SyntheticSettings = field(default_factory=SyntheticSettings)
 
     def __post_init__(self) -> None:
-        check_numbers(self, "data.", positive=["texts_per_image"], not_negative=["workers", "check_images"])
+        counts = ("texts_per_image", "max_text_length")
+        check_numbers(self, "data.", positive=counts, not_negative=["workers", "check_images"])
+        if not 0 <= self.flip <= 1:
+            raise UserError(f"data.flip is {self.flip}; it must be a probability, from 0 to 1.")
         if self.canvas is not None and (len(self.canvas) != 2 or not 0 < self.canvas[0] <= self.canvas[1]):
             raise UserError(f"data.canvas is {self.canvas}; give its short and its long edge, such as [600, 1200].")

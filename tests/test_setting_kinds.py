@@ -39,6 +39,9 @@ def load(folder: Path, text: str):
         ("data: {resize: 600}", "setting 'data.resize' is 600; it must be a mapping"),
         ("detector: {freeze: -1}", "setting 'detector.freeze' is -1; it must be true or false"),
         ("data: {skip_broken: 16}", "setting 'data.skip_broken' is 16; it must be true or false"),
+        ("data: {flip: -1}", "data.flip is -1.0; it must be a probability, from 0 to 1"),
+        ("data: {flip: .nan}", "data.flip is nan; it must be a probability, from 0 to 1"),
+        ("data: {max_text_length: 0}", "data.max_text_length is 0; it must be positive"),
         ("data: {skip_broken: -0.0}", "setting 'data.skip_broken' is -0.0; it must be true or false"),
     ],
 )

@@ -58,7 +58,7 @@ def check_fields(config: Any) -> None:
     for name in own_fields(type(config)):
         value, (least, most) = getattr(config, name), _SIZES.get(name, _NUMBERS.get(name, (None, None)))
         if least is None or value is None:
-            check_kind(kinds[name], value, name)
+            check_kind(name, value, kinds[name])
         elif not _is_number(value, whole=name in _SIZES) or not least <= value <= most:
             number = "whole number" if name in _SIZES else "number"
             raise UserError(f"{name} is {value!r}; it must be a {number} from {least} to {most}.")

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.errors import UserError
 from detector.interface import Detector
+from e2e_vl.converter import check_numbers
 from e2e_vl.examples import ImageExample, TextExample
 from e2e_vl.hiding import HidingRule
 from e2e_vl.layout import Cut, LaidText, TextWriter
@@ -79,6 +80,7 @@ class PretrainingConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        check_numbers(self, "task.config.", positive=["max_own_regions"])
         if self.mask_size is not None and (self.mask_size < 1 or self.choices is not None):
             raise UserError(
                 f"task.config.mask_size is {self.mask_size}; give the side of the detector's RoI maps, and with "

@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from detector.errors import DiskError, MissingFileError, UserError
+from detector.reading import reading
 from e2e_vl.whole_files import take_place
 
 logger = logging.getLogger(__name__)
@@ -95,7 +96,7 @@ class ArrayFile(Sequence):
         self.path = path
         self.files = files
         try:
-            with path.open("rb") as file:
+            with reading(path), path.open("rb") as file:
                 version = np.lib.format.read_magic(file)
                 read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else None
                 shape, fortran, dtype = read_header(file) if read_header else ((), False, None)
