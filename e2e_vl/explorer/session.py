@@ -18,6 +18,7 @@ from detector.pixel_masking import mask_pixels, mask_rectangles
 from e2e_vl.api.results import Answer
 from e2e_vl.api.trained_model import TrainedModel
 from e2e_vl.explorer.uploads import Photo
+from e2e_vl.file_names import shown
 from e2e_vl.samples import EncodedImage, Question
 from e2e_vl.structures import AttentionBlock, AttentionGraph, Batch, ModelOutput
 
@@ -111,7 +112,7 @@ class Session:
             ValueError: no such item.
         """
         shown = self._require_answer()
-        if item is not None and not 0 <= item < len(shown.words) + len(shown):
+        if item is not None and not _is_row(item, len(shown.words) + len(shown)):
             raise UserError(f"There is no item {item}; choose a word or a region.")
         return dataclasses.replace(self, item=item)
 
@@ -122,7 +123,7 @@ class Session:
             ValueError: no such map.
         """
         shown = self._require_answer()
-        if not 0 <= step < len(shown.attention) or not (head is None or 0 <= head < shown.num_heads):
+        if not _is_row(step, len(shown.attention)) or not (head is None or _is_row(head, shown.num_heads)):
             raise UserError("There is no such attention map; choose a layer and a head of the list.")
         return dataclasses.replace(self, step=step, head=head)
 
@@ -165,6 +166,8 @@ class Explorer:
         """
         if session.photo is None:
             raise UserError("There is no photo yet; drop a JPEG or PNG file first.")
+        if not isinstance(text, str):
+            raise UserError("There is no text; write a phrase or a question.")
         if len(text) > LONGEST_TEXT:
             raise UserError(f"The text has {len(text)} characters; write at most {LONGEST_TEXT}.")
         look = self._look(session.photo, text)
@@ -184,16 +187,18 @@ class Explorer:
         before = session.before
         if before is None:
             raise UserError("Nothing was asked yet; there are no regions to hide.")
-        hidden = tuple(sorted(set(rows)))
-        unknown = [row for row in hidden if not 0 <= row < len(before)]
+        rows = list(rows)
+        unknown = [row for row in rows if not _is_row(row, len(before))]
         if unknown:
-            raise UserError(f"There is no region {unknown[0]}; this photo has {len(before)}.")
+            raise UserError(f"There is no region {shown(unknown[0])}; this photo has {len(before)}.")
+        hidden = tuple(sorted(set(rows)))
         after = self._look(session.photo, before.answer.text, before, hidden) if hidden else None
         return dataclasses.replace(session, hidden=hidden, after=after)
 
     def toggle(self, session: Session, row: int) -> Session:
         """Hide a region, or show it again."""
-        return self.hide(session, set(session.hidden) ^ {row})
+        shown_again = [one for one in session.hidden if one != row]
+        return self.hide(session, shown_again if len(shown_again) < len(session.hidden) else [*session.hidden, row])
 
     def _look(
         self, photo: Photo, text: str, before: Inspection | None = None, hidden: Sequence[int] = ()
@@ -202,6 +207,11 @@ class Explorer:
         answer, output = self.model.look(Question(photo.file, text), change)
         names = tuple(answer.box_names) if before is None else before.names
         return _look_of(answer, output, self.model, names)
+
+
+def _is_row(value: object, count: int) -> bool:
+    """Whether a value, which may come from a browser, is one of so many rows."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < count
 
 
 def _hiding(boxes: Tensor, hidden: Sequence[int]) -> Callable[[Batch], Batch]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from detector.errors import UserError
+from detector.errors import MissingFileError, UserError, in_one_line
 from detector.images import ResizeRule, decode_resized
 from e2e_vl.explorer.limits import Limits
 from e2e_vl.samples import EncodedImage
@@ -36,15 +36,19 @@ def read_photo(path: Path, limits: Limits) -> Photo:
     """Accept a file; its format is read from its content, not from its name.
 
     Raises:
+        FileNotFoundError: there is no such file.
         ValueError: a file that is too large, no JPEG or PNG file, damaged, or of too many pixels.
     """
+    name = in_one_line(path.name)
+    if not path.is_file():  # a pipe would be waited for without end
+        raise MissingFileError(f"{name} is no file; drop the photo again.")
     size = path.stat().st_size
     if size > limits.bytes:
         raise UserError(
-            f"{path.name} has {size / 1e6:.1f} MB; the limit is {limits.megabytes:g} MB, so make it smaller first."
+            f"{name} has {size / 1e6:.1f} MB; the limit is {limits.megabytes:g} MB, so make it smaller first."
         )
     content = path.read_bytes()
     if not content.startswith(_SIGNATURES):
-        raise UserError(f"{path.name} is neither a JPEG nor a PNG file; convert it first.")
-    pixels, original = decode_resized(content, path.name, SHOWN_SIZE, "RGB", limits.pixels)
-    return Photo(EncodedImage(content, path.name), original, pixels)
+        raise UserError(f"{name} is neither a JPEG nor a PNG file; convert it first.")
+    pixels, original = decode_resized(content, name, SHOWN_SIZE, "RGB", limits.pixels)
+    return Photo(EncodedImage(content, name), original, pixels)

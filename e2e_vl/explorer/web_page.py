@@ -145,7 +145,7 @@ def build_page(explorer: Explorer, limits: Limits, title: str) -> "gradio.Blocks
                 return shown(Session())
             try:
                 session = Session(read_photo(Path(file), limits))
-                return shown(explorer.ask(session, words) if words.strip() else session)
+                return shown(explorer.ask(session, words) if words and words.strip() else session)
             except (ValueError, OSError) as error:
                 return shown(session, str(error))
 
@@ -153,7 +153,7 @@ def build_page(explorer: Explorer, limits: Limits, title: str) -> "gradio.Blocks
             return saying(_click)(session, explorer, action, event.index)
 
         def word_clicked(session: Session, event: gr.SelectData) -> list[Any]:
-            return saying(lambda session: session.attending(int(_first(event.index))))(session)
+            return saying(lambda session: session.attending(_first(event.index)))(session)
 
         def chosen_map(session: Session, item: int | None, step: int | None, head: int | str) -> Session:
             chosen = session.attending(item)
@@ -212,7 +212,10 @@ def _click(session: Session, explorer: Explorer, action: str, place: Any) -> Ses
     """A click on the picture of the regions, at (x, y) of its pixels."""
     if session.photo is None or session.shown is None:
         raise UserError("Nothing was asked yet; write a phrase or a question, and ask.")
-    row = session.shown.region_at(*to_photo(session.photo, tuple(place)))
+    is_place = (
+        isinstance(place, list | tuple) and len(place) == 2 and all(isinstance(one, int | float) for one in place)
+    )
+    row = session.shown.region_at(*to_photo(session.photo, tuple(place))) if is_place else None
     if row is None:
         raise UserError("There is no region at this place; click inside a box.")
     return explorer.toggle(session, row) if action == HIDES else session.attending(len(session.shown.words) + row)
@@ -292,7 +295,7 @@ def _table(session: Session) -> list[list[Any]]:
 
 
 def _first(index: Any) -> Any:
-    return index[0] if isinstance(index, list | tuple) else index
+    return next(iter(index), -1) if isinstance(index, list | tuple) else index
 
 
 def _plain(text: str) -> str:

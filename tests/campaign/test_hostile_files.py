@@ -75,7 +75,7 @@ def test_hostile_files_become_one_sentence(tmp_path):
             folder.mkdir()
             canaries.append(tmp_path / f"{name}.canary")
             files.append((name, reader, build(folder, canaries[-1])))
-    assert len(files) == 320
+    assert len(files) == 347
     outcomes = read_all(files, tmp_path)
     assert [canary.name for canary in canaries if canary.exists()] == []
     harmless = {f"image_{name}" for name in HARMLESS_IMAGES}

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 import e2e_vl
+from detector.errors import UserError
 from detector.pixel_masking import mask_rectangles
 from e2e_vl.api.results import GroundedPhrase
 from e2e_vl.drawing import PALETTE
@@ -22,7 +23,7 @@ from e2e_vl.explorer.limits import Limits
 from e2e_vl.explorer.pictures import GREY, boxes_of, draw_pointed, draw_regions, to_photo
 from e2e_vl.explorer.session import LONGEST_TEXT, Explorer, Session
 from e2e_vl.explorer.uploads import read_photo
-from e2e_vl.explorer.web_page import _values
+from e2e_vl.explorer.web_page import SHOWS, _click, _values
 from e2e_vl.samples import Question
 from e2e_vl.text import load_tokenizer
 from tests.weights.starts import replaced
@@ -186,6 +187,56 @@ def test_what_cannot_be_asked_is_said_in_a_sentence(explorer, asked):
         explorer.hide(Session(asked.photo), [0])
     with pytest.raises(ValueError, match="Nothing was asked yet"):
         Session(asked.photo).attending(0)
+
+
+NO_ROWS = (-1, 10**30, 1.0, float("nan"), "0", True, [0], b"0")
+
+
+def test_what_a_browser_may_send_instead_of_a_number_is_said_in_a_sentence(explorer, asked):
+    for value in NO_ROWS:
+        for change in (
+            lambda: asked.attending(value),  # noqa: B023
+            lambda: asked.with_map(value, None),  # noqa: B023
+            lambda: asked.with_map(0, value),  # noqa: B023
+            lambda: explorer.hide(asked, [value, 0]),  # noqa: B023
+            lambda: explorer.toggle(asked, value),  # noqa: B023
+        ):
+            with pytest.raises(UserError, match="There is no ") as caught:
+                change()
+            assert "\n" not in str(caught.value)
+    for place in (
+        None,
+        [],
+        [1],
+        [1, 2, 3],
+        ["a", "b"],
+        [None, 1],
+        [float("nan"), 1],
+        [1e30, -1e30],
+        [[1], [2]],
+        "ab",
+        {},
+    ):
+        with pytest.raises(UserError, match="no region at this place"):
+            _click(asked, explorer, SHOWS, place)
+    for text in (None, 3, b"the star", ["the star"]):
+        with pytest.raises(UserError, match="There is no text"):
+            explorer.ask(asked, text)
+
+
+@pytest.mark.parametrize(
+    "text", ["\0", "\x1b[31m", "the\nstar", "\u202e\u200b", "a\u0300" * 200, "\U0010ffff" * 500, "?" * 500]
+)
+def test_strange_texts_are_answered(explorer, asked, text):
+    session = explorer.ask(asked, text)
+    assert session.before.answer.text == text and len(session.before.step_names) == len(session.before.attention)
+    said_on_page(session)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "the star \udfff", "", "\t \n"])
+def test_texts_that_are_none_are_refused(explorer, asked, text):
+    with pytest.raises(UserError, match=r"half of a character|text is empty"):
+        explorer.ask(asked, text)
 
 
 def test_a_pretraining_run_fills_in_a_masked_word(pretraining_run):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from detector.errors import MissingFileError, UserError
 from e2e_vl.explorer.limits import Limits
 from e2e_vl.explorer.uploads import read_photo
 
@@ -62,3 +64,13 @@ def test_large_and_damaged_photos_are_refused(tmp_path):
 def test_limits_are_positive(limit):
     with pytest.raises(ValueError, match=r"--max-megapixels is .*; it must be a positive number"):
         Limits(megapixels=limit)
+
+
+def test_what_is_no_file_or_has_a_strange_name_is_said_in_one_line(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    for path in (tmp_path, tmp_path / "none.png", tmp_path / "pipe.png"):
+        with pytest.raises(MissingFileError, match=rf"{path.name} is no file; drop the photo again\."):
+            read_photo(path, Limits())
+    (tmp_path / "a\nb.png").write_bytes(b"\xff\xd8\xffjunk")
+    with pytest.raises(UserError, match=r"a\\nb\.png is not a readable"):
+        read_photo(tmp_path / "a\nb.png", Limits())
