@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from detector.errors import MissingFileError, UserError
 from detector.plain_json import parse_plain_json
@@ -122,6 +122,38 @@ class _Values(Record):
     """All that a line has besides."""
 
     value: dict[str, _Value | None]
+
+
+class _BestModel(Record):
+    metric: str
+    value: _Value | None
+    step: Count
+    images: Count
+    metrics: dict[str, _Value | None] | UnsetType = UNSET
+
+
+class _Metrics(Record):
+    """What the page of a run needs of `metrics.json`."""
+
+    steps: Count | None = None
+    best: _BestModel | None = None
+
+
+def read_metrics(path: Path) -> dict[str, Any]:
+    """The content of a run's `metrics.json`: numbers or null by name, alone or in groups.
+
+    Raises:
+        MissingFileError: there is no such file.
+        UserError: it is no JSON, holds a value of another kind, or lacks what it says of the best model.
+    """
+    found = read_plain_json(path)
+    remedy = "get the file again, or evaluate the run again"
+    metrics = checked(_Metrics, found, f"{path}", remedy=remedy)
+    if metrics.best is not None and metrics.steps is None:
+        raise UserError(f"{path} has no 'steps'; {remedy}.")
+    others = {name: one for name, one in found.items() if name not in ("best", "not_finite")}
+    checked(dict[str, _Value | dict[str, _Value | None] | None], others, f"{path}", remedy=remedy)
+    return found
 
 
 def looks_like_hub_name(name: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from detector.errors import UserError
-from e2e_vl.run_files import check_output, read_log, read_settings_text
+from e2e_vl.run_files import check_output, read_log, read_metrics, read_settings_text
 
 
 @pytest.mark.parametrize("part", ["metrics.json", "log.jsonl", "model/config.yaml", "encoder/model.safetensors"])
@@ -89,3 +89,38 @@ def test_settings_are_a_file_of_their_size(tmp_path: Path):
         make()
         with pytest.raises(UserError, match=message):
             read_settings_text(path)
+
+
+METRICS = {
+    "val/accuracy_gt_boxes": 0.5,
+    "val/none": None,
+    "steps": 4,
+    "parameters": {"task": 3},
+    "best": {"metric": "val/accuracy_gt_boxes", "value": 0.5, "step": 2, "images": 6},
+    "not_finite": ["val/none"],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"val/none": "\x1b[31m"}, "metrics.json: .* expected .*number"),
+        ({"val/none": [1]}, "metrics.json"),
+        ({"val/none": True}, "metrics.json"),
+        ({"val/none": 1e308}, "metrics.json"),
+        ({"parameters": {"task": "x"}}, "metrics.json: parameters"),
+        ({"best": "x"}, "metrics.json: best is 'x'"),
+        ({"best": [[]]}, "metrics.json: best is"),
+        ({"best": {"metric": "x"}}, "metrics.json: best has no"),
+        ({"best": {**METRICS["best"], "step": -1}}, "metrics.json: best.step is -1"),
+        ({"steps": None}, "metrics.json has no 'steps'"),
+    ],
+)
+def test_metrics_that_nobody_trusts(tmp_path: Path, change: dict, message: str):
+    path = tmp_path / "metrics.json"
+    path.write_text(json.dumps(METRICS))
+    assert read_metrics(path) == METRICS
+    path.write_text(json.dumps(METRICS | change))
+    with pytest.raises(UserError, match=f"{tmp_path}/{message}") as error:
+        read_metrics(path)
+    assert "\n" not in str(error.value)

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from detector.errors import MissingFileError, UserError, first_line
 from detector.images import ResizeRule
-from detector.plain_json import read_plain_json
 from detector.selection_rule import SelectionRule
 from detector.user_paths import user_path
 from e2e_vl.api.devices import chosen_device
@@ -42,7 +41,7 @@ from e2e_vl.engine.saving import load_model, save_model, saved_settings
 from e2e_vl.extraction.detectors import RANDOM_BOXES, LoadedDetector
 from e2e_vl.extraction.settings import SHOWN
 from e2e_vl.model import VisionLanguageModel
-from e2e_vl.run_files import errors_naming, is_shared_model, model_folder
+from e2e_vl.run_files import errors_naming, is_shared_model, model_folder, read_metrics
 from e2e_vl.samples import Question, Sample
 from e2e_vl.structures import Batch, ModelOutput
 from e2e_vl.text import has_half_character, shortened, unknown_words
@@ -350,7 +349,7 @@ class TrainedModel(
         """
         path, device = Path(folder), chosen_device(device)
         metrics = path / "metrics.json"
-        found = read_plain_json(metrics) if metrics.is_file() else None
+        found = read_metrics(metrics) if metrics.is_file() else None
         parts, saved = load_model(path), saved_settings(path)
         with errors_naming(model_folder(path) / "config.yaml"):  # what only asking needs of the settings
             return cls(*parts, source=path, saved=saved, metrics=found, device=device)

@@ -26,7 +26,14 @@ from e2e_vl.report.prediction_lists import (
     list_predictions,
     phrase_line,
 )
-from e2e_vl.run_files import errors_naming, read_log, read_plain_json, read_settings_text, write_text
+from e2e_vl.run_files import (
+    errors_naming,
+    read_log,
+    read_metrics,
+    read_plain_json,
+    read_settings_text,
+    write_text,
+)
 from e2e_vl.tasks.base import PredictionWords, Task
 
 MAX_PREDICTIONS = 1 << 31  # bytes
@@ -71,7 +78,7 @@ def write_report(run_dir: Path, config: RunConfig, task: Task, part_defaults: Ma
     Raises:
         UserError: a file of the run is damaged, or a prediction lacks what the task's predictions hold.
     """
-    metrics = read_plain_json(run_dir / "metrics.json")
+    metrics = read_metrics(run_dir / "metrics.json")
     curves = draw_curves(read_log(run_dir / "log.jsonl"))
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
