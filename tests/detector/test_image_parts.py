@@ -26,6 +26,8 @@ from detector.images import ResizeRule, decode_resized, load_image
 
 def picture(kind: str, size: tuple[int, int] = (40, 30), **options) -> bytes:
     pixels = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    if kind == "GIF":
+        pixels = pixels[:, :, 0]  # grey: PIL takes many seconds to choose 256 colours of noise
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, kind, **options)
     return stream.getvalue()
