@@ -17,6 +17,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError
+from detector.reading import reading
 from detector.zip_directory import (
     LOCAL_HEADER,
     DamagedZipError,
@@ -84,7 +85,10 @@ class ArchivedFiles:
                 is not what was packed (CRC-32).
         """
         found = self.find(name)
-        return found.read_bytes() if isinstance(found, Path) else self._read_member(*found)
+        if not isinstance(found, Path):
+            return self._read_member(*found)
+        with reading(found):
+            return found.read_bytes()
 
     def prepare(self, name: str) -> None:
         """Make the index of the archive of a file, and of the archive's other parts, before a worker wants it."""
