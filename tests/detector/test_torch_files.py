@@ -139,6 +139,8 @@ def test_what_torch_reads_without_a_word_is_refused(tmp_path):
 
 
 def test_a_file_without_checksums_is_accepted(tmp_path):
+    if not hasattr(torch.serialization, "set_crc32_options"):
+        pytest.skip("this torch always writes checksums")
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

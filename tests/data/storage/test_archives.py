@@ -36,10 +36,13 @@ def test_many_members_are_found_by_the_index(tmp_path):
         files.read("c.zip@/x")
 
 
-@pytest.mark.parametrize("kind", ["plain", "zip64", "after other bytes", "with a comment", "empty"])
+KINDS = ("plain", "zip64", "zip64 with a long comment", "after other bytes", "with a comment", "empty")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_directory_is_read_as_zipfile_reads_it(tmp_path, monkeypatch, kind):
     path, draw = tmp_path / "a.zip", random.Random(0)
-    if kind == "zip64":  # limits of zipfile, so that a small archive has what a large one has
+    if kind.startswith("zip64"):  # limits of zipfile, so that a small archive has what a large one has
         monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 300)
         monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 20)
     if kind == "after other bytes":
@@ -48,9 +51,10 @@ def test_the_directory_is_read_as_zipfile_reads_it(tmp_path, monkeypatch, kind):
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
         for number, (name, content) in enumerate(contents.items()):
             archive.writestr(name, content, zipfile.ZIP_STORED if number % 2 else None)
-        archive.comment = b"nothing" if kind == "with a comment" else b""
+        archive.comment = {KINDS[2]: b"x" * 65535, KINDS[4]: b"PK\5\6 and PK\6\7 are signatures"}.get(kind, b"")
     monkeypatch.setattr(zip_directory, "_CHUNK", 7)
-    monkeypatch.setattr(zip_directory, "_LONGEST_COMMENT", 200)
+    if kind != KINDS[2]:
+        monkeypatch.setattr(zip_directory, "_LONGEST_COMMENT", 200)
     files = ArchivedFiles(tmp_path, tmp_path / "cache")
     for name, content in contents.items():
         assert files.read(f"a.zip@/{name}") == content
