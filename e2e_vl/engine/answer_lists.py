@@ -30,7 +30,7 @@ def answers_path(config: RunConfig) -> Path | None:
     given = config.task.config.get("answers")
     if given is None and "answers" in config.data.files:
         return user_path(config.data.root, "data.root") / config.data.files["answers"]
-    return user_path(given) if isinstance(given, str) else None
+    return user_path(given, "task.config.answers") if isinstance(given, str) else None
 
 
 def possible_answers(

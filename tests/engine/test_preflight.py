@@ -102,7 +102,7 @@ def test_all_findings_come_at_once_and_before_anything_else(data, tiny_config, m
         "train.trackers has 'wandbb'; it must be some of",
         "detector.weights: nowhere.pth: no such weights file",
         "encoder.weights: nowhere: no such weights file or folder",
-        "folder/vocab.txt: no tokenizer there",
+        "data.vocabulary: folder/vocab.txt: no tokenizer there",
         f"{image}: the file of image 1 is missing; check the image folder's path",
         "task.weights: org/model-of-the-hub: neither a local file or folder nor a model within reach on the hub (no "
         "connection); check the name",
@@ -269,3 +269,8 @@ def test_of_several_processes_one_speaks(tiny_words, tmp_path):
     assert process.returncode != 0
     assert output.count("train.images_per_batch is 5; it must be a multiple of train.accumulate (1) x") == 1, output
     assert not (tmp_path / "run").exists()
+
+
+def test_a_name_that_is_too_long_is_a_finding_about_its_setting(tiny_config):
+    found = findings(tiny_config(f"encoder.weights={'y' * 300}"))
+    assert any(one.startswith("encoder.weights: ") and "file name too long" in one for one in found), found

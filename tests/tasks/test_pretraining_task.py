@@ -242,3 +242,9 @@ def test_vocabulary_of_the_head_is_that_of_the_encoder():
     assert model.task.word_head.bias.shape == (VOCABULARY,)
     fewer = dataclasses.replace(model.task.config, objectives={})
     assert fewer.vocab_size == VOCABULARY
+
+
+@pytest.mark.parametrize("number", [-1, 0])
+def test_a_number_of_own_regions_that_would_drop_some_or_all_is_refused(number: int):
+    with pytest.raises(ValueError, match=f"task.config.max_own_regions is {number}; it must be positive"):
+        PretrainingConfig(max_own_regions=number)
