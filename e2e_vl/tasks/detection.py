@@ -76,6 +76,7 @@ class DetectionPrediction(PredictionRecord, kw_only=True):
     """A prediction in a file: the detections of one image, best score first."""
 
     image_id: Id
+    file_name: str
     boxes: tuple[FourNumbers, ...]
     scores: tuple[Score, ...]
     category_ids: tuple[Number, ...]

@@ -120,6 +120,7 @@ class Flickr30KPrediction(PredictionRecord, kw_only=True):
     """A prediction in a file; what has an entry for each phrase, and None where the truth is unknown."""
 
     sent: str
+    file_name: str
     phrases: tuple[str, ...]
     boxes: tuple[FourNumbers | None, ...]
     scores: tuple[Score, ...]

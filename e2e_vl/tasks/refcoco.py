@@ -121,6 +121,7 @@ class ReferringPrediction(PredictionRecord, kw_only=True):
     """A prediction in a file; `box` is None where there was no region."""
 
     sent: str
+    file_name: str
     box: FourNumbers | None
     score: Score
     gt_box: FourNumbers

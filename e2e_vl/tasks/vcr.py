@@ -42,6 +42,7 @@ class VCRPrediction(PredictionRecord, kw_only=True):
     """A prediction in a file."""
 
     sent: str
+    file_name: str
     choices: tuple[str, ...]
     probabilities: tuple[Score, ...]
     choice: Count

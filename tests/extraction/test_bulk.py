@@ -182,7 +182,8 @@ def test_a_file_that_was_cut_off_is_described_again(make_job, caplog):
     assert (summary.done, summary.before) == (2, 3)
     assert "2 images are damaged or cut off ('1', '3'); these images are described again" in caplog.text
     for image_id, features in expected.items():
-        assert np.array_equal(open_features(job.output)[image_id].features, features)
+        # a batch of other images rounds otherwise on some processors
+        np.testing.assert_allclose(open_features(job.output)[image_id].features, features, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["npz", "tsv"])

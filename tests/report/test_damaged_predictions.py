@@ -12,7 +12,7 @@ import pytest
 from detector.errors import UserError
 from e2e_vl.engine.saving import load_model
 from e2e_vl.report import page
-from e2e_vl.report.prediction_lists import check_predictions
+from e2e_vl.report.prediction_lists import check_predictions, list_predictions
 from e2e_vl.tasks.base import Task
 from e2e_vl.tasks.detection import DetectionConfig, DetectionTask
 from e2e_vl.tasks.flickr30k import Flickr30KPrediction
@@ -61,7 +61,27 @@ def test_a_report_of_damaged_predictions_is_a_page_or_a_sentence(run: Path, monk
     assert refused > TIMES / 3
 
 
-@pytest.mark.parametrize("key", ["correct", "choices", "probabilities", "choice", "label", "named_boxes", "sent"])
+def test_whatever_a_prediction_lacks_it_is_refused_or_shown(run: Path):
+    _, model, _ = load_model(run)
+    path = sorted(run.glob("predictions_*.json"))[0]
+    good = json.loads(path.read_text(encoding="utf-8"))[0]
+    refused = set()
+    for key in good:
+        record = {name: value for name, value in good.items() if name != key}
+        try:
+            check_predictions([record], model.task, path)
+        except UserError as error:
+            assert f"has no '{key}'" in str(error)
+            refused.add(key)
+        else:
+            list_predictions([record], model.task, number=1, seed=0)
+            model.task.draw(record)
+    assert "correct" in refused and len(refused) < len(good)
+
+
+@pytest.mark.parametrize(
+    "key", ["correct", "file_name", "choices", "probabilities", "choice", "label", "named_boxes", "sent"]
+)
 def test_what_a_prediction_lacks_is_named(vcr_runs: tuple[Path, Path], key: str):
     _, model, _ = load_model(vcr_runs[0])
     path = vcr_runs[0] / "predictions_val_gt.json"
@@ -77,7 +97,7 @@ def prediction(**more) -> dict:
     """Of an image with one object."""
     thing = {"box": [1, 2, 3, 4], "category_id": 7, "category": "cat", "area": 4.0, "is_crowd": False}
     found = {"boxes": [[1.0, 2.0, 3.0, 4.0]], "scores": [0.5], "category_ids": [7]}
-    return {"correct": 1.0, "image_id": 3, "objects": [thing], "file_name": None, **found, **more}
+    return {"correct": 1.0, "image_id": 3, "objects": [thing], "file_name": "a.jpg", **found, **more}
 
 
 @pytest.mark.parametrize(
@@ -119,7 +139,8 @@ class Declares:
     ],
 )
 def test_what_does_not_belong_together_is_said(tmp_path: Path, kind: type, record: dict, words: str):
-    good = {"correct": None, "sent": "a", "choices": ["a", "b"], "probabilities": [0.5, 0.5], "choice": 1, "label": 0}
+    good = {"correct": None, "file_name": "a.jpg", "sent": "a", "choices": ["a", "b"], "probabilities": [0.5, 0.5]}
+    good |= {"choice": 1, "label": 0}
     good |= {"named_boxes": [], "phrases": ["a"], "boxes": [None], "scores": [0.5], "words": 1.0, "words_right": 0}
     task: Task = Declares(kind)
     check_predictions([good], task, tmp_path / "a.json")
