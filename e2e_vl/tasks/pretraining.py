@@ -422,7 +422,7 @@ class PretrainingTask(Task):
             if choices:
                 notes.append(f"{name.replace('_', ' ')}: {', '.join(map(_in_words, choices))}")
         return PredictionWords(
-            record["sent"],
+            record.get("sent", ""),
             f"{', '.join(found)} found" if found else "nothing was hidden",
             note="; ".join(notes),
             mistakes=tuple(mistakes),
