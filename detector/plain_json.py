@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from detector.errors import MissingFileError, UserError
-from detector.reading import reading
+from detector.file_faults import reading
 
 MAX_BYTES = 1 << 24  # of a file of settings or numbers
 MAX_DEPTH = 50  # lists and objects in each other

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from detector.file_faults import reading
 from detector.pickle_scan import Bytes, DamagedPickleError, check_pickle
-from detector.reading import reading
 from detector.zip_directory import DamagedZipError, Member, check_member, find_directory, read_member, read_members
 
 MOST_RECORDS = 1 << 18  # storages of a file

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from detector.errors import MissingFileError, UserError
-from detector.reading import reading
+from detector.file_faults import reading
 
 
 def read_vocabulary(path: str | Path, number: int, what: str) -> tuple[str, ...]:

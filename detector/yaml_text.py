@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import yaml
 
 from detector.errors import MissingFileError, UserError
-from detector.reading import reading
+from detector.file_faults import reading
 
 MAX_BYTES = 1 << 19
 MAX_DEPTH = 50  # values in values

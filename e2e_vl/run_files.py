@@ -11,9 +11,9 @@ from typing import Annotated, Any
 from msgspec import UNSET, Meta, UnsetType
 
 from detector.errors import MissingFileError, UserError
+from detector.file_faults import reading
 from detector.plain_json import parse_plain_json
 from detector.plain_json import read_plain_json as read_plain_json  # reports find it here
-from detector.reading import reading
 from detector.user_paths import user_path
 from detector.yaml_text import MAX_BYTES
 from e2e_vl.records import Count, Record, checked

@@ -16,8 +16,8 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerBase
 
 from detector.errors import MissingFileError, UserError, first_line
+from detector.file_faults import reading
 from detector.plain_json import read_plain_json
-from detector.reading import reading
 from detector.user_paths import user_path
 from e2e_vl.run_files import looks_like_hub_name
 from e2e_vl.tokenizer_files import SPECIAL_NAMES, check_special_tokens, check_tokenizer, require_each_number

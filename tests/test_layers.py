@@ -72,7 +72,9 @@ LAYER_OF_NAME = dict.fromkeys(BASE, "base")
 LAYER_OF_NAME["__init__"] = "api"  # `e2e_vl.load`
 LAYER_OF_NAME |= {name: name for name in MAY_IMPORT if name not in ("detector", "base", "tools")}
 
-EVALUATION_EXTRA = tuple(f"detector.{name}" for name in ("boxes", "errors", "reading", "user_paths", "whole_writer"))
+EVALUATION_EXTRA = tuple(
+    f"detector.{name}" for name in ("boxes", "errors", "file_faults", "user_paths", "whole_writer")
+)
 THIRD_PARTY = {
     "detector": {
         *("torch", "torchvision", "jaxtyping", "numpy", "cv2", "PIL", "yaml", "safetensors", "pycocotools", "tqdm"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from detector.errors import UserError
-from detector.reading import reading
+from detector.file_faults import reading
 from e2e_vl.data.storage.files import checked_records, read_json, require_file
 from e2e_vl.records import Id, Name, Record
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from detector.errors import MissingFileError, UserError
-from detector.reading import reading
+from detector.file_faults import reading
 from detector.user_paths import user_path
 from detector.whole_writer import write_text
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from detector.errors import UserError
+from detector.file_faults import reading
 from detector.pickles import load_arrays
 from detector.plain_json import read_plain_json
-from detector.reading import reading
 from detector.yaml_text import read_yaml
 from e2e_vl.data.formats.answer_files import read_answers
 from e2e_vl.data.formats.conllu import read_conllu

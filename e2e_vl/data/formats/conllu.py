@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from detector.errors import UserError
-from detector.reading import reading
+from detector.file_faults import reading
 from e2e_vl.data.storage.files import require_file
 
 COLUMNS = 10

@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from detector.errors import UserError
-from detector.reading import reading
+from detector.file_faults import reading
 from detector.user_paths import user_path
 from e2e_vl.data.storage.files import read_text, require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors

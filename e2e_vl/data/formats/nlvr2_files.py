@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from detector.errors import UserError
-from detector.reading import reading
+from detector.file_faults import reading
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import RecordTable

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from detector.errors import UserError
+from detector.file_faults import reading
 from detector.pickle_scan import check_pickle
-from detector.reading import reading
 from detector.user_paths import user_path
 from e2e_vl.data.formats.coco import read_instances
 from e2e_vl.data.storage.files import checked_records, read_json, require_file

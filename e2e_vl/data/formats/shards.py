@@ -19,14 +19,14 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError
-from detector.reading import reading
+from detector.file_faults import reading
 from detector.user_paths import user_path
 from e2e_vl.data.formats.caption_sources import CaptionSource
 from e2e_vl.data.loading.grouping import ConsecutiveGroups
 from e2e_vl.data.storage.archives import LARGEST_MEMBER
 from e2e_vl.data.storage.files import read_json, require_file
 from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
-from e2e_vl.data.storage.tar_headers import DamagedTarError, TarMember, member_at, read_members
+from e2e_vl.data.storage.tar_headers import DamagedTarError, TarMember, member_at, members_of
 from e2e_vl.records import Count, Record
 from e2e_vl.samples import EncodedImage
 
@@ -147,7 +147,7 @@ def _rows(shard: Path) -> Iterator[np.ndarray]:
     try:
         with reading(shard), shard.open("rb") as file:
             # the walk over the headers goes on behind each record, wherever its content was read
-            for record in _records(read_members(file), shard):
+            for record in _records(members_of(file), shard):
                 image, caption = record.get("image"), record.get("caption")
                 if image is None or image.size == 0:
                     without_image += 1

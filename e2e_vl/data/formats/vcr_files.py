@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Meta
 
 from detector.errors import UserError
-from detector.reading import reading
+from detector.file_faults import reading
 from e2e_vl.data.storage.files import read_json, require_file
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.record_table import text_column

@@ -17,7 +17,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError
-from detector.reading import reading
+from detector.file_faults import reading
 from detector.zip_directory import (
     LOCAL_HEADER,
     DamagedZipError,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from detector.errors import UserError
-from detector.reading import reading
+from detector.file_faults import reading
 from e2e_vl.data.storage.files import require_file
 from e2e_vl.data.storage.index_files import ArrayFile, OpenFiles, cached_index
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from msgspec import convert
 
 from detector.errors import MissingFileError, UserError
-from detector.reading import reading
+from detector.file_faults import reading
 from detector.user_paths import user_path
 from e2e_vl.data.storage.record_errors import RAISE, RecordErrors
 from e2e_vl.data.storage.shared_reads import collection_paused

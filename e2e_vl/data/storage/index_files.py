@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
 from detector.errors import DiskError, MissingFileError, UserError
-from detector.reading import reading
+from detector.file_faults import reading
 from e2e_vl.whole_files import take_place
 
 logger = logging.getLogger(__name__)

@@ -47,7 +47,7 @@ class TarMember(NamedTuple):
     size: int  # bytes
 
 
-def read_members(file: BinaryIO) -> Iterator[TarMember]:
+def members_of(file: BinaryIO) -> Iterator[TarMember]:
     """The files in an open tar file, in their order; folders are left out.
 
     Raises:
@@ -70,7 +70,7 @@ def member_at(file: BinaryIO, start: int) -> TarMember:
     """The file whose first header is at this offset.
 
     Raises:
-        DamagedTarError: as `read_members`; there is none.
+        DamagedTarError: as `members_of`; there is none.
     """
     member, _ = _next_member(file, start, file.seek(0, 2))
     if member is None:

@@ -101,8 +101,8 @@ def test_the_index_is_kept_and_only_changed_shards_are_read_again(folder, tmp_pa
     make(folder, tmp_path)
     write(folder / "00001.tar", [*record("a", "new"), *record("b", "newer")])
     opened = []
-    original = shards.read_members
-    monkeypatch.setattr(shards, "read_members", lambda file: opened.append(Path(file.name).name) or original(file))
+    original = shards.members_of
+    monkeypatch.setattr(shards, "members_of", lambda file: opened.append(Path(file.name).name) or original(file))
     source = make(folder, tmp_path)
     assert opened == ["00001.tar"]
     assert [source.caption(i) for i in range(4)] == ["A red box.", "eine Hütte", "new", "newer"]

@@ -5,7 +5,7 @@ import tarfile
 
 import pytest
 
-from e2e_vl.data.storage.tar_headers import DamagedTarError, member_at, read_members
+from e2e_vl.data.storage.tar_headers import DamagedTarError, member_at, members_of
 
 NAMES = ("1.jpg", "a folder/" + "x" * 80 + ".txt", "é" * 60 + "1.txt", "é" * 60 + "2.txt", "b/" + "y" * 300)
 
@@ -27,7 +27,7 @@ def tar_bytes(layout: int = tarfile.PAX_FORMAT, **more: str) -> bytes:
 def test_members_are_those_that_tarfile_finds(layout):
     content = tar_bytes(layout, **({"comment": "a commit"} if layout == tarfile.PAX_FORMAT else {}))
     file = io.BytesIO(content)
-    members = list(read_members(file))
+    members = list(members_of(file))
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         expected = [(one.name, one.offset_data, one.size) for one in tar if one.isreg()]
     assert [(one.name, one.offset, one.size) for one in members] == expected
@@ -94,7 +94,7 @@ FILE = header(b"0", name="1.jpg")
 )
 def test_strange_headers_are_refused(content, reason):
     with pytest.raises(DamagedTarError, match=reason):
-        list(read_members(io.BytesIO(content)))
+        list(members_of(io.BytesIO(content)))
 
 
 def test_a_member_that_is_not_there():

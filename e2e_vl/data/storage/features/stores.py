@@ -35,7 +35,7 @@ from msgspec import Meta
 from tqdm.auto import tqdm
 
 from detector.errors import MissingFileError, UserError
-from detector.reading import reading
+from detector.file_faults import reading
 from detector.user_paths import user_path
 from e2e_vl.data.storage.features.hdf5_checks import check_datasets, check_starts
 from e2e_vl.data.storage.features.record import OPTIONAL, RegionFeatures, as_column, check_record, load_npz
