@@ -63,7 +63,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     before = set(sys.modules)
 
     def make(source: str) -> ModuleType:
-        name = f"planted_{len(list(tmp_path.iterdir()))}"
+        name = f"planted_{len(list(tmp_path.glob('*.py')))}"
         (tmp_path / f"{name}.py").write_text(source)
         return importlib.import_module(f"detector.{name}")
 
