@@ -74,8 +74,8 @@ def find_directory(file: BinaryIO) -> Directory:
     """The directory of an open archive.
 
     Raises:
-        DamagedZipError: there is none, or it is cut off; it belongs to a part of a split archive; or what stands at the
-            end names two different ones, so that programs would disagree on what is in the archive.
+        DamagedZipError: the directory is missing or cut off; the archive is a part of a split one; or its end names two
+            different directories, so that programs would disagree on what is in the archive.
     """
     length = file.seek(0, io.SEEK_END)
     before = max(length - _LOCATOR_64.size - _END.size - _LONGEST_COMMENT, 0)
@@ -246,10 +246,10 @@ def content_start(file: BinaryIO, header: int, name: str, method: int) -> int:
     """Offset of a member's content behind its local header.
 
     What stands there must be what the directory says: a flipped bit in one of both names would make another member of
-    it. Sizes and checksum are those of the directory, since the local ones may follow the content.
+    it. Sizes and checksum come from the directory, because a local header may leave them out.
 
     Raises:
-        DamagedZipError: there is no local header, or that of another member.
+        DamagedZipError: the local header is missing or belongs to another member.
     """
     file.seek(header)
     local = file.read(LOCAL_HEADER)

@@ -117,7 +117,7 @@ def check_special_tokens(numbers: Mapping[str, int | None], unknown: str, conten
     """Check the special wordpieces that tokenizer_config.json, or a file beside it, names.
 
     Args:
-        numbers: of each of `SPECIAL_NAMES`; None: there is none.
+        numbers: of each of `SPECIAL_NAMES`; None: the tokenizer lacks it.
         unknown: the unknown wordpiece.
         content: as of a tokenizer.json, checked.
         name: begins the error.

@@ -8,7 +8,7 @@ CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capaci
 
 
 class EndOfMemory(torch.autograd.Function):
-    """The identity, whose gradient there is no memory for."""
+    """The identity; its backward pass runs out of memory."""
 
     @staticmethod
     def forward(context, value):

@@ -73,7 +73,7 @@ def check_fields(config: Any) -> None:
 
 
 def _kinds(config_class: type) -> dict[str, Any]:
-    """Declared kind of each field; those of transformers' own fields have names that only it can resolve."""
+    """Declared kind of each field of this project; only transformers can resolve the annotations of its own fields."""
     found: dict[str, Any] = {}
     for one in reversed(config_class.__mro__):
         if issubclass(one, PreTrainedConfig) and one is not PreTrainedConfig:

@@ -210,7 +210,7 @@ class Explorer:
 
 
 def _is_row(value: object, count: int) -> bool:
-    """Whether a value, which may come from a browser, is one of so many rows."""
+    """Whether a value, which may come from a browser, is the number of a row."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < count
 
 

@@ -70,7 +70,7 @@ def member_at(file: BinaryIO, start: int) -> TarMember:
     """The file whose first header is at this offset.
 
     Raises:
-        DamagedTarError: as `members_of`; there is none.
+        DamagedTarError: as for `members_of`, or the file ends at this offset.
     """
     member, _ = _next_member(file, start, file.seek(0, 2))
     if member is None:

@@ -233,7 +233,7 @@ def test_a_caption_in_another_encoding(tmp_path):
 
 
 def test_records_with_long_names_have_names_of_their_own(tmp_path):
-    """Their headers hold only the beginning of a name, and no letters but those of ASCII."""
+    """The header of a member holds only the beginning of its name, and only ASCII letters."""
     for number, keys in enumerate((["k" * 120 + "1", "k" * 120 + "2"], ["é", "è"])):
         write(
             tmp_path / "cc" / f"{number}.tar", [*record(keys[0], "one", b"first"), *record(keys[1], "two", b"second")]
