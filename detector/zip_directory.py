@@ -104,8 +104,8 @@ def find_directory(file: BinaryIO) -> Directory:
 def _find_end(tail: bytes) -> int:
     """Where the last record of an archive begins in its last bytes.
 
-    A comment may stand behind it, and hold what looks like such a record. So the one counts whose comment is as long as
-    it says; where there is none, since something was appended to the archive, there must be no choice either.
+    A comment may stand behind it, and hold what looks like such a record. So the record counts whose comment is as long
+    as it says. If bytes were appended to the archive, no record is; then the file must hold only one.
     """
     found, at = [], tail.find(b"PK\5\6")
     while 0 <= at <= len(tail) - _END.size:
